@@ -1,0 +1,37 @@
+# From a fresh clone, with only python3 and make:
+#   make demo    what qualms does, in a minute
+#   make test    the tests
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# CI runs everything; elsewhere the slow tests are left out.
+SELECT := $(if $(CI),,-m "not slow")
+
+.PHONY: demo test check format bench-speed clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/quickstart.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 $(SELECT)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench-speed: $(INSTALLED)
+	$(BIN)/python benchmarks/speed.py
+
+# torch by its exact pin in the same call as the rest, so that only one build of it is ever fetched.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0 -e ".[app,dev]" -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache build dist

@@ -1,0 +1,1 @@
+"""Measurements of speed and quality; each prints the table that the docs show."""

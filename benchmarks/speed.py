@@ -1,0 +1,123 @@
+"""One table from one run: what class-gradient norms cost, in forward passes and in memory, and against other ways.
+
+    python benchmarks/speed.py            (2 threads, float32, random weights: the cost does not depend on them)
+
+Every way runs in a process of its own, which reports the peak of its memory above what it had before; all times are
+medians over interleaved repeats of that process, divided by its own forward pass over the same batch.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qualms
+from benchmarks.networks import mnist_cnn, resnet18
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
+    "MNIST CNN": (mnist_cnn, (1, 28, 28)),
+    "ResNet-18": (resnet18, (3, 32, 32)),
+}
+
+
+def exact(model: nn.Module, x: Tensor) -> Tensor:
+    """qualms, the default engine."""
+    return qualms.class_gradient_norms(model, x).norms.square().sum(-1).sqrt()
+
+
+def reference(model: nn.Module, x: Tensor) -> Tensor:
+    """The paper's way: one input, one class, one backward pass."""
+    return qualms.class_gradient_norms(model, x, engine="reference").norms.square().sum(-1).sqrt()
+
+
+def vmap_jacrev(model: nn.Module, x: Tensor) -> Tensor:
+    """torch.func: the gradients of all classes of all inputs, held at once."""
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+
+    def log_p(theta: dict[str, Tensor], one: Tensor) -> Tensor:
+        return torch.func.functional_call(model, (theta, buffers), one[None])[0].log_softmax(0)
+
+    jacobians = torch.func.vmap(torch.func.jacrev(log_p), (None, 0))(parameters, x)
+    return sum(j.flatten(2).square().sum(-1) for j in jacobians.values()).sqrt()
+
+
+# The ways, with the number of inputs each is timed on: cost is linear in it, and the slow ones need not run long.
+WAYS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], dict[str, int]]] = {
+    "exact": (exact, {"MNIST CNN": 64, "ResNet-18": 32}),
+    "reference": (reference, {"MNIST CNN": 64, "ResNet-18": 4}),
+    "vmap(jacrev)": (vmap_jacrev, {"MNIST CNN": 64, "ResNet-18": 8}),
+}
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure(model_name: str, way: str, repeats: int) -> dict[str, float]:
+    """Median time in forward passes over the same inputs, and peak memory above the start, in MiB."""
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    build, shape = MODELS[model_name]
+    run, inputs = WAYS[way]
+    # The forward pass is timed on a batch that is large enough to be efficient, per input.
+    model, batch = build().eval(), torch.randn(32, *shape)
+    x = batch[: inputs[model_name]] if inputs[model_name] <= 32 else torch.randn(inputs[model_name], *shape)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(batch)
+
+    forward()
+    run(model, x[:2])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pairs = [(timed(forward) / len(batch), timed(lambda: run(model, x)) / len(x)) for _ in range(repeats)]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    forwards, runs = zip(*pairs, strict=True)
+    return {
+        "inputs": len(x),
+        "forward_ms": 1e3 * median(forwards),
+        "passes": median(runs) / median(forwards),
+        "peak_mib": peak / 1024,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "WAY"), help="measure one way in this process, as JSON")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(*arguments.one, arguments.repeats)))
+        return
+    print("| network | way | inputs | forward passes | slower than exact | peak memory, MiB | MiB an input |")
+    print("|---|---|---|---|---|---|---|")
+    for name in MODELS:
+        rows: dict[str, dict[str, float]] = {}
+        for way in WAYS:
+            command = [sys.executable, "-m", "benchmarks.speed", "--one", name, way]
+            command += ["--repeats", str(arguments.repeats)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            r = rows[way] = json.loads(done.stdout)
+            ratio = r["passes"] / rows["exact"]["passes"]
+            print(
+                f"| {name} | {way} | {r['inputs']} | {r['passes']:.1f} | {ratio:.1f} | {r['peak_mib']:.0f} "
+                f"| {r['peak_mib'] / r['inputs']:.1f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Model and inputs in, norms per class and layer out."""

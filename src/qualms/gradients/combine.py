@@ -1,0 +1,151 @@
+"""From cotangents and pieces to one number for each input, direction and parameter."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from qualms.gradients.pieces import Outer, Piece, accurate
+from qualms.gradients.record import Weights, roots
+
+Kind = Literal["l2", "l1", "gram"]
+Cotangents = Sequence[Tensor | None]  # of one direction, at every edge
+Places = dict[GradientEdge, int]  # of an edge among the cotangents
+
+
+@torch.no_grad()
+def measure(
+    logits: Float[Tensor, "rows c"],
+    cotangents: Float[Tensor, "m rows c"],
+    pieces: Sequence[Piece],
+    weights: Weights,
+    inputs: int,
+    kind: Kind,
+) -> dict[str, Tensor]:
+    """For each parameter ‖g‖² [b, m] (l2), Σ|g| [b, m] (l1) or the inner products ⟨g_m, g_n⟩ [b, m, m] (gram).
+
+    Parameters that the logits do not depend on are left out.
+    """
+    if not pieces:
+        return {}
+    edges, places = _unique_edges(pieces)
+    alone, shared = _by_parameter(pieces, weights)
+    if kind == "l1":
+        shared |= {name: [piece] for name, piece in alone.items()}
+        alone = {}
+    for piece in pieces:
+        if isinstance(piece.gradient, Outer):
+            piece.gradient.cotangents = len(cotangents)
+    values: dict[str, list[Tensor]] = {}
+    kept: list[Cotangents] = []
+    for cotangent in cotangents:
+        at: Cotangents = torch.autograd.grad(
+            logits, edges, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
+        )
+        if kind == "gram":
+            kept.append(at)
+            continue
+        for name, piece in alone.items():
+            deltas = _deltas(piece, at, places)
+            if deltas is not None:
+                values.setdefault(name, []).append(_square(piece, deltas))
+        for name, gradient in _written(shared, at, places, weights, inputs).items():
+            flat = _flat(gradient)
+            values.setdefault(name, []).append(flat.abs().sum(1) if kind == "l1" else flat.square().sum(1))
+    if kind != "gram":
+        return {name: torch.stack(columns, dim=1) for name, columns in values.items()}
+    return _inner_products(alone, shared, kept, places, weights, inputs)
+
+
+def _unique_edges(pieces: Sequence[Piece]) -> tuple[list[GradientEdge], Places]:
+    """Weight and bias share their operation's cotangent: ask for each once."""
+    places: Places = {}
+    for piece in pieces:
+        for edge in piece.edges:
+            places.setdefault(edge, len(places))
+    return list(places), places
+
+
+def _by_parameter(pieces: Sequence[Piece], weights: Weights) -> tuple[dict[str, Piece], dict[str, list[Piece]]]:
+    """Parameters that one piece tells all about, and those whose gradient is a sum of pieces or lies behind others."""
+    uses: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        for name in roots(piece.target, weights):
+            uses.setdefault(name, []).append(piece)
+    alone = {n: p[0] for n, p in uses.items() if len(p) == 1 and id(p[0].target) in weights.names}
+    return alone, {n: p for n, p in uses.items() if n not in alone}
+
+
+def _deltas(piece: Piece, at: Cotangents, places: Places) -> list[Tensor | None] | None:
+    """The cotangents of a piece, or None if the logits do not depend on it."""
+    deltas = [at[places[edge]] for edge in piece.edges]
+    return None if all(d is None for d in deltas) else deltas
+
+
+def _square(piece: Piece, deltas: list[Tensor | None]) -> Float[Tensor, " b"]:
+    if isinstance(piece.gradient, Outer):
+        return piece.gradient.square(deltas)
+    return _flat(piece.gradient.write(deltas)).square().sum(1)
+
+
+def _written(
+    shared: dict[str, list[Piece]], at: Cotangents, places: Places, weights: Weights, inputs: int
+) -> dict[str, Float[Tensor, "b ..."]]:
+    """The whole gradient of each parameter that is used more than once or behind other operations."""
+    total: dict[str, Tensor] = {}
+
+    def add(name: str, gradient: Tensor, at: int | slice = slice(None)) -> None:
+        if name not in total:
+            total[name] = accurate(weights.leaves[name]).new_zeros(inputs, *weights.leaves[name].shape)
+        total[name][at] += gradient
+
+    for piece in {id(p): p for group in shared.values() for p in group}.values():
+        deltas = _deltas(piece, at, places)
+        if deltas is None:
+            continue
+        gradient = piece.gradient.write(deltas)
+        name = weights.names.get(id(piece.target))
+        if name is not None:
+            add(name, gradient)
+            continue
+        names = sorted(roots(piece.target, weights))
+        leaves = [weights.leaves[n] for n in names]
+        for i, g in enumerate(gradient.to(piece.target.dtype)):
+            pulled = torch.autograd.grad(piece.target, leaves, g, retain_graph=True, allow_unused=True)
+            for n, back in zip(names, pulled, strict=True):
+                if back is not None and n in shared:
+                    add(n, back, i)
+    return total
+
+
+def _inner_products(
+    alone: dict[str, Piece],
+    shared: dict[str, list[Piece]],
+    kept: list[Cotangents],
+    places: Places,
+    weights: Weights,
+    inputs: int,
+) -> dict[str, Float[Tensor, "b m m"]]:
+    values: dict[str, Tensor] = {}
+    for name, piece in alone.items():
+        known = [d for d in (_deltas(piece, at, places) for at in kept) if d is not None]
+        if not known:
+            continue
+        if isinstance(piece.gradient, Outer):
+            values[name] = piece.gradient.inner(known)
+        else:
+            values[name] = _products([piece.gradient.write(d) for d in known])
+    written = [_written(shared, at, places, weights, inputs) for at in kept]
+    return values | {name: _products([w[name] for w in written]) for name in written[0]}
+
+
+def _products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
+    g = torch.stack([_flat(gradient) for gradient in gradients], dim=1)
+    return g @ g.mT
+
+
+def _flat(gradient: Float[Tensor, "b ..."]) -> Float[Tensor, "b p"]:
+    return gradient.reshape(gradient.shape[0], -1)

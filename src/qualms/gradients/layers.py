@@ -1,0 +1,61 @@
+"""Which parameters count, and which layer each belongs to."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from qualms.errors import QualmsError
+
+Granularity = Literal["module", "tensor", "block"]
+Params: TypeAlias = str | Callable[[str], bool] | None
+GRANULARITIES = ("module", "tensor", "block")
+
+
+def select(model: nn.Module, params: Params) -> dict[str, Tensor]:
+    """The parameters that count: all, those that match a pattern such as `"layer4.*"`, or those a function picks."""
+    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    if params is None:
+        chosen = named
+    elif callable(params):
+        chosen = {name: p for name, p in named.items() if params(name)}
+    else:
+        chosen = {name: p for name, p in named.items() if fnmatchcase(name, params)}
+    if not named:
+        raise QualmsError("the model has no parameters, so there is nothing to take gradients of.")
+    if not chosen:
+        some = ", ".join(list(named)[:3])
+        raise QualmsError(f"no parameter matches params={params!r}; names look like {some}.")
+    return chosen
+
+
+def layer_of(model: nn.Module, name: str, layers: Granularity) -> str:
+    """The layer that a parameter belongs to.
+
+    `module` is the module that owns it directly (a parametrised one owns what its parametrisation holds), `tensor` the
+    parameter itself, `block` the innermost child of a repeated container: one whose children are all of one class and
+    have children themselves, such as the stages of a ResNet or the list of a transformer's layers.
+    """
+    if layers == "tensor":
+        return name
+    owner = name.rpartition(".")[0].partition(".parametrizations.")[0]
+    if owner.startswith("parametrizations."):
+        owner = ""
+    if layers == "module":
+        return owner or "(model)"
+    path = owner.split(".") if owner else []
+    for depth in range(len(path), 0, -1):
+        container = list(model.get_submodule(".".join(path[: depth - 1])).children())
+        one_class = len({type(child) for child in container}) == 1
+        if len(container) > 1 and one_class and all(any(True for _ in child.children()) for child in container):
+            return ".".join(path[:depth])
+    return owner or "(model)"
+
+
+def grouped(model: nn.Module, names: list[str], layers: Granularity) -> dict[str, list[str]]:
+    """Layers in order of first use, each with its parameters."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(layer_of(model, name, layers), []).append(name)
+    return groups

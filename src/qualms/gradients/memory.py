@@ -1,0 +1,48 @@
+"""How much memory there is, and how much a forward pass keeps for its backward pass."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SHARE = 16  # a sixteenth of what is free: larger chunks are not faster on a CPU, and leave no room for the user
+FLOOR = 2**28
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes that the work on one chunk may take."""
+    return max(FLOOR, _free(device) // SHARE)
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (ValueError, OSError, AttributeError):
+        return FLOOR * SHARE
+
+
+@contextmanager
+def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
+    """Counts, in the list's one entry, the bytes that autograd saves; storages in `constants` do not count."""
+    seen = set(constants)
+    total = [0]
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total[0] += storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield total

@@ -1,0 +1,195 @@
+"""What a parameter's gradient is made of, and its norms without writing it out where that is cheaper.
+
+For one class the cotangent δ of an operation's result gives the gradient of each input's loss with respect to the
+operation's parameter. Two forms cover all rules:
+
+- `Outer`: Σ_t δ_t ⊗ a_t over positions t (weights of linear and convolution layers). Its squared norm is
+  ‖Σ_t δ_t a_tᵀ‖² written out, or ⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever has fewer multiplications; aaᵀ serves
+  all classes.
+- `Summed`: written out directly (biases, scales, copies of a parameter), because it is no larger than the parameter.
+
+Perturbed copies of an input are further positions of the same sum, so smoothing needs no other algebra.
+Index letters: b input, g group, t position, o/f features of δ and a, m/n cotangents.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from qualms.gradients.layout import Layout
+
+
+def accurate(t: Tensor) -> Tensor:
+    """Sums over positions of 16-bit numbers are taken in 32 bits."""
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A gradient that is written out: `write` takes the cotangents at the piece's edges to [inputs, *shape]."""
+
+    write: Callable[[list[Tensor | None]], Tensor]
+    numel: int  # of one input's gradient
+
+    @classmethod
+    def over_rows(cls, layout: Layout, rows: int, inputs: int, shape: torch.Size) -> "Summed":
+        """The cotangent of a copy that has a part for each row: add the parts of an input's rows."""
+
+        def write(cotangents: list[Tensor | None]) -> Tensor:
+            (d,) = cotangents
+            assert d is not None
+            leading = accurate(layout.leading(d, rows))
+            if layout.axis is None:
+                return leading.reshape(inputs, *shape)
+            # The parts of one row follow each other on the axis: put the axis back, then add the rows of an input.
+            apart = leading.unflatten(0, (inputs, rows // inputs, layout.per_row)).sum(1)
+            return apart.movedim(1, 1 + layout.axis).reshape(inputs, *shape)
+
+        return cls(write, shape.numel())
+
+    @classmethod
+    def broadcast(cls, layout: Layout, rows: int, inputs: int, shape: torch.Size) -> "Summed":
+        """The cotangent of a copy that was expanded along the row axis: add everything that one input has there."""
+
+        def write(cotangents: list[Tensor | None]) -> Tensor:
+            (d,) = cotangents
+            assert d is not None
+            leading = accurate(layout.leading(d, rows))
+            return leading.unflatten(0, (inputs, leading.shape[0] // inputs)).sum(1).reshape(inputs, *shape)
+
+        return cls(write, shape.numel())
+
+    @classmethod
+    def of_copies(cls, inputs: int, shape: torch.Size) -> "Summed":
+        """One cotangent for each row's own copy."""
+
+        def write(cotangents: list[Tensor | None]) -> Tensor:
+            known = next(d for d in cotangents if d is not None)
+            each = [torch.zeros_like(known) if d is None else d for d in cotangents]
+            return accurate(torch.stack(each)).unflatten(0, (inputs, -1)).sum(1).reshape(inputs, *shape)
+
+        return cls(write, shape.numel())
+
+
+def cheaper_by_pairs(t: int, o: int, f: int, cotangents: int) -> bool:
+    """Multiplications of ⟨δδᵀ, aaᵀ⟩, with aaᵀ shared by the cotangents, against those of δᵀa."""
+    return t * t * (o + f / cotangents) < t * o * f
+
+
+@dataclass
+class Outer:
+    """A gradient Σ_t moving_t ⊗ fixed_t per group, not written out unless that is cheaper.
+
+    Args:
+        moving: from a cotangent to its factor [n, t, g, o]; n counts rows, or parts of rows in order.
+        still: gives the factor [n, t, g, f] that all cotangents share; computed when first needed.
+        arrange: from the written gradient [b, g, o, f] to [b, *target.shape].
+        inputs: b.
+        sizes: (t, o, f, g), positions counted per input.
+    """
+
+    moving: Callable[[Tensor], Tensor]
+    still: Callable[[], Tensor]
+    arrange: Callable[[Tensor], Tensor]
+    inputs: int
+    sizes: tuple[int, int, int, int]
+    pairs: Callable[[], Tensor] | None = None
+    cotangents: int = field(default=1)  # how many will come: decides what is worth sharing
+
+    @property
+    def numel(self) -> int:
+        """How many numbers one input's gradient has."""
+        _, o, f, g = self.sizes
+        return g * o * f
+
+    def held(self, per_input: int, cotangents: int) -> int:
+        """How many numbers are kept for one input of `per_input` rows, if this was recorded on one row."""
+        t, o, f, g = self.sizes
+        t *= per_input
+        return g * (t * t if cheaper_by_pairs(t, o, f, cotangents) else t * f)
+
+    @cached_property
+    def by_pairs(self) -> bool:
+        """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than writing the gradient out."""
+        t, o, f, _ = self.sizes
+        return cheaper_by_pairs(t, o, f, self.cotangents)
+
+    @cached_property
+    def fixed(self) -> Float[Tensor, "bg t f"]:
+        """a, shared by all cotangents."""
+        return self._positions(self.still())
+
+    @cached_property
+    def fixed_pairs(self) -> Float[Tensor, "bg t t"]:
+        """aaᵀ, shared by all cotangents."""
+        if self.pairs is not None:
+            return self.pairs()
+        a = self.fixed
+        del self.__dict__["fixed"]
+        return a @ a.mT
+
+    def _positions(self, factor: Float[Tensor, "n t g f"]) -> Float[Tensor, "bg nt f"]:
+        n, t, g, f = factor.shape
+        per_input = accurate(factor).reshape(self.inputs, n // self.inputs * t, g, f)
+        if g == 1:
+            return per_input.squeeze(2)
+        return per_input.transpose(1, 2).reshape(self.inputs * g, -1, f)
+
+    def write(self, cotangents: list[Tensor | None]) -> Tensor:
+        """The gradient of each input: [b, *target.shape]."""
+        d = self._delta(cotangents)
+        grad = torch.bmm(d.mT, self.fixed)
+        return self.arrange(grad.unflatten(0, (self.inputs, -1)))
+
+    def square(self, cotangents: list[Tensor | None]) -> Float[Tensor, " b"]:
+        """The squared norm of each input's gradient."""
+        d = self._delta(cotangents)
+        if self.sizes[0] == 1:  # one position: ‖δ‖²‖a‖²
+            each = _dot(d, d) * _dot(self.fixed, self.fixed)
+        elif self.by_pairs and d.shape[1] < d.shape[2]:
+            each = _dot(torch.bmm(d, d.mT), self.fixed_pairs).clamp_min(0)
+        elif self.by_pairs:  # the same sum, with the smaller matrix in between
+            each = _dot(torch.bmm(self.fixed_pairs, d), d).clamp_min(0)
+        else:
+            gradient = torch.bmm(d.mT, self.fixed)
+            each = _dot(gradient, gradient)
+        return each.unflatten(0, (self.inputs, -1)).sum(1)
+
+    def inner(self, cotangents: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
+        """The inner products between the gradients of several cotangents."""
+        d = torch.stack([self._delta(c) for c in cotangents], dim=1)  # [bg, m, t, o]
+        if self.by_pairs:
+            seen = torch.matmul(self.fixed_pairs.unsqueeze(1), d)
+            products = seen.flatten(2) @ d.flatten(2).mT
+        else:
+            grad = torch.matmul(d.mT, self.fixed.unsqueeze(1)).flatten(2)
+            products = grad @ grad.mT
+        return products.unflatten(0, (self.inputs, -1)).sum(1)
+
+    def _delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
+        (d,) = cotangents
+        assert d is not None
+        return self._positions(self.moving(d))
+
+
+def _dot(a: Float[Tensor, "n i j"], b: Float[Tensor, "n i j"]) -> Float[Tensor, " n"]:
+    """Σ_ij a_ij b_ij of each matrix."""
+    return torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One meeting's share of a gradient.
+
+    `target` is a parameter, or a tensor computed from parameters alone, as it is when the model runs on one row;
+    `edges` are the places in the graph whose cotangents the gradient is made from.
+    """
+
+    target: Tensor
+    edges: tuple[GradientEdge, ...]
+    gradient: Outer | Summed

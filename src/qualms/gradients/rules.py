@@ -1,0 +1,184 @@
+"""The table of rules: how the gradient of a parameter follows from the cotangent of the operation that uses it.
+
+A rule takes the `Call` and the operation's own arguments, carries the operation out, leaves a piece for each tracked
+parameter and returns the result; or it returns NotImplemented, and the general path takes over. To cover a further
+operation: one function, one row in `RULES`, one case in the tests' model list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from qualms.gradients.convolutions import convolution, convolution_rule, transposed_convolution_rule
+from qualms.gradients.layout import Layout
+from qualms.gradients.pieces import Outer, Summed, accurate
+from qualms.gradients.scales import (
+    batch_norm,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    prelu,
+    rms_norm,
+    rows_of,
+    trailing_sum,
+)
+
+if TYPE_CHECKING:
+    from qualms.gradients.record import Call
+
+
+def find_rule(name: str) -> Callable[..., Any] | None:
+    """The rule for an operation by the name it has in torch: `add`, `add_`, `__radd__` and `__iadd__` are one."""
+    bare = name.strip("_")
+    return RULES.get(bare) or (broadcasting if bare in BROADCASTING or bare[1:] in BROADCASTING else None)
+
+
+# Weights that multiply: δ ⊗ a.
+
+
+def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """y = x Wᵀ + b: ∂W = Σ_t δ_t a_tᵀ, ∂b = Σ_t δ_t."""
+    layout = rows_of(call, input)
+    if layout is None or weight.ndim != 2 or layout.axis == input.ndim - 1:
+        return NotImplemented
+    out = call.run()
+    edge = get_gradient_edge(out)
+    if call.tracked(weight):
+        outer = _product(call, input, layout, weight.shape[0], lambda grad: grad.squeeze(1))
+        call.leave(weight, [edge], outer)
+    if bias is not None and call.tracked(bias):
+        call.leave(bias, [edge], trailing_sum(call, layout, bias))
+    return out
+
+
+def matmul(call: Call, input: Tensor, other: Tensor) -> Any:
+    """y = x W with the parameter on the right: ∂W = Σ_t a_t δ_tᵀ. A parameter on the left is broadcast over rows."""
+    if call.tracked(input) or other.ndim != 2 or input.ndim < 2:
+        return broadcasting(call, input, other)
+    layout = rows_of(call, input)
+    if layout is None or layout.axis == input.ndim - 1:
+        return NotImplemented
+    out = call.run()
+    outer = _product(call, input, layout, other.shape[1], lambda grad: grad.squeeze(1).mT)
+    call.leave(other, [get_gradient_edge(out)], outer)
+    return out
+
+
+def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """y = b + x W, as in a transposed linear layer."""
+    layout = rows_of(call, mat1)
+    plain = beta == alpha == 1 and input.ndim == 1 and not call.tracked(mat1)
+    if layout is None or layout.axis == 1 or not plain:
+        return NotImplemented
+    out = call.run()
+    edge = get_gradient_edge(out)
+    if call.tracked(mat2):
+        outer = _product(call, mat1, layout, mat2.shape[1], lambda grad: grad.squeeze(1).mT)
+        call.leave(mat2, [edge], outer)
+    if call.tracked(input):
+        call.leave(input, [edge], trailing_sum(call, layout, input))
+    return out
+
+
+def _product(call: Call, a: Tensor, layout: Layout, features: int, arrange: Callable[[Tensor], Tensor]) -> Outer:
+    """The outer product of the cotangent [..., features] and the input a [..., f]: every axis but the last is t."""
+
+    def factor(t: Tensor) -> Tensor:
+        leading = layout.leading(t, call.rows)
+        n = 1 if layout.axis is None else leading.shape[0]
+        return leading.reshape(n, -1, 1, t.shape[-1])
+
+    positions = a.numel() // a.shape[-1] // call.inputs
+    return Outer(factor, lambda: factor(a), arrange, call.inputs, (positions, features, a.shape[-1], 1))
+
+
+# Embeddings: δ ⊗ one-hot.
+
+
+def embedding(
+    call: Call,
+    weight: Tensor,
+    input: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """∂W[v] = Σ_t [id_t = v] δ_t: pairs of positions count if they hold the same id. The padding row stays zero."""
+    layout = rows_of(call, input)
+    if layout is None or scale_grad_by_freq or not call.tracked(weight):
+        return NotImplemented  # with scale_grad_by_freq autograd returns something else than the derivative
+    out = call.run()
+    vocabulary, features = weight.shape
+
+    def ids() -> Tensor:
+        return layout.leading(input, call.rows).reshape(call.inputs, -1)
+
+    def moving(d: Tensor) -> Tensor:
+        d = layout.leading(d, call.rows).reshape(call.inputs, -1, 1, features)
+        return d * (ids() != padding_idx)[:, :, None, None]
+
+    def pairs() -> Tensor:
+        i = ids()
+        return (i[:, :, None] == i[:, None, :]).to(accurate(weight).dtype)
+
+    def still() -> Tensor:
+        return F.one_hot(ids(), vocabulary).to(weight.dtype).unsqueeze(2)
+
+    sizes = (input.numel() // call.inputs, features, vocabulary, 1)
+    outer = Outer(moving, still, lambda grad: grad.squeeze(1).mT, call.inputs, sizes, pairs)
+    call.leave(weight, [get_gradient_edge(out)], outer)
+    return out
+
+
+# Arithmetic with a bare parameter: a copy of it for each row, along the row axis of the result.
+
+
+def broadcasting(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Any operation that broadcasts: its own derivative, at a copy expanded along the rows, is the gradient."""
+    used = [t for t in call.meeting.arguments if call.tracked(t)]
+    layout = call.result_layout() if call.recorder.plan else None
+    if layout is None or layout.axis is None or any(call.layout(t) for t in used):
+        return NotImplemented
+    ndim = call.result_ndim()
+    # A matrix product broadcasts the axes before the last two only.
+    if call.meeting.name.strip("_").endswith("matmul") and (layout.axis >= ndim - 2 or min(t.ndim for t in used) < 2):
+        return NotImplemented
+    copies: dict[int, Tensor] = {}
+    for t in used:
+        shape = [1] * (ndim - t.ndim) + list(t.shape)
+        if len(shape) > ndim or shape[layout.axis] != 1:
+            return NotImplemented
+        padded = t.detach().reshape(shape)
+        shape[layout.axis] = layout.per_row * call.rows
+        copies[id(t)] = padded.expand(shape).requires_grad_()
+    for t in used:
+        gradient = Summed.broadcast(layout, call.rows, call.inputs, t.shape)
+        call.leave(t, [get_gradient_edge(copies[id(t)])], gradient)
+    return call.run_with(copies)
+
+
+# Operations that broadcast their tensor arguments against each other.
+BROADCASTING = frozenset(
+    ("add", "sub", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow", "maximum", "minimum", "where")
+) | frozenset(("lerp", "addcmul", "addcdiv", "scaled_dot_product_attention"))
+RULES: dict[str, Callable[..., Any]] = {
+    "linear": linear,
+    "matmul": matmul,
+    "mm": matmul,
+    "addmm": addmm,
+    "embedding": embedding,
+    "batch_norm": batch_norm,
+    "group_norm": group_norm,
+    "instance_norm": instance_norm,
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "prelu": prelu,
+    "convolution": convolution,
+    **{f"conv{n}d": convolution_rule(n) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": transposed_convolution_rule(n) for n in (1, 2, 3)},
+}

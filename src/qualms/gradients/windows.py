@@ -1,0 +1,100 @@
+"""The windows that a convolution sees, and the inner products between them, for any number of spatial axes."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+
+def pads(padding: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
+    """Zeros before and after each spatial axis; an odd total of "same" puts the extra one after, as torch does."""
+    if padding == "valid":
+        return [(0, 0)] * len(kernel)
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if isinstance(padding, int):
+        return [(padding, padding)] * len(kernel)
+    assert not isinstance(padding, str)
+    sizes = list(padding) * (len(kernel) if len(padding) == 1 else 1)
+    return [(int(p), int(p)) for p in sizes]
+
+
+def windows(
+    image: Float[Tensor, "n c *space"],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    around: list[tuple[int, int]],
+    groups: int,
+    positions: Sequence[int] | None = None,
+) -> Float[Tensor, "n t g f"]:
+    """What each output position sees, f = kernel · channels of the group.
+
+    `positions` is their number on each axis; by default all that fit.
+    """
+    x = _padded(image, around).movedim(1, -1)
+    n, *space, channels = x.shape
+    if positions is None:
+        positions = _positions(space, kernel, stride, dilation)
+    steps = x.stride()[1:-1]
+    view = x.as_strided(
+        (n, *positions, *kernel, channels),
+        (
+            x.stride(0),
+            *(s * by for s, by in zip(steps, stride, strict=True)),
+            *(s * by for s, by in zip(steps, dilation, strict=True)),
+            x.stride(-1),
+        ),
+    )
+    view = view.reshape(n, math.prod(positions), math.prod(kernel), groups, channels // groups)
+    return view.transpose(2, 3).flatten(3)
+
+
+def pixel_pairs(
+    image: Float[Tensor, "n c *space"],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    around: list[tuple[int, int]],
+    inputs: int,
+) -> Float[Tensor, "b t t"]:
+    """The inner products between all windows of an input, from those between its pixels.
+
+    Σ_k ⟨a[t + k], a[t' + k]⟩: a sum of shifted copies of the pixels' matrix, as many times cheaper than the windows'
+    own product as a window has pixels.
+    """
+    x = _padded(image, around).movedim(1, -1)
+    n, *space, channels = x.shape
+    x = x.reshape(inputs, -1, channels)
+    per_input = n // inputs
+    products = torch.bmm(x, x.mT).reshape(inputs, per_input, *space, per_input, *space)
+    positions = _positions(space, kernel, stride, dilation)
+    total: Tensor | None = None
+    for offset in itertools.product(*(range(k) for k in kernel)):
+        cut = tuple(
+            slice(o * d, o * d + (p - 1) * s + 1, s)
+            for o, d, s, p in zip(offset, dilation, stride, positions, strict=True)
+        )
+        shifted = products[(slice(None), slice(None), *cut, slice(None), *cut)]
+        total = shifted.clone() if total is None else total.add_(shifted)
+    assert total is not None
+    t = per_input * math.prod(positions)
+    return total.reshape(inputs, t, t)
+
+
+def _padded(image: Tensor, around: list[tuple[int, int]]) -> Tensor:
+    if not any(map(any, around)):
+        return image
+    return F.pad(image, [size for pair in reversed(around) for size in pair])
+
+
+def _positions(
+    space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    sizes = zip(space, kernel, stride, dilation, strict=True)
+    return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in sizes]

@@ -1,0 +1,91 @@
+"""Whatever a user gets wrong is said in one sentence."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qualms
+from tests import networks as net
+
+
+class Returns(nn.Module):
+    """A linear model whose output goes through a function."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.fc, self.change = nn.Linear(4, 3), change
+
+    def forward(self, x: Tensor) -> Any:
+        return self.change(self.fc(x))
+
+
+X = torch.randn(2, 4)
+LINEAR = nn.Linear(4, 3)
+WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
+    "empty batch": (LINEAR, torch.zeros(0, 4), {}, "empty batch"),
+    "no batches": (LINEAR, [], {}, "no batch"),
+    "nan input": (LINEAR, torch.tensor([[0.0] * 4, [float("nan")] * 4]), {}, "input 1 of x .* NaN"),
+    "nan logits": (Returns(lambda z: z / 0 - z / 0), X, {}, "logits of input 0 .* NaN or infinite"),
+    "infinite logits": (Returns(lambda z: z * float("inf")), X, {}, "NaN or infinite"),
+    "no logits": (Returns(lambda z: "a label"), X, {}, "returns a str without logits"),
+    "labels, not logits": (Returns(lambda z: z.argmax(1)), X, {}, "without logits"),
+    "one logit": (Returns(lambda z: z[:, :1]), X, {}, r"shape \(1, 1\) .* two classes"),
+    "logits per token": (Returns(lambda z: z[:, None]), X, {}, r"shape \(1, 1, 3\)"),
+    "no parameter selected": (LINEAR, X, {"params": "layer4.*"}, "no parameter matches .*names look like weight"),
+    "no parameters": (nn.Softmax(-1), X, {}, "has no parameters"),
+    "unused parameter": (Returns(lambda z: z), X, {"params": lambda n: n == "spare"}, "no parameter matches"),
+    "wrong shape": (LINEAR, torch.randn(2, 5), {}, r"does not accept x of \(1, 5\) float32: .*"),
+    "wrong dtype": (LINEAR, X.double(), {}, r"does not accept x of \(1, 4\) float64"),
+    "other device": (LINEAR, X.to("meta"), {}, "parameters are on cpu and x is on meta"),
+    "no path": (Returns(lambda z: z.detach()), X, {}, "do not depend on any parameter"),
+    "in place": (Returns(lambda z: z.sigmoid().mul_(2) * z.tanh().add_(1)), X, {}, "cannot be differentiated"),
+    "not a model": (lambda x: x, X, {}, "model is a function; pass a torch.nn.Module"),  # type: ignore[dict-item]
+    "not inputs": (LINEAR, 3, {}, "x is a int"),
+    "sizes disagree": (LINEAR, (X, X[:1]), {}, r"disagree on the number of inputs: \[1, 2\]"),
+    "unknown layers": (LINEAR, X, {"layers": "modul"}, "layers='modul' is not known; choose one of module"),
+    "unknown norm": (LINEAR, X, {"norm": "l3"}, "choose one of l2, l1"),
+    "unknown engine": (LINEAR, X, {"engine": "fast"}, "choose one of exact, reference"),
+    "negative sigma": (LINEAR, X, {"smoothing": -1.0}, "must be a positive number"),
+    "no draws": (LINEAR, X, {"smoothing": (0.1, 0)}, "at least one is needed"),
+    "sigma per channel": (LINEAR, X, {"smoothing": ((0.1, 0.2), 2)}, "2 values of sigma, but an input of shape"),
+}
+
+
+@pytest.mark.parametrize(("model", "x", "more", "says"), WRONG.values(), ids=WRONG)
+def test_a_clear_sentence(model: nn.Module, x: Any, more: dict[str, Any], says: str) -> None:
+    # Annotations are enforced in tests; users meet the library without that.
+    with pytest.raises(qualms.QualmsError, match=says) as caught:
+        unchecked(qualms.class_gradient_norms)(model, x, **more)
+    assert "\n" not in str(caught.value)
+
+
+def unchecked(function: Any) -> Any:
+    """The function without the tests' type checks."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def test_discrete_input_without_an_embedding_cannot_be_smoothed() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.fc(ids.float())
+
+    with pytest.raises(qualms.QualmsError, match="no embedding of the model reads it"):
+        qualms.class_gradient_norms(Counts(), torch.randint(0, 3, (2, 4)), smoothing=0.1)
+
+
+def test_a_parameter_that_takes_no_part_is_left_out() -> None:
+    model = net.mlp()
+    model.register_parameter("spare", nn.Parameter(torch.zeros(3)))
+    for engine in ("exact", "reference"):
+        g = qualms.class_gradient_norms(model, torch.randn(2, 3, 4, 4), engine=engine)
+        assert g.layers == ["1", "3", "5"]
+    with pytest.raises(qualms.QualmsError, match="none of the selected parameters takes part"):
+        qualms.class_gradient_norms(model, torch.randn(2, 3, 4, 4), params="spare")
