@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from benchmarks.networks import mnist_cnn, resnet18
+from qualms.models.cnn import mnist_cnn
+from qualms.models.resnet import resnet18
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "MNIST CNN": (mnist_cnn, (1, 28, 28)),
@@ -107,7 +108,7 @@ def main() -> None:
     for name in MODELS:
         rows: dict[str, dict[str, float]] = {}
         for way in WAYS:
-            command = [sys.executable, "-m", "benchmarks.speed", "--one", name, way]
+            command = [sys.executable, __file__, "--one", name, way]
             command += ["--repeats", str(arguments.repeats)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             r = rows[way] = json.loads(done.stdout)

@@ -34,18 +34,18 @@ def convolution_rule(space: int) -> Callable[..., Any]:
         layout = _image_rows(call, input, space)
         if layout is None or call.tracked(input):
             return NotImplemented
-        kernel = weight.shape[2:]
+        kernel, inputs = weight.shape[2:], call.inputs
         stride, dilation = _each(stride, space), _each(dilation, space)
         around = pads(padding, kernel, dilation)
         out = call.run()
         edge = get_gradient_edge(out)
         features, positions = weight.shape[0] // groups, math.prod(out.shape[-space:])
         if call.tracked(weight):
-            images = math.prod(out.shape[: -space - 1]) // call.inputs
+            images = math.prod(out.shape[: -space - 1]) // inputs
             per_window = weight.shape[1] * kernel.numel()
 
             def image(t: Tensor) -> Tensor:
-                return layout.leading(t, call.rows).reshape(-1, *t.shape[-space - 1 :])
+                return layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
 
             def moving(d: Tensor) -> Tensor:
                 d = image(d).movedim(1, -1)  # [n, *positions, o]
@@ -55,7 +55,7 @@ def convolution_rule(space: int) -> Callable[..., Any]:
                 return windows(image(input), kernel, stride, dilation, around, groups)
 
             def pairs() -> Tensor:
-                return pixel_pairs(accurate(image(input)), kernel, stride, dilation, around, call.inputs)
+                return pixel_pairs(accurate(image(input)), kernel, stride, dilation, around, inputs)
 
             def arrange(grad: Tensor) -> Tensor:  # [b, g, o, k·i] -> [b, g·o, i, *k]
                 grad = grad.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
@@ -64,10 +64,10 @@ def convolution_rule(space: int) -> Callable[..., Any]:
             sizes = (images * positions, features, per_window, groups)
             padded = math.prod(n + sum(p) for n, p in zip(input.shape[-space:], around, strict=True))
             by_pixels = groups == 1 and padded**2 < positions**2 * kernel.numel()
-            outer = Outer(moving, still, arrange, call.inputs, sizes, pairs if by_pixels else None)
+            outer = Outer(moving, still, arrange, inputs, sizes, pairs if by_pixels else None)
             call.leave(weight, [edge], outer)
         if bias is not None and call.tracked(bias):
-            call.leave(bias, [edge], channel_sum(call, layout, bias, space, None))
+            call.leave(bias, [edge], channel_sum(inputs, layout, bias, space, None))
         return out
 
     return conv
@@ -90,17 +90,17 @@ def transposed_convolution_rule(space: int) -> Callable[..., Any]:
         layout = _image_rows(call, input, space)
         if layout is None or call.tracked(input):
             return NotImplemented
-        kernel = weight.shape[2:]
+        kernel, inputs = weight.shape[2:], call.inputs
         stride, dilation = _each(stride, space), _each(dilation, space)
         around = pads(padding, kernel, dilation)
         out = call.run()
         edge = get_gradient_edge(out)
         positions = input.shape[-space:]
         if call.tracked(weight):
-            images = math.prod(input.shape[: -space - 1]) // call.inputs
+            images = math.prod(input.shape[: -space - 1]) // inputs
 
             def image(t: Tensor) -> Tensor:
-                return layout.leading(t, call.rows).reshape(-1, *t.shape[-space - 1 :])
+                return layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
 
             def moving(d: Tensor) -> Tensor:
                 return windows(image(d), kernel, stride, dilation, around, groups, positions)
@@ -114,9 +114,9 @@ def transposed_convolution_rule(space: int) -> Callable[..., Any]:
                 return grad.movedim(-1, 2)
 
             sizes = (images * positions.numel(), weight.shape[1] * kernel.numel(), weight.shape[0] // groups, groups)
-            call.leave(weight, [edge], Outer(moving, still, arrange, call.inputs, sizes))
+            call.leave(weight, [edge], Outer(moving, still, arrange, inputs, sizes))
         if bias is not None and call.tracked(bias):
-            call.leave(bias, [edge], channel_sum(call, layout, bias, space, None))
+            call.leave(bias, [edge], channel_sum(inputs, layout, bias, space, None))
         return out
 
     return conv_transpose

@@ -17,12 +17,13 @@ class Unclear(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """Row r stands at entries r·per_row + j of `axis`, or at j·rows + r if interleaved (j < per_row).
+    """Of `rows` rows, row r stands at entries r·per_row + j of `axis`, or at j·rows + r if interleaved (j < per_row).
 
     An axis of None means that there is a single row, which owns the whole tensor.
     """
 
     axis: int | None
+    rows: int = 1
     per_row: int = 1
     interleaved: bool = False
 
@@ -31,21 +32,21 @@ class Layout:
         """The layout of any tensor when the model runs on a single row."""
         return cls(None)
 
-    def leading(self, t: Tensor, rows: int) -> Tensor:
+    def leading(self, t: Tensor) -> Tensor:
         """The tensor with its row axis first and the entries of a row next to each other: [rows·per_row, …]."""
         if self.axis is None:
             return t
         t = t.movedim(self.axis, 0)
         if self.interleaved:
-            t = t.unflatten(0, (self.per_row, rows)).transpose(0, 1).flatten(0, 1)
+            t = t.unflatten(0, (self.per_row, self.rows)).transpose(0, 1).flatten(0, 1)
         return t
 
-    def part(self, t: Tensor, row: int, rows: int) -> Tensor:
+    def part(self, t: Tensor, row: int) -> Tensor:
         """What belongs to one row, shaped as if the model ran on that row alone."""
         if self.axis is None:
             return t
         if self.interleaved:
-            return t.unflatten(self.axis, (self.per_row, rows)).select(self.axis + 1, row)
+            return t.unflatten(self.axis, (self.per_row, self.rows)).select(self.axis + 1, row)
         return t.narrow(self.axis, row * self.per_row, self.per_row)
 
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -74,14 +75,14 @@ def infer(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) -> Layo
     expected = (*one.shape[:axis], rows * per_row, *one.shape[axis + 1 :])
     _require(shape is None or tuple(shape) == expected)
     if per_row == 1:
-        return Layout(axis)
-    blocked, interleaved = Layout(axis, per_row), Layout(axis, per_row, interleaved=True)
+        return Layout(axis, rows)
+    orders = [Layout(axis, 2, per_row), Layout(axis, 2, per_row, interleaved=True)]
     first, pair = one.detach().double(), two.detach().double()
-    errors = [float((layout.part(pair, 0, 2) - first).abs().max()) for layout in (blocked, interleaved)]
+    errors = [float((layout.part(pair, 0) - first).abs().max()) for layout in orders]
     scale = float(first.abs().max())
     close = [e <= 1e-2 * scale for e in errors]
     _require(scale > 0 and close.count(True) == 1)
-    return blocked if close[0] else interleaved
+    return Layout(axis, rows, per_row, interleaved=close[1])
 
 
 def _require(clear: bool) -> None:

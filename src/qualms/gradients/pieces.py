@@ -37,29 +37,29 @@ class Summed:
     numel: int  # of one input's gradient
 
     @classmethod
-    def over_rows(cls, layout: Layout, rows: int, inputs: int, shape: torch.Size) -> "Summed":
+    def over_rows(cls, layout: Layout, inputs: int, shape: torch.Size) -> "Summed":
         """The cotangent of a copy that has a part for each row: add the parts of an input's rows."""
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
             (d,) = cotangents
             assert d is not None
-            leading = accurate(layout.leading(d, rows))
+            leading = accurate(layout.leading(d))
             if layout.axis is None:
                 return leading.reshape(inputs, *shape)
             # The parts of one row follow each other on the axis: put the axis back, then add the rows of an input.
-            apart = leading.unflatten(0, (inputs, rows // inputs, layout.per_row)).sum(1)
+            apart = leading.unflatten(0, (inputs, layout.rows // inputs, layout.per_row)).sum(1)
             return apart.movedim(1, 1 + layout.axis).reshape(inputs, *shape)
 
         return cls(write, shape.numel())
 
     @classmethod
-    def broadcast(cls, layout: Layout, rows: int, inputs: int, shape: torch.Size) -> "Summed":
+    def broadcast(cls, layout: Layout, inputs: int, shape: torch.Size) -> "Summed":
         """The cotangent of a copy that was expanded along the row axis: add everything that one input has there."""
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
             (d,) = cotangents
             assert d is not None
-            leading = accurate(layout.leading(d, rows))
+            leading = accurate(layout.leading(d))
             return leading.unflatten(0, (inputs, leading.shape[0] // inputs)).sum(1).reshape(inputs, *shape)
 
         return cls(write, shape.numel())

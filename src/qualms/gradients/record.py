@@ -82,6 +82,7 @@ class Recorder(TorchFunctionMode):
         self.weights, self.rows, self.per_input, self.plan = weights, rows, per_input, plan
         self.pieces: list[Piece] = []
         self.meetings: list[Meeting] = []
+        self.count = 0  # of meetings so far
         self.first_use: list[str] = []
         self.one_by_one: set[str] = set()  # parameters that no rule covered
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in weights.leaves.values()}
@@ -121,7 +122,9 @@ class Recorder(TorchFunctionMode):
     def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         name = getattr(func, "__name__", str(func)).split(".")[0]
         meeting = Meeting(name, given)
-        self.meetings.append(meeting)
+        self.count += 1
+        if self.plan is None:  # a first look, to be compared with another; later ones need not be remembered
+            self.meetings.append(meeting)
         call = Call(self, func, args, kwargs, meeting)
         rule = find_rule(name)
         out = rule(call, *args, **kwargs) if rule and _fits(rule, call, args, kwargs) else NotImplemented
@@ -161,7 +164,7 @@ class Call:
     ) -> None:
         self.recorder, self.func, self.args, self.kwargs, self.meeting = recorder, func, args, kwargs, meeting
         self.rows, self.inputs = recorder.rows, recorder.rows // recorder.per_input
-        self._number = len(recorder.meetings) - 1
+        self._number = recorder.count - 1
 
     def run(self) -> Any:
         """Carry the operation out as it is."""
@@ -236,9 +239,7 @@ class Call:
                 layout = self.layout(t)
                 assert layout is not None
                 shape = self.on_one_row(t).shape
-                self.leave(
-                    t, [get_gradient_edge(copies[id(t)])], Summed.over_rows(layout, self.rows, self.inputs, shape)
-                )
+                self.leave(t, [get_gradient_edge(copies[id(t)])], Summed.over_rows(layout, self.inputs, shape))
             return self.run_with(copies)
         return self._one_row_at_a_time(used)
 
@@ -255,7 +256,7 @@ class Call:
                     copies[id(t)].append(t.detach().requires_grad_())
                     return copies[id(t)][-1]
                 layout = layouts[id(t)]
-                return t if layout is None else layout.part(t, row, self.rows)
+                return t if layout is None else layout.part(t, row)
 
             return part
 

@@ -52,7 +52,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
         outer = _product(call, input, layout, weight.shape[0], lambda grad: grad.squeeze(1))
         call.leave(weight, [edge], outer)
     if bias is not None and call.tracked(bias):
-        call.leave(bias, [edge], trailing_sum(call, layout, bias))
+        call.leave(bias, [edge], trailing_sum(call.inputs, layout, bias))
     return out
 
 
@@ -81,7 +81,7 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
         outer = _product(call, mat1, layout, mat2.shape[1], lambda grad: grad.squeeze(1).mT)
         call.leave(mat2, [edge], outer)
     if call.tracked(input):
-        call.leave(input, [edge], trailing_sum(call, layout, input))
+        call.leave(input, [edge], trailing_sum(call.inputs, layout, input))
     return out
 
 
@@ -89,7 +89,7 @@ def _product(call: Call, a: Tensor, layout: Layout, features: int, arrange: Call
     """The outer product of the cotangent [..., features] and the input a [..., f]: every axis but the last is t."""
 
     def factor(t: Tensor) -> Tensor:
-        leading = layout.leading(t, call.rows)
+        leading = layout.leading(t)
         n = 1 if layout.axis is None else leading.shape[0]
         return leading.reshape(n, -1, 1, t.shape[-1])
 
@@ -113,13 +113,13 @@ def embedding(
     if layout is None or scale_grad_by_freq or not call.tracked(weight):
         return NotImplemented  # with scale_grad_by_freq autograd returns something else than the derivative
     out = call.run()
-    vocabulary, features = weight.shape
+    inputs, (vocabulary, features) = call.inputs, weight.shape
 
     def ids() -> Tensor:
-        return layout.leading(input, call.rows).reshape(call.inputs, -1)
+        return layout.leading(input).reshape(inputs, -1)
 
     def moving(d: Tensor) -> Tensor:
-        d = layout.leading(d, call.rows).reshape(call.inputs, -1, 1, features)
+        d = layout.leading(d).reshape(inputs, -1, 1, features)
         return d * (ids() != padding_idx)[:, :, None, None]
 
     def pairs() -> Tensor:
@@ -129,8 +129,8 @@ def embedding(
     def still() -> Tensor:
         return F.one_hot(ids(), vocabulary).to(weight.dtype).unsqueeze(2)
 
-    sizes = (input.numel() // call.inputs, features, vocabulary, 1)
-    outer = Outer(moving, still, lambda grad: grad.squeeze(1).mT, call.inputs, sizes, pairs)
+    sizes = (input.numel() // inputs, features, vocabulary, 1)
+    outer = Outer(moving, still, lambda grad: grad.squeeze(1).mT, inputs, sizes, pairs)
     call.leave(weight, [get_gradient_edge(out)], outer)
     return out
 
@@ -157,7 +157,7 @@ def broadcasting(call: Call, *args: Any, **kwargs: Any) -> Any:
         shape[layout.axis] = layout.per_row * call.rows
         copies[id(t)] = padded.expand(shape).requires_grad_()
     for t in used:
-        gradient = Summed.broadcast(layout, call.rows, call.inputs, t.shape)
+        gradient = Summed.broadcast(layout, call.inputs, t.shape)
         call.leave(t, [get_gradient_edge(copies[id(t)])], gradient)
     return call.run_with(copies)
 

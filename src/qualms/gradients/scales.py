@@ -106,12 +106,13 @@ def prelu(call: Call, input: Tensor, weight: Tensor) -> Any:
     if layout is None or call.tracked(input):
         return NotImplemented
     out = call.run()
+    inputs = call.inputs
 
     def write(cotangents: list[Tensor | None]) -> Tensor:
         (d,) = cotangents
         assert d is not None
-        product = layout.leading(accurate(d) * input.detach().clamp_max(0), call.rows)
-        return product.reshape(call.inputs, -1).sum(1).reshape(call.inputs, *weight.shape)
+        product = layout.leading(accurate(d) * input.detach().clamp_max(0))
+        return product.reshape(inputs, -1).sum(1).reshape(inputs, *weight.shape)
 
     call.leave(weight, [get_gradient_edge(out)], Summed(write, weight.numel()))
     return out
@@ -127,9 +128,9 @@ def _channel_affine(
     out = call.run()
     edge = get_gradient_edge(out)
     if weight is not None and call.tracked(weight):
-        call.leave(weight, [edge], channel_sum(call, layout, weight, input.ndim - 2, _once(scaled)))
+        call.leave(weight, [edge], channel_sum(call.inputs, layout, weight, input.ndim - 2, _once(scaled)))
     if bias is not None and call.tracked(bias):
-        call.leave(bias, [edge], channel_sum(call, layout, bias, input.ndim - 2, None))
+        call.leave(bias, [edge], channel_sum(call.inputs, layout, bias, input.ndim - 2, None))
     return out
 
 
@@ -146,13 +147,13 @@ def _trailing_affine(
     out = call.run()
     edge = get_gradient_edge(out)
     if weight is not None and call.tracked(weight):
-        call.leave(weight, [edge], trailing_sum(call, layout, weight, _once(scaled)))
+        call.leave(weight, [edge], trailing_sum(call.inputs, layout, weight, _once(scaled)))
     if bias is not None and call.tracked(bias):
-        call.leave(bias, [edge], trailing_sum(call, layout, bias))
+        call.leave(bias, [edge], trailing_sum(call.inputs, layout, bias))
     return out
 
 
-def channel_sum(call: Call, layout: Layout, target: Tensor, space: int, times: Callable[[], Tensor] | None) -> Summed:
+def channel_sum(inputs: int, layout: Layout, target: Tensor, space: int, times: Callable[[], Tensor] | None) -> Summed:
     """Σ over rows and space of δ, times a factor if there is one, for each channel."""
 
     def write(cotangents: list[Tensor | None]) -> Tensor:
@@ -160,19 +161,19 @@ def channel_sum(call: Call, layout: Layout, target: Tensor, space: int, times: C
         assert d is not None
         d = accurate(d) if times is None else accurate(d) * times()
         d = d.sum(tuple(range(-space, 0))) if space else d
-        return layout.leading(d, call.rows).reshape(call.inputs, -1, d.shape[-1]).sum(1).reshape(-1, *target.shape)
+        return layout.leading(d).reshape(inputs, -1, d.shape[-1]).sum(1).reshape(-1, *target.shape)
 
     return Summed(write, target.numel())
 
 
-def trailing_sum(call: Call, layout: Layout, target: Tensor, times: Callable[[], Tensor] | None = None) -> Summed:
+def trailing_sum(inputs: int, layout: Layout, target: Tensor, times: Callable[[], Tensor] | None = None) -> Summed:
     """Σ of δ, times a factor if there is one, over all axes but the last ones, which the parameter has."""
 
     def write(cotangents: list[Tensor | None]) -> Tensor:
         (d,) = cotangents
         assert d is not None
         d = accurate(d) if times is None else accurate(d) * times()
-        return layout.leading(d, call.rows).reshape(call.inputs, -1, *target.shape).sum(1)
+        return layout.leading(d).reshape(inputs, -1, *target.shape).sum(1)
 
     return Summed(write, target.numel())
 

@@ -1,1 +1,0 @@
-"""Measurements of speed and quality; each prints the table that the docs show."""

@@ -1,0 +1,93 @@
+"""Residual networks for 32x32 images (He et al., CVPR 2016): the paper's ResNet-18 for CIFAR-10, -152 for CIFAR-100."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.shortcut = _shortcut(inside, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, inside, h, w] to [n, width, h/stride, w/stride]."""
+        h = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions and a shortcut."""
+
+    expansion = 4
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = self.expansion * width
+        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outside)
+        self.shortcut = _shortcut(inside, outside, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, inside, h, w] to [n, 4·width, h/stride, w/stride]."""
+        h = F.relu(self.bn1(self.conv1(x)))
+        h = F.relu(self.bn2(self.conv2(h)))
+        return F.relu(self.bn3(self.conv3(h)) + self.shortcut(x))
+
+
+def _shortcut(inside: int, outside: int, stride: int) -> nn.Module:
+    if stride == 1 and inside == outside:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+
+class ResNet(nn.Module):
+    """A 3x3 stem, four stages of 64 to 512 channels, the mean over space, and a linear layer."""
+
+    def __init__(self, block: type[BasicBlock] | type[Bottleneck], blocks: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        inside = 64
+        stages = []
+        for i, count in enumerate(blocks):
+            width = 64 * 2**i
+            stage = []
+            for j in range(count):
+                stage.append(block(inside, width, 2 if i > 0 and j == 0 else 1))
+                inside = block.expansion * width
+            stages.append(nn.Sequential(*stage))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.fc = nn.Linear(inside, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 3, 32, 32] to [n, classes]."""
+        h = F.relu(self.bn1(self.conv1(x)))
+        h = self.layer4(self.layer3(self.layer2(self.layer1(h))))
+        return self.fc(h.mean((2, 3)))
+
+
+def resnet18(classes: int = 10) -> ResNet:
+    """Two basic blocks a stage."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), classes)
+
+
+def resnet50(classes: int = 10) -> ResNet:
+    """3, 4, 6 and 3 bottlenecks."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), classes)
+
+
+def resnet152(classes: int = 100) -> ResNet:
+    """3, 8, 36 and 3 bottlenecks."""
+    return ResNet(Bottleneck, (3, 8, 36, 3), classes)
