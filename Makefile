@@ -28,9 +28,10 @@ bench-speed: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py
 
 # torch by its exact pin in the same call as the rest, so that only one build of it is ever fetched.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt requirements-peers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0 -e ".[app,dev]" -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-peers.txt
 	touch $@
 
 clean:

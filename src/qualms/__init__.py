@@ -8,6 +8,9 @@ from qualms.gradients.norms import (
     class_gradient_norms,
 )
 from qualms.gradients.smoothing import Smoothing
+from qualms.methods.registry import methods
+from qualms.scores import compare, score
+from qualms.threshold import Threshold
 from qualms.version import __version__
 
 __all__ = [
@@ -15,7 +18,11 @@ __all__ = [
     "ClassGradientNorms",
     "QualmsError",
     "Smoothing",
+    "Threshold",
     "__version__",
     "class_gradient_gram",
     "class_gradient_norms",
+    "compare",
+    "methods",
+    "score",
 ]

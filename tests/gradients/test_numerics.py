@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.exact import class_directions
+from qualms.gradients.directions import classes as class_directions
 from tests import networks as net
 
 

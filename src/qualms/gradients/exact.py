@@ -28,25 +28,6 @@ log = logging.getLogger("qualms")
 Directions = Callable[[Float[Tensor, "b r c"]], Float[Tensor, "m b r c"]]
 
 
-def class_directions(logits: Float[Tensor, "b r c"]) -> Float[Tensor, "c b r c"]:
-    """e_c - p for every class c: the gradient of log p_c with respect to the logits.
-
-    The entry 1 - p_c is the sum of the other probabilities, which does not cancel when p_c is nearly 1.
-    """
-    p = logits.detach().double().softmax(-1)
-    directions = -p.expand(p.shape[-1], *p.shape).clone()
-    diagonal = directions.diagonal(dim1=0, dim2=-1)  # a view [b, r, c]
-    diagonal.zero_()
-    diagonal.copy_(-directions.sum(-1).movedim(0, -1))
-    return directions
-
-
-def logit_directions(logits: Float[Tensor, "b r c"]) -> Float[Tensor, "c b r c"]:
-    """e_c for every class c: the gradient of the logit z_c itself."""
-    eye = torch.eye(logits.shape[-1], dtype=torch.double, device=logits.device)
-    return eye[:, None, None, :].expand(-1, *logits.shape)
-
-
 def exact(
     model: nn.Module,
     batch: Batch,

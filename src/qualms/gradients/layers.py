@@ -30,7 +30,7 @@ def select(model: nn.Module, params: Params) -> dict[str, Tensor]:
     return chosen
 
 
-def layer_of(model: nn.Module, name: str, layers: Granularity) -> str:
+def layer_of(model: nn.Module, name: str, layers: str) -> str:
     """The layer that a parameter belongs to.
 
     `module` is the module that owns it directly (a parametrised one owns what its parametrisation holds), `tensor` the
@@ -53,7 +53,7 @@ def layer_of(model: nn.Module, name: str, layers: Granularity) -> str:
     return owner or "(model)"
 
 
-def grouped(model: nn.Module, names: list[str], layers: Granularity) -> dict[str, list[str]]:
+def grouped(model: nn.Module, names: list[str], layers: str) -> dict[str, list[str]]:
     """Layers in order of first use, each with its parameters."""
     groups: dict[str, list[str]] = {}
     for name in names:

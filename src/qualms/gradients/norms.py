@@ -1,5 +1,6 @@
 """The two public functions of this folder: class-gradient norms and Gram matrices, layer by layer."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,9 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.exact import class_directions, exact, logit_directions
+from qualms.gradients.combine import Kind
+from qualms.gradients.directions import stacked
+from qualms.gradients.exact import exact
 from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import batches, count, tensors
+from qualms.gradients.inputs import Batch, batches, count, tensors
 from qualms.gradients.layers import GRANULARITIES, Granularity, Params, grouped, select
 from qualms.gradients.measured import Measured
 from qualms.gradients.memory import default_budget
@@ -68,38 +71,13 @@ def class_gradient_norms(
         batch_size: at most so many inputs at once.
         seed: decides the perturbations of smoothing, together with an input's number.
     """
-    _require(layers=(layers, GRANULARITIES), norm=(norm, NORMS), engine=(engine, ENGINES))
-    smooth = Smoothing.of(smoothing)
-    done: list[Measured] = []
-    with untouched(model) as inner:
-        selected = select(inner, params)
-        for first, batch in _numbered(x):
-            if engine == "reference":
-                part = reference(inner, batch, selected, kind=norm, smoothing=smooth, first_index=first, seed=seed)
-            else:
-                part = exact(
-                    inner,
-                    batch,
-                    selected,
-                    kind=norm,
-                    directions=class_directions,
-                    smoothing=smooth,
-                    first_index=first,
-                    seed=seed,
-                    budget=budget or default_budget(tensors(batch)[0].device),
-                    batch_size=batch_size,
-                )
-            done.append(part)
-        whole = Measured.joined(done)
-        groups = grouped(inner, list(whole.values), layers)
-    columns = [torch.stack([whole.values[name] for name in names]).sum(0) for names in groups.values()]
-    norms = torch.stack(columns, dim=-1)
-    return ClassGradientNorms(
-        norms=norms if norm == "l1" else norms.sqrt(),
-        probs=whole.logits.softmax(-1),
-        layers=list(groups),
-        general=[layer for layer, names in groups.items() if not whole.general.isdisjoint(names)],
+    settings = Settings(
+        engine=engine, layers=layers, norm=norm, params=params, budget=budget, batch_size=batch_size, seed=seed
     )
+    smooth = Smoothing.of(smoothing)
+    with untouched(model) as inner:
+        table = layer_table(inner, numbered(x), settings, ("classes",), smooth)
+    return ClassGradientNorms(table.values, table.logits.softmax(-1), table.layers, table.general)
 
 
 def class_gradient_gram(
@@ -116,42 +94,70 @@ def class_gradient_gram(
     Every squared L2 norm of a gradient score is a quadratic form of them: ‖∇θ_l log p_c‖² = (e_c - p)ᵀ G_l (e_c - p).
     With `params` restricted to late layers the backward pass stops there. Arguments as for `class_gradient_norms`.
     """
-    _require(layers=(layers, GRANULARITIES))
-    done: list[Measured] = []
+    settings = Settings(layers=layers, params=params, budget=budget, batch_size=batch_size)
     with untouched(model) as inner:
-        selected = select(inner, params)
-        for first, batch in _numbered(x):
-            part = exact(
-                inner,
-                batch,
-                selected,
-                kind="gram",
-                directions=logit_directions,
-                smoothing=None,
-                first_index=first,
-                seed=0,
-                budget=budget or default_budget(tensors(batch)[0].device),
-                batch_size=batch_size,
-            )
-            done.append(part)
-        whole = Measured.joined(done)
-        groups = grouped(inner, list(whole.values), layers)
-    matrices = [torch.stack([whole.values[name] for name in names]).sum(0) for names in groups.values()]
-    return ClassGradientGram(
-        gram=torch.stack(matrices, dim=1),
-        logits=whole.logits,
-        layers=list(groups),
-        general=[layer for layer, names in groups.items() if not whole.general.isdisjoint(names)],
-    )
+        table = layer_table(inner, numbered(x), settings, ("logits",), None, gram=True)
+    return ClassGradientGram(table.values, table.logits, table.layers, table.general)
 
 
-def _require(**choices: tuple[str, tuple[str, ...]]) -> None:
-    for argument, (value, known) in choices.items():
-        if value not in known:
-            raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
+@dataclass(frozen=True)
+class Settings:
+    """How gradients are computed, whatever they are for."""
+
+    engine: str = "exact"
+    layers: str = "module"
+    norm: str = "l2"
+    params: Params = None
+    budget: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for argument, known in (("layers", GRANULARITIES), ("norm", NORMS), ("engine", ENGINES)):
+            value = getattr(self, argument)
+            if value not in known:
+                raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
 
 
-def _numbered(x: Any) -> Any:
+@dataclass(frozen=True)
+class LayerTable:
+    """[b, m, l] norms of the gradients along m directions, or [b, l, m, m] of inner products."""
+
+    values: Tensor
+    logits: Float[Tensor, "b c"]
+    layers: list[str]
+    general: list[str]
+
+
+def layer_table(
+    model: nn.Module,
+    numbered: Iterable[tuple[int, Batch]],
+    settings: Settings,
+    directions: Sequence[str],
+    smoothing: Smoothing | None,
+    gram: bool = False,
+) -> LayerTable:
+    """Runs the engine on each batch, and adds up parameters to layers. The model must be under `untouched`."""
+    selected = select(model, settings.params)
+    kind: Kind = "gram" if gram else "l1" if settings.norm == "l1" else "l2"
+    done: list[Measured] = []
+    for first, batch in numbered:
+        common: dict[str, Any] = {"kind": kind, "smoothing": smoothing, "first_index": first, "seed": settings.seed}
+        if settings.engine == "reference":
+            done.append(reference(model, batch, selected, directions=directions, **common))
+            continue
+        budget = settings.budget or default_budget(tensors(batch)[0].device)
+        more: dict[str, Any] = {"budget": budget, "batch_size": settings.batch_size}
+        done.append(exact(model, batch, selected, directions=stacked(directions), **common, **more))
+    whole = Measured.joined(done)
+    groups = grouped(model, list(whole.values), settings.layers)
+    sums = [torch.stack([whole.values[name] for name in names]).sum(0) for names in groups.values()]
+    values = torch.stack(sums, dim=1) if gram else torch.stack(sums, dim=-1)
+    general = [layer for layer, names in groups.items() if not whole.general.isdisjoint(names)]
+    return LayerTable(values.sqrt() if kind == "l2" else values, whole.logits, list(groups), general)
+
+
+def numbered(x: Any) -> Iterator[tuple[int, Batch]]:
     """Batches with the number of their first input."""
     first = 0
     for batch in batches(x):

@@ -1,6 +1,9 @@
 """The reference engine: the paper's way, one input, one class, one backward pass. Slow and obviously right."""
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
@@ -19,11 +22,12 @@ def reference(
     selected: dict[str, Tensor],
     *,
     kind: str,
+    directions: Sequence[str],
     smoothing: Smoothing | None,
     first_index: int,
     seed: int,
 ) -> Measured:
-    """Σg² (l2) or Σ|g| (l1) of every parameter's class gradient g_c, for each input and class."""
+    """Σg² (l2) or Σ|g| (l1) of every parameter's gradient, for each input and direction (classes first)."""
     on = rows(batch, smoothing, first_index, seed)
     parameters = list(selected.values())
     used: set[str] = set()
@@ -40,9 +44,11 @@ def reference(
                     raise QualmsError(NO_PATH)
                 if i == 0:
                     all_logits.append(logits.detach())
+                    p = logits[0].detach().softmax(dim=0)
                 log_p = logits[0].log_softmax(dim=0)
-                for c in range(len(log_p)):
-                    found = torch.autograd.grad(log_p[c], parameters, retain_graph=True, allow_unused=True)
+                targets = [target for name in directions for target in TARGETS[name](log_p, logits[0], p)]
+                for c, target in enumerate(targets):
+                    found = torch.autograd.grad(target, parameters, retain_graph=True, allow_unused=True)
                     used |= {name for name, g in zip(selected, found, strict=True) if g is not None}
                     pairs = zip(parameters, found, strict=True)
                     g_c = [torch.zeros_like(p) if g is None else g / on.per_input for p, g in pairs]
@@ -53,11 +59,21 @@ def reference(
             values.append([[float((g.abs() if kind == "l1" else g**2).sum()) for g in g_c] for g_c in mean])
     table = torch.tensor(values, dtype=all_logits[0].dtype, device=all_logits[0].device)  # [b, c, parameter]
     by_name = {name: table[:, :, i] for i, name in enumerate(selected)}
-    order = _first_use(model, on, selected)
+    order = first_use(model, on, selected)
     names = [n for n in order if n in used] + [n for n in selected if n in used and n not in order]
     return Measured({name: by_name[name] for name in names}, torch.cat(all_logits), set(names))
 
 
-def _first_use(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> list[str]:
+# What is differentiated, from log p(x_i), the logits of x_i and the probabilities of x_0.
+TARGETS: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
+    "classes": lambda log_p, z, p: list(log_p),
+    "uniform": lambda log_p, z, p: [log_p.mean()],
+    "expected": lambda log_p, z, p: [(p * log_p).sum()],
+    "confounding": lambda log_p, z, p: [F.binary_cross_entropy_with_logits(z, torch.ones_like(z))],
+}
+
+
+def first_use(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> list[str]:
+    """The names of the selected parameters in the order in which a forward pass first uses them."""
     _, recorder = recorded(model, on.take(slice(0, 1)), Weights.of(selected, model.parameters()), None)
     return recorder.first_use

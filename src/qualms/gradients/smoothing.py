@@ -5,12 +5,12 @@ g_c becomes (1/(N+1)) Σ_{i=0..N} ∇θ log p_c(x_i), with x_0 the input and x_i
 eight of them rank inputs like a hundred independent ones.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import Batch, count, forward, take, tensors, with_tensors
+from qualms.random import generator
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Smoothing:
 
     def __post_init__(self) -> None:
         values = self.sigma if isinstance(self.sigma, tuple) else (self.sigma,)
-        if not values or not all(np.isfinite(s) and s > 0 for s in values):
+        if not values or not all(0 < s < math.inf for s in values):
             raise QualmsError(f"smoothing has sigma {self.sigma}; it must be a positive number, or one per channel.")
         if self.draws < 1:
             raise QualmsError(f"smoothing has {self.draws} draws; at least one is needed.")
@@ -50,10 +51,8 @@ class Smoothing:
 
     def noise(self, shape: tuple[int, ...], index: int, seed: int) -> Float[Tensor, "rows *shape"]:
         """Perturbations of input number `index`: zero for x_0, then N draws. Its seed and index alone decide them."""
-        state = np.random.SeedSequence([seed, index]).generate_state(2, np.uint32)
-        generator = torch.Generator().manual_seed(int(state[0]) << 32 | int(state[1]))
         half = -(-self.draws // 2) if self.antithetic else self.draws
-        drawn = torch.randn((half, *shape), generator=generator)
+        drawn = torch.randn((half, *shape), generator=generator(seed, index))
         if self.antithetic:
             drawn = torch.stack([drawn, -drawn], dim=1).flatten(0, 1)[: self.draws]
         return torch.cat([torch.zeros(1, *shape), drawn]) * self._scale(shape)
@@ -119,7 +118,7 @@ def logits_of(model: nn.Module, on: Rows, *modes: TorchFunctionMode) -> Float[Te
     if noisy is not None and not noisy.done:
         raise QualmsError(
             "x is discrete and no embedding of the model reads it, so there is nothing to perturb; "
-            "use a score without smoothing, or pass the embedded input."
+            "use regrad+layers, entropy or perturb-theta, or pass the embedded input."
         )
     return logits
 

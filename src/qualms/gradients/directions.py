@@ -1,0 +1,63 @@
+"""Directions in logit space whose pull-back Jᵀv is a gradient that some score needs.
+
+A direction may differ from row to row of an input's perturbed copies; [b, r, c] are logits of inputs, rows, classes,
+and the weights p_c are always those of the input itself, row 0.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Logits = Float[Tensor, "b r c"]
+
+
+def classes(logits: Logits) -> Float[Tensor, "c b r c"]:
+    """e_c - p for every class c: the gradient of log p_c with respect to the logits.
+
+    The entry 1 - p_c is the sum of the other probabilities, which does not cancel when p_c is nearly 1.
+    """
+    p = logits.double().softmax(-1)
+    directions = -p.expand(p.shape[-1], *p.shape).clone()
+    diagonal = directions.diagonal(dim1=0, dim2=-1)  # a view [b, r, c]
+    diagonal.zero_()
+    diagonal.copy_(-directions.sum(-1).movedim(0, -1))
+    return directions
+
+
+def logits(logits: Logits) -> Float[Tensor, "c b r c"]:
+    """e_c for every class c: the gradient of the logit z_c itself."""
+    eye = torch.eye(logits.shape[-1], dtype=torch.double, device=logits.device)
+    return eye[:, None, None, :].expand(-1, *logits.shape)
+
+
+def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
+    """(1/C) Σ_c (e_c - p) = 1/C - p: the mean over classes of the gradients of log p_c."""
+    p = logits.double().softmax(-1)
+    return (1 / p.shape[-1] - p)[None]
+
+
+def expected(logits: Logits) -> Float[Tensor, "1 b r c"]:
+    """Σ_c p_c (e_c - p), as written: without smoothing this is zero but for rounding."""
+    p_0 = logits[:, :1].double().softmax(-1)
+    return (p_0.movedim(-1, 0)[..., None] * classes(logits)).sum(0)[None]
+
+
+def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
+    """The gradient of the binary cross-entropy with every label on, (1/C) Σ_c -log σ(z_c)."""
+    return (-torch.sigmoid(-logits.double()) / logits.shape[-1])[None]
+
+
+DIRECTIONS: dict[str, Callable[[Logits], Tensor]] = {
+    "classes": classes,
+    "logits": logits,
+    "uniform": uniform,
+    "expected": expected,
+    "confounding": confounding,
+}
+
+
+def stacked(names: Sequence[str]) -> Callable[[Logits], Float[Tensor, "m b r c"]]:
+    """Several sets of directions, one after the other."""
+    return lambda z: torch.cat([DIRECTIONS[name](z.detach()) for name in names])

@@ -1,0 +1,76 @@
+"""Coherence (ours, experimental): κ⁴ · Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z).
+
+g_c = Jᵀ(e_c - p), Z = Σ_c exp z_c, and κ is the mean over pairs of classes c ≠ c' of the squared cosine
+G_cc'² / (G_cc G_c'c') between the gradients of two logits, G = J Jᵀ over the last two blocks alone (the last residual
+or transformer block, or hidden layer, and the classifier). Inputs far from what a model knows make the gradients of
+its classes collinear. There is no pass through the early layers, so it costs less than REGrad.
+
+The study behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over the other 32
+(AUROC/AUPR): coherence 88.7/87.4, GEN 87.6/84.8, energy 87.0/84.1, entropy 86.7/84.3, REGrad with layers 85.9/82.0.
+Where it is weak: near-OOD pairs, and calibration (rAULC), where entropy leads. A shift of all logits changes it. It has
+not been reviewed by anybody else: do not rely on it alone.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.directions import classes
+from qualms.gradients.inputs import take
+from qualms.gradients.layers import grouped, select
+from qualms.gradients.norms import Settings, layer_table
+from qualms.gradients.reference import first_use
+from qualms.gradients.smoothing import Rows
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import GRADIENTS
+
+
+@dataclass(frozen=True)
+class Coherence:
+    """No parameters."""
+
+    name: ClassVar[str] = "coherence"
+    paper: ClassVar[str] = "ours, experimental"
+    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+    cost: ClassVar[str] = "2 + C passes through the last two blocks"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        late = _last_two_blocks(seen)
+        own = seen.study.settings
+        settings = Settings(params=late.__contains__, budget=own.budget, batch_size=own.batch_size)
+        table = layer_table(seen.model, [(0, seen.batch)], settings, ("logits",), None, gram=True)
+        return coherence(seen.logits, table.values.double().sum(1))
+
+
+def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
+    """κ⁴ Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z) from the logits and G = J Jᵀ."""
+    away = classes(logits[:, None])[:, :, 0]  # e_c - p: [c, b, c]
+    norms = torch.einsum("cbi,bij,cbj->bc", away, gram, away).clamp_min(0).sqrt()
+    regrad = (logits.softmax(-1).sqrt() * norms).sum(-1)
+    return collinearity(gram) ** 4 * regrad * (-logits.logsumexp(-1) / 2).exp()
+
+
+def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
+    """κ: the mean squared cosine between the gradients of two different logits; a zero gradient has no direction."""
+    squares = gram.diagonal(dim1=1, dim2=2)
+    scale = squares[:, :, None] * squares[:, None, :]
+    cosines = torch.where(scale > 0, gram**2 / scale.clamp_min(torch.finfo(gram.dtype).tiny), 0)
+    c = gram.shape[-1]
+    return (cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)) / (c * (c - 1))
+
+
+def _last_two_blocks(seen: Evidence) -> frozenset[str]:
+    """The parameters of the last two blocks that have a matrix or kernel, and of what stands between or behind them."""
+    fitted = seen.study.fitted
+    if Coherence not in fitted:
+        selected = select(seen.model, seen.study.settings.params)
+        order = first_use(seen.model, Rows(take(seen.batch, slice(0, 1))), selected)
+        blocks = list(grouped(seen.model, order, "block").values())
+        heavy = [i for i, names in enumerate(blocks) if any(selected[name].ndim > 1 for name in names)]
+        start = heavy[-2:][0] if heavy else 0
+        fitted[Coherence] = frozenset(name for block in blocks[start:] for name in block)
+    return fitted[Coherence]

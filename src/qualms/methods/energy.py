@@ -1,0 +1,24 @@
+"""Energy: -log Σ_c exp z_c. A shift of all logits changes it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import LOGITS
+
+
+@dataclass(frozen=True)
+class Energy:
+    """No parameters."""
+
+    name: ClassVar[str] = "energy"
+    paper: ClassVar[str] = "Liu et al., Energy-based Out-of-distribution Detection, NeurIPS 2020"
+    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
+    cost: ClassVar[str] = "1"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return -seen.logits.logsumexp(-1)

@@ -1,0 +1,44 @@
+"""Deep ensemble: mutual information over the predictions of several models."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.guard import untouched
+from qualms.gradients.smoothing import Rows, logits_of
+from qualms.methods.divergence import mutual_information
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import MODELS
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """The members are the model itself and those given as `models=`."""
+
+    name: ClassVar[str] = "ensemble"
+    paper: ClassVar[str] = (
+        "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles, "
+        "NeurIPS 2017"
+    )
+    needs: ClassVar[tuple[str, ...]] = (MODELS,)
+    cost: ClassVar[str] = "1 for each model"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        if not seen.study.members:
+            raise QualmsError("ensemble needs several models; pass models=, the members beside the model itself.")
+        log_q = [seen.log_probs]
+        for member in seen.study.members:
+            with untouched(member) as inner, torch.no_grad():
+                z = torch.cat([logits_of(inner, Rows(part)) for part in seen.chunks(seen.batch)])
+            if z.shape != seen.logits.shape:
+                raise QualmsError(
+                    f"a member of the ensemble has {z.shape[1]} classes and the model {seen.logits.shape[1]}; "
+                    "all must have the same."
+                )
+            log_q.append(z.double().log_softmax(-1))
+        return mutual_information(torch.stack(log_q, dim=1))

@@ -1,0 +1,25 @@
+"""Entropy of the prediction: -Σ_c p_c log p_c. Total uncertainty: it cannot tell ignorance from ambiguity."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.divergence import entropy_of
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import LOGITS
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """No parameters."""
+
+    name: ClassVar[str] = "entropy"
+    paper: ClassVar[str] = "Shannon, A Mathematical Theory of Communication, 1948"
+    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
+    cost: ClassVar[str] = "1"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return entropy_of(seen.log_probs)

@@ -1,0 +1,143 @@
+"""What scores are made from. Each expensive pass runs once, when the first score asks for it, and serves them all.
+
+`Study` holds what belongs to the model, `Evidence` what belongs to one batch.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qualms.errors import QualmsError
+from qualms.gradients.inputs import Batch, batches, count, take, tensors
+from qualms.gradients.norms import LayerTable, Settings, layer_table
+from qualms.gradients.pieces import accurate
+from qualms.gradients.smoothing import Rows, Smoothing, logits_of, rows
+from qualms.methods.head import Head, with_head
+
+ROWS_AT_ONCE = 256  # in passes that keep nothing for a backward pass
+
+
+@dataclass
+class Study:
+    """One model under examination, for as long as its scores are computed. The model is under `untouched`."""
+
+    model: nn.Module
+    settings: Settings = field(default_factory=Settings)
+    train: Any = None  # training inputs, for the methods that need them
+    members: tuple[nn.Module, ...] = ()  # further models, for `ensemble`
+    directions: dict[Smoothing | None, tuple[str, ...]] = field(default_factory=dict)  # that will be asked for
+    fitted: dict[Any, Any] = field(default_factory=dict)  # what methods learnt from the training inputs
+
+    def training_batches(self, method: str) -> Iterator[Batch]:
+        """The training inputs, labels dropped."""
+        if self.train is None:
+            raise QualmsError(f"{method} needs training data; pass train=, a loader of training inputs.")
+        return batches(self.train)
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows a plain forward pass takes."""
+        return self.settings.batch_size or ROWS_AT_ONCE
+
+
+class Evidence:
+    """What the scores of one batch share."""
+
+    def __init__(self, study: Study, batch: Batch, first_index: int = 0) -> None:
+        self.study, self.batch, self.first_index = study, batch, first_index
+        self._tables: dict[Smoothing | None, LayerTable] = {}
+        self._draws: dict[Any, Tensor] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model under examination."""
+        return self.study.model
+
+    @property
+    def seed(self) -> int:
+        """Decides every random draw, together with an input's number."""
+        return self.study.settings.seed
+
+    @cached_property
+    def _outcome(self) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
+        """One plain forward pass: the logits, and what the last linear layer saw."""
+        parts = [with_head(self.model, part) for part in self.chunks(self.batch)]
+        return torch.cat([z for z, _ in parts]), Head.joined([head for _, head in parts])
+
+    @property
+    def logits(self) -> Float[Tensor, "b c"]:
+        """z(x), in double precision: probabilities near 1 and small divergences keep their digits."""
+        return self._outcome[0].double()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the scores: that of the logits, 32 bits at least."""
+        return accurate(self._outcome[0]).dtype
+
+    @property
+    def log_probs(self) -> Float[Tensor, "b c"]:
+        """log p(y | x)."""
+        return self.logits.log_softmax(-1)
+
+    @property
+    def probs(self) -> Float[Tensor, "b c"]:
+        """p(y | x)."""
+        return self.logits.softmax(-1)
+
+    @property
+    def head(self) -> Head:
+        """The last fully connected layer and its input."""
+        head = self._outcome[1]
+        if isinstance(head, QualmsError):
+            raise head
+        return head
+
+    def norms(self, direction: str, smooth: Smoothing | None) -> Float[Tensor, "b m l"]:
+        """Gradient norms per layer along one set of directions, from the one pass that serves all sets."""
+        if smooth not in self._tables:
+            names = self.study.directions.get(smooth, (direction,))
+            numbered = [(self.first_index, self.batch)]
+            self._tables[smooth] = layer_table(self.model, numbered, self.study.settings, names, smooth)
+        names = self.study.directions.get(smooth, (direction,))
+        classes = self._tables[smooth].logits.shape[1]
+        sizes = [classes if name == "classes" else 1 for name in names]
+        start = sum(sizes[: names.index(direction)])
+        return self._tables[smooth].values[:, start : start + sizes[names.index(direction)]].double()
+
+    def perturbed_log_probs(self, noise: Smoothing) -> Float[Tensor, "b n c"]:
+        """log p(y | x + Δx) for each draw of Δx, the input itself left out."""
+        if noise not in self._draws:
+            per_chunk = max(1, self.study.rows_at_once // (noise.draws + 1))
+            parts = []
+            for start in range(0, count(self.batch), per_chunk):
+                part = take(self.batch, slice(start, start + per_chunk))
+                on = rows(part, noise, self.first_index + start, self.seed)
+                parts.append(self.forward(on).unflatten(0, (count(part), -1))[:, 1:])
+            self._draws[noise] = torch.cat(parts).double().log_softmax(-1)
+        return self._draws[noise]
+
+    @torch.no_grad()
+    def forward(self, on: Rows) -> Float[Tensor, "rows c"]:
+        """A plain forward pass."""
+        return logits_of(self.model, on)
+
+    @torch.no_grad()
+    def forward_all(self, batch: Batch | None = None) -> Float[Tensor, "b c"]:
+        """A plain forward pass over the whole batch, in parts."""
+        parts = self.chunks(self.batch if batch is None else batch)
+        return torch.cat([logits_of(self.model, Rows(part)) for part in parts])
+
+    def chunks(self, batch: Batch) -> Iterable[Batch]:
+        """The batch in parts that a plain forward pass takes at once."""
+        size = self.study.rows_at_once
+        return (take(batch, slice(start, start + size)) for start in range(0, count(batch), size))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return tensors(self.batch)[0].device

@@ -1,0 +1,38 @@
+"""ExGrad: Σ_c p_c ‖∇θ log p_c‖, the expected gradient norm (Igoe et al., 2022; a row of the paper's tables).
+
+It bounds the KL divergence of small weight perturbations from above (Wang & Ji, CVPR 2024, proposition 4).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.smoothing import Smoothing
+from qualms.methods.evidence import Evidence
+from qualms.methods.layered import gradient_norms
+from qualms.methods.method import GRADIENTS
+
+
+@dataclass(frozen=True)
+class ExGrad:
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+
+    layers: float | None = None
+    smooth: Smoothing | None = None
+
+    name: ClassVar[str] = "exgrad"
+    paper: ClassVar[str] = "Igoe et al., How Useful are Gradients for OOD Detection?, 2022"
+    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+    cost: ClassVar[str] = "1 + 1.6 C"
+    direction: ClassVar[str] = "classes"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return exgrad(seen.probs, gradient_norms(seen, self.direction, self.layers, self.smooth))
+
+
+def exgrad(probs: Float[Tensor, "b c"], norms: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+    """Σ_c p_c ‖∇θ log p_c‖."""
+    return (probs * norms).sum(-1)

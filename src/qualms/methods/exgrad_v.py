@@ -1,0 +1,27 @@
+"""ExGrad V: minus Σ_c |p_c - 1/C|, the distance of the prediction from a uniform one.
+
+The paper prints the distance itself, which is a confidence; its table uses it as uncertainty, as here.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import LOGITS
+
+
+@dataclass(frozen=True)
+class ExGradV:
+    """No parameters."""
+
+    name: ClassVar[str] = "exgrad-v"
+    paper: ClassVar[str] = "Igoe et al., How Useful are Gradients for OOD Detection?, 2022"
+    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
+    cost: ClassVar[str] = "1"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return -(seen.probs - 1 / seen.probs.shape[1]).abs().sum(-1)

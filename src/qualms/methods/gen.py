@@ -1,0 +1,28 @@
+"""GEN: Σ over the M largest probabilities of p^γ (1 - p)^γ, a generalised entropy."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import LOGITS
+
+
+@dataclass(frozen=True)
+class GEN:
+    """γ < 1 makes it sensitive to small deviations from a certain prediction; M keeps a long tail of classes out."""
+
+    gamma: float = 0.1
+    top: int = 100
+
+    name: ClassVar[str] = "gen"
+    paper: ClassVar[str] = "Liu et al., GEN: Pushing the Limits of Softmax-Based OOD Detection, CVPR 2023"
+    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
+    cost: ClassVar[str] = "1"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        p = seen.probs.topk(min(self.top, seen.probs.shape[1]), dim=-1).values
+        return (p**self.gamma * (1 - p) ** self.gamma).sum(-1)

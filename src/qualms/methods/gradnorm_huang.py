@@ -1,0 +1,31 @@
+"""GradNorm as published: minus the L1 norm, over the last layer's weight, of the gradient of KL(uniform ‖ p).
+
+With h the layer's input the gradient is (p - 1/C) hᵀ, so its L1 norm is Σ_c |p_c - 1/C| · ‖h‖₁: one forward pass.
+Large gradients mean confidence, hence the sign.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import LOGITS
+
+
+@dataclass(frozen=True)
+class GradNormHuang:
+    """No parameters."""
+
+    name: ClassVar[str] = "gradnorm-huang"
+    paper: ClassVar[str] = (
+        "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
+    )
+    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
+    cost: ClassVar[str] = "1"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        features = seen.head.features.double()
+        return -(seen.probs - 1 / seen.probs.shape[1]).abs().sum(-1) * features.abs().sum(-1)

@@ -1,0 +1,201 @@
+"""Last-layer Laplace: a Gaussian posterior over the classifier's head, in closed form.
+
+Around trained weights θ = [W | b] the posterior is N(θ, (H + δI)⁻¹), with δ the precision of the Gaussian prior and
+H = Σ_n Λ_n ⊗ h_n h_nᵀ, Λ_n = diag(p_n) - p_n p_nᵀ, the generalized Gauss-Newton matrix of the cross-entropy summed over
+the training inputs; h are the features that the head reads, with a 1 appended for the bias
+(Kristiadi et al., ICML 2020; Daxberger et al., "Laplace Redux", NeurIPS 2021).
+
+The conventions are laplace-torch's defaults: H is a sum and not a mean, temperature 1, no damping. Parameters are laid
+out as [c, f + 1], the bias in the last column. All sums and factorisations are in float64.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from qualms.errors import QualmsError
+
+Structure = Literal["auto", "full", "kron"]
+Rows = Iterator[tuple[Tensor, Tensor]]  # of features and probabilities
+FULL_AT_MOST = 4096  # parameters: the matrix is then 128 MiB
+CHUNK = 1024  # rows of a batch that are summed at a time
+
+
+@dataclass(frozen=True)
+class Full:
+    """The whole covariance (H + δI)⁻¹, by the Cholesky factor of its inverse: H + δI = L Lᵀ."""
+
+    factor: Float64[Tensor, "p p"]
+
+    def shape_noise(self, z: Float64[Tensor, "n c k"]) -> Float64[Tensor, "n c k"]:
+        """L⁻ᵀz, whose covariance is (L Lᵀ)⁻¹ when that of z is I."""
+        return torch.linalg.solve_triangular(self.factor.mT, z.flatten(1).mT, upper=True).mT.reshape(z.shape)
+
+    def of_logits(self, h: Float64[Tensor, "b k"]) -> Float64[Tensor, "b c c"]:
+        """hᵀ Σ_cd h, with Σ_cd the block of classes c and d."""
+        width = h.shape[1]
+        blocks = torch.cholesky_inverse(self.factor).unflatten(0, (-1, width))  # [c, k, c·k]
+        return torch.stack([((h @ rows).unflatten(1, (-1, width)) * h[:, None]).sum(2) for rows in blocks], dim=1)
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """The covariance (B ⊗ A + δI)⁻¹, by the eigendecompositions B = U diag(β) Uᵀ and A = V diag(α) Vᵀ."""
+
+    class_values: Float64[Tensor, " c"]
+    class_vectors: Float64[Tensor, "c c"]
+    feature_values: Float64[Tensor, " k"]
+    feature_vectors: Float64[Tensor, "k k"]
+    prior_precision: float
+
+    def variances(self) -> Float64[Tensor, "c k"]:
+        """1 / (β α + δ): the covariance in the basis of the eigenvectors."""
+        return 1 / (self.class_values[:, None] * self.feature_values + self.prior_precision)
+
+    def shape_noise(self, z: Float64[Tensor, "n c k"]) -> Float64[Tensor, "n c k"]:
+        """U (z √variance) Vᵀ."""
+        return self.class_vectors @ (z * self.variances().sqrt()) @ self.feature_vectors.mT
+
+    def of_logits(self, h: Float64[Tensor, "b k"]) -> Float64[Tensor, "b c c"]:
+        """U diag(Σ_j variance_ij (Vᵀh)_j²) Uᵀ."""
+        along = (h @ self.feature_vectors).square() @ self.variances().mT  # [b, c]
+        return (self.class_vectors * along[:, None]) @ self.class_vectors.mT
+
+
+@dataclass(frozen=True)
+class HeadPosterior:
+    """A Gaussian over a linear head: its mean, the trained weight and bias, and its covariance."""
+
+    weight: Float[Tensor, "c f"]
+    bias: Float[Tensor, " c"] | None
+    covariance: Full | Kronecker
+
+    def sample(self, n: int, seed: int) -> tuple[Float[Tensor, "n c f"], Float[Tensor, "n c"] | None]:
+        """Draw n heads; the seed alone decides them. They have the weight's dtype, but at least float32."""
+        mean, features = _extended(self.weight, self.bias), self.weight.shape[1]
+        generator = torch.Generator().manual_seed(seed)
+        z = torch.randn((n, *mean.shape), generator=generator, dtype=torch.float64).to(mean.device)
+        heads = (mean + self.covariance.shape_noise(z)).to(torch.promote_types(self.weight.dtype, torch.float32))
+        return heads[..., :features], None if self.bias is None else heads[..., features]
+
+    def functional_variance(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b c c"]:
+        """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this is exact."""
+        return self.covariance.of_logits(_with_one(features.to(self.weight.device), self.bias is not None))
+
+
+def fit_head(
+    batches: Iterable[tuple[Tensor, Tensor]],
+    weight: Float[Tensor, "c f"],
+    bias: Float[Tensor, " c"] | None,
+    prior_precision: float = 1.0,
+    structure: Structure = "auto",
+) -> HeadPosterior:
+    """Fit the posterior of a head to its training inputs, in one pass and in memory that does not grow with them.
+
+    `full` keeps H whole. `kron` replaces it by B ⊗ A with B = Σ_n Λ_n and A = (1/N) Σ_n h_n h_nᵀ, where weight and bias
+    are taken as independent (A has no entries between the features and the 1), and adds δ to the eigenvalues of the
+    product. It is exact for the weight when all p_n are equal. As laplace-torch's structures of these names.
+
+    Args:
+        batches: pairs of features [n, f] and logits [n, c] of the training inputs, read once.
+        weight: the trained weight of the head.
+        bias: its bias, or None.
+        prior_precision: δ, the inverse variance of the prior (the weight decay of a loss summed over the inputs).
+        structure: `auto` is full up to 4096 parameters, whose matrix is 128 MiB and takes seconds to factorise, and
+            kron beyond: a head of 100 classes on 512 features has 51,300, and its matrix would be 20 GiB.
+
+    Returns:
+        The posterior, with copies of weight and bias as its mean.
+    """
+    if not (math.isfinite(prior_precision) and prior_precision > 0):
+        raise QualmsError(f"prior_precision is {prior_precision}; it must be a positive number.")
+    if structure not in ("auto", "full", "kron"):
+        raise QualmsError(f"structure is {structure!r}; it must be 'auto', 'full' or 'kron'.")
+    weight, bias = weight.detach().clone(), None if bias is None else bias.detach().clone()
+    classes, width = _extended(weight, bias).shape
+    rows = _rows(batches, weight, bias is not None)
+    covariance: Full | Kronecker
+    if structure == "full" or (structure == "auto" and classes * width <= FULL_AT_MOST):
+        covariance = _full(_gauss_newton(rows, weight.new_zeros(classes, width, dtype=torch.float64)), prior_precision)
+    else:
+        of_classes, of_features = _kronecker_factors(rows, bias is not None)
+        covariance = Kronecker(*_eigen(of_classes), *_eigen(of_features), float(prior_precision))
+    return HeadPosterior(weight, bias, covariance)
+
+
+def _rows(batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"], has_bias: bool) -> Rows:
+    """Features [n, k] with their 1 and probabilities [n, c], a chunk at a time."""
+    empty = True
+    for features, logits in batches:
+        if features.shape != (len(logits), weight.shape[1]) or logits.shape != (len(features), weight.shape[0]):
+            raise QualmsError(
+                f"a batch has features of shape {tuple(features.shape)} and logits of shape {tuple(logits.shape)}; "
+                f"this head needs (n, {weight.shape[1]}) and (n, {weight.shape[0]})."
+            )
+        for part, of in zip(features.detach().split(CHUNK), logits.detach().split(CHUNK), strict=True):
+            if not bool(torch.isfinite(part).all() and torch.isfinite(of).all()):
+                raise QualmsError("a batch has features or logits that are NaN or infinite; clean the training inputs.")
+            empty = empty and len(part) == 0
+            yield _with_one(part.to(weight.device), has_bias), of.to(weight.device, torch.float64).softmax(1)
+    if empty:
+        raise QualmsError("batches yields no training input; a posterior needs at least one (an iterator reads once).")
+
+
+def _gauss_newton(rows: Rows, zeros: Float64[Tensor, "c k"]) -> Float64[Tensor, "c*k c*k"]:
+    """Σ_n Λ_n ⊗ h_n h_nᵀ from its blocks between two classes, -Σ_n p_c p_d h hᵀ.
+
+    Rows of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1 - p) never cancels.
+    """
+    classes, width = zeros.shape
+    upper = zeros.new_zeros(classes, width, classes, width)
+    for h, p in rows:
+        for c in range(classes - 1):
+            weighted = (p[:, c, None] * p[:, c + 1 :])[:, :, None] * h[:, None]  # [n, later classes, k]
+            upper[c, :, c + 1 :] -= (h.mT @ weighted.flatten(1)).unflatten(1, (-1, width))
+    flat = upper.flatten(2).flatten(0, 1)
+    blocks = (flat + flat.mT).view_as(upper)
+    for c in range(classes):
+        blocks[c, :, c] = -blocks[c].sum(1)
+    return blocks.flatten(2).flatten(0, 1)
+
+
+def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
+    hessian.diagonal().add_(prior_precision)
+    factor, failed = torch.linalg.cholesky_ex(hessian)
+    if bool(failed):
+        raise QualmsError(
+            f"prior_precision is {prior_precision}, lost in float64 beside the curvature of these features; raise it."
+        )
+    return Full(factor)
+
+
+def _kronecker_factors(rows: Rows, has_bias: bool) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
+    """B = Σ_n Λ_n, its diagonal again from its rows' sums, and A = (1/N) Σ_n h_n h_nᵀ without the bias's products."""
+    h, p = next(rows)
+    total, products, squares = len(h), p.mT @ p, h.mT @ h
+    for h, p in rows:
+        total += len(h)
+        products += p.mT @ p
+        squares += h.mT @ h
+    products.fill_diagonal_(0)
+    if has_bias:
+        squares[-1, :-1] = squares[:-1, -1] = 0
+    return products.sum(1).diag() - products, squares / total
+
+
+def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.clamp(min=0), vectors
+
+
+def _with_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:
+    return torch.nn.functional.pad(features.double(), (0, int(has_bias)), value=1.0)
+
+
+def _extended(weight: Float[Tensor, "c f"], bias: Float[Tensor, " c"] | None) -> Float64[Tensor, "c k"]:
+    return weight.double() if bias is None else torch.cat([weight, bias[:, None]], dim=1).double()

@@ -1,0 +1,38 @@
+"""Inserted dropout: dropout before the last fully connected layer; mutual information over the masks.
+
+The features are computed once, only the head is redrawn. One mask serves all inputs of a draw, so the score of an input
+does not depend on what else is in the batch.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.divergence import mutual_information
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import PASSES
+from qualms.random import generator
+
+
+@dataclass(frozen=True)
+class InsertedDropout:
+    """p is the share of features that are dropped. Paper: 0.4, 100 draws."""
+
+    p: float = 0.4
+    draws: int = 100
+
+    name: ClassVar[str] = "inserted-dropout"
+    paper: ClassVar[str] = "Ledda et al., Dropout Injection at Test Time for Post Hoc Uncertainty Quantification, 2023"
+    needs: ClassVar[tuple[str, ...]] = (PASSES,)
+    cost: ClassVar[str] = "1 + N heads"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        head = seen.head
+        size = (self.draws, head.features.shape[1])
+        kept = torch.rand(size, generator=generator(seen.seed, 0)).to(head.features.device) >= self.p
+        log_q = [head.logits(head.features * mask / (1 - self.p)).double().log_softmax(-1) for mask in kept]
+        return mutual_information(torch.stack(log_q, dim=1))

@@ -1,0 +1,60 @@
+"""Last-layer Laplace: mutual information over samples from the posterior of the last layer, fitted on training data.
+
+The backbone runs once over the training inputs and once over the inputs; samples go through the head alone. The
+posterior is Gaussian with the full Gauss-Newton matrix up to 4096 parameters, and its Kronecker form beyond.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.methods.divergence import mutual_information
+from qualms.methods.evidence import Evidence
+from qualms.methods.head import with_head
+from qualms.methods.head_posterior import HeadPosterior, fit_head
+from qualms.methods.method import TRAINING_DATA
+
+
+@dataclass(frozen=True)
+class Laplace:
+    """The prior precision is laplace-torch's default."""
+
+    prior_precision: float = 1.0
+    draws: int = 100
+
+    name: ClassVar[str] = "laplace"
+    paper: ClassVar[str] = "Daxberger et al., Laplace Redux: Effortless Bayesian Deep Learning, NeurIPS 2021"
+    needs: ClassVar[tuple[str, ...]] = (TRAINING_DATA,)
+    cost: ClassVar[str] = "1 + N heads, and 1 for each training input"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        weights, biases = self._posterior(seen).sample(self.draws, seen.seed)
+        features = seen.head.features.to(weights)
+        log_q = [
+            F.linear(features, weight, None if biases is None else biases[i]).double().log_softmax(-1)
+            for i, weight in enumerate(weights)
+        ]
+        return mutual_information(torch.stack(log_q, dim=1))
+
+    def _posterior(self, seen: Evidence) -> HeadPosterior:
+        """Fitted once for a model."""
+        fitted = seen.study.fitted
+        if self not in fitted:
+            head = seen.head
+            fitted[self] = fit_head(self._training(seen), head.weight, head.bias, self.prior_precision)
+        return fitted[self]
+
+    def _training(self, seen: Evidence) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in seen.study.training_batches(self.name):
+            for part in seen.chunks(batch):
+                logits, head = with_head(seen.model, part)
+                if isinstance(head, QualmsError):
+                    raise head
+                yield head.features, logits

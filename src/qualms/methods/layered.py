@@ -1,0 +1,29 @@
+"""From a gradient's norms per layer to one number: the plain norm, or a sum with deeper layers weighted up."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.smoothing import Smoothing
+from qualms.methods.evidence import Evidence
+
+LAMBDA = 0.3
+
+
+def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:
+    """a_l = exp(λ(l - L)), l = 1..L: the paper's exp(λl) up to a constant, which ranks alike and cannot overflow."""
+    return (lam * (torch.arange(1, layers + 1, dtype=torch.double) - layers)).exp()
+
+
+def total_norms(norms: Float[Tensor, "b m l"], layers: float | None, norm: str) -> Float[Tensor, "b m"]:
+    """‖g‖ without a λ; with one, Σ_l a_l ‖g_l‖ (λ = 0 is Σ_l ‖g_l‖, which is not the plain L2 norm)."""
+    if layers is not None:
+        return norms @ layer_weights(norms.shape[-1], layers).to(norms)
+    return norms.sum(-1) if norm == "l1" else norms.square().sum(-1).sqrt()
+
+
+def gradient_norms(
+    seen: Evidence, direction: str, layers: float | None, smooth: Smoothing | None
+) -> Float[Tensor, "b m"]:
+    """The norms that a gradient score asks for: direction `classes` gives one for each class, others one."""
+    return total_norms(seen.norms(direction, smooth), layers, seen.study.settings.norm)

@@ -1,0 +1,24 @@
+"""Largest logit, as uncertainty: -max_c z_c. A shift of all logits changes it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import LOGITS
+
+
+@dataclass(frozen=True)
+class MaxLogit:
+    """No parameters."""
+
+    name: ClassVar[str] = "max-logit"
+    paper: ClassVar[str] = "Hendrycks et al., Scaling Out-of-Distribution Detection for Real-World Settings, ICML 2022"
+    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
+    cost: ClassVar[str] = "1"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return -seen.logits.amax(-1)

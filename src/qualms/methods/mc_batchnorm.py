@@ -1,0 +1,94 @@
+"""MC batch normalisation: statistics from random batches of training data instead of the running ones.
+
+Each draw normalises by the statistics of one training batch; the score is the mutual information over the draws.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qualms.errors import QualmsError
+from qualms.gradients.smoothing import Rows
+from qualms.methods.divergence import mutual_information
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import PASSES, TRAINING_DATA
+
+
+@dataclass(frozen=True)
+class MCBatchNorm:
+    """One draw for each of the first `draws` training batches, from the start again if there are fewer."""
+
+    draws: int = 32
+
+    name: ClassVar[str] = "mc-batchnorm"
+    paper: ClassVar[str] = "Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks, ICML 2018"
+    needs: ClassVar[tuple[str, ...]] = (PASSES, TRAINING_DATA)
+    cost: ClassVar[str] = "1 + N, and N training batches"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        log_q = []
+        for statistics in self._statistics(seen):
+            with _using(statistics):
+                log_q.append(seen.forward_all().double().log_softmax(-1))
+        return mutual_information(torch.stack(log_q, dim=1))
+
+    def _statistics(self, seen: Evidence) -> "list[Statistics]":
+        """Mean and variance of every layer's input for each training batch, found once."""
+        fitted = seen.study.fitted
+        if self not in fitted:
+            layers = [m for m in seen.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            if not any(m.running_mean is not None for m in layers):
+                raise QualmsError("the model has no batch normalisation, which mc-batchnorm needs; use perturb-theta.")
+            found = []
+            for batch in islice(seen.study.training_batches(self.name), self.draws):
+                with _learning(layers):
+                    seen.forward(Rows(batch))
+                    found.append([(m, _copy(m)) for m in layers])
+            fitted[self] = list(islice(cycle(found), self.draws))
+        return fitted[self]
+
+
+Pair = tuple[Tensor | None, Tensor | None]  # mean and variance
+Statistics = list[tuple[nn.modules.batchnorm._BatchNorm, Pair]]
+
+
+def _copy(m: nn.modules.batchnorm._BatchNorm) -> Pair:
+    return (
+        (None, None)
+        if m.running_mean is None or m.running_var is None
+        else (m.running_mean.clone(), m.running_var.clone())
+    )
+
+
+@contextmanager
+def _learning(layers: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Layers normalise by the batch at hand and keep its statistics; everything is put back afterwards."""
+    momenta = [m.momentum for m in layers]
+    try:
+        with _using([(m, _copy(m)) for m in layers]):
+            for m in layers:
+                m.momentum, m.training = 1.0, True
+            yield
+    finally:
+        for m, momentum in zip(layers, momenta, strict=True):
+            m.momentum, m.training = momentum, False
+
+
+@contextmanager
+def _using(statistics: Statistics) -> Iterator[None]:
+    """Layers normalise by other statistics than their own."""
+    before = [(m, m.running_mean, m.running_var) for m, _ in statistics]
+    try:
+        for m, (mean, variance) in statistics:
+            m.running_mean, m.running_var = mean, variance
+        yield
+    finally:
+        for m, own_mean, own_variance in before:
+            m.running_mean, m.running_var = own_mean, own_variance

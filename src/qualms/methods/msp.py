@@ -1,0 +1,26 @@
+"""Maximum softmax probability, as uncertainty: 1 - max_c p_c."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.evidence import Evidence
+from qualms.methods.method import LOGITS
+
+
+@dataclass(frozen=True)
+class MSP:
+    """No parameters."""
+
+    name: ClassVar[str] = "msp"
+    paper: ClassVar[str] = (
+        "Hendrycks & Gimpel, A Baseline for Detecting Misclassified and Out-of-Distribution Examples, ICLR 2017"
+    )
+    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
+    cost: ClassVar[str] = "1"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return -(seen.log_probs.amax(-1)).expm1()

@@ -1,0 +1,35 @@
+"""NEGrad: ‖Σ_c p_c ∇θ log p_c‖, the norm of the expected gradient (a baseline of Wang & Ji, CVPR 2024).
+
+The score function has zero mean, so this is identically zero in exact arithmetic: what it returns without smoothing is
+rounding, of the order of 1e-16 of a gradient, and carries no signal. It is computed as written so that the paper's row
+can be reproduced; do not use it.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.smoothing import Smoothing
+from qualms.methods.evidence import Evidence
+from qualms.methods.layered import gradient_norms
+from qualms.methods.method import GRADIENTS, WANG_JI
+
+
+@dataclass(frozen=True)
+class NEGrad:
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+
+    layers: float | None = None
+    smooth: Smoothing | None = None
+
+    name: ClassVar[str] = "negrad"
+    paper: ClassVar[str] = WANG_JI
+    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+    cost: ClassVar[str] = "2.6"
+    direction: ClassVar[str] = "expected"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return gradient_norms(seen, self.direction, self.layers, self.smooth).squeeze(1)

@@ -1,0 +1,38 @@
+"""UNGrad: (1/C) Σ_c ‖∇θ log p_c‖, every class alike (a baseline of Wang & Ji, CVPR 2024).
+
+It ranks backwards on many pairs of datasets: a confident model has large gradients for the classes that it rules out.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.smoothing import Smoothing
+from qualms.methods.evidence import Evidence
+from qualms.methods.layered import gradient_norms
+from qualms.methods.method import GRADIENTS, WANG_JI
+
+
+@dataclass(frozen=True)
+class UNGrad:
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+
+    layers: float | None = None
+    smooth: Smoothing | None = None
+
+    name: ClassVar[str] = "ungrad"
+    paper: ClassVar[str] = WANG_JI
+    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+    cost: ClassVar[str] = "1 + 1.6 C"
+    direction: ClassVar[str] = "classes"
+
+    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return ungrad(seen.probs, gradient_norms(seen, self.direction, self.layers, self.smooth))
+
+
+def ungrad(probs: Float[Tensor, "b c"], norms: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+    """(1/C) Σ_c ‖∇θ log p_c‖."""
+    return norms.mean(-1)

@@ -1,0 +1,10 @@
+"""Random generators whose state follows from the seed and what they are for, not from what ran before."""
+
+import numpy as np
+import torch
+
+
+def generator(seed: int, *purpose: int) -> torch.Generator:
+    """A generator for one purpose, such as the number of a draw, under one seed."""
+    state = np.random.SeedSequence([seed, *purpose]).generate_state(2, np.uint32)
+    return torch.Generator().manual_seed(int(state[0]) << 32 | int(state[1]))

@@ -1,0 +1,90 @@
+"""A spec names a method with its modifiers; a misspelt one is answered with what is close."""
+
+import pytest
+import torch
+from torch import nn
+
+import qualms
+from qualms.methods.gen import GEN
+from qualms.methods.perturb_x import PerturbX
+from qualms.methods.regrad import REGrad
+from qualms.methods.registry import METHODS, parse, spec_of
+
+GOOD = {
+    "regrad": REGrad(),
+    "regrad+layers": REGrad(layers=0.3),
+    "regrad+layers+smooth": REGrad(layers=0.3, smooth=qualms.Smoothing(0.02, 8)),
+    "regrad+smooth+layers(0.4)": REGrad(layers=0.4, smooth=qualms.Smoothing()),
+    "RegRad + layers( 0.4 ) + smooth(1e-2, 16)": REGrad(layers=0.4, smooth=qualms.Smoothing(0.01, 16)),
+    "regrad+layers(0)": REGrad(layers=0.0),
+    "perturb_x(0.02)": PerturbX(sigma=0.02),
+    "gen(0.5, 20)": GEN(0.5, 20),
+}
+BAD = {
+    "regard": "did you mean regrad",
+    "enrgy": "did you mean energy",
+    "xyz": "choose one of regrad, exgrad",
+    "regrad+layer": "did you mean layers",
+    "regrad+smoth(0.1)": "did you mean smooth",
+    "regrad+layers(a)": "not a name with numbers in brackets",
+    "regrad+layers(0.1": "not a name with numbers in brackets",
+    "regrad+layers(1,2)": "takes 1 at most",
+    "regrad+smooth(0.1,2.5)": "N is a whole number",
+    "regrad+smooth+smooth": "twice",
+    "regrad+layers(0.1)+layers(0.1)": "twice",
+    "entropy+layers": "entropy is not a gradient score",
+    "entropy(3)": "takes no parameters",
+    "regrad+smooth(-1)": "positive number",
+    "": "is not a method",
+}
+
+
+@pytest.mark.parametrize("spec", GOOD)
+def test_a_spec_is_a_method(spec: str) -> None:
+    assert parse(spec) == GOOD[spec]
+
+
+@pytest.mark.parametrize("spec", BAD)
+def test_a_misspelt_spec_gets_help(spec: str) -> None:
+    with pytest.raises(qualms.QualmsError, match=BAD[spec]):
+        parse(spec)
+
+
+def test_every_name_parses_to_its_own_method_and_back() -> None:
+    for kind in METHODS:
+        assert parse(kind.name) == kind()
+        assert spec_of(kind()) == kind.name
+    assert spec_of(parse("regrad+layers(0.4)+smooth(0.1,4)")) == "regrad+layers(0.4)+smooth(0.1,4)"
+
+
+def test_objects_and_specs_give_the_same_scores() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    by_object = qualms.score(model, x, REGrad(layers=0.3, smooth=qualms.Smoothing(0.02, 8)))
+    assert torch.equal(by_object, qualms.score(model, x))
+    out = qualms.compare(model, x, ["entropy", REGrad(layers=0.4)])
+    assert list(out) == ["entropy", "regrad+layers(0.4)"]
+
+
+def test_the_order_of_methods_and_a_progress_report() -> None:
+    told: list[int] = []
+    x = torch.randn(3, 4)
+    out = qualms.compare(nn.Linear(4, 3), [x, x[:2]], ["msp", "entropy"], progress=told.append)
+    assert list(out) == ["msp", "entropy"]
+    assert told == [3, 5]
+
+
+def test_missing_needs_are_named() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(3, 4)
+    for name, says in {
+        "laplace": "laplace needs training data; pass train=",
+        "ensemble": "ensemble needs several models; pass models=",
+        "mc-dropout": "no dropout layer",
+        "mc-batchnorm": "no batch normalisation",
+    }.items():
+        with pytest.raises(qualms.QualmsError, match=says):
+            qualms.score(model, x, name)
+    with pytest.raises(qualms.QualmsError, match="logits are not the result of a linear layer"):
+        qualms.score(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), x, "inserted-dropout")
+    with pytest.raises(qualms.QualmsError, match="methods is empty"):
+        qualms.compare(model, x, [])

@@ -1,0 +1,76 @@
+"""Monte-Carlo scores against closed forms on a linear model, within their error bars."""
+
+import torch
+from torch import Tensor, nn
+
+import qualms
+from qualms.methods.registry import parse
+from qualms.scores import Evidence, Study
+
+
+def linear() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
+    """Model, inputs, probabilities, and the Fisher matrices diag(p) - ppᵀ of the logits."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 4).double(), torch.randn(3, 6).double()
+    p = model(x).softmax(1).detach()
+    return model, x, p, torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+
+
+def test_perturb_x_is_half_the_trace_of_the_fisher_matrix_for_small_noise() -> None:
+    """E KL = ½ σ² tr(Wᵀ F W) + O(σ⁴); for a quadratic form of a Gaussian the variance is ½ σ⁴ tr((Wᵀ F W)²)."""
+    model, x, _, fisher = linear()
+    sigma, draws = 1e-2, 4000
+    have = qualms.score(model, x, f"perturb-x({sigma},{draws})")
+    w = model.weight.detach()
+    form = w.T @ fisher @ w
+    want = sigma**2 / 2 * form.diagonal(dim1=1, dim2=2).sum(1)
+    error = (sigma**4 / 2 * (form @ form).diagonal(dim1=1, dim2=2).sum(1) / draws).sqrt()
+    assert ((have - want).abs() < 4 * error + 20 * sigma**4).all()
+    assert (4 * error < 0.2 * want).all()  # the error bar is tight enough to mean something
+
+
+def test_perturb_theta_is_half_the_trace_of_the_fisher_matrix_for_small_noise() -> None:
+    """Logits move by ΔW x + Δb, of covariance σ²(‖x‖² + 1) I: E KL = ½ σ² (‖x‖² + 1) tr F + O(σ⁴)."""
+    model, x, _, fisher = linear()
+    sigma, draws = 3e-3, 2000
+    have = qualms.score(model, x, f"perturb-theta({sigma},{draws})")
+    spread = sigma**2 * (x.square().sum(1) + 1)
+    want = spread / 2 * fisher.diagonal(dim1=1, dim2=2).sum(1)
+    error = (spread**2 / 2 * (fisher @ fisher).diagonal(dim1=1, dim2=2).sum(1) / draws).sqrt()
+    assert ((have - want).abs() < 4 * error + 20 * spread**2).all()
+    assert (4 * error < 0.2 * want).all()
+
+
+def test_many_draws_of_smoothing_reach_the_analytic_mean() -> None:
+    """E[(e_c - p(x + Δ)) (x + Δ, 1)ᵀ] = (e_c - p - ½σ²∇²p)(x, 1)ᵀ - σ² (∇p, 0) + O(σ⁴)."""
+    model, x, p, _ = linear()
+    sigma = 0.05
+    have = qualms.class_gradient_norms(model, x, smoothing=qualms.Smoothing(sigma, 4000)).norms[:, :, 0]
+    plain = qualms.class_gradient_norms(model, x).norms[:, :, 0]
+
+    def probabilities(at: Tensor) -> Tensor:
+        return model(at).softmax(0)
+
+    for b in range(3):
+        slope = torch.func.jacrev(probabilities)(x[b]).detach()  # [c, features]
+        curvature = torch.func.hessian(probabilities)(x[b]).diagonal(dim1=1, dim2=2).sum(1).detach()
+        extended = torch.cat([x[b], torch.ones(1).double()])
+        for c in range(4):
+            away = torch.eye(4).double()[c] - p[b] - sigma**2 / 2 * curvature
+            mean = away[:, None] * extended
+            mean[:, :6] -= sigma**2 * slope
+            assert (have[b, c] - mean.norm()).abs() < 0.1 * (plain[b, c] - mean.norm()).abs()
+
+
+def test_mutual_information_of_laplace_matches_more_samples() -> None:
+    model, x, _, _ = linear()
+    train = [torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double() for _ in range(2)]
+    few = torch.stack([qualms.score(model, x, "laplace(1,200)", train=train, seed=s) for s in range(8)])
+    many = qualms.score(model, x, "laplace(1,20000)", train=train, seed=99)
+    assert ((few.mean(0) - many).abs() < 4 * few.std(0) / 8**0.5 + 0.01 * many).all()
+
+
+def test_evidence_is_what_compare_uses() -> None:
+    model, x, p, _ = linear()
+    seen = Evidence(Study(model), x)
+    torch.testing.assert_close(parse("msp").score(seen), 1 - p.max(1).values)
