@@ -17,12 +17,12 @@ INPUTS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """`general`: layers that take the general path; None if all do (plain autograd, one row at a time)."""
+    """`general`: layers on the general path; None if all are (plain autograd, one row at a time), ... if unsure."""
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], Any]
-    general: tuple[str, ...] | None = ()
+    general: Any = ()
 
     def make(self) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -52,6 +52,23 @@ def sequences(length: int = 5, features: int = 6) -> Callable[[], Tensor]:
 
 def ids(words: int = 20, length: int = 6) -> Callable[[], Tensor]:
     return lambda: torch.randint(0, words, (INPUTS, length))
+
+
+def innocent_first() -> Tensor:
+    """The first two inputs are in order, and the first one is the largest, and negative."""
+    x = torch.randn(INPUTS, 6, dtype=torch.double)
+    x[0] = -x[0].abs() - 1.2
+    x[1] = x[1].abs().clamp_max(1) - 0.5
+    x[4, 2] = 3
+    return x
+
+
+def unpadded() -> Tensor:
+    """Positions that count: 2, 2, 3, 1 and so on, two for each input on average."""
+    x = torch.randn(INPUTS, 3, 6, dtype=torch.double)
+    lengths = torch.tensor([2, 2, 3, 1, 3, 1, 2, 2])
+    x[:, :, 0] = torch.where(torch.arange(3) < lengths[:, None], 1.0, -1.0) * x[:, :, 0].abs()
+    return x
 
 
 def conv_case(name: str, conv: Callable[[], nn.Module], **more: Any) -> Case:
@@ -217,6 +234,19 @@ CASES = [
     Case("hidden-from-function-modes", net.Hidden, sequences(), general=None),
     Case("batch-mixing", net.Mixing, sequences(), general=None),
     Case("routed-by-input", net.Routed, sequences(), general=None),
+    Case("scripted-activation", net.ScriptedActivation, lambda: innocent_first(), general=...),
+    Case("through-numpy", net.ThroughNumpy, lambda: innocent_first(), general=...),
+    Case("through-numbers", net.ThroughNumbers, lambda: innocent_first(), general=...),
+    Case("stale-view", net.StaleView, lambda: innocent_first(), general=...),
+    Case("sorts-its-inputs", net.SortsItsInputs, lambda: innocent_first(), general=None),
+    Case("unpads", net.Unpads, lambda: unpadded(), general=None),
+    Case("scales-by-the-batch", net.ScalesByTheBatch, lambda: innocent_first(), general=None),
+    Case("branches-on-the-batch", net.BranchesOnTheBatch, lambda: innocent_first(), general=None),
+    Case("silent-on-the-first-input", net.SilentOnTheFirstInput, lambda: innocent_first(), general=None),
+    Case("writes-into-a-token-copy", net.WritesIntoATokenCopy, lambda: innocent_first(), general=...),
+    Case("one-at-a-time", net.OneAtATime, lambda: innocent_first(), general=None),
+    Case("checkpointed", net.Checkpointed, lambda: innocent_first(), general=...),
+    Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
 ]
 
 

@@ -1,7 +1,11 @@
 """Small networks of every kind that the engines must handle, built for tests only."""
 
+import warnings
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 
@@ -302,3 +306,112 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x.mean(1)
         return torch.stack([self.experts[int(v[0] > 0)](v) for v in h])
+
+
+# Models that try to slip past the recorder. Row 0 of their inputs looks innocent.
+
+
+class Bypassed(nn.Module):
+    """Three linear layers; subclasses lead the input around torch's function modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+
+class ScriptedActivation(Bypassed):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.swish = torch.jit.script(nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.c(h + self.b(self.swish(h)))
+
+
+class ThroughNumpy(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(torch.from_numpy(np.tanh(x.detach().numpy()))) + x)
+
+
+class ThroughNumbers(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] * 10).long().remainder(6).tolist()
+        return self.c((self.a(x) + torch.stack([self.b.weight[i].exp() for i in rows])).tanh())
+
+
+class StaleView(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x)
+        view = h[:, :]
+        h.copy_(x)
+        return self.c(F.linear(view, self.a.weight) + self.b(h))
+
+
+class SortsItsInputs(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum(1).argsort()
+        return self.c(self.a(x[order]).tanh()[order.argsort()])
+
+
+class Unpads(nn.Module):
+    """Only some positions of each input go through a layer; the numbers happen to add up to a multiple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.c = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, :, 0] > 0
+        out = x.new_zeros(*x.shape[:2], 4)
+        out[mask] = self.e(x[mask]).tanh()
+        return self.c(out.sum(1))
+
+
+class ScalesByTheBatch(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x / x.abs().max()).tanh())
+
+
+class BranchesOnTheBatch(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c((self.a if x.max() < 2.2 else self.b)(x))
+
+
+class SilentOnTheFirstInput(Bypassed):
+    """A scripted layer whose gradient is zero for the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.g = torch.jit.script(nn.Linear(6, 3, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x)) + self.g(x.relu())
+
+
+class WritesIntoATokenCopy(Bypassed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = self.token.expand(len(x), -1, -1).clone()
+        t[:, 0] = x
+        return self.c(self.a(t).tanh().sum(1))
+
+
+class OneAtATime(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x.view(1, 6)).tanh())
+
+
+class Checkpointed(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return torch.einsum("bi,ij->bj", h, self.a.weight).tanh()
+
+        return self.c(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False))

@@ -18,7 +18,7 @@ def test_coverage_accepts_at_least_that_share_and_no_more_than_needed() -> None:
     t = Threshold.from_scores(scores, coverage=0.95)
     assert int(t.accept(scores).sum()) == 95
     assert t.samples == 100
-    assert int(Threshold.from_scores(scores, coverage=1).accept(scores).sum()) == 100
+    assert int(Threshold.from_scores(scores, coverage=1.0).accept(scores).sum()) == 100
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.floats(0.01, 1))
@@ -70,10 +70,10 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match="no threshold file"):
         Threshold.load(tmp_path / "none.json")
     with pytest.raises(qualms.QualmsError, match="coverage is 2"):
-        Threshold.from_scores([1.0], 2)
+        Threshold.from_scores([1.0], 2.0)
     with pytest.raises(qualms.QualmsError, match="empty"):
         Threshold.from_scores([], 0.5)
     with pytest.raises(qualms.QualmsError, match="2 scores and 1 outcomes"):
         Threshold.from_labels([1.0, 2.0], [True])
     with pytest.raises(qualms.QualmsError, match="risk is 1"):
-        Threshold.from_labels([1.0], [True], risk=1)
+        Threshold.from_labels([1.0], [True], risk=1.0)

@@ -51,13 +51,15 @@ def passes(setting: Setting, methods: list[str], monkeypatch: pytest.MonkeyPatch
 
 
 B, C = 4, 5
-# Before the engine starts it looks at one row by plain autograd (1 backward) and watched (1), and at two rows twice (1).
-LOOK_ROWS, LOOK_BACKWARD = 1 + 1 + 2 + 2, 1 + 1 + 1
+# Before the engine starts it looks at one row by plain autograd, plainly again and watched, and at two rows twice.
+LOOK_ROWS, LOOK_BACKWARD = 1 + 1 + 1 + 2 + 2, 1 + 1 + 1
 
 
 def test_all_gradient_scores_come_from_one_pass(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = passes(setting, GRADIENT_SCORES, monkeypatch)
-    assert counter.first == B + LOOK_ROWS + B  # the logits, the look, the recorded pass
+    assert (
+        counter.first == B + LOOK_ROWS + 2 * B
+    )  # the logits, the look, the recorded pass and its rows in other company
     assert counter.backward == LOOK_BACKWARD + C + 3  # classes, and the directions of gradnorm, negrad and the label
     layered = [*GRADIENT_SCORES, "regrad+layers", "exgrad+layers(0.4)"]
     again = passes(setting, layered, monkeypatch)
@@ -67,10 +69,10 @@ def test_all_gradient_scores_come_from_one_pass(setting: Setting, monkeypatch: p
 def test_all_smoothed_scores_come_from_one_smoothed_pass(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     smoothed = [f"{name}+layers+smooth(0.1,4)" for name in ("regrad", "exgrad", "ungrad")]
     counter = passes(setting, smoothed, monkeypatch)
-    assert counter.first == B + LOOK_ROWS + 5 * B
+    assert counter.first == B + LOOK_ROWS + 2 * 5 * B
     assert counter.backward == LOOK_BACKWARD + C
     both = passes(setting, [*smoothed, "regrad", "exgrad"], monkeypatch)
-    assert both.first == counter.first + LOOK_ROWS + B
+    assert both.first == counter.first + LOOK_ROWS + 2 * B
     assert both.backward == 2 * (LOOK_BACKWARD + C)
 
 

@@ -7,8 +7,8 @@ from torch import nn
 import qualms
 from qualms.methods.gen import GEN
 from qualms.methods.perturb_x import PerturbX
-from qualms.methods.regrad import REGrad
 from qualms.methods.registry import METHODS, parse, spec_of
+from qualms.methods.regrad import REGrad
 
 GOOD = {
     "regrad": REGrad(),

@@ -1,5 +1,6 @@
 """Monte-Carlo scores against closed forms on a linear model, within their error bars."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -41,12 +42,17 @@ def test_perturb_theta_is_half_the_trace_of_the_fisher_matrix_for_small_noise() 
     assert (4 * error < 0.2 * want).all()
 
 
+# torch's own forward-mode rules are still scripted.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_many_draws_of_smoothing_reach_the_analytic_mean() -> None:
     """E[(e_c - p(x + Δ)) (x + Δ, 1)ᵀ] = (e_c - p - ½σ²∇²p)(x, 1)ᵀ - σ² (∇p, 0) + O(σ⁴)."""
     model, x, p, _ = linear()
     sigma = 0.05
-    have = qualms.class_gradient_norms(model, x, smoothing=qualms.Smoothing(sigma, 4000)).norms[:, :, 0]
+    smoothing = qualms.Smoothing(sigma, 1000)
+    runs = [qualms.class_gradient_norms(model, x, smoothing=smoothing, seed=s).norms[:, :, 0] for s in range(8)]
+    have, error = torch.stack(runs).mean(0), torch.stack(runs).std(0) / 8**0.5
     plain = qualms.class_gradient_norms(model, x).norms[:, :, 0]
+    want = torch.zeros_like(have)
 
     def probabilities(at: Tensor) -> Tensor:
         return model(at).softmax(0)
@@ -59,7 +65,10 @@ def test_many_draws_of_smoothing_reach_the_analytic_mean() -> None:
             away = torch.eye(4).double()[c] - p[b] - sigma**2 / 2 * curvature
             mean = away[:, None] * extended
             mean[:, :6] -= sigma**2 * slope
-            assert (have[b, c] - mean.norm()).abs() < 0.1 * (plain[b, c] - mean.norm()).abs()
+            want[b, c] = mean.norm()
+    shift = (plain - want).abs().amax(1, keepdim=True)
+    assert ((have - want).abs() < 4 * error + 0.02 * shift).all()  # 2 % for the σ⁴ that is left out
+    assert (4 * error < shift).all()  # the error bar is tight enough to mean something
 
 
 def test_mutual_information_of_laplace_matches_more_samples() -> None:

@@ -36,9 +36,6 @@ def measure(
     if kind == "l1":
         shared |= {name: [piece] for name, piece in alone.items()}
         alone = {}
-    for piece in pieces:
-        if isinstance(piece.gradient, Outer):
-            piece.gradient.cotangents = len(cotangents)
     values: dict[str, list[Tensor]] = {}
     kept: list[Cotangents] = []
     for cotangent in cotangents:
@@ -51,7 +48,7 @@ def measure(
         for name, piece in alone.items():
             deltas = _deltas(piece, at, places)
             if deltas is not None:
-                values.setdefault(name, []).append(_square(piece, deltas))
+                values.setdefault(name, []).append(_square(piece, deltas, len(cotangents)))
         for name, gradient in _written(shared, at, places, weights, inputs).items():
             flat = _flat(gradient)
             values.setdefault(name, []).append(flat.abs().sum(1) if kind == "l1" else flat.square().sum(1))
@@ -85,9 +82,9 @@ def _deltas(piece: Piece, at: Cotangents, places: Places) -> list[Tensor | None]
     return None if all(d is None for d in deltas) else deltas
 
 
-def _square(piece: Piece, deltas: list[Tensor | None]) -> Float[Tensor, " b"]:
+def _square(piece: Piece, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
     if isinstance(piece.gradient, Outer):
-        return piece.gradient.square(deltas)
+        return piece.gradient.square(deltas, cotangents)
     return _flat(piece.gradient.write(deltas)).square().sum(1)
 
 

@@ -32,7 +32,7 @@ def convolution_rule(space: int) -> Callable[..., Any]:
         groups: int = 1,
     ) -> Any:
         layout = _image_rows(call, input, space)
-        if layout is None or call.tracked(input):
+        if layout is None:
             return NotImplemented
         kernel, inputs = weight.shape[2:], call.inputs
         stride, dilation = _each(stride, space), _each(dilation, space)
@@ -88,7 +88,7 @@ def transposed_convolution_rule(space: int) -> Callable[..., Any]:
         dilation: Any = 1,
     ) -> Any:
         layout = _image_rows(call, input, space)
-        if layout is None or call.tracked(input):
+        if layout is None:
             return NotImplemented
         kernel, inputs = weight.shape[2:], call.inputs
         stride, dilation = _each(stride, space), _each(dilation, space)

@@ -22,9 +22,15 @@ def untouched(model: object) -> Iterator[nn.Module]:
     model = eager(model)
     modules = list(model.modules())
     training = [m.training for m in modules]
-    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
-    # Hook-based weight_norm and caches keep tensors as plain attributes and replace them in forward.
-    attributes = [(m, {k: v for k, v in vars(m).items() if isinstance(v, Tensor)}) for m in modules]
+    if any(p.is_inference() for p in model.parameters()):
+        raise QualmsError("the model was made in inference mode, so it has no gradients; make it outside of that.")
+    # Forward passes may replace attributes and buffers (caches, counters, hook-based weight_norm) or write into them.
+    ours = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in ours]
+    kept = [t for m in ours for t in (*vars(m).values(), *m._buffers.values()) if isinstance(t, Tensor)]
+    kept += [m.weight for m in modules if getattr(m, "max_norm", None) is not None and isinstance(m.weight, Tensor)]
+    values = [(t, t._version, t.detach().clone()) for t in kept]
+    versions = {name: p._version for name, p in model.named_parameters()}
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -38,16 +44,19 @@ def untouched(model: object) -> Iterator[nn.Module]:
         finally:
             for m, mode in zip(modules, training, strict=True):
                 m.training = mode
-            for buffer, version, value in buffers:
-                if buffer._version != version:
+            for m, before, buffers in attributes:
+                vars(m).clear()
+                vars(m).update(before)
+                m._buffers.clear()
+                m._buffers.update(buffers)
+            for t, version, value in values:
+                if t._version != version:
                     with torch.no_grad():
-                        buffer.copy_(value)
-            for m, kept in attributes:
-                for key in [k for k, v in vars(m).items() if isinstance(v, Tensor) and k not in kept]:
-                    delattr(m, key)
-                for key, value in kept.items():
-                    if vars(m).get(key) is not value:
-                        setattr(m, key, value)
+                        t.copy_(value)
+                    versions = {n: v for n, v in versions.items() if model.get_parameter(n) is not t}
+        changed = [name for name, version in versions.items() if model.get_parameter(name)._version != version]
+        if changed:
+            raise QualmsError(f"the model changes its parameter {changed[0]} in its forward pass; score a copy of it.")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
+from qualms.gradients.layout import Unclear
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 LABEL_KEYS = ("label", "labels")
@@ -45,8 +46,8 @@ def count(batch: Batch) -> int:
 
 def batches(x: Any) -> Iterator[Batch]:
     """The batches of whatever a user passes as `x`: one batch, or an iterable of them (labels are dropped)."""
-    if isinstance(x, (Tensor, tuple, dict)) or hasattr(x, "keys"):
-        yield checked(dict(x) if hasattr(x, "keys") else x)
+    if isinstance(x, (Tensor, tuple)) or hasattr(x, "keys"):
+        yield checked(_inputs_of(x) if hasattr(x, "keys") else x)
         return
     if not isinstance(x, Iterable) or isinstance(x, (str, bytes)):
         raise QualmsError(
@@ -55,12 +56,23 @@ def batches(x: Any) -> Iterator[Batch]:
     empty = True
     for batch in x:
         empty = False
-        if hasattr(batch, "keys"):
-            yield checked({k: v for k, v in dict(batch).items() if k not in LABEL_KEYS})
-        else:
-            yield checked(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        yield checked(_inputs_of(batch))
     if empty:
         raise QualmsError("x yields no batch; pass at least one input.")
+
+
+def _inputs_of(batch: Any) -> Any:
+    """What a loader yields, without labels: `inputs`, `(inputs, labels)`, or a dict."""
+    if hasattr(batch, "keys"):
+        return {k: v for k, v in dict(batch).items() if k not in LABEL_KEYS}
+    if not isinstance(batch, (tuple, list)):
+        return batch
+    if not 1 <= len(batch) <= 2:
+        raise QualmsError(
+            f"a batch of x has {len(batch)} parts, so it is not clear which are inputs; yield (inputs, labels), with "
+            "a tuple of tensors as inputs if the model takes several."
+        )
+    return tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
 
 
 def checked(batch: Any) -> Batch:
@@ -68,6 +80,8 @@ def checked(batch: Any) -> Batch:
     parts = tensors(batch) if isinstance(batch, (Tensor, tuple, dict)) else []
     if not parts or not all(isinstance(t, Tensor) for t in parts):
         raise QualmsError(f"a batch of x is a {type(batch).__name__} without tensors; pass tensors only.")
+    if any(t.layout != torch.strided for t in parts):
+        raise QualmsError("a tensor of x is sparse; pass dense tensors.")
     if any(t.ndim == 0 for t in parts):
         raise QualmsError("a tensor of x has no batch axis; its first axis must count the inputs.")
     sizes = {t.shape[0] for t in parts}
@@ -96,11 +110,11 @@ def forward(model: nn.Module, batch: Batch) -> Float[Tensor, "rows classes"]:
             output = model(batch)
         else:
             output = model(**batch) if isinstance(batch, dict) else model(*batch)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if isinstance(error, QualmsError) or type(error).__module__.startswith("qualms"):
-            raise
+    except (QualmsError, Unclear):
+        raise
+    except Exception as error:
         shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors(batch)).replace("torch.", "")
-        reason = str(error).strip().split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
         raise QualmsError(f"the model does not accept x of {shapes}: {reason}") from error
     return checked_logits(output, count(batch))
 
@@ -119,8 +133,8 @@ def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
         )
     if logits.ndim != 2 or logits.shape[0] != rows or logits.shape[1] < 2:
         raise QualmsError(
-            f"the model returns logits of shape {tuple(logits.shape)} for {rows} inputs; "
-            f"({rows}, classes) with two classes or more is needed."
+            f"the model returns logits of shape {tuple(logits.shape)} for a batch of {rows}; "
+            f"({rows}, classes) with two classes or more is needed (inputs are also run one at a time)."
         )
     finite = torch.isfinite(logits.detach()).all(dim=1)
     if not bool(finite.all()):

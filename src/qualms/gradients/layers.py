@@ -15,13 +15,22 @@ GRANULARITIES = ("module", "tensor", "block")
 
 def select(model: nn.Module, params: Params) -> dict[str, Tensor]:
     """The parameters that count: all, those that match a pattern such as `"layer4.*"`, or those a function picks."""
-    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    named: dict[str, Tensor] = {
+        name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()
+    }
     if params is None:
         chosen = named
     elif callable(params):
         chosen = {name: p for name, p in named.items() if params(name)}
-    else:
+    elif isinstance(params, str):
         chosen = {name: p for name, p in named.items() if fnmatchcase(name, params)}
+    else:
+        raise QualmsError(f"params is a {type(params).__name__}; pass a pattern such as 'layer4.*', or a function.")
+    unsupported = [name for name, p in chosen.items() if p.is_complex()]
+    if unsupported:
+        raise QualmsError(
+            f"the parameter {unsupported[0]} is complex, which is not supported; leave it out by `params`."
+        )
     if not named:
         raise QualmsError("the model has no parameters, so there is nothing to take gradients of.")
     if not chosen:

@@ -113,6 +113,12 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for argument in ("budget", "batch_size"):
+            value = getattr(self, argument)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise QualmsError(f"{argument}={value!r} is not a positive whole number; leave it out for the default.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
         for argument, known in (("layers", GRANULARITIES), ("norm", NORMS), ("engine", ENGINES)):
             value = getattr(self, argument)
             if value not in known:

@@ -13,7 +13,7 @@ Index letters: b input, g group, t position, o/f features of δ and a, m/n cotan
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -76,6 +76,9 @@ class Summed:
         return cls(write, shape.numel())
 
 
+CANCELLED = 1e-3  # of the sum without cancellation
+
+
 def cheaper_by_pairs(t: int, o: int, f: int, cotangents: int) -> bool:
     """Multiplications of ⟨δδᵀ, aaᵀ⟩, with aaᵀ shared by the cotangents, against those of δᵀa."""
     return t * t * (o + f / cotangents) < t * o * f
@@ -91,6 +94,7 @@ class Outer:
         arrange: from the written gradient [b, g, o, f] to [b, *target.shape].
         inputs: b.
         sizes: (t, o, f, g), positions counted per input.
+        pairs: gives aaᵀ [b·g, t, t] where that is cheaper than multiplying `still` with itself.
     """
 
     moving: Callable[[Tensor], Tensor]
@@ -99,7 +103,6 @@ class Outer:
     inputs: int
     sizes: tuple[int, int, int, int]
     pairs: Callable[[], Tensor] | None = None
-    cotangents: int = field(default=1)  # how many will come: decides what is worth sharing
 
     @property
     def numel(self) -> int:
@@ -113,11 +116,10 @@ class Outer:
         t *= per_input
         return g * (t * t if cheaper_by_pairs(t, o, f, cotangents) else t * f)
 
-    @cached_property
-    def by_pairs(self) -> bool:
-        """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than writing the gradient out."""
+    def by_pairs(self, cotangents: int) -> bool:
+        """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than writing the gradient out, for so many cotangents."""
         t, o, f, _ = self.sizes
-        return cheaper_by_pairs(t, o, f, self.cotangents)
+        return cheaper_by_pairs(t, o, f, cotangents)
 
     @cached_property
     def fixed(self) -> Float[Tensor, "bg t f"]:
@@ -146,24 +148,34 @@ class Outer:
         grad = torch.bmm(d.mT, self.fixed)
         return self.arrange(grad.unflatten(0, (self.inputs, -1)))
 
-    def square(self, cotangents: list[Tensor | None]) -> Float[Tensor, " b"]:
-        """The squared norm of each input's gradient."""
-        d = self._delta(cotangents)
+    def square(self, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
+        """The squared norm of each input's gradient; `cotangents` is how many share the work on a."""
+        d = self._delta(deltas)
         if self.sizes[0] == 1:  # one position: ‖δ‖²‖a‖²
             each = _dot(d, d) * _dot(self.fixed, self.fixed)
-        elif self.by_pairs and d.shape[1] < d.shape[2]:
-            each = _dot(torch.bmm(d, d.mT), self.fixed_pairs).clamp_min(0)
-        elif self.by_pairs:  # the same sum, with the smaller matrix in between
-            each = _dot(torch.bmm(self.fixed_pairs, d), d).clamp_min(0)
+        elif self.by_pairs(cotangents):
+            each = self._square_by_pairs(d)
         else:
             gradient = torch.bmm(d.mT, self.fixed)
             each = _dot(gradient, gradient)
         return each.unflatten(0, (self.inputs, -1)).sum(1)
 
-    def inner(self, cotangents: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
+    def _square_by_pairs(self, d: Float[Tensor, "bg t o"]) -> Float[Tensor, " bg"]:
+        pairs = self.fixed_pairs
+        # The same sum, with the smaller matrix in between.
+        each = _dot(torch.bmm(d, d.mT), pairs) if d.shape[1] < d.shape[2] else _dot(torch.bmm(pairs, d), d)
+        # Positions that cancel take twice as many digits with them here as in the gradient itself: write those out.
+        apart = (d.square().sum(2) * pairs.diagonal(dim1=1, dim2=2)).sum(1)
+        cancelled = (each < CANCELLED * apart).nonzero().squeeze(1)
+        if len(cancelled):
+            gradient = torch.bmm(d[cancelled].mT, self._positions(self.still())[cancelled])
+            each[cancelled] = _dot(gradient, gradient)
+        return each
+
+    def inner(self, deltas: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
         """The inner products between the gradients of several cotangents."""
-        d = torch.stack([self._delta(c) for c in cotangents], dim=1)  # [bg, m, t, o]
-        if self.by_pairs:
+        d = torch.stack([self._delta(of_one) for of_one in deltas], dim=1)  # [bg, m, t, o]
+        if self.by_pairs(len(deltas)):
             seen = torch.matmul(self.fixed_pairs.unsqueeze(1), d)
             products = seen.flatten(2) @ d.flatten(2).mT
         else:

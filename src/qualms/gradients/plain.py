@@ -23,20 +23,8 @@ def row_gradients(
         logits = logits_of(model, row)
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
-        found = []
-        for direction in directions(logits.detach()):
-            try:
-                found.append(
-                    torch.autograd.grad(
-                        logits,
-                        list(selected.values()),
-                        direction.to(logits.dtype),
-                        retain_graph=True,
-                        allow_unused=True,
-                    )
-                )
-            except RuntimeError as error:
-                raise QualmsError(f"the model cannot be differentiated: {str(error).splitlines()[0]}") from error
+        parameters = list(selected.values())
+        found = [gradients_of(logits, parameters, d.to(logits.dtype)) for d in directions(logits.detach())]
     columns = zip(selected, zip(*found, strict=True), strict=True)
     gradients = {
         name: torch.stack([accurate(torch.zeros_like(selected[name]) if g is None else g) for g in column])
@@ -44,6 +32,14 @@ def row_gradients(
         if any(g is not None for g in column)
     }
     return logits.detach(), gradients
+
+
+def gradients_of(target: Tensor, parameters: list[Tensor], along: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """autograd's gradients, None for parameters that the target does not depend on."""
+    try:
+        return torch.autograd.grad(target, parameters, along, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        raise QualmsError(f"the model cannot be differentiated: {str(error).splitlines()[0]}") from error
 
 
 NO_PATH = (

@@ -9,10 +9,12 @@ attention, recurrent networks and exported graphs all look alike. It knows two k
 An operation on tracked tensors alone is carried out and its result is tracked. One that brings a tracked and an active
 tensor together is a *meeting*: there a rule (`rules.py`) says how the parameter's gradient follows from a cotangent,
 and leaves a `Piece`. What no rule covers is carried out one row at a time with copies of the parameter, which is exact
-for any operation. Nothing is guessed: where the rows of a batch cannot be told apart, `Unclear` is raised.
+for any operation. Where the rows of a batch cannot be told apart, `Unclear` is raised; what a function mode cannot see
+is caught by the tests of `trust.py`.
 """
 
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +87,8 @@ class Recorder(TorchFunctionMode):
         self.count = 0  # of meetings so far
         self.first_use: list[str] = []
         self.one_by_one: set[str] = set()  # parameters that no rule covered
+        self.picks_rows = False  # an index or mask that depends on the input picks or places entries
+        self.reads_values = False  # something that depends on the input becomes a Python number or an array
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in weights.leaves.values()}
         self._active = WeakIdKeyDictionary()
         self._mark(inputs)
@@ -97,6 +101,10 @@ class Recorder(TorchFunctionMode):
         given = list(tensors_in((args, kwargs)))
         tracked = [t for t in given if id(t) in self._tracked]
         active = any(t in self._active for t in given)
+        if active:
+            name = _bare_name(func)
+            self.reads_values |= name in _READING
+            self.picks_rows |= name in _PICKING and any(_is_index(t) for t in given if t in self._active)
         if not tracked or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
             if active:
@@ -120,7 +128,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-        name = getattr(func, "__name__", str(func)).split(".")[0]
+        name = str(getattr(func, "__name__", func)).split(".")[0]
         meeting = Meeting(name, given)
         self.count += 1
         if self.plan is None:  # a first look, to be compared with another; later ones need not be remembered
@@ -153,7 +161,20 @@ def _fits(rule: Callable[..., Any], call: "Call", args: tuple[Any, ...], kwargs:
     return True
 
 
+def _bare_name(func: Any) -> str:
+    """`add` for `add_`, `__add__` and `add.Tensor`."""
+    return str(getattr(func, "__name__", func)).split(".")[0].strip("_")
+
+
+def _is_index(t: Tensor) -> bool:
+    return not t.is_floating_point() and not t.is_complex()
+
+
 _WRITES = (Tensor.__setitem__, torch.ops.aten.copy_.default)
+_READING = frozenset(("bool", "int", "float", "index", "item", "tolist", "numpy", "array", "equal", "allclose"))
+_PICKING = frozenset(
+    ("getitem", "setitem", "index", "index_select", "index_put", "index_add", "index_copy", "gather", "take", "sort")
+) | frozenset(("take_along_dim", "scatter", "scatter_add", "scatter_reduce", "masked_select", "masked_scatter"))
 
 
 class Call:
@@ -183,8 +204,22 @@ class Call:
 
     def leave(self, target: Tensor, edges: Sequence[GradientEdge], gradient: Any) -> None:
         """Note that `gradient` (an `Outer` or a `Summed`) turns the cotangents at `edges` into target's gradient."""
-        roots = {self.recorder.weights.names.get(id(target))} - {None}
-        self.recorder.pieces.append(Piece(self.on_one_row(target) if not roots else target, tuple(edges), gradient))
+        if id(target) not in self.recorder.weights.names:
+            target = self._same_for_all_rows(target)
+        self.recorder.pieces.append(Piece(target, tuple(edges), gradient))
+
+    def _same_for_all_rows(self, derived: Tensor) -> Tensor:
+        """What stands in for `derived` on one row, if every row of it is just that: else it depends on the input.
+
+        An input's way around the function mode (a script, numpy, a Python number) ends here.
+        """
+        alone = self.on_one_row(derived)
+        layout = self.layout(derived) if self.recorder.plan else None
+        parts = [derived] if layout is None else [layout.part(derived, row) for row in range(self.rows)]
+        with torch.no_grad():
+            if not all(torch.allclose(part, alone, rtol=1e-4, atol=0) for part in parts):
+                raise Unclear(f"an argument of {self.meeting.name} depends on the input in a way that was not seen")
+        return alone
 
     # Which part of a tensor belongs to which row.
 
@@ -271,7 +306,7 @@ class Call:
 
     def _join(self, outs: list[Any]) -> Any:
         """The results of all rows, put together where the batched operation would have put them."""
-        place = iter(range(10**6))
+        place = itertools.count()
 
         def join(parts: list[Any]) -> Any:
             first = parts[0]
@@ -281,7 +316,7 @@ class Call:
                     raise Unclear(f"the result of {self.meeting.name} does not keep the rows apart")
                 return layout.join(parts)
             if isinstance(first, (tuple, list)):
-                return type(first)(join([p[i] for p in parts]) for i in range(len(first)))
+                return type(first)([join([p[i] for p in parts]) for i in range(len(first))])
             return first
 
         return join(outs)
@@ -291,17 +326,21 @@ def roots(t: Tensor, weights: Weights) -> set[str]:
     """The parameters that a tracked tensor was computed from."""
     if id(t) in weights.names:
         return {weights.names[id(t)]}
-    found: set[str] = set()
+    return {weights.names[leaf] for leaf in leaves_behind([t.grad_fn]) if leaf in weights.names}
+
+
+def leaves_behind(nodes: list[Any]) -> set[int]:
+    """The ids of all leaves that a gradient would reach from these nodes of the graph."""
+    found: set[int] = set()
     seen: set[Any] = set()
-    nodes = [t.grad_fn]
+    nodes = list(nodes)
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in weights.names:
-            found.add(weights.names[id(leaf)])
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
         nodes.extend(n for n, _ in node.next_functions)
     return found
 
@@ -322,10 +361,12 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nested structure with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, tuple) and type(value) is not tuple:
-        return type(value)(*(each_tensor(v, change) for v in value)) if hasattr(value, "_fields") else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(each_tensor(v, change) for v in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(each_tensor(v, change) for v in value))
+    if isinstance(value, tuple):  # torch's own named results included
+        return tuple(each_tensor(v, change) for v in value)
+    if isinstance(value, list):
+        return [each_tensor(v, change) for v in value]
     if isinstance(value, dict):
         return {k: each_tensor(v, change) for k, v in value.items()}
     return value

@@ -10,10 +10,9 @@ from qualms.errors import QualmsError
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import Batch, count
 from qualms.gradients.measured import Measured
-from qualms.gradients.plain import NO_PATH
-from qualms.gradients.probe import recorded
-from qualms.gradients.record import Weights
-from qualms.gradients.smoothing import Rows, Smoothing, logits_of, rows
+from qualms.gradients.plain import NO_PATH, gradients_of
+from qualms.gradients.probe import first_use
+from qualms.gradients.smoothing import Smoothing, logits_of, rows
 
 
 def reference(
@@ -48,7 +47,7 @@ def reference(
                 log_p = logits[0].log_softmax(dim=0)
                 targets = [target for name in directions for target in TARGETS[name](log_p, logits[0], p)]
                 for c, target in enumerate(targets):
-                    found = torch.autograd.grad(target, parameters, retain_graph=True, allow_unused=True)
+                    found = gradients_of(target, parameters)
                     used |= {name for name, g in zip(selected, found, strict=True) if g is not None}
                     pairs = zip(parameters, found, strict=True)
                     g_c = [torch.zeros_like(p) if g is None else g / on.per_input for p, g in pairs]
@@ -71,9 +70,3 @@ TARGETS: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
     "expected": lambda log_p, z, p: [(p * log_p).sum()],
     "confounding": lambda log_p, z, p: [F.binary_cross_entropy_with_logits(z, torch.ones_like(z))],
 }
-
-
-def first_use(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> list[str]:
-    """The names of the selected parameters in the order in which a forward pass first uses them."""
-    _, recorder = recorded(model, on.take(slice(0, 1)), Weights.of(selected, model.parameters()), None)
-    return recorder.first_use

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def find_rule(name: str) -> Callable[..., Any] | None:
     """The rule for an operation by the name it has in torch: `add`, `add_`, `__radd__` and `__iadd__` are one."""
     bare = name.strip("_")
-    return RULES.get(bare) or (broadcasting if bare in BROADCASTING or bare[1:] in BROADCASTING else None)
+    arithmetic = {bare, bare.removeprefix("r"), bare.removeprefix("i")}
+    return RULES.get(bare) or (None if arithmetic.isdisjoint(BROADCASTING) else broadcasting)
 
 
 # Weights that multiply: δ ⊗ a.
@@ -72,7 +73,7 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Any:
 def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     """y = b + x W, as in a transposed linear layer."""
     layout = rows_of(call, mat1)
-    plain = beta == alpha == 1 and input.ndim == 1 and not call.tracked(mat1)
+    plain = beta == alpha == 1 and input.ndim == 1
     if layout is None or layout.axis == 1 or not plain:
         return NotImplemented
     out = call.run()

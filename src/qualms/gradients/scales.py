@@ -103,7 +103,7 @@ def prelu(call: Call, input: Tensor, weight: Tensor) -> Any:
     if weight.numel() > 1:
         return _channel_affine(call, input, weight, None, lambda: input.clamp_max(0))
     layout = rows_of(call, input)
-    if layout is None or call.tracked(input):
+    if layout is None:
         return NotImplemented
     out = call.run()
     inputs = call.inputs
@@ -123,7 +123,7 @@ def _channel_affine(
 ) -> Any:
     """Parameters that stand for the channels of [n, channel, …]; `scaled` is what the weight multiplies."""
     layout = rows_of(call, input)
-    if layout is None or layout.axis not in (None, 0) or call.tracked(input):
+    if layout is None or layout.axis not in (None, 0):
         return NotImplemented
     out = call.run()
     edge = get_gradient_edge(out)
@@ -140,7 +140,7 @@ def _trailing_affine(
     """Parameters that have the shape of the last axes; `scaled` is what the weight multiplies."""
     layout = rows_of(call, input)
     last = next(p for p in (weight, bias) if p is not None)
-    if layout is None or call.tracked(input):
+    if layout is None:
         return NotImplemented
     if layout.axis is not None and layout.axis >= input.ndim - last.ndim:
         return NotImplemented

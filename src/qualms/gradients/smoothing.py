@@ -39,15 +39,21 @@ class Smoothing:
         values = self.sigma if isinstance(self.sigma, tuple) else (self.sigma,)
         if not values or not all(0 < s < math.inf for s in values):
             raise QualmsError(f"smoothing has sigma {self.sigma}; it must be a positive number, or one per channel.")
-        if self.draws < 1:
-            raise QualmsError(f"smoothing has {self.draws} draws; at least one is needed.")
+        if self.draws < 1 or self.draws != int(self.draws):
+            raise QualmsError(f"smoothing has {self.draws} draws; at least one is needed, and a whole number.")
 
     @classmethod
-    def of(cls, value: "Smoothing | float | tuple[Any, ...] | None") -> "Smoothing | None":
+    def of(cls, value: Any) -> "Smoothing | None":
         """A Smoothing from itself, from σ, or from the pair (σ, N)."""
         if value is None or isinstance(value, Smoothing):
             return value
-        return cls(*value) if isinstance(value, tuple) else cls(float(value))
+        given = value if isinstance(value, tuple) else (value,)
+        numbers = given[0] if isinstance(given[0], tuple) else given[:1]
+        if len(given) > 2 or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in numbers):
+            raise QualmsError(
+                f"smoothing={value!r} is not known; pass qualms.Smoothing, a number σ, or the pair (σ, N)."
+            )
+        return cls(*given)
 
     def noise(self, shape: tuple[int, ...], index: int, seed: int) -> Float[Tensor, "rows *shape"]:
         """Perturbations of input number `index`: zero for x_0, then N draws. Its seed and index alone decide them."""

@@ -22,7 +22,7 @@ from qualms.gradients.directions import classes
 from qualms.gradients.inputs import take
 from qualms.gradients.layers import grouped, select
 from qualms.gradients.norms import Settings, layer_table
-from qualms.gradients.reference import first_use
+from qualms.gradients.probe import first_use
 from qualms.gradients.smoothing import Rows
 from qualms.methods.evidence import Evidence
 from qualms.methods.method import GRADIENTS

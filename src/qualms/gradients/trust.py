@@ -1,0 +1,85 @@
+"""When may the recorded pieces be believed? Each test here compares them, or what they rest on, with something simpler.
+
+- The first row's gradient is also computed by plain autograd (`probe.py`).
+- No parameter may reach the logits around its stand-in: the graph itself is searched for it.
+- The logits of a chunk must not change when its rows are run in other company: rows that influence each other do.
+- If the model picks or places rows by an index that depends on the input, a cotangent on some inputs must leave the
+  gradients of all others at exactly zero.
+
+Whatever fails is run by plain autograd, one row at a time, which is right by definition.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qualms.gradients.combine import measure
+from qualms.gradients.inputs import count
+from qualms.gradients.layout import Unclear
+from qualms.gradients.record import Recorder, Weights, leaves_behind
+from qualms.gradients.smoothing import Rows, logits_of
+
+# Rounding, nothing more; 16-bit numbers are coarse.
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+COARSE = 0.1
+
+
+def close(have: Tensor, want: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding, measured by the larger of their entries."""
+    tolerance = TOLERANCE.get(want.dtype, COARSE)
+    return have.shape == want.shape and bool(((have - want).abs() <= tolerance * want.abs().max()).all())
+
+
+def same_norms(found: dict[str, Tensor], expected: dict[str, float], dtype: torch.dtype) -> bool:
+    """Whether the squared norms of all parameters are what plain autograd says."""
+    scale = sum(expected.values()) ** 0.5
+    tolerance = TOLERANCE.get(dtype, COARSE)
+    for name in found.keys() | expected.keys():
+        have = float(found[name].sum()) ** 0.5 if name in found else 0.0
+        want = expected.get(name, 0.0) ** 0.5
+        if abs(have - want) > tolerance * max(have, want) + tolerance * 1e-2 * scale:
+            return False
+    return True
+
+
+def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor]) -> None:
+    """A parameter that is used where function modes do not look (a script, an autograd function) is in the graph."""
+    if not leaves_behind([logits.grad_fn]).isdisjoint(map(id, parameters)):
+        raise Unclear("a parameter is used where it cannot be watched")
+
+
+@torch.no_grad()
+def require_independent_rows(model: nn.Module, on: Rows, logits: Float[Tensor, "rows c"], recorder: Recorder) -> None:
+    """Rows in other company must give the same logits: in a quarter of the chunk, or alone if the model reads values.
+
+    A quarter holds every second row of every second input. A model that takes values out of tensors, to branch on them
+    or to compute elsewhere, may treat a whole chunk as it would treat no row of it.
+    """
+    rows = range(count(on.batch))
+    if recorder.reads_values:
+        groups = [[r] for r in rows]
+    else:
+        number = [(r // on.per_input % 2, r % on.per_input % 2) for r in rows]
+        groups = [[r for r in rows if number[r] == quarter] for quarter in sorted(set(number))]
+    for group in groups if len(rows) > 1 else ():
+        if not close(logits_of(model, on.take(group)), logits[group]):
+            raise Unclear("the inputs of a batch influence each other")
+
+
+def require_separate_gradients(
+    logits: Float[Tensor, "rows c"], recorder: Recorder, weights: Weights, inputs: int
+) -> None:
+    """For each binary digit of an input's number: a cotangent on the inputs that have it reaches no other input."""
+    if inputs < 2 or not recorder.picks_rows:
+        return
+    digits = range(math.ceil(math.log2(inputs)))
+    number = torch.arange(inputs, device=logits.device)
+    chosen = torch.stack([(number >> k & 1) == side for k in digits for side in (0, 1)])  # [m, inputs]
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+    cotangents = noise * chosen.repeat_interleave(len(logits) // inputs, dim=1)[:, :, None]
+    for value in measure(logits, cotangents, recorder.pieces, weights, inputs, "l2").values():
+        if bool((value.T[~chosen] != 0).any()):
+            raise Unclear("the model moves the inputs of a batch about")
