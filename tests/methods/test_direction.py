@@ -12,7 +12,7 @@ from qualms.methods.registry import METHODS
 KNOWN, UNKNOWN = range(6), range(6, 10)
 
 # As the paper defines them these are no uncertainties: see their docstrings. Its own table has GradNorm at 11 to 28 %
-# and UNGrad below 50 % on half of the pairs; NEGrad is rounding.
+# and UNGrad below 50 % on half of the pairs; NEGrad is zero.
 BACKWARDS = {"gradnorm"}
 NO_SIGNAL = {"negrad"}
 NO_PROMISE = {"ungrad"}
@@ -81,9 +81,9 @@ def test_no_method_is_silent(scores: tuple[dict[str, Tensor], int]) -> None:
     out, _ = scores
     for name, values in out.items():
         assert torch.isfinite(values).all(), name
-        assert len(values.unique()) > len(values) // 2, name
+        assert name == "negrad" or len(values.unique()) > len(values) // 2, name
 
 
 def test_negrad_never_looks_like_a_signal(scores: tuple[dict[str, Tensor], int]) -> None:
     out, _ = scores
-    assert (out["negrad"] < 1e-6 * out["exgrad"]).all()
+    assert (out["negrad"] == 0).all()

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+ROUNDING = 1e-12  # of sums of probabilities in double precision, with room for many classes
 Logits = Float[Tensor, "b r c"]
 
 
@@ -39,9 +40,13 @@ def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
 
 
 def expected(logits: Logits) -> Float[Tensor, "1 b r c"]:
-    """Σ_c p_c (e_c - p), as written: without smoothing this is zero but for rounding."""
+    """Σ_c p_c (e_c - p), as written: without smoothing this is zero but for rounding, and rounding is made zero.
+
+    Left as it is, the rounding grows with the gradients and so ranks inputs much like them: a signal out of nothing.
+    """
     p_0 = logits[:, :1].double().softmax(-1)
-    return (p_0.movedim(-1, 0)[..., None] * classes(logits)).sum(0)[None]
+    direction = (p_0.movedim(-1, 0)[..., None] * classes(logits)).sum(0)[None]
+    return torch.where(direction.abs() < ROUNDING, 0.0, direction)
 
 
 def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:

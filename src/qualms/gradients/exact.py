@@ -20,7 +20,7 @@ from qualms.gradients.measured import Measured
 from qualms.gradients.plain import row_gradients
 from qualms.gradients.probe import Probe, first_use, recorded
 from qualms.gradients.smoothing import Rows, Smoothing, rows
-from qualms.gradients.trust import require_independent_rows, require_separate_gradients
+from qualms.gradients.trust import regrouped_logits, require_independent_rows, require_separate_gradients
 
 log = logging.getLogger("qualms")
 Directions = Callable[[Float[Tensor, "b r c"]], Float[Tensor, "m b r c"]]
@@ -40,16 +40,27 @@ def exact(
     batch_size: int | None,
 ) -> Measured:
     """Norms (or inner products) of the gradients along `directions`, for every selected parameter."""
-    per_input = smoothing.draws + 1 if smoothing else 1
-    probe = Probe.of(model, rows(batch, smoothing, first_index, seed, at_most=PROBED), selected)
-    size = min(batch_size or count(batch), count(batch), probe.inputs_in(budget, per_input, kind) if probe else 1)
+
+    def rows_of(part: slice) -> Rows:
+        return rows(take(batch, part), smoothing, range(first_index, first_index + count(batch))[part], seed)
+
+    probe = Probe.of(model, rows_of(slice(0, PROBED)), selected)
+    chunks = _chunks(count(batch), batch_size, probe, budget, smoothing, kind)
+    in_other_company = None
+    if probe is not None:
+        try:
+            in_other_company = regrouped_logits(model, count(batch), rows_of, len(chunks))
+        except Exception as reason:  # if the model itself is at fault, plain autograd will say so
+            log.info("%s: the inputs are run by plain autograd, one row at a time", reason)
     parts: list[Measured] = []
-    for start in range(0, count(batch), size):
-        on = rows(take(batch, slice(start, start + size)), smoothing, first_index + start, seed)
-        part = _by_pieces(model, probe.formatted(on), kind, directions, probe) if probe else None
+    for chunk in chunks:
+        on = rows_of(chunk)
+        part = None
+        if probe is not None and in_other_company is not None:
+            part = _by_pieces(model, probe.formatted(on), kind, directions, probe, in_other_company[chunk])
         parts.append(part or _by_autograd(model, on, selected, kind, directions))
     whole = Measured.joined(parts)
-    used_first = probe.first_use if probe else first_use(model, rows(batch, smoothing, first_index, seed, 1), selected)
+    used_first = probe.first_use if probe else first_use(model, rows_of(slice(0, 1)), selected)
     order = [name for name in used_first if name in whole.values]
     order += [name for name in selected if name in whole.values and name not in order]
     whole.values = {name: whole.values[name] for name in order}
@@ -59,12 +70,30 @@ def exact(
 PROBED = 16  # inputs among which the probe looks for two that differ
 
 
-def _by_pieces(model: nn.Module, on: Rows, kind: Kind, directions: Directions, probe: Probe) -> Measured | None:
+def _chunks(
+    inputs: int, batch_size: int | None, probe: Probe | None, budget: int, smoothing: Smoothing | None, kind: Kind
+) -> list[slice]:
+    """Parts of nearly equal size that fit the budget; one input each for plain autograd."""
+    per_input = smoothing.draws + 1 if smoothing else 1
+    most = min(batch_size or inputs, probe.inputs_in(budget, per_input, kind) if probe else 1)
+    number = -(-inputs // most)
+    size = -(-inputs // number)
+    return [slice(start, min(start + size, inputs)) for start in range(0, inputs, size)]
+
+
+def _by_pieces(
+    model: nn.Module,
+    on: Rows,
+    kind: Kind,
+    directions: Directions,
+    probe: Probe,
+    in_other_company: Float[Tensor, "b r c"],
+) -> Measured | None:
     """The fast way, or None if it cannot be trusted with these inputs."""
     inputs = count(on.batch) // on.per_input
     try:
         logits, recorder = recorded(model, on, probe.weights, probe.plan)
-        require_independent_rows(model, on, logits.detach(), recorder)
+        require_independent_rows(model, on, logits.detach(), in_other_company.flatten(0, 1), recorder)
         require_separate_gradients(logits, recorder, probe.weights, inputs)
         apart = logits.unflatten(0, (inputs, on.per_input))
         cotangents = directions(apart).flatten(1, 2) / on.per_input

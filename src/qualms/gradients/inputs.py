@@ -97,8 +97,8 @@ def checked(batch: Any) -> Batch:
     return with_tensors(batch, (t.detach().clone() if t.is_inference() else t.detach() for t in parts))
 
 
-def forward(model: nn.Module, batch: Batch) -> Float[Tensor, "rows classes"]:
-    """The model's logits, checked; whatever the model itself rejects becomes one clear error."""
+def run(model: nn.Module, batch: Batch) -> Any:
+    """The model's output; whatever the model itself rejects becomes one clear error."""
     parameter = next(model.parameters(), None)
     here = tensors(batch)[0].device
     if parameter is not None and parameter.device != here:
@@ -107,16 +107,14 @@ def forward(model: nn.Module, batch: Batch) -> Float[Tensor, "rows classes"]:
         )
     try:
         if isinstance(batch, Tensor):
-            output = model(batch)
-        else:
-            output = model(**batch) if isinstance(batch, dict) else model(*batch)
+            return model(batch)
+        return model(**batch) if isinstance(batch, dict) else model(*batch)
     except (QualmsError, Unclear):
         raise
     except Exception as error:
         shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors(batch)).replace("torch.", "")
         reason = (str(error).strip() or type(error).__name__).split("\n")[0]
         raise QualmsError(f"the model does not accept x of {shapes}: {reason}") from error
-    return checked_logits(output, count(batch))
 
 
 def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:

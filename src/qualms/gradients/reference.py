@@ -27,7 +27,7 @@ def reference(
     seed: int,
 ) -> Measured:
     """Σg² (l2) or Σ|g| (l1) of every parameter's gradient, for each input and direction (classes first)."""
-    on = rows(batch, smoothing, first_index, seed)
+    on = rows(batch, smoothing, range(first_index, first_index + count(batch)), seed)
     parameters = list(selected.values())
     used: set[str] = set()
     values: list[list[list[float]]] = []

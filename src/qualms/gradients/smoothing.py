@@ -6,7 +6,7 @@ eight of them rank inputs like a hundred independent ones.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch, count, forward, take, tensors, with_tensors
+from qualms.gradients.inputs import Batch, checked_logits, count, run, take, tensors, with_tensors
 from qualms.random import generator
 
 
@@ -88,22 +88,18 @@ class Rows:
         return Rows(take(self.batch, index), 1, None if noise is None else lambda shape: noise(shape)[index])
 
 
-def rows(
-    batch: Batch, smoothing: Smoothing | None, first_index: int = 0, seed: int = 0, at_most: int | None = None
-) -> Rows:
-    """The rows of a batch whose first input has number `first_index`.
+def rows(batch: Batch, smoothing: Smoothing | None, numbers: Sequence[int], seed: int) -> Rows:
+    """The rows of a batch whose inputs have these numbers, which decide their draws.
 
     Discrete inputs (token ids) cannot be perturbed; their rows repeat, and the noise goes to the embeddings' output.
     """
-    batch = take(batch, slice(0, at_most))
     if smoothing is None:
         return Rows(batch)
     x = tensors(batch)[0]
     per_input = smoothing.draws + 1
-    indices = range(first_index, first_index + count(batch))
 
     def noise(shape: tuple[int, ...]) -> Tensor:
-        return torch.cat([smoothing.noise(shape, i, seed) for i in indices])
+        return torch.cat([smoothing.noise(shape, number, seed) for number in numbers])
 
     repeated = with_tensors(batch, (t.repeat_interleave(per_input, dim=0) for t in tensors(batch)))
     if not x.is_floating_point():
@@ -120,13 +116,13 @@ def logits_of(model: nn.Module, on: Rows, *modes: TorchFunctionMode) -> Float[Te
             noisy = stack.enter_context(NoisyEmbedding(tensors(on.batch)[0], on.embedding_noise))
         for mode in modes:
             stack.enter_context(mode)
-        logits = forward(model, on.batch)
+        output = run(model, on.batch)
     if noisy is not None and not noisy.done:
         raise QualmsError(
             "x is discrete and no embedding of the model reads it, so there is nothing to perturb; "
             "use regrad+layers, entropy or perturb-theta, or pass the embedded input."
         )
-    return logits
+    return checked_logits(output, count(on.batch))
 
 
 class NoisyEmbedding(TorchFunctionMode):

@@ -10,7 +10,7 @@ Whatever fails is run by plain autograd, one row at a time, which is right by de
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from jaxtyping import Float
@@ -52,21 +52,46 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor]) -> None:
 
 
 @torch.no_grad()
-def require_independent_rows(model: nn.Module, on: Rows, logits: Float[Tensor, "rows c"], recorder: Recorder) -> None:
-    """Rows in other company must give the same logits: in a quarter of the chunk, or alone if the model reads values.
+def regrouped_logits(
+    model: nn.Module, inputs: int, rows_of: Callable[[slice], Rows], chunks: int
+) -> Float[Tensor, "b r c"]:
+    """The logits of all rows from plain forward passes in other groups than the chunks of consecutive inputs.
 
-    A quarter holds every second row of every second input. A model that takes values out of tensors, to branch on them
-    or to compute elsewhere, may treat a whole chunk as it would treat no row of it.
+    A group takes an input of each chunk, or every second one if there is a single chunk; and of an input's rows every
+    second one.
     """
-    rows = range(count(on.batch))
+    step = min(inputs, max(2, chunks))
+    logits: Tensor | None = None
+    for start in range(step):
+        on = rows_of(slice(start, None, step))
+        members = count(on.batch) // on.per_input
+        for parity in range(min(2, on.per_input)):
+            group = [m * on.per_input + r for m in range(members) for r in range(parity, on.per_input, 2)]
+            found = logits_of(model, on.take(group))
+            if logits is None:
+                logits = found.new_empty(inputs, on.per_input, found.shape[1])
+            logits[start::step, parity::2] = found.unflatten(0, (members, -1))
+    assert logits is not None
+    return logits
+
+
+@torch.no_grad()
+def require_independent_rows(
+    model: nn.Module,
+    on: Rows,
+    logits: Float[Tensor, "rows c"],
+    in_other_company: Float[Tensor, "rows c"],
+    recorder: Recorder,
+) -> None:
+    """Rows must give the logits that they give in other company; alone, if the model reads values.
+
+    A model that takes values out of tensors, to branch on them or to compute elsewhere, may treat a whole chunk as it
+    would treat no row of it.
+    """
     if recorder.reads_values:
-        groups = [[r] for r in rows]
-    else:
-        number = [(r // on.per_input % 2, r % on.per_input % 2) for r in rows]
-        groups = [[r for r in rows if number[r] == quarter] for quarter in sorted(set(number))]
-    for group in groups if len(rows) > 1 else ():
-        if not close(logits_of(model, on.take(group)), logits[group]):
-            raise Unclear("the inputs of a batch influence each other")
+        in_other_company = torch.cat([logits_of(model, on.take([row])) for row in range(count(on.batch))])
+    if not close(in_other_company, logits):
+        raise Unclear("the inputs of a batch influence each other")
 
 
 def require_separate_gradients(

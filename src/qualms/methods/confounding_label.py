@@ -1,7 +1,9 @@
-"""Gradients of a confounding label: ‖∇θ L(x, y = all classes at once)‖, L the binary cross-entropy of the logits.
+"""Gradients of a confounding label: minus ‖∇θ L(x, every class on)‖, L the binary cross-entropy of the logits.
 
-A model that knows an input needs little change to accept it; the label that turns every class on asks for an update
-whose size is the score.
+The label that turns every class on at once was never seen in training, and the update that it asks for depends on what
+the model knows of the input. Lee & AlRegib train a detector on such magnitudes, which leaves their sign to the fit. On
+classifiers trained with softmax a confident input asks for the larger update, since all other logits are far down:
+hence the minus. A shift of all logits changes it.
 """
 
 from dataclasses import dataclass
@@ -31,4 +33,4 @@ class ConfoundingLabel:
 
     def score(self, seen: Evidence) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return gradient_norms(seen, self.direction, self.layers, self.smooth).squeeze(1)
+        return -gradient_norms(seen, self.direction, self.layers, self.smooth).squeeze(1)

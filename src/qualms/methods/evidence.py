@@ -116,7 +116,8 @@ class Evidence:
             parts = []
             for start in range(0, count(self.batch), per_chunk):
                 part = take(self.batch, slice(start, start + per_chunk))
-                on = rows(part, noise, self.first_index + start, self.seed)
+                first = self.first_index + start
+                on = rows(part, noise, range(first, first + count(part)), self.seed)
                 parts.append(self.forward(on).unflatten(0, (count(part), -1))[:, 1:])
             self._draws[noise] = torch.cat(parts).double().log_softmax(-1)
         return self._draws[noise]

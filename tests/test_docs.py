@@ -1,0 +1,37 @@
+"""Every Python block of the README and the docs runs, in order, in one namespace for each page."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(compile(block, page.name, "exec"), space)
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), (page.name, target)
+
+
+def test_the_methods_page_lists_every_method() -> None:
+    from qualms.methods.registry import METHODS
+
+    text = (ROOT / "docs" / "methods.md").read_text()
+    for kind in METHODS:
+        assert f"| `{kind.name}` |" in text, kind.name
+        assert f"| {kind.cost}" in text, (kind.name, kind.cost)
