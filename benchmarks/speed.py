@@ -2,8 +2,8 @@
 
     python benchmarks/speed.py            (2 threads, float32, random weights: the cost does not depend on them)
 
-Every way runs in a process of its own, which reports the peak of its memory above what it had before; all times are
-medians over interleaved repeats of that process, divided by its own forward pass over the same batch.
+Every way runs in a process of its own, which first reports the peak of its memory above what it had before, and then
+times the way, the exact engine and a plain forward pass in turn; all numbers are ratios of medians within that process.
 """
 
 import argparse
@@ -54,8 +54,8 @@ def vmap_jacrev(model: nn.Module, x: Tensor) -> Tensor:
 # The ways, with the number of inputs each is timed on: cost is linear in it, and the slow ones need not run long.
 WAYS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], dict[str, int]]] = {
     "exact": (exact, {"MNIST CNN": 256, "ResNet-18": 64}),
-    "reference": (reference, {"MNIST CNN": 256, "ResNet-18": 4}),
-    "vmap(jacrev)": (vmap_jacrev, {"MNIST CNN": 256, "ResNet-18": 8}),
+    "reference": (reference, {"MNIST CNN": 32, "ResNet-18": 4}),
+    "vmap(jacrev)": (vmap_jacrev, {"MNIST CNN": 64, "ResNet-18": 8}),
 }
 
 
@@ -67,29 +67,37 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def measure(model_name: str, way: str, repeats: int) -> dict[str, float]:
-    """Median time in forward passes over the same inputs, and peak memory above the start, in MiB."""
+    """Time for each input, in forward passes and in units of the exact engine, and peak memory in MiB."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
     build, shape = MODELS[model_name]
     run, inputs = WAYS[way]
-    # The forward pass is timed on a batch that is large enough to be efficient, per input.
-    model, batch = build().eval(), torch.randn(32, *shape)
-    x = batch[: inputs[model_name]] if inputs[model_name] <= 32 else torch.randn(inputs[model_name], *shape)
+    most = WAYS["exact"][1][model_name]
+    model, batch = build().eval(), torch.randn(most, *shape)
+    x = batch[: inputs[model_name]]
 
     def forward() -> None:
         with torch.no_grad():
-            model(batch)
+            model(batch[:32])
 
     forward()
     run(model, x[:2])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pairs = [(timed(forward) / len(batch), timed(lambda: run(model, x)) / len(x)) for _ in range(repeats)]
+    run(model, x)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    forwards, runs = zip(*pairs, strict=True)
+    rounds = [
+        (
+            median(timed(forward) / 32 for _ in range(5)),
+            timed(lambda: exact(model, batch)) / most,
+            timed(lambda: run(model, x)) / len(x),
+        )
+        for _ in range(repeats)
+    ]
+    of_forward, of_exact, of_way = (median(column) for column in zip(*rounds, strict=True))
     return {
         "inputs": len(x),
-        "forward_ms": 1e3 * median(forwards),
-        "passes": median(runs) / median(forwards),
+        "passes": of_way / of_forward,
+        "ratio": of_way / of_exact,
         "peak_mib": peak / 1024,
     }
 
@@ -97,7 +105,7 @@ def measure(model_name: str, way: str, repeats: int) -> dict[str, float]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "WAY"), help="measure one way in this process, as JSON")
     arguments = parser.parse_args()
     if arguments.one:
@@ -107,15 +115,12 @@ def main() -> None:
     print("| network | way | inputs | forward passes | slower than exact | peak memory, MiB | MiB an input |")
     print("|---|---|---|---|---|---|---|")
     for name in MODELS:
-        rows: dict[str, dict[str, float]] = {}
         for way in WAYS:
-            command = [sys.executable, __file__, "--one", name, way]
-            command += ["--repeats", str(arguments.repeats)]
+            command = [sys.executable, __file__, "--one", name, way, "--repeats", str(arguments.repeats)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            r = rows[way] = json.loads(done.stdout)
-            ratio = r["passes"] / rows["exact"]["passes"]
+            r = json.loads(done.stdout)
             print(
-                f"| {name} | {way} | {r['inputs']} | {r['passes']:.1f} | {ratio:.1f} | {r['peak_mib']:.0f} "
+                f"| {name} | {way} | {r['inputs']} | {r['passes']:.1f} | {r['ratio']:.1f} | {r['peak_mib']:.0f} "
                 f"| {r['peak_mib'] / r['inputs']:.1f} |",
                 flush=True,
             )
