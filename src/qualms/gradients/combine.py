@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from qualms.gradients.pieces import Outer, Piece, accurate
-from qualms.gradients.record import Weights, roots
+from qualms.gradients.weights import Weights, roots
 
 Kind = Literal["l2", "l1", "gram"]
 Cotangents = Sequence[Tensor | None]  # of one direction, at every edge

@@ -15,9 +15,10 @@ from qualms.gradients.layout import Unclear
 from qualms.gradients.memory import saved_bytes
 from qualms.gradients.pieces import Outer, Piece
 from qualms.gradients.plain import NO_PATH, row_gradients
-from qualms.gradients.record import Meeting, Plan, Recorder, Weights
+from qualms.gradients.record import Meeting, Plan, Recorder
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.gradients.trust import close, require_no_bypass, same_norms
+from qualms.gradients.weights import Weights
 
 log = logging.getLogger("qualms")
 CACHED_BYTES = 2**22

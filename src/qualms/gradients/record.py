@@ -27,34 +27,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qualms.gradients.layout import Layout, Unclear, infer
+from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.pieces import Piece, Summed
 from qualms.gradients.rules import find_rule
-
-
-@dataclass
-class Weights:
-    """The parameters that count, as leaves of our own, and the others as constants."""
-
-    names: dict[int, str]  # id of a leaf -> name of the parameter
-    stand_in: dict[int, Tensor]  # id of a parameter -> our leaf (selected) or a detached view (not selected)
-    leaves: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, selected: dict[str, Tensor], every: Iterable[Tensor], channels_last: bool = False) -> "Weights":
-        """With `channels_last`, kernels are copied to that format once, not by every convolution anew."""
-
-        def plain(p: Tensor) -> Tensor:
-            p = p.detach().clone() if p.is_inference() else p.detach()
-            return p.contiguous(memory_format=torch.channels_last) if channels_last and p.ndim == 4 else p
-
-        stand_in = {id(p): plain(p) for p in every}
-        leaves = {name: stand_in[id(p)].requires_grad_() for name, p in selected.items()}
-        return cls({id(leaf): name for name, leaf in leaves.items()}, stand_in, leaves)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(iter(self.leaves.values())).device
+from qualms.gradients.weights import Weights, roots
 
 
 @dataclass
@@ -320,56 +296,6 @@ class Call:
             return first
 
         return join(outs)
-
-
-def roots(t: Tensor, weights: Weights) -> set[str]:
-    """The parameters that a tracked tensor was computed from."""
-    if id(t) in weights.names:
-        return {weights.names[id(t)]}
-    return {weights.names[leaf] for leaf in leaves_behind([t.grad_fn]) if leaf in weights.names}
-
-
-def leaves_behind(nodes: list[Any]) -> set[int]:
-    """The ids of all leaves that a gradient would reach from these nodes of the graph."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    nodes = list(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        nodes.extend(n for n, _ in node.next_functions)
-    return found
-
-
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from tensors_in(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from tensors_in(v)
-
-
-def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested structure with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(each_tensor(v, change) for v in value))
-    if isinstance(value, tuple):  # torch's own named results included
-        return tuple(each_tensor(v, change) for v in value)
-    if isinstance(value, list):
-        return [each_tensor(v, change) for v in value]
-    if isinstance(value, dict):
-        return {k: each_tensor(v, change) for k, v in value.items()}
-    return value
 
 
 def _never(*_: Any) -> bool:

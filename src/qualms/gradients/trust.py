@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from qualms.gradients.combine import measure
 from qualms.gradients.inputs import count
 from qualms.gradients.layout import Unclear
-from qualms.gradients.record import Recorder, Weights, leaves_behind
+from qualms.gradients.record import Recorder
 from qualms.gradients.smoothing import Rows, logits_of
+from qualms.gradients.weights import Weights, leaves_behind
 
 # Rounding, nothing more; 16-bit numbers are coarse.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}

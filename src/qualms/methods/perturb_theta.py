@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.record import each_tensor
+from qualms.gradients.nested import each_tensor
 from qualms.methods.divergence import expected_kl
 from qualms.methods.evidence import Evidence
 from qualms.methods.method import PASSES, WANG_JI
