@@ -42,6 +42,19 @@ def test_float32_is_close_to_float64() -> None:
     torch.testing.assert_close(single.double(), double, rtol=1e-4, atol=0)
 
 
+DEVICES = ["cpu"] + [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_gives_the_same_norms(device: str) -> None:
+    torch.manual_seed(0)
+    model, x = net.ResNet((8, 16), 1, 5).eval(), torch.randn(6, 3, 16, 16)
+    want = qualms.class_gradient_norms(model, x, smoothing=0.1)
+    have = qualms.class_gradient_norms(model.to(device), x.to(device), smoothing=0.1)
+    assert have.norms.device.type == device
+    torch.testing.assert_close(have.norms.cpu(), want.norms, rtol=1e-3, atol=1e-5)
+
+
 def test_bfloat16_is_close_to_its_own_weights_in_float64() -> None:
     torch.manual_seed(0)
     model, x = net.ViT(batch_first=True).bfloat16(), torch.randn(6, 3, 8, 8).bfloat16()

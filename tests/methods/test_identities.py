@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.methods.registry import METHODS
+from qualms.models.cnn import mnist_cnn
 from tests.methods.conftest import Setting
 from tests.methods.test_text import bert
 
@@ -36,6 +37,20 @@ def test_every_method_has_a_name_a_paper_needs_and_a_cost() -> None:
     listed = qualms.methods()
     assert len({m.name for m in listed}) == len(listed) == 22
     assert all(m.paper and m.needs and m.cost for m in listed)
+
+
+@pytest.mark.parametrize("name", STARRED)
+def test_every_method_runs_on_the_papers_cnn(name: str) -> None:
+    torch.manual_seed(0)
+    model, other, x = mnist_cnn(), mnist_cnn(), torch.rand(3, 1, 28, 28)
+    missing = {"mc-dropout": "no dropout layer", "mc-batchnorm": "no batch normalisation"}
+    if name in missing:  # the paper's CNN has neither
+        with pytest.raises(qualms.QualmsError, match=missing[name]):
+            qualms.score(model, x, name, train=[x])
+        return
+    values = qualms.score(model, x, name, train=[x], models=[other])
+    assert torch.isfinite(values).all()
+    assert name == "negrad" or len(values.unique()) == 3
 
 
 def test_a_shift_of_all_logits_changes_nothing(setting: Setting, member: nn.Module) -> None:
