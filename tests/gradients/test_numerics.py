@@ -65,6 +65,25 @@ def test_bfloat16_is_close_to_its_own_weights_in_float64() -> None:
     torch.testing.assert_close(total[0], total[1], rtol=0.05, atol=0)
 
 
+def test_positions_that_cancel_do_not_take_the_digits_with_them() -> None:
+    """The mean over positions is removed after the layer, so the large common part of its input has no gradient."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.fc = nn.Linear(64, 64), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return self.fc((h - h.mean(1, keepdim=True)).square().mean(1))
+
+    torch.manual_seed(0)
+    model, x = Centred(), torch.randn(4, 8, 64) + 100
+    have = qualms.class_gradient_norms(model, x, params="layer.weight").norms
+    want = qualms.class_gradient_norms(model.double(), x.double(), params="layer.weight", engine="reference").norms
+    torch.testing.assert_close(have.double(), want, rtol=1e-4, atol=0)
+
+
 def test_the_last_layer_has_a_closed_form() -> None:
     """‖∇ log p_c‖² = ‖e_c - p‖² (‖h‖² + 1) for the last layer, h its input."""
     torch.manual_seed(0)

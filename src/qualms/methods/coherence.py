@@ -7,6 +7,7 @@ its classes collinear. There is no pass through the early layers, so it costs le
 
 The study behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over the other 32
 (AUROC/AUPR): coherence 88.7/87.4, GEN 87.6/84.8, energy 87.0/84.1, entropy 86.7/84.3, REGrad with layers 85.9/82.0.
+These numbers are from that first study and have not been reproduced by a command of this repository yet.
 Where it is weak: near-OOD pairs, and calibration (rAULC), where entropy leads. A shift of all logits changes it. It has
 not been reviewed by anybody else: do not rely on it alone.
 """

@@ -28,7 +28,7 @@ class ConfoundingLabel:
     name: ClassVar[str] = "confounding-label"
     paper: ClassVar[str] = "Lee & AlRegib, Gradients as a Measure of Uncertainty in Neural Networks, ICIP 2020"
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "2.6"
+    cost: ClassVar[str] = "3, and 1 backward"
     direction: ClassVar[str] = "confounding"
 
     def score(self, seen: Evidence) -> Float[Tensor, " b"]:

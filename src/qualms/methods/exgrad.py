@@ -25,7 +25,7 @@ class ExGrad:
     name: ClassVar[str] = "exgrad"
     paper: ClassVar[str] = "Igoe et al., How Useful are Gradients for OOD Detection?, 2022"
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "1 + 1.6 C"
+    cost: ClassVar[str] = "3, and C backward"
     direction: ClassVar[str] = "classes"
 
     def score(self, seen: Evidence) -> Float[Tensor, " b"]:

@@ -28,7 +28,7 @@ class GradNorm:
         "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
     )
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "2.6"
+    cost: ClassVar[str] = "3, and 1 backward"
     direction: ClassVar[str] = "uniform"
 
     def score(self, seen: Evidence) -> Float[Tensor, " b"]:

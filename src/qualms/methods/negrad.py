@@ -2,8 +2,8 @@
 
 The score function has zero mean, so this is identically zero in exact arithmetic. The sum is computed as written; what
 remains of it, without smoothing, is rounding of the order of 1e-16, and is returned as zero. Rounding grows with the
-gradients and ranks inputs much like them: left in, it reached an AUROC of 88 % on held-out digits, a signal out of
-nothing. With smoothing it is not zero, because the weights p_c are those of the unperturbed input.
+gradients and so ranks inputs much like them: left in, it would be a signal out of nothing. With smoothing the score is
+not zero, because the weights p_c are those of the unperturbed input.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class NEGrad:
     name: ClassVar[str] = "negrad"
     paper: ClassVar[str] = WANG_JI
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "2.6"
+    cost: ClassVar[str] = "3, and 1 backward"
     direction: ClassVar[str] = "expected"
 
     def score(self, seen: Evidence) -> Float[Tensor, " b"]:

@@ -26,7 +26,7 @@ class REGrad:
     name: ClassVar[str] = "regrad"
     paper: ClassVar[str] = WANG_JI
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "1 + 1.6 C"
+    cost: ClassVar[str] = "3, and C backward"
     direction: ClassVar[str] = "classes"
 
     def score(self, seen: Evidence) -> Float[Tensor, " b"]:

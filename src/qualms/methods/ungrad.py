@@ -25,7 +25,7 @@ class UNGrad:
     name: ClassVar[str] = "ungrad"
     paper: ClassVar[str] = WANG_JI
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "1 + 1.6 C"
+    cost: ClassVar[str] = "3, and C backward"
     direction: ClassVar[str] = "classes"
 
     def score(self, seen: Evidence) -> Float[Tensor, " b"]:
