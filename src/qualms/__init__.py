@@ -7,9 +7,10 @@ from qualms.gradients.norms import (
     class_gradient_gram,
     class_gradient_norms,
 )
+from qualms.gradients.settings import Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.registry import methods
-from qualms.scores import compare, score
+from qualms.scores import compare, score, score_with_error
 from qualms.threshold import Threshold
 from qualms.version import __version__
 
@@ -17,6 +18,7 @@ __all__ = [
     "ClassGradientGram",
     "ClassGradientNorms",
     "QualmsError",
+    "Sketch",
     "Smoothing",
     "Threshold",
     "__version__",
@@ -25,4 +27,5 @@ __all__ = [
     "compare",
     "methods",
     "score",
+    "score_with_error",
 ]

@@ -12,7 +12,8 @@ from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import count
 from qualms.gradients.layers import Params
-from qualms.gradients.norms import Settings, numbered
+from qualms.gradients.norms import numbered
+from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.evidence import Evidence, Study
 from qualms.methods.method import Method
@@ -33,6 +34,18 @@ def score(model: nn.Module, x: Any, method: str | Method = DEFAULT, **more: Any)
     return next(iter(compare(model, x, [method], **more).values()))
 
 
+def score_with_error(
+    model: nn.Module, x: Any, method: str | Method = DEFAULT, **more: Any
+) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+    """Scores, and the standard error that the random tangents of `engine="sketch"` give them (0 for other engines).
+
+    The tangents are shared by all inputs, so most of the error is common to them: rankings suffer less than it says.
+    """
+    errors: dict[str, Tensor] = {}
+    scores = compare(model, x, [method], errors=errors, **more)
+    return next(iter(scores.values())), next(iter(errors.values()))
+
+
 def compare(
     model: nn.Module,
     x: Any,
@@ -40,7 +53,7 @@ def compare(
     *,
     train: Any = None,
     models: Iterable[nn.Module] = (),
-    engine: str = "exact",
+    engine: str | Sketch = "exact",
     layers: str = "module",
     norm: str = "l2",
     params: Params = None,
@@ -48,6 +61,7 @@ def compare(
     batch_size: int | None = None,
     budget: int | None = None,
     progress: Progress = False,
+    errors: dict[str, Tensor] | None = None,
 ) -> dict[str, Float[Tensor, " b"]]:
     """Several scores of the same inputs, each expensive pass shared by all that need it.
 
@@ -57,7 +71,8 @@ def compare(
         methods: specs or method objects.
         train: training inputs, an iterable of batches, for the methods that need them.
         models: further members, for `ensemble`.
-        engine: how class gradients are computed: `exact` or `reference`.
+        engine: how class gradients are computed: `exact`; `sketch`, whose cost does not depend on the number of
+            classes (`qualms.Sketch` for its options); `auto`, the cheaper of the two; or `reference`.
         layers: what `+layers` counts: `module`, `tensor` or `block`.
         norm: of the gradients, `l2` or `l1`.
         params: which parameters count: a pattern, or a function of names; all by default.
@@ -65,13 +80,15 @@ def compare(
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
         progress: True for a count on the terminal, or a function that is told how many inputs are done.
+        errors: a dict to be filled, by spec, with the standard errors that the tangents of `sketch` give the scores.
 
     Returns:
         The scores by spec, in the order given.
     """
-    chosen = _named(methods)
     settings = Settings(engine, layers, norm, params, budget, batch_size, seed)
+    chosen = _named(methods)
     rows: dict[str, list[Tensor]] = {name: [] for name in chosen}
+    spread: dict[str, list[Tensor]] = {name: [] for name in chosen}
     done = 0
     with untouched(model) as inner:
         study = Study(inner, settings, train, tuple(models), _directions(chosen.values()))
@@ -79,9 +96,13 @@ def compare(
             seen = Evidence(study, batch, first)
             for name, method in chosen.items():
                 rows[name].append(method.score(seen).detach().to(seen.dtype))
+                if errors is not None:
+                    spread[name].append(seen.standard_error(method).to(seen.dtype))
             done += count(batch)
             _tell(progress, done)
     _tell(progress, None)
+    if errors is not None:
+        errors.update({name: torch.cat(parts) for name, parts in spread.items()})
     return {name: torch.cat(parts) for name, parts in rows.items()}
 
 

@@ -143,7 +143,7 @@ def test_layers_come_in_order_of_first_use_not_of_registration() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.first(x))
 
-    for engine in ("exact", "reference"):
+    for engine in ("exact", "reference", "sketch"):
         assert qualms.class_gradient_norms(Backwards(), torch.randn(2, 4), engine=engine).layers == ["first", "last"]
 
 

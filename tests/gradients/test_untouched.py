@@ -40,9 +40,9 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("engine", ["exact", "reference"])
+@pytest.mark.parametrize("engine", ["exact", "reference", qualms.Sketch(2)], ids=["exact", "reference", "sketch"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_nothing_changes(case: Case, engine: str) -> None:
+def test_nothing_changes(case: Case, engine: str | qualms.Sketch) -> None:
     model, x = case.make()
     if not isinstance(model, torch.fx.GraphModule):
         model.train()

@@ -66,3 +66,23 @@ DIRECTIONS: dict[str, Callable[[Logits], Tensor]] = {
 def stacked(names: Sequence[str]) -> Callable[[Logits], Float[Tensor, "m b r c"]]:
     """Several sets of directions, one after the other."""
     return lambda z: torch.cat([DIRECTIONS[name](z.detach()) for name in names])
+
+
+def projected(
+    names: Sequence[str], logits: Float[Tensor, "b r c"], tangents: Float[Tensor, "b r c"]
+) -> Float[Tensor, "b m"]:
+    """v·(J s) for every direction v, averaged over an input's rows: the projections of smoothed gradients on s."""
+    return torch.cat([_projected(name, logits, tangents.double()).mean(1) for name in names], dim=-1)
+
+
+def _projected(name: str, logits: Logits, tangents: Float[Tensor, "b r c"]) -> Float[Tensor, "b r m"]:
+    if name not in ("classes", "expected"):
+        return (DIRECTIONS[name](logits) * tangents).sum(-1).movedim(0, -1)
+    # (e_c - p)·y = Σ_k p_k (y_c - y_k); measured from the likeliest class, nothing cancels when its p is nearly 1.
+    p = logits.double().softmax(-1)
+    y = tangents - tangents.gather(-1, logits.argmax(-1, keepdim=True))
+    of_classes = y - (p * y).sum(-1, keepdim=True)
+    if name == "classes":
+        return of_classes
+    mean = (p[:, :1] * of_classes).sum(-1, keepdim=True)
+    return torch.where(mean.abs() < ROUNDING * y.abs().amax(-1, keepdim=True), 0.0, mean)

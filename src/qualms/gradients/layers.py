@@ -4,6 +4,8 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
+import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
@@ -68,3 +70,8 @@ def grouped(model: nn.Module, names: list[str], layers: str) -> dict[str, list[s
     for name in names:
         groups.setdefault(layer_of(model, name, layers), []).append(name)
     return groups
+
+
+def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:
+    """a_l = exp(λ(l - L)), l = 1..L: the paper's exp(λl) up to a constant, which ranks alike and cannot overflow."""
+    return (lam * (torch.arange(1, layers + 1, dtype=torch.double) - layers)).exp()

@@ -8,20 +8,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.errors import QualmsError
 from qualms.gradients.combine import Kind
 from qualms.gradients.directions import stacked
 from qualms.gradients.exact import exact
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import Batch, batches, count, tensors
-from qualms.gradients.layers import GRANULARITIES, Granularity, Params, grouped, select
+from qualms.gradients.layers import Granularity, Params, grouped, select
 from qualms.gradients.measured import Measured
 from qualms.gradients.memory import default_budget
 from qualms.gradients.reference import reference
+from qualms.gradients.settings import Settings, Sketch
+from qualms.gradients.sketch import sketch_layers
 from qualms.gradients.smoothing import Smoothing
-
-ENGINES = ("exact", "reference")
-NORMS = ("l2", "l1")
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class ClassGradientNorms:
     probs: Float[Tensor, "b c"]
     layers: list[str]
     general: list[str]  # layers that no fast rule covered
+    error: Float[Tensor, "b c l"] | None = None  # standard error of the norms, if they are sketched
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def class_gradient_norms(
     layers: Granularity = "module",
     norm: Literal["l2", "l1"] = "l2",
     smoothing: Smoothing | float | tuple[Any, ...] | None = None,
-    engine: str = "exact",
+    engine: str | Sketch = "exact",
     params: Params = None,
     budget: int | None = None,
     batch_size: int | None = None,
@@ -65,7 +64,9 @@ def class_gradient_norms(
         layers: what a layer is: the `module` that owns the parameters, a `tensor`, or a `block` of repeated modules.
         norm: `l2` or `l1`.
         smoothing: average each gradient over perturbed inputs before the norm is taken.
-        engine: `exact`, or `reference` (one input, one class, one backward pass: slow and obviously right).
+        engine: `exact`; `sketch` (estimates from random tangents, k passes for every layer whatever the number of
+            classes; `qualms.Sketch` sets k); `auto` (the cheaper of the two, see `.engine`); or `reference` (one input,
+            one class, one backward pass: slow and obviously right).
         params: which parameters count: a pattern such as `"layer4.*"`, or a function of names; all by default.
         budget: bytes that the work on one chunk of inputs may take; a share of what is free by default.
         batch_size: at most so many inputs at once.
@@ -77,7 +78,7 @@ def class_gradient_norms(
     smooth = Smoothing.of(smoothing)
     with untouched(model) as inner:
         table = layer_table(inner, numbered(x), settings, ("classes",), smooth)
-    return ClassGradientNorms(table.values, table.logits.softmax(-1), table.layers, table.general)
+    return ClassGradientNorms(table.values, table.logits.softmax(-1), table.layers, table.general, table.error)
 
 
 def class_gradient_gram(
@@ -101,31 +102,6 @@ def class_gradient_gram(
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How gradients are computed, whatever they are for."""
-
-    engine: str = "exact"
-    layers: str = "module"
-    norm: str = "l2"
-    params: Params = None
-    budget: int | None = None
-    batch_size: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for argument in ("budget", "batch_size"):
-            value = getattr(self, argument)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise QualmsError(f"{argument}={value!r} is not a positive whole number; leave it out for the default.")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
-        for argument, known in (("layers", GRANULARITIES), ("norm", NORMS), ("engine", ENGINES)):
-            value = getattr(self, argument)
-            if value not in known:
-                raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
-
-
-@dataclass(frozen=True)
 class LayerTable:
     """[b, m, l] norms of the gradients along m directions, or [b, l, m, m] of inner products."""
 
@@ -133,6 +109,7 @@ class LayerTable:
     logits: Float[Tensor, "b c"]
     layers: list[str]
     general: list[str]
+    error: Tensor | None = None
 
 
 def layer_table(
@@ -144,6 +121,8 @@ def layer_table(
     gram: bool = False,
 ) -> LayerTable:
     """Runs the engine on each batch, and adds up parameters to layers. The model must be under `untouched`."""
+    if settings.sketch is not None:
+        return _sketched_table(model, numbered, settings, directions, smoothing)
     selected = select(model, settings.params)
     kind: Kind = "gram" if gram else "l1" if settings.norm == "l1" else "l2"
     done: list[Measured] = []
@@ -161,6 +140,26 @@ def layer_table(
     values = torch.stack(sums, dim=1) if gram else torch.stack(sums, dim=-1)
     general = [layer for layer, names in groups.items() if not whole.general.isdisjoint(names)]
     return LayerTable(values.sqrt() if kind == "l2" else values, whole.logits, list(groups), general)
+
+
+def _sketched_table(
+    model: nn.Module,
+    numbered: Iterable[tuple[int, Batch]],
+    settings: Settings,
+    directions: Sequence[str],
+    smoothing: Smoothing | None,
+) -> LayerTable:
+    """Estimated norms and their standard errors."""
+    values, errors = [], []
+    for first, batch in numbered:
+        samples, logits = sketch_layers(model, batch, first, settings, directions, smoothing)
+        scales = {layer: sample.scale for layer, sample in samples.items()}
+        spread = {layer: sample.error(scales[layer]) for layer, sample in samples.items()}
+        values.append(Measured(scales, logits, set()))
+        errors.append(Measured(spread, logits, set()))
+    whole, error = Measured.joined(values), Measured.joined(errors)
+    tables = [torch.stack(list(m.values.values()), dim=-1).to(whole.logits) for m in (whole, error)]
+    return LayerTable(tables[0], whole.logits, list(whole.values), [], tables[1])
 
 
 def numbered(x: Any) -> Iterator[tuple[int, Batch]]:

@@ -62,7 +62,7 @@ class Probe:
     def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "Probe | None":
         """Runs the first one or two rows, by plain autograd and watched; None if the two do not agree."""
         first = on.take(slice(0, 1))
-        logits, truth = row_gradients(model, first, selected, _along)
+        logits, truth = row_gradients(model, first, selected, along)
         if not truth:
             raise QualmsError("none of the selected parameters takes part in the forward pass; widen `params`.")
         with torch.no_grad():
@@ -84,7 +84,7 @@ class Probe:
             _, two = recorded(model, pair, probe.weights, None)
             plan = Plan(meetings, two.meetings)
             z, both = recorded(model, pair, probe.weights, plan)
-            lone = torch.cat([_along(z), torch.zeros_like(_along(z))], dim=1)
+            lone = torch.cat([along(z), torch.zeros_like(along(z))], dim=1)
             found = measure(z, lone, both.pieces, probe.weights, 2, "l2")
             if not same_norms({name: value[:1] for name, value in found.items()}, expected, logits.dtype):
                 raise Unclear("in a batch the first input's gradient is another")
@@ -105,7 +105,7 @@ class Probe:
             # `view` on what a convolution returns needs the plain memory format.
             channels_last = False
             weights, z, one, kept = _first_row(model, first, selected, channels_last)
-        found = measure(z, _along(z), one.pieces, weights, 1, "l2")
+        found = measure(z, along(z), one.pieces, weights, 1, "l2")
         if not close(z.detach(), logits) or not same_norms(found, expected, logits.dtype):
             raise Unclear("the recorded gradient is not plain autograd's")
         largest = max((t.numel() for m in one.meetings for t in m.results), default=0)
@@ -153,7 +153,7 @@ def _differ(on: Rows, i: int, j: int) -> bool:
     return on.embedding_noise is not None or any(not torch.equal(t[i], t[j]) for t in tensors(on.batch))
 
 
-def _along(logits: Tensor) -> Float[Tensor, "1 1 c"]:
+def along(logits: Tensor) -> Float[Tensor, "1 1 c"]:
     """A random direction, the same for every model with as many classes."""
     noise = torch.Generator().manual_seed(0)
     return torch.randn(1, 1, logits.shape[1], generator=noise, dtype=torch.double).to(logits.device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
@@ -150,6 +151,8 @@ class NoisyEmbedding(TorchFunctionMode):
         """The axis of `index` that counts the rows, if `index` is the input itself, whole or a view of it."""
         if not isinstance(index, Tensor) or index.is_floating_point():
             return None
+        while is_functorch_wrapped_tensor(index):  # under forward-mode differentiation
+            index = get_unwrapped(index)
         if index.untyped_storage().data_ptr() != self.ids.untyped_storage().data_ptr():
             return None
         axes = zip(index.shape, index.stride(), strict=True)

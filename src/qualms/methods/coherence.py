@@ -22,8 +22,9 @@ from torch import Tensor
 from qualms.gradients.directions import classes
 from qualms.gradients.inputs import take
 from qualms.gradients.layers import grouped, select
-from qualms.gradients.norms import Settings, layer_table
+from qualms.gradients.norms import layer_table
 from qualms.gradients.probe import first_use
+from qualms.gradients.settings import Settings
 from qualms.gradients.smoothing import Rows
 from qualms.methods.evidence import Evidence
 from qualms.methods.method import GRADIENTS

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import Batch, batches, count, take, tensors
-from qualms.gradients.norms import LayerTable, Settings, layer_table
+from qualms.gradients.norms import LayerTable, layer_table
 from qualms.gradients.pieces import accurate
+from qualms.gradients.settings import Settings
+from qualms.gradients.sketch import Sketched, sketch_totals
 from qualms.gradients.smoothing import Rows, Smoothing, logits_of, rows
 from qualms.methods.head import Head, with_head
 
@@ -51,6 +53,8 @@ class Evidence:
     def __init__(self, study: Study, batch: Batch, first_index: int = 0) -> None:
         self.study, self.batch, self.first_index = study, batch, first_index
         self._tables: dict[Smoothing | None, LayerTable] = {}
+        self._sketches: dict[tuple[Smoothing | None, float | None], tuple[Sketched, Tensor]] = {}
+        self._without: int | None = None  # the tangent whose influence on the norms is left out
         self._draws: dict[Any, Tensor] = {}
 
     @property
@@ -99,15 +103,41 @@ class Evidence:
 
     def norms(self, direction: str, smooth: Smoothing | None) -> Float[Tensor, "b m l"]:
         """Gradient norms per layer along one set of directions, from the one pass that serves all sets."""
+        names = self.study.directions.get(smooth, (direction,))
         if smooth not in self._tables:
-            names = self.study.directions.get(smooth, (direction,))
             numbered = [(self.first_index, self.batch)]
             self._tables[smooth] = layer_table(self.model, numbered, self.study.settings, names, smooth)
+        return self._tables[smooth].values[:, self._columns(direction, names)].double()
+
+    def sketched_norms(self, direction: str, smooth: Smoothing | None, layers: float | None) -> Float[Tensor, "b m"]:
+        """Norms of whole gradients along one set of directions, layers weighted, from one sketch for all sets."""
         names = self.study.directions.get(smooth, (direction,))
-        classes = self._tables[smooth].logits.shape[1]
-        sizes = [classes if name == "classes" else 1 for name in names]
+        if (smooth, layers) not in self._sketches:
+            where = (self.model, self.batch, self.first_index, self.study.settings)
+            sketched = sketch_totals(*where, names, smooth, layers)
+            self._sketches[smooth, layers] = sketched, sketched.sample.scale
+        sketched, norms = self._sketches[smooth, layers]
+        if self._without is not None:
+            norms = norms - sketched.sample.influence(norms, self._without)
+        return norms[:, self._columns(direction, names)]
+
+    def standard_error(self, method: Any) -> Float[Tensor, " b"]:
+        """What the choice of tangents adds to a score's error: sqrt(Σ_j (score - score without tangent j)²)."""
+        sketch = self.study.settings.sketch
+        if sketch is None or not hasattr(method, "direction"):
+            return torch.zeros(len(self.logits), dtype=torch.double, device=self.device)
+        whole = method.score(self)
+        total = torch.zeros_like(whole)
+        for self._without in range(sketch.tangents):
+            total += (method.score(self) - whole).square()
+        self._without = None
+        return total.sqrt()
+
+    def _columns(self, direction: str, names: tuple[str, ...]) -> slice:
+        """Where a set of directions stands among those of one pass."""
+        sizes = [self.logits.shape[1] if name == "classes" else 1 for name in names]
         start = sum(sizes[: names.index(direction)])
-        return self._tables[smooth].values[:, start : start + sizes[names.index(direction)]].double()
+        return slice(start, start + sizes[names.index(direction)])
 
     def perturbed_log_probs(self, noise: Smoothing) -> Float[Tensor, "b n c"]:
         """log p(y | x + Δx) for each draw of Δx, the input itself left out."""

@@ -1,18 +1,13 @@
 """From a gradient's norms per layer to one number: the plain norm, or a sum with deeper layers weighted up."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.gradients.layers import layer_weights
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.evidence import Evidence
 
 LAMBDA = 0.3
-
-
-def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:
-    """a_l = exp(λ(l - L)), l = 1..L: the paper's exp(λl) up to a constant, which ranks alike and cannot overflow."""
-    return (lam * (torch.arange(1, layers + 1, dtype=torch.double) - layers)).exp()
 
 
 def total_norms(norms: Float[Tensor, "b m l"], layers: float | None, norm: str) -> Float[Tensor, "b m"]:
@@ -26,4 +21,6 @@ def gradient_norms(
     seen: Evidence, direction: str, layers: float | None, smooth: Smoothing | None
 ) -> Float[Tensor, "b m"]:
     """The norms that a gradient score asks for: direction `classes` gives one for each class, others one."""
+    if seen.study.settings.sketch is not None:
+        return seen.sketched_norms(direction, smooth, layers)
     return total_norms(seen.norms(direction, smooth), layers, seen.study.settings.norm)

@@ -1,0 +1,63 @@
+"""How gradients are computed, whatever they are for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qualms.errors import QualmsError
+from qualms.gradients.layers import GRANULARITIES, Params
+
+ENGINES = ("exact", "reference", "sketch", "auto")
+NORMS = ("l2", "l1")
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """`engine="sketch"` with its options.
+
+    Args:
+        tangents: k, the passes spent; the relative error of a norm is about 1/sqrt(2k) (quadrature) or sqrt(2/k) (sum).
+        combine: how layers are put together: in `quadrature`, or as the `sum` that the paper takes.
+    """
+
+    tangents: int = 16
+    combine: Literal["quadrature", "sum"] = "quadrature"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tangents, int) or self.tangents < 2:
+            raise QualmsError(
+                f"the sketch has {self.tangents!r} tangents; at least two are needed, and a whole number."
+            )
+        if self.combine not in ("quadrature", "sum"):
+            raise QualmsError(f"the sketch has combine={self.combine!r}; choose quadrature or sum.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How gradients are computed, whatever they are for."""
+
+    engine: str | Sketch = "exact"
+    layers: str = "module"
+    norm: str = "l2"
+    params: Params = None
+    budget: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for argument in ("budget", "batch_size"):
+            value = getattr(self, argument)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise QualmsError(f"{argument}={value!r} is not a positive whole number; leave it out for the default.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
+        for argument, known in (("layers", GRANULARITIES), ("norm", NORMS), ("engine", ENGINES)):
+            value = getattr(self, argument)
+            if value not in known and not isinstance(value, Sketch):
+                raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
+
+    @property
+    def sketch(self) -> Sketch | None:
+        """The options of the sketch, if that is the engine."""
+        if isinstance(self.engine, Sketch):
+            return self.engine
+        return Sketch() if self.engine == "sketch" else None

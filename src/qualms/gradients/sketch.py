@@ -1,0 +1,183 @@
+"""The sketch engine: norms of all class gradients from k random tangents on the weights, whatever the class count.
+
+For a tangent s on the weights one forward-mode pass over a batch gives J s, and v·(J s) = ⟨Jᵀv, s⟩ for every direction
+v: the projections of all class gradients on s at once. The same k tangents serve all inputs, so most of their noise is
+common to all and leaves the ranking alone. The weights a_l of the layers are folded into the tangents:
+
+- *quadrature*: s_l = a_l ξ_l with ξ_l normal. A projection is normal with variance Σ_l a_l² ‖g_l‖².
+- *sum*, the paper's form: s_l = a_l ξ_l / ζ_l with ζ_l one normal number for each layer. A layer's projection is Cauchy
+  with scale a_l ‖g_l‖, and scales of independent Cauchy variables add up: Σ_l a_l ‖g_l‖, with no tangent of its own for
+  any layer.
+- L1 norms: every entry of s_l is a_l times a Cauchy number, and the scale is Σ_l a_l ‖g_l‖₁.
+
+Smoothing averages the projections of an input's rows, which is averaging gradients before the norm is taken. Before a
+tangent is believed, v·(J s) of the first row is compared with ⟨Jᵀv, s⟩ from plain autograd, and the rows' J s with what
+they give in other company.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qualms.gradients.directions import projected
+from qualms.gradients.inputs import Batch, count, take, tensors
+from qualms.gradients.layers import grouped, layer_weights, select
+from qualms.gradients.memory import default_budget
+from qualms.gradients.probe import CACHED_BYTES
+from qualms.gradients.settings import Settings, Sketch
+from qualms.gradients.smoothing import Rows, Smoothing, rows
+from qualms.gradients.stable import Law, Sample
+from qualms.gradients.tangents import Look, Push, Tangent, trusted
+from qualms.random import generator
+
+TANGENTS = 1_000_000_007  # sets the draws of tangents apart from those of inputs
+LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """k projections of each gradient as a whole, and what the model said."""
+
+    sample: Sample
+    logits: Float[Tensor, "b c"]
+
+
+def sketch_totals(
+    model: nn.Module,
+    batch: Batch,
+    first_index: int,
+    settings: Settings,
+    directions: Sequence[str],
+    smoothing: Smoothing | None,
+    lam: float | None,
+) -> Sketched:
+    """A sketch of each gradient as a whole, its layers weighted by exp(λ(l - L)); without a λ, of its plain norm."""
+    how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
+    law: Law = "cauchy" if l1 or (how.combine == "sum" and lam is not None) else "normal"
+    work = Work.on(model, batch, first_index, settings, directions, smoothing)
+    groups = grouped(model, work.look.used, settings.layers)
+    weights = layer_weights(len(groups), lam or 0.0).tolist()
+    group_of = {name: group for group in groups.values() for name in group}
+    near = next(iter(groups.values()))
+    for name in work.selected:  # one that these rows do not use: with the layer before it, so that L stays as it is
+        near = group_of.get(name, near)
+        if name not in group_of:
+            near.append(name)
+    parts = list(zip(groups.values(), weights, strict=True))
+    draw = partial(tangent, work.selected, parts, law, l1, settings.seed)
+    projections, logits = work.projections(draw, how.tangents)
+    return Sketched(Sample(projections, law), logits)
+
+
+def sketch_layers(
+    model: nn.Module,
+    batch: Batch,
+    first_index: int,
+    settings: Settings,
+    directions: Sequence[str],
+    smoothing: Smoothing | None,
+) -> tuple[dict[str, Sample], Float[Tensor, "b c"]]:
+    """A sketch of each layer's gradients on their own: k tangents for every layer."""
+    how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
+    law: Law = "cauchy" if l1 else "normal"
+    work = Work.on(model, batch, first_index, settings, directions, smoothing)
+    unused = [name for name in work.selected if name not in work.look.used]
+    samples: dict[str, Sample] = {}
+    for layer, names in grouped(model, work.look.used + unused, settings.layers).items():
+        draw = partial(tangent, work.selected, [(names, 1.0)], law, l1, settings.seed)
+        projections, logits = work.projections(draw, how.tangents)
+        if bool(projections.any()) or not set(names) <= set(unused):
+            samples[layer] = Sample(projections, law)
+    return samples, logits
+
+
+def tangent(
+    like: dict[str, Tensor], layers: Sequence[tuple[Sequence[str], float]], law: Law, l1: bool, seed: int, j: int
+) -> Tangent:
+    """Tangent number j: s_l for each layer, given by its parameters and its weight a_l."""
+    noise = generator(seed, TANGENTS, j)
+    drawn: Tangent = {}
+    for names, weight in layers:
+        scale = weight if law == "normal" else weight / float(torch.randn((), generator=noise, dtype=torch.double))
+        for name in names:
+            shape = like[name].shape
+            if l1:
+                s = weight * torch.empty(shape, dtype=torch.double).cauchy_(generator=noise)
+            else:
+                s = scale * torch.randn(shape, generator=noise)
+            drawn[name] = s.to(like[name])
+    return drawn
+
+
+@dataclass(frozen=True)
+class Work:
+    """One batch, ready to have tangents pushed through the model."""
+
+    model: nn.Module
+    selected: dict[str, Tensor]
+    look: Look
+    inputs: int
+    rows_of: Callable[[slice], Rows]
+    directions: Sequence[str]
+    at_once: int  # inputs in one pass
+    budget: int
+
+    @classmethod
+    def on(
+        cls,
+        model: nn.Module,
+        batch: Batch,
+        first_index: int,
+        settings: Settings,
+        directions: Sequence[str],
+        smoothing: Smoothing | None,
+    ) -> "Work":
+        """Looks at the first rows and decides how many inputs run at once."""
+        inputs, selected = count(batch), select(model, settings.params)
+        numbers = range(first_index, first_index + inputs)
+
+        def rows_of(part: slice) -> Rows:
+            return rows(take(batch, part), smoothing, numbers[part], settings.seed)
+
+        look = Look.of(model, rows_of(slice(0, LOOKED_AT)), selected)
+        budget = settings.budget or default_budget(tensors(batch)[0].device)
+        per_input = max(1, look.largest) * (smoothing.draws + 1 if smoothing else 1)
+        # A pass holds a handful of results at a time, and they had better stay in the cache.
+        at_once = max(1, min(settings.batch_size or inputs, CACHED_BYTES // per_input, budget // (8 * per_input)))
+        return cls(model, selected, look, inputs, rows_of, directions, at_once, budget)
+
+    def projections(
+        self, draw: Callable[[int], Tangent], tangents: int
+    ) -> tuple[Float[Tensor, "k b m"], Float[Tensor, "b c"]]:
+        """The projections of the gradients along the directions on k tangents, and the logits."""
+        push = self.look.push(self.model, self.rows_of(slice(0, 1)).take([0]), draw(0))
+        found = [self._in_block(block, push, draw, tangents) for block in self._blocks(tangents)]
+        return torch.cat([t for t, _ in found], dim=1), torch.cat([z for _, z in found])
+
+    def _blocks(self, tangents: int) -> Iterator[slice]:
+        """Inputs whose rows and projections are held at the same time."""
+        row_bytes = sum(t.nbytes for t in tensors(self.rows_of(slice(0, 1)).batch))
+        bytes_each = row_bytes + 16 * tangents * self.look.classes
+        size = max(self.at_once, self.budget // (2 * bytes_each))
+        return (slice(i, min(i + size, self.inputs)) for i in range(0, self.inputs, size))
+
+    def _in_block(
+        self, block: slice, push: Push, draw: Callable[[int], Tangent], tangents: int
+    ) -> tuple[Tensor, Tensor]:
+        chunks = [slice(i, min(i + self.at_once, block.stop)) for i in range(block.start, block.stop, self.at_once)]
+        on = [self.rows_of(chunk) for chunk in chunks]
+        s = draw(0)
+        pushes, known = zip(*trusted(push, self.model, self.look, on, s), strict=True)
+        kept: list[list[Tensor]] = [[] for _ in chunks]
+        for j in range(tangents):
+            s = draw(j) if j else s
+            for i, chunk in enumerate(on):
+                z, dz = pushes[i](self.model, chunk, s) if j else known[i]
+                apart = z.unflatten(0, (-1, chunk.per_input)), dz.unflatten(0, (-1, chunk.per_input))
+                kept[i].append(projected(self.directions, *apart))
+        logits = [z[:: chunk.per_input] for (z, _), chunk in zip(known, on, strict=True)]
+        return torch.cat([torch.stack(of_chunk) for of_chunk in kept], dim=1), torch.cat(logits)

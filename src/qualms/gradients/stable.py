@@ -1,0 +1,63 @@
+"""From projections on random tangents to norms: the scale of a stable law, estimated from a sample of k.
+
+A gradient's projection on a random tangent is normal with standard deviation ‖g‖ if the tangent is, and Cauchy with
+scale Σ_l ‖g_l‖ if each layer's part of the tangent is divided by a normal number of its own: the normal law adds
+squares of scales, the Cauchy law adds scales (Indyk, Stable distributions, pseudorandom generators, embeddings and data
+stream computation, J. ACM 2006).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Law = Literal["normal", "cauchy"]
+STEPS = 40  # of the fixed-point iteration, whose error shrinks by half a step or faster
+
+
+@dataclass(frozen=True)
+class Sample:
+    """k projections of each of m gradients of b inputs."""
+
+    projections: Float[Tensor, "k b m"]
+    law: Law
+
+    @property
+    def scale(self) -> Float[Tensor, "b m"]:
+        """The estimated norms."""
+        return normal_scale(self.projections) if self.law == "normal" else cauchy_scale(self.projections)
+
+    def influence(self, scale: Float[Tensor, "b m"], j: int) -> Float[Tensor, "b m"]:
+        """How far projection j moved the estimate, to first order; the sum of squares over j is its variance."""
+        square, scale_square, k = self.projections[j].square(), scale.square(), len(self.projections)
+        if self.law == "normal":
+            return scale * (square / scale_square.clamp_min(TINY) - 1) / (2 * k)
+        # The derivative of log p by log γ is (t² - γ²)/(t² + γ²), of variance 1/2.
+        return scale * 2 / k * (square - scale_square) / (square + scale_square).clamp_min(TINY)
+
+    def error(self, scale: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
+        """The standard error of the estimates."""
+        each = (self.influence(scale, j).square() for j in range(len(self.projections)))
+        return sum(each, torch.zeros_like(scale)).sqrt()
+
+
+TINY = torch.finfo(torch.double).tiny
+
+
+def normal_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
+    """sqrt(mean t²), without the bias of a root of an average: E sqrt(χ²_k) = sqrt(2) Γ((k+1)/2) / Γ(k/2)."""
+    k = len(t)
+    mean_root = math.sqrt(2 / k) * math.exp(math.lgamma((k + 1) / 2) - math.lgamma(k / 2))
+    return t.square().mean(0).sqrt() / mean_root
+
+
+def cauchy_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
+    """The maximum-likelihood scale γ: Σ_j t_j² / (t_j² + γ²) = k/2, solved from the median on."""
+    square = t.square()
+    scale_square = square.median(0).values
+    for _ in range(STEPS):
+        scale_square = scale_square * 2 * (square / (square + scale_square).clamp_min(TINY)).mean(0)
+    return scale_square.sqrt()

@@ -1,0 +1,205 @@
+"""The sketch engine: exact projections, estimates of the right thing, error bars that hold, bounded memory."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+import qualms
+from qualms.gradients.directions import stacked
+from qualms.gradients.guard import untouched
+from qualms.gradients.inputs import batches
+from qualms.gradients.layers import layer_weights
+from qualms.gradients.plain import row_gradients
+from qualms.gradients.settings import Settings
+from qualms.gradients.sketch import Work, tangent
+from qualms.gradients.stable import Sample, cauchy_scale, normal_scale
+from tests import networks as net
+from tests.cases import CASES, Case
+from tests.gradients.test_engines_agree import SMOOTHINGS
+
+DIRECTIONS = ("classes", "uniform")
+BY_DIFFERENCES = {"weight-norm", "hidden-from-function-modes"}  # no forward-mode rule
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Smoothing | None) -> None:
+    model, x = case.make()
+    with untouched(model) as inner:
+        work = Work.on(inner, next(batches(x)), 0, Settings(engine="sketch"), DIRECTIONS, smoothing)
+        tangents = [tangent(work.selected, [(list(work.selected), 1.0)], "normal", False, 0, j) for j in (0, 1)]
+        have, logits = work.projections(tangents.__getitem__, 2)
+        for i in range(len(logits)):
+            on = work.rows_of(slice(i, i + 1))
+            total: dict[str, Tensor] = {}
+            for r in range(on.per_input):
+                z, found = row_gradients(inner, on.take([r]), work.selected, lambda z: _along(z).flatten(1, 2))
+                if r == 0:
+                    torch.testing.assert_close(logits[i : i + 1], z)
+                total = {name: total.get(name, 0) + g / on.per_input for name, g in found.items()}
+            flat = {name: g.reshape(len(g), -1) for name, g in total.items()}
+            want = torch.stack([sum(flat[n] @ s[n].flatten() for n in flat) for s in tangents])
+            size = sum(g.square().sum(1) for g in flat.values()).sqrt()
+            tolerance = 1e-6 if case.name in BY_DIFFERENCES else 1e-9
+            assert ((have[:, i] - want).abs() <= tolerance * size + 1e-300).all()
+
+
+def _along(logits: Tensor) -> Tensor:
+    return stacked(DIRECTIONS)(logits[:, None])
+
+
+@pytest.mark.parametrize("norm", ["l2", "l1"])
+@pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
+def test_many_tangents_give_the_norms_of_every_layer(norm: str, smoothing: qualms.Smoothing | None) -> None:
+    torch.manual_seed(0)
+    model, x = net.mlp().double(), torch.randn(3, 3, 4, 4, dtype=torch.double)
+    exact = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing)
+    sketch = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing, engine=qualms.Sketch(400))
+    assert sketch.layers == exact.layers
+    torch.testing.assert_close(sketch.probs, exact.probs)
+    torch.testing.assert_close(sketch.norms, exact.norms, rtol=0.3, atol=0)
+    assert sketch.error is not None
+    apart = (sketch.norms - exact.norms).abs() / sketch.error
+    assert apart.max() < 4.5
+    assert 0.3 < apart.square().mean().sqrt() < 2
+
+
+@pytest.mark.parametrize("combine", ["quadrature", "sum"])
+@pytest.mark.parametrize("spec", ["regrad+layers(0.7)", "exgrad+layers(0.7)+smooth(0.1)", "regrad", "gradnorm"])
+def test_many_tangents_give_the_score(spec: str, combine: str) -> None:
+    torch.manual_seed(0)
+    model, x = net.mlp().double(), torch.randn(4, 3, 4, 4, dtype=torch.double)
+    have, error = qualms.score_with_error(model, x, spec, engine=qualms.Sketch(800, combine))
+    want = qualms.score(model, x, spec)
+    if combine == "quadrature" and "+layers" in spec:
+        smooth = qualms.Smoothing(0.1) if "smooth" in spec else None
+        g = qualms.class_gradient_norms(model, x, smoothing=smooth)
+        squares = (g.norms * layer_weights(len(g.layers), 0.7)).square()
+        weights = g.probs.sqrt() if "regrad" in spec else g.probs
+        want = (weights * squares.sum(-1).sqrt()).sum(-1)
+    torch.testing.assert_close(have, want, rtol=0.2, atol=0)
+    assert ((have - want).abs() < 4 * error).all()
+
+
+def test_the_error_bar_is_the_spread_over_seeds() -> None:
+    torch.manual_seed(0)
+    model, x = net.mnist_cnn(), torch.randn(3, 1, 12, 12)
+    for combine in ("quadrature", "sum"):
+        engine = qualms.Sketch(16, combine)
+        runs = [qualms.score_with_error(model, x, "regrad+layers", engine=engine, seed=s) for s in range(30)]
+        spread = torch.stack([scores for scores, _ in runs]).std(0)
+        told = torch.stack([error for _, error in runs]).median(0).values
+        assert ((told / spread > 0.5) & (told / spread < 1.8)).all(), (combine, told / spread)
+
+
+def test_other_engines_have_no_error_of_that_kind() -> None:
+    model, x = net.mlp(), torch.randn(3, 3, 4, 4)
+    scores, error = qualms.score_with_error(model, x)
+    assert torch.equal(scores, qualms.score(model, x))
+    assert torch.equal(error, torch.zeros(3))
+
+
+def test_scores_do_not_depend_on_the_batch_size() -> None:
+    torch.manual_seed(0)
+    model, x = net.mnist_cnn().double(), torch.randn(7, 1, 12, 12, dtype=torch.double)
+    whole = qualms.score(model, x, engine="sketch")
+    assert torch.equal(qualms.score(model, x, engine="sketch"), whole)
+    for more in ({"batch_size": 2}, {"budget": 2**16}):
+        torch.testing.assert_close(qualms.score(model, x, engine="sketch", **more), whole)
+    torch.testing.assert_close(qualms.score(model, [x[:3], x[3:]], engine="sketch"), whole)
+    assert not torch.allclose(qualms.score(model, x, engine="sketch", seed=1), whole)
+
+
+def test_inputs_are_ranked_as_by_the_exact_engine() -> None:
+    torch.manual_seed(0)
+    model, x = net.ResNet((8, 16), 2, 10), torch.randn(64, 3, 12, 12) * torch.rand(64, 1, 1, 1) * 3
+    exact = qualms.score(model, x, "regrad+layers")
+    for engine in ("sketch", qualms.Sketch(32, "sum")):
+        assert spearmanr(exact, qualms.score(model, x, "regrad+layers", engine=engine))[0] > 0.97
+
+
+def test_estimates_of_scale_have_no_bias_to_speak_of() -> None:
+    noise = torch.Generator().manual_seed(0)
+    normal = torch.randn(5, 20_000, 1, generator=noise, dtype=torch.double)
+    assert abs(float(normal_scale(normal).mean()) - 1) < 0.01
+    cauchy = torch.randn(9, 20_000, 1, generator=noise, dtype=torch.double) / torch.randn(
+        9, 20_000, 1, generator=noise, dtype=torch.double
+    )
+    assert abs(float(cauchy_scale(cauchy).log().mean())) < 0.01
+
+
+def test_the_cauchy_scale_is_the_likeliest() -> None:
+    noise = torch.Generator().manual_seed(1)
+    t = torch.randn(21, 4, 3, generator=noise, dtype=torch.double) / torch.randn(
+        21, 4, 3, generator=noise, dtype=torch.double
+    )
+    best = cauchy_scale(t)
+
+    def likelihood(scale: Tensor) -> Tensor:
+        return (scale / (scale.square() + t.square())).log().sum(0)
+
+    for factor in (0.99, 1.01):
+        assert (likelihood(best) > likelihood(best * factor)).all()
+
+
+def test_a_gradient_of_zero_has_norm_and_error_zero() -> None:
+    for law in ("normal", "cauchy"):
+        sample = Sample(torch.zeros(8, 2, 3, dtype=torch.double), law)
+        assert torch.equal(sample.scale, torch.zeros(2, 3, dtype=torch.double))
+        assert torch.equal(sample.error(sample.scale), torch.zeros(2, 3, dtype=torch.double))
+    model, x = net.mlp(), torch.randn(3, 3, 4, 4)
+    assert torch.equal(qualms.score(model, x, "negrad", engine="sketch"), torch.zeros(3))
+
+
+def test_a_model_without_a_derivative_is_refused_by_name_of_the_way_out() -> None:
+    class Rounds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.round()
+
+        @staticmethod
+        def backward(ctx: object, g: Tensor) -> Tensor:  # straight through: not the derivative of what it computes
+            return g
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Rounds.apply(self.first(x)))
+
+    with pytest.raises(qualms.QualmsError, match="use engine='exact'"):
+        qualms.score(Quantised(), torch.randn(3, 4), engine="sketch")
+
+
+@pytest.mark.parametrize("bad", [{"tangents": 1}, {"tangents": 0}])
+def test_bad_options_are_named(bad: dict[str, object]) -> None:
+    with pytest.raises(qualms.QualmsError, match="the sketch has"):
+        qualms.Sketch(**bad)
+
+
+PEAK = """
+import resource, torch, qualms
+from torch import nn
+torch.manual_seed(0)
+body = nn.Sequential(nn.Embedding(30_000, 64), nn.Flatten(), nn.Linear(8 * 64, 64), nn.GELU())
+model = nn.Sequential(body, nn.Linear(64, 30_000)).eval()
+x = torch.randint(0, 30_000, (48, 8))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+scores = qualms.score(model, x, "regrad+layers", engine="sketch", budget=2**28)
+assert scores.shape == (48,) and bool(torch.isfinite(scores).all())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+"""
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_thirty_thousand_words_stays_within_the_budget() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, env=env)
+    assert float(done.stdout) < 768  # MiB; the gradients of all classes of one input would take 450 GiB
