@@ -42,6 +42,7 @@ class Settings:
     budget: int | None = None
     batch_size: int | None = None
     seed: int = 0
+    tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         for argument in ("budget", "batch_size"):
@@ -50,6 +51,8 @@ class Settings:
                 raise QualmsError(f"{argument}={value!r} is not a positive whole number; leave it out for the default.")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
+        if not 0 <= self.tolerance < 1:
+            raise QualmsError(f"tolerance={self.tolerance!r} is not a share from 0 (exact) to below 1.")
         for argument, known in (("layers", GRANULARITIES), ("norm", NORMS), ("engine", ENGINES)):
             value = getattr(self, argument)
             if value not in known and not isinstance(value, Sketch):

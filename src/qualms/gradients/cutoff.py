@@ -1,0 +1,57 @@
+"""No passes through early layers that cannot matter: Σ_l a_l ‖g_l‖ without its first terms, within a stated tolerance.
+
+The weights a_l = exp(λ(l - L)) fade towards the input, but norms may grow there, so what the first layers add is
+measured, not assumed. The first chunk of inputs runs in full and tells how many layers add less than a quarter of the
+tolerance, for every input and direction. In each further chunk one full pass along a random combination of the
+directions must agree that they stay below the tolerance; else that chunk runs in full as well.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.combine import Kind
+from qualms.gradients.layers import layer_weights
+
+MARGIN = 4  # between what the first inputs show and what the others may do
+
+
+@dataclass(frozen=True)
+class Cutoff:
+    """How much of Σ_l a_l ‖g_l‖ may be left out, and how parameters, in order of first use, make up layers."""
+
+    tolerance: float
+    lam: float
+    layers: Callable[[list[str]], list[list[str]]]
+    kind: Kind
+
+    def early(self, values: dict[str, Float[Tensor, "b m"]], order: list[str]) -> frozenset[str]:
+        """The parameters of the first layers that together add little for every input and direction."""
+        layers = self.layers([name for name in order if name in values])
+        shares = self._shares(values, layers)
+        small = (shares <= self.tolerance / MARGIN).flatten(0, 1).all(0)
+        number = int(small.long().cumprod(0).sum())
+        return frozenset(name for names in layers[:number] for name in names)
+
+    def holds(self, values: dict[str, Float[Tensor, "b m"]], order: list[str], early: frozenset[str]) -> bool:
+        """Whether these layers add less than the tolerance here too."""
+        layers = self.layers([name for name in order if name in values])
+        number = sum(1 for names in layers if set(names) <= early)
+        return number == 0 or bool((self._shares(values, layers)[..., number - 1] <= self.tolerance).all())
+
+    def _shares(self, values: dict[str, Tensor], layers: list[list[str]]) -> Float[Tensor, "b m l"]:
+        """What the layers up to each one add, as a share of all."""
+        sums = torch.stack([sum((values[n].double() for n in names), torch.zeros(())) for names in layers], dim=-1)
+        norms = sums if self.kind == "l1" else sums.sqrt()
+        added = (norms * layer_weights(len(layers), self.lam).to(norms)).cumsum(-1)
+        return added / added[..., -1:].clamp_min(torch.finfo(torch.double).tiny)
+
+
+def combination(directions: Float[Tensor, "m rows c"]) -> Float[Tensor, "1 rows c"]:
+    """All directions with random signs, in one."""
+    coin = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (len(directions),), generator=coin, dtype=torch.double) * 2 - 1
+    return torch.einsum("m,mrc->rc", signs.to(directions), directions)[None]
