@@ -17,16 +17,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from peers import NETWORKS, vmap_jacrev
 from torch import Tensor, nn
 
 import qualms
-from qualms.models.cnn import mnist_cnn
-from qualms.models.resnet import resnet18
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
-    "MNIST CNN": (mnist_cnn, (1, 28, 28)),
-    "ResNet-18": (resnet18, (3, 32, 32)),
-}
+MODELS = {name: NETWORKS[name] for name in ("MNIST CNN", "ResNet-18")}
 
 
 def exact(model: nn.Module, x: Tensor) -> Tensor:
@@ -37,18 +33,6 @@ def exact(model: nn.Module, x: Tensor) -> Tensor:
 def reference(model: nn.Module, x: Tensor) -> Tensor:
     """The paper's way: one input, one class, one backward pass."""
     return qualms.class_gradient_norms(model, x, engine="reference").norms.square().sum(-1).sqrt()
-
-
-def vmap_jacrev(model: nn.Module, x: Tensor) -> Tensor:
-    """torch.func: the gradients of all classes of all inputs, held at once."""
-    parameters = {n: p.detach() for n, p in model.named_parameters()}
-    buffers = dict(model.named_buffers())
-
-    def log_p(theta: dict[str, Tensor], one: Tensor) -> Tensor:
-        return torch.func.functional_call(model, (theta, buffers), one[None])[0].log_softmax(0)
-
-    jacobians = torch.func.vmap(torch.func.jacrev(log_p), (None, 0))(parameters, x)
-    return sum(j.flatten(2).square().sum(-1) for j in jacobians.values()).sqrt()
 
 
 # The ways, with the number of inputs each is timed on: cost is linear in it, and the slow ones need not run long.

@@ -1,1 +1,1 @@
-"""The paper's networks."""
+"""The paper's networks, and a transformer beside them."""

@@ -1,0 +1,49 @@
+"""A small vision transformer for 32x32 images (Dosovitskiy et al., ICLR 2021; the size is DeiT-Ti's at half its depth).
+
+Attention, layer normalisation, a class token and a positional embedding: what the paper's networks do not have.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each behind a layer normalisation and with a shortcut around both."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, tokens, width] to the same."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class VisionTransformer(nn.Module):
+    """Patches of 4x4 pixels, a class token, positions, `depth` blocks, and a linear layer on the class token."""
+
+    def __init__(self, width: int, depth: int, heads: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.position = nn.Parameter(torch.empty(1, 65, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        nn.init.trunc_normal_(self.position, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 3, 32, 32] to [n, classes]."""
+        h = self.patches(x).flatten(2).transpose(1, 2)
+        h = torch.cat([self.token.expand(len(h), -1, -1), h], dim=1) + self.position
+        return self.head(self.norm(self.blocks(h))[:, 0])
+
+
+def vit_small(classes: int = 10) -> VisionTransformer:
+    """192 channels, 6 blocks, 3 heads: 2.7 million parameters."""
+    return VisionTransformer(192, 6, 3, classes)
