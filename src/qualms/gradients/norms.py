@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.combine import Kind
-from qualms.gradients.directions import stacked
+from qualms.gradients.directions import Stacked
 from qualms.gradients.exact import exact
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import Batch, batches, count, tensors
@@ -154,7 +154,7 @@ def layer_table(
             continue
         budget = settings.budget or default_budget(tensors(batch)[0].device)
         more: dict[str, Any] = {"budget": budget, "batch_size": settings.batch_size}
-        done.append(exact(model, batch, selected, directions=stacked(directions), **common, **more))
+        done.append(exact(model, batch, selected, directions=Stacked(tuple(directions)), **common, **more))
     whole = Measured.joined(done)
     groups = grouped(model, list(whole.values), settings.layers)
     sums = [torch.stack([whole.values[name] for name in names]).sum(0) for names in groups.values()]
