@@ -415,3 +415,19 @@ class Checkpointed(Bypassed):
             return torch.einsum("bi,ij->bj", h, self.a.weight).tanh()
 
         return self.c(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False))
+
+
+class Wide(nn.Module):
+    """More classes than features before the last layer, which a mode makes biased, confident, shared or derived."""
+
+    def __init__(self, bias: bool = True, certain: float = 0, time: int = 5, shared: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(6, 12), nn.Linear(12, 12), nn.LayerNorm(12)
+        self.c, self.fc = nn.Linear(12, 3), nn.Linear(3, 40, bias=bias)
+        self.again, self.certain = shared, certain
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.norm(self.a(x).tanh())).tanh()
+        if self.again:
+            h = self.b(h).tanh()
+        return self.fc(self.c(h.mean(1)).tanh())

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
+from qualms.gradients.choice import settled
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import count
 from qualms.gradients.layers import Params
@@ -60,6 +61,7 @@ def compare(
     seed: int = 0,
     batch_size: int | None = None,
     budget: int | None = None,
+    tolerance: float = 0.0,
     progress: Progress = False,
     errors: dict[str, Tensor] | None = None,
 ) -> dict[str, Float[Tensor, " b"]]:
@@ -79,20 +81,26 @@ def compare(
         seed: decides every random draw, together with an input's number.
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
+        tolerance: the share of a `+layers` score that early layers may be left out for, to save passes through them;
+            0 leaves out nothing.
         progress: True for a count on the terminal, or a function that is told how many inputs are done.
         errors: a dict to be filled, by spec, with the standard errors that the tangents of `sketch` give the scores.
 
     Returns:
         The scores by spec, in the order given.
     """
-    settings = Settings(engine, layers, norm, params, budget, batch_size, seed)
+    settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
     chosen = _named(methods)
     rows: dict[str, list[Tensor]] = {name: [] for name in chosen}
     spread: dict[str, list[Tensor]] = {name: [] for name in chosen}
     done = 0
     with untouched(model) as inner:
-        study = Study(inner, settings, train, tuple(models), _directions(chosen.values()))
+        wanted = _directions(chosen.values())
+        study = Study(inner, settings, train, tuple(models), wanted, _smallest_lambda(chosen.values()))
         for first, batch in numbered(x):
+            if wanted and first == 0:
+                smooth, names = next(iter(wanted.items()))
+                study.settings = settled(settings, inner, batch, names, smooth)
             seen = Evidence(study, batch, first)
             for name, method in chosen.items():
                 rows[name].append(method.score(seen).detach().to(seen.dtype))
@@ -119,6 +127,16 @@ def _directions(methods: Iterable[Any]) -> dict[Smoothing | None, tuple[str, ...
         if hasattr(m, "direction"):
             wanted[m.smooth] = tuple(dict.fromkeys((*wanted.get(m.smooth, ()), m.direction)))
     return wanted
+
+
+def _smallest_lambda(methods: Iterable[Any]) -> dict[Smoothing | None, float | None]:
+    """The least that early layers are weighted down by any score of each pass; None if one does not weight them."""
+    found: dict[Smoothing | None, float | None] = {}
+    for m in methods:
+        if hasattr(m, "direction"):
+            known = found.get(m.smooth, m.layers)
+            found[m.smooth] = None if known is None or m.layers is None else min(known, m.layers)
+    return found
 
 
 def _tell(progress: Progress, done: int | None) -> None:

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.directions import stacked
+from qualms.gradients.directions import Stacked
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import batches
 from qualms.gradients.layers import layer_weights
@@ -50,7 +50,7 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
 
 
 def _along(logits: Tensor) -> Tensor:
-    return stacked(DIRECTIONS)(logits[:, None])
+    return Stacked(DIRECTIONS)(logits[:, None])
 
 
 @pytest.mark.parametrize("norm", ["l2", "l1"])

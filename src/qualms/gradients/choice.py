@@ -1,7 +1,7 @@
 """`engine="auto"`: exact gradients or a sketch of them, by what each would cost here, measured on the first inputs.
 
-The exact engine pays one backward pass for each direction, the sketch one pass for each tangent. A pass of either kind is
-timed once on a few inputs. Exact numbers are worth something, so the sketch must be cheaper by `WORTH` to be picked. As
+The exact engine pays one backward pass for each direction, the sketch one pass for each tangent. A pass of either kind
+is timed on a few inputs. Exact numbers are worth something, so the sketch must be cheaper by `WORTH` to be picked. As
 times vary, so may a close choice; to fix it, name the engine that was picked.
 """
 
@@ -19,7 +19,7 @@ from qualms.errors import QualmsError
 from qualms.gradients.combine import measure
 from qualms.gradients.directions import Stacked
 from qualms.gradients.inputs import Batch, count, take
-from qualms.gradients.layers import grouped, select
+from qualms.gradients.layers import grouped
 from qualms.gradients.plain import row_gradients
 from qualms.gradients.probe import Probe, along, recorded
 from qualms.gradients.settings import Settings, Sketch
@@ -40,7 +40,9 @@ class Choice:
     sketch: float
 
     def __str__(self) -> str:
-        return f"engine='auto' picked {self.engine}: about {self.exact:.2g} s an input exact, {self.sketch:.2g} s sketched"
+        return (
+            f"engine='auto' picked {self.engine}: about {self.exact:.2g} s an input exact, {self.sketch:.2g} s sketched"
+        )
 
 
 def settled(

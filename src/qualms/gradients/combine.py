@@ -31,8 +31,8 @@ def measure(
     """
     if not pieces:
         return {}
-    edges, places = _unique_edges(pieces)
-    alone, shared = _by_parameter(pieces, weights)
+    edges, places = unique_edges(pieces)
+    alone, shared = by_parameter(pieces, weights)
     if kind == "l1":
         shared |= {name: [piece] for name, piece in alone.items()}
         alone = {}
@@ -46,10 +46,10 @@ def measure(
             kept.append(at)
             continue
         for name, piece in alone.items():
-            deltas = _deltas(piece, at, places)
+            deltas = deltas_of(piece, at, places)
             if deltas is not None:
                 values.setdefault(name, []).append(_square(piece, deltas, len(cotangents)))
-        for name, gradient in _written(shared, at, places, weights, inputs).items():
+        for name, gradient in written(shared, at, places, weights, inputs).items():
             flat = _flat(gradient)
             values.setdefault(name, []).append(flat.abs().sum(1) if kind == "l1" else flat.square().sum(1))
     if kind != "gram":
@@ -57,7 +57,7 @@ def measure(
     return _inner_products(alone, shared, kept, places, weights, inputs)
 
 
-def _unique_edges(pieces: Sequence[Piece]) -> tuple[list[GradientEdge], Places]:
+def unique_edges(pieces: Sequence[Piece]) -> tuple[list[GradientEdge], Places]:
     """Weight and bias share their operation's cotangent: ask for each once."""
     places: Places = {}
     for piece in pieces:
@@ -66,7 +66,7 @@ def _unique_edges(pieces: Sequence[Piece]) -> tuple[list[GradientEdge], Places]:
     return list(places), places
 
 
-def _by_parameter(pieces: Sequence[Piece], weights: Weights) -> tuple[dict[str, Piece], dict[str, list[Piece]]]:
+def by_parameter(pieces: Sequence[Piece], weights: Weights) -> tuple[dict[str, Piece], dict[str, list[Piece]]]:
     """Parameters that one piece tells all about, and those whose gradient is a sum of pieces or lies behind others."""
     uses: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -76,7 +76,7 @@ def _by_parameter(pieces: Sequence[Piece], weights: Weights) -> tuple[dict[str, 
     return alone, {n: p for n, p in uses.items() if n not in alone}
 
 
-def _deltas(piece: Piece, at: Cotangents, places: Places) -> list[Tensor | None] | None:
+def deltas_of(piece: Piece, at: Cotangents, places: Places) -> list[Tensor | None] | None:
     """The cotangents of a piece, or None if the logits do not depend on it."""
     deltas = [at[places[edge]] for edge in piece.edges]
     return None if all(d is None for d in deltas) else deltas
@@ -88,7 +88,7 @@ def _square(piece: Piece, deltas: list[Tensor | None], cotangents: int) -> Float
     return _flat(piece.gradient.write(deltas)).square().sum(1)
 
 
-def _written(
+def written(
     shared: dict[str, list[Piece]], at: Cotangents, places: Places, weights: Weights, inputs: int
 ) -> dict[str, Float[Tensor, "b ..."]]:
     """The whole gradient of each parameter that is used more than once or behind other operations."""
@@ -100,7 +100,7 @@ def _written(
         total[name][at] += gradient
 
     for piece in {id(p): p for group in shared.values() for p in group}.values():
-        deltas = _deltas(piece, at, places)
+        deltas = deltas_of(piece, at, places)
         if deltas is None:
             continue
         gradient = piece.gradient.write(deltas)
@@ -128,15 +128,15 @@ def _inner_products(
 ) -> dict[str, Float[Tensor, "b m m"]]:
     values: dict[str, Tensor] = {}
     for name, piece in alone.items():
-        known = [d for d in (_deltas(piece, at, places) for at in kept) if d is not None]
+        known = [d for d in (deltas_of(piece, at, places) for at in kept) if d is not None]
         if not known:
             continue
         if isinstance(piece.gradient, Outer):
             values[name] = piece.gradient.inner(known)
         else:
             values[name] = _products([piece.gradient.write(d) for d in known])
-    written = [_written(shared, at, places, weights, inputs) for at in kept]
-    return values | {name: _products([w[name] for w in written]) for name in written[0]}
+    whole = [written(shared, at, places, weights, inputs) for at in kept]
+    return values | {name: _products([w[name] for w in whole]) for name in whole[0]}
 
 
 def _products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:

@@ -3,7 +3,7 @@
 The weights a_l = exp(λ(l - L)) fade towards the input, but norms may grow there, so what the first layers add is
 measured, not assumed. The first chunk of inputs runs in full and tells how many layers add less than a quarter of the
 tolerance, for every input and direction. In each further chunk one full pass along a random combination of the
-directions must agree that they stay below the tolerance; else that chunk runs in full as well.
+classes must agree that they stay below the tolerance; else that chunk runs in full as well.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.combine import Kind
+from qualms.gradients.combine import Kind, measure
 from qualms.gradients.layers import layer_weights
+from qualms.gradients.pieces import Piece
+from qualms.gradients.weights import Weights, roots
 
 MARGIN = 4  # between what the first inputs show and what the others may do
 
@@ -50,8 +52,23 @@ class Cutoff:
         return added / added[..., -1:].clamp_min(torch.finfo(torch.double).tiny)
 
 
-def combination(directions: Float[Tensor, "m rows c"]) -> Float[Tensor, "1 rows c"]:
-    """All directions with random signs, in one."""
-    coin = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (len(directions),), generator=coin, dtype=torch.double) * 2 - 1
-    return torch.einsum("m,mrc->rc", signs.to(directions), directions)[None]
+@dataclass(frozen=True)
+class Late:
+    """What the first chunk of inputs found of the early layers, to be confirmed by every other one."""
+
+    cutoff: Cutoff
+    early: frozenset[str]
+    order: list[str]
+
+    def pieces(
+        self, logits: Float[Tensor, "rows c"], pieces: list[Piece], weights: Weights, inputs: int
+    ) -> list[Piece]:
+        """The pieces of late layers; all of them if a random combination of the classes finds more in early ones."""
+        p = logits.detach().double().softmax(-1)
+        coin = torch.Generator().manual_seed(0)
+        signs = (torch.randint(0, 2, p.shape[-1:], generator=coin) * 2 - 1).to(p)
+        combined = signs - p * signs.sum()  # Σ_c ±(e_c - p)
+        values = measure(logits, combined[None], pieces, weights, inputs, self.cutoff.kind)
+        if not self.cutoff.holds(values, self.order, self.early):
+            return pieces
+        return [piece for piece in pieces if not roots(piece.target, weights) <= self.early]

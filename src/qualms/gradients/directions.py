@@ -5,9 +5,10 @@ and the weights p_c are always those of the input itself, row 0.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 ROUNDING = 1e-12  # of sums of probabilities in double precision, with room for many classes
@@ -21,10 +22,22 @@ def classes(logits: Logits) -> Float[Tensor, "c b r c"]:
     """
     p = logits.double().softmax(-1)
     directions = -p.expand(p.shape[-1], *p.shape).clone()
-    diagonal = directions.diagonal(dim1=0, dim2=-1)  # a view [b, r, c]
-    diagonal.zero_()
-    diagonal.copy_(-directions.sum(-1).movedim(0, -1))
+    directions.diagonal(dim1=0, dim2=-1).copy_(others(p))
     return directions
+
+
+def of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r c"]:
+    """e_c - p for one class c of each input."""
+    p = logits.double().softmax(-1)
+    place = chosen[:, None, None].expand(*p.shape[:2], 1)
+    return (-p).scatter(-1, place, others(p).gather(-1, place))[None]
+
+
+def others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
+    """Σ_{k≠c} of non-negative parts; for the largest it is added up, for the rest the total less c keeps its digits."""
+    largest = parts.argmax(-1, keepdim=True)
+    rest = parts.scatter(-1, largest, 0).sum(-1, keepdim=True)
+    return (rest + parts.gather(-1, largest) - parts).scatter(-1, largest, rest)
 
 
 def logits(logits: Logits) -> Float[Tensor, "c b r c"]:
@@ -44,8 +57,9 @@ def expected(logits: Logits) -> Float[Tensor, "1 b r c"]:
 
     Left as it is, the rounding grows with the gradients and so ranks inputs much like them: a signal out of nothing.
     """
-    p_0 = logits[:, :1].double().softmax(-1)
-    direction = (p_0.movedim(-1, 0)[..., None] * classes(logits)).sum(0)[None]
+    p = logits.double().softmax(-1)
+    p_0 = p[:, :1]
+    direction = (p_0 * others(p) - p * others(p_0))[None]
     return torch.where(direction.abs() < ROUNDING, 0.0, direction)
 
 
@@ -63,9 +77,14 @@ DIRECTIONS: dict[str, Callable[[Logits], Tensor]] = {
 }
 
 
-def stacked(names: Sequence[str]) -> Callable[[Logits], Float[Tensor, "m b r c"]]:
+@dataclass(frozen=True)
+class Stacked:
     """Several sets of directions, one after the other."""
-    return lambda z: torch.cat([DIRECTIONS[name](z.detach()) for name in names])
+
+    names: tuple[str, ...]
+
+    def __call__(self, logits: Logits) -> Float[Tensor, "m b r c"]:
+        return torch.cat([DIRECTIONS[name](logits.detach()) for name in self.names])
 
 
 def projected(
@@ -76,13 +95,9 @@ def projected(
 
 
 def _projected(name: str, logits: Logits, tangents: Float[Tensor, "b r c"]) -> Float[Tensor, "b r m"]:
-    if name not in ("classes", "expected"):
+    if name != "classes":
         return (DIRECTIONS[name](logits) * tangents).sum(-1).movedim(0, -1)
     # (e_c - p)·y = Σ_k p_k (y_c - y_k); measured from the likeliest class, nothing cancels when its p is nearly 1.
     p = logits.double().softmax(-1)
     y = tangents - tangents.gather(-1, logits.argmax(-1, keepdim=True))
-    of_classes = y - (p * y).sum(-1, keepdim=True)
-    if name == "classes":
-        return of_classes
-    mean = (p[:, :1] * of_classes).sum(-1, keepdim=True)
-    return torch.where(mean.abs() < ROUNDING * y.abs().amax(-1, keepdim=True), 0.0, mean)
+    return y - (p * y).sum(-1, keepdim=True)

@@ -9,21 +9,23 @@ the inputs of a batch or hides operations from torch's function modes, are run b
 """
 
 import logging
-from collections.abc import Callable
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.gradients.combine import Kind, measure
+from qualms.gradients.cutoff import Cutoff, Late
+from qualms.gradients.directions import Stacked
+from qualms.gradients.headfirst import Head, measure_by_head
 from qualms.gradients.inputs import Batch, count, take
 from qualms.gradients.measured import Measured
+from qualms.gradients.pieces import Piece
 from qualms.gradients.plain import row_gradients
 from qualms.gradients.probe import Probe, first_use, recorded
 from qualms.gradients.smoothing import Rows, Smoothing, rows
 from qualms.gradients.trust import regrouped_logits, require_independent_rows, require_separate_gradients
 
 log = logging.getLogger("qualms")
-Directions = Callable[[Float[Tensor, "b r c"]], Float[Tensor, "m b r c"]]
 
 
 def exact(
@@ -32,20 +34,27 @@ def exact(
     selected: dict[str, Tensor],
     *,
     kind: Kind,
-    directions: Directions,
+    directions: Stacked,
     smoothing: Smoothing | None,
     first_index: int,
     seed: int,
     budget: int,
     batch_size: int | None,
+    cutoff: Cutoff | None = None,
 ) -> Measured:
-    """Norms (or inner products) of the gradients along `directions`, for every selected parameter."""
+    """Norms (or inner products) of the gradients along `directions`, for every selected parameter.
+
+    With a cutoff, those of early layers that cannot matter are zero for all but the first chunk of inputs.
+    """
 
     def rows_of(part: slice) -> Rows:
         return rows(take(batch, part), smoothing, range(first_index, first_index + count(batch))[part], seed)
 
     probe = Probe.of(model, rows_of(slice(0, PROBED)), selected)
-    chunks = _chunks(count(batch), batch_size, probe, budget, smoothing, kind)
+    per_input = smoothing.draws + 1 if smoothing else 1
+    by_head = probe is not None and probe.by_head(budget, per_input, kind, directions.names)
+    most = probe.inputs_in(budget, per_input, kind, by_head) if probe else 1
+    chunks = _chunks(count(batch), min(batch_size or most, most))
     in_other_company = None
     if probe is not None:
         try:
@@ -53,11 +62,16 @@ def exact(
         except Exception as reason:  # if the model itself is at fault, plain autograd will say so
             log.info("%s: the inputs are run by plain autograd, one row at a time", reason)
     parts: list[Measured] = []
+    early: frozenset[str] = frozenset()
     for chunk in chunks:
         on = rows_of(chunk)
         part = None
         if probe is not None and in_other_company is not None:
-            part = _by_pieces(model, probe.formatted(on), kind, directions, probe, in_other_company[chunk])
+            late = Late(cutoff, early, probe.first_use) if cutoff is not None and early else None
+            elsewhere = in_other_company[chunk]
+            part = _by_pieces(model, probe.formatted(on), kind, directions, probe, by_head, elsewhere, late)
+        if part is not None and probe is not None and cutoff is not None and not parts:
+            early = cutoff.early(part.values, probe.first_use)
         parts.append(part or _by_autograd(model, on, selected, kind, directions))
     whole = Measured.joined(parts)
     used_first = probe.first_use if probe else first_use(model, rows_of(slice(0, 1)), selected)
@@ -70,12 +84,8 @@ def exact(
 PROBED = 16  # inputs among which the probe looks for two that differ
 
 
-def _chunks(
-    inputs: int, batch_size: int | None, probe: Probe | None, budget: int, smoothing: Smoothing | None, kind: Kind
-) -> list[slice]:
-    """Parts of nearly equal size that fit the budget; one input each for plain autograd."""
-    per_input = smoothing.draws + 1 if smoothing else 1
-    most = min(batch_size or inputs, probe.inputs_in(budget, per_input, kind) if probe else 1)
+def _chunks(inputs: int, most: int) -> list[slice]:
+    """Parts of nearly equal size, of `most` inputs at the most."""
     number = -(-inputs // most)
     size = -(-inputs // number)
     return [slice(start, min(start + size, inputs)) for start in range(0, inputs, size)]
@@ -85,9 +95,11 @@ def _by_pieces(
     model: nn.Module,
     on: Rows,
     kind: Kind,
-    directions: Directions,
+    directions: Stacked,
     probe: Probe,
+    by_head: bool,
     in_other_company: Float[Tensor, "b r c"],
+    late: Late | None,
 ) -> Measured | None:
     """The fast way, or None if it cannot be trusted with these inputs."""
     inputs = count(on.batch) // on.per_input
@@ -96,17 +108,22 @@ def _by_pieces(
         require_independent_rows(model, on, logits.detach(), in_other_company.flatten(0, 1), recorder)
         require_separate_gradients(logits, recorder, probe.weights, inputs)
         apart = logits.unflatten(0, (inputs, on.per_input))
-        cotangents = directions(apart).flatten(1, 2) / on.per_input
-        values = measure(logits, cotangents, recorder.pieces, probe.weights, inputs, kind)
+        pieces: list[Piece] = recorder.pieces
+        if late is not None:
+            pieces = late.pieces(logits, pieces, probe.weights, inputs)
+        head = Head.of(logits, pieces, probe.weights) if by_head else None
+        if head is not None:
+            values = measure_by_head(logits, directions.names, head, probe.weights, inputs)
+        else:
+            cotangents = directions(apart).flatten(1, 2) / on.per_input
+            values = measure(logits, cotangents, pieces, probe.weights, inputs, kind)
     except Exception as reason:  # if the model itself is at fault, plain autograd will say so
         log.info("%s: these inputs are run by plain autograd, one row at a time", reason)
         return None
     return Measured(values, apart[:, 0].detach(), recorder.one_by_one)
 
 
-def _by_autograd(
-    model: nn.Module, on: Rows, selected: dict[str, Tensor], kind: Kind, directions: Directions
-) -> Measured:
+def _by_autograd(model: nn.Module, on: Rows, selected: dict[str, Tensor], kind: Kind, directions: Stacked) -> Measured:
     """The general path for a whole model: exact whatever it does, at the price of one row at a time."""
     parts: list[Measured] = []
     for start in range(0, count(on.batch), on.per_input):

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qualms.gradients.choice import settled
 from qualms.gradients.combine import Kind
-from qualms.gradients.directions import stacked
+from qualms.gradients.cutoff import Cutoff
+from qualms.gradients.directions import Stacked
 from qualms.gradients.exact import exact
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import Batch, batches, count, tensors
@@ -30,6 +33,7 @@ class ClassGradientNorms:
     probs: Float[Tensor, "b c"]
     layers: list[str]
     general: list[str]  # layers that no fast rule covered
+    engine: str = "exact"  # that computed them
     error: Float[Tensor, "b c l"] | None = None  # standard error of the norms, if they are sketched
 
 
@@ -77,8 +81,14 @@ def class_gradient_norms(
     )
     smooth = Smoothing.of(smoothing)
     with untouched(model) as inner:
-        table = layer_table(inner, numbered(x), settings, ("classes",), smooth)
-    return ClassGradientNorms(table.values, table.logits.softmax(-1), table.layers, table.general, table.error)
+        inputs = numbered(x)
+        if settings.engine == "auto":
+            begin = next(inputs)
+            settings = settled(settings, inner, begin[1], ("classes",), smooth, each_layer=True)
+            inputs = chain([begin], inputs)
+        table = layer_table(inner, inputs, settings, ("classes",), smooth)
+    used = settings.engine if isinstance(settings.engine, str) else "sketch"
+    return ClassGradientNorms(table.values, table.logits.softmax(-1), table.layers, table.general, used, table.error)
 
 
 def class_gradient_gram(
@@ -119,12 +129,21 @@ def layer_table(
     directions: Sequence[str],
     smoothing: Smoothing | None,
     gram: bool = False,
+    lam: float | None = None,
 ) -> LayerTable:
-    """Runs the engine on each batch, and adds up parameters to layers. The model must be under `untouched`."""
+    """Runs the engine on each batch, and adds up parameters to layers. The model must be under `untouched`.
+
+    `lam` is the smallest λ of the scores that the norms are for; None if any of them takes all layers alike.
+    """
     if settings.sketch is not None:
         return _sketched_table(model, numbered, settings, directions, smoothing)
     selected = select(model, settings.params)
     kind: Kind = "gram" if gram else "l1" if settings.norm == "l1" else "l2"
+    cutoff = None
+    if settings.tolerance > 0 and lam is not None and lam > 0 and not gram:
+        cutoff = Cutoff(
+            settings.tolerance, lam, lambda names: list(grouped(model, names, settings.layers).values()), kind
+        )
     done: list[Measured] = []
     for first, batch in numbered:
         common: dict[str, Any] = {"kind": kind, "smoothing": smoothing, "first_index": first, "seed": settings.seed}
@@ -132,8 +151,8 @@ def layer_table(
             done.append(reference(model, batch, selected, directions=directions, **common))
             continue
         budget = settings.budget or default_budget(tensors(batch)[0].device)
-        more: dict[str, Any] = {"budget": budget, "batch_size": settings.batch_size}
-        done.append(exact(model, batch, selected, directions=stacked(directions), **common, **more))
+        more: dict[str, Any] = {"budget": budget, "batch_size": settings.batch_size, "cutoff": cutoff}
+        done.append(exact(model, batch, selected, directions=Stacked(tuple(directions)), **common, **more))
     whole = Measured.joined(done)
     groups = grouped(model, list(whole.values), settings.layers)
     sums = [torch.stack([whole.values[name] for name in names]).sum(0) for names in groups.values()]

@@ -144,13 +144,13 @@ class Outer:
 
     def write(self, cotangents: list[Tensor | None]) -> Tensor:
         """The gradient of each input: [b, *target.shape]."""
-        d = self._delta(cotangents)
+        d = self.delta(cotangents)
         grad = torch.bmm(d.mT, self.fixed)
         return self.arrange(grad.unflatten(0, (self.inputs, -1)))
 
     def square(self, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
         """The squared norm of each input's gradient; `cotangents` is how many share the work on a."""
-        d = self._delta(deltas)
+        d = self.delta(deltas)
         if self.sizes[0] == 1:  # one position: ‖δ‖²‖a‖²
             each = _dot(d, d) * _dot(self.fixed, self.fixed)
         elif self.by_pairs(cotangents):
@@ -174,8 +174,11 @@ class Outer:
 
     def inner(self, deltas: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
         """The inner products between the gradients of several cotangents."""
-        d = torch.stack([self._delta(of_one) for of_one in deltas], dim=1)  # [bg, m, t, o]
-        if self.by_pairs(len(deltas)):
+        return self.products(torch.stack([self.delta(of_one) for of_one in deltas], dim=1))
+
+    def products(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m m"]:
+        """The inner products between the gradients of several factors δ."""
+        if self.by_pairs(d.shape[1]):
             seen = torch.matmul(self.fixed_pairs.unsqueeze(1), d)
             products = seen.flatten(2) @ d.flatten(2).mT
         else:
@@ -183,7 +186,16 @@ class Outer:
             products = grad @ grad.mT
         return products.unflatten(0, (self.inputs, -1)).sum(1)
 
-    def _delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
+    def apart(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
+        """Σ_t ‖δ_t‖²‖a_t‖²: the squared norms of the gradients if positions did not cancel."""
+        each = torch.linalg.vecdot(d.square().sum(3), self.fixed_pairs.diagonal(dim1=1, dim2=2).unsqueeze(1))
+        return each.unflatten(0, (self.inputs, -1)).sum(1)
+
+    def still_of(self, b: int) -> Float[Tensor, "g t f"]:
+        """a of one input."""
+        return self._positions(self.still()).unflatten(0, (self.inputs, -1))[b]
+
+    def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
         (d,) = cotangents
         assert d is not None
         return self._positions(self.moving(d))

@@ -1,6 +1,7 @@
 """A look at the first rows before the work starts: where rows stand inside the model, what one costs, what to trust."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.combine import Kind, measure
 from qualms.gradients.guard import all_parameters_differentiable
+from qualms.gradients.headfirst import Head
 from qualms.gradients.inputs import count, tensors, with_tensors
 from qualms.gradients.layout import Unclear
 from qualms.gradients.memory import saved_bytes
@@ -22,6 +24,7 @@ from qualms.gradients.weights import Weights
 
 log = logging.getLogger("qualms")
 CACHED_BYTES = 2**22
+DOUBLE = 8  # bytes of an entry of the cotangents
 
 
 def recorded(model: nn.Module, on: Rows, weights: Weights, plan: Plan | None) -> tuple[Tensor, Recorder]:
@@ -57,6 +60,7 @@ class Probe:
     itemsize: int
     classes: int
     channels_last: bool
+    head: Head | None
 
     @classmethod
     def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "Probe | None":
@@ -109,15 +113,21 @@ class Probe:
         if not close(z.detach(), logits) or not same_norms(found, expected, logits.dtype):
             raise Unclear("the recorded gradient is not plain autograd's")
         largest = max((t.numel() for m in one.meetings for t in m.results), default=0)
-        size = z.element_size()
-        probe = cls(None, weights, one.first_use, kept, largest, one.pieces, size, z.shape[1], channels_last)
+        size, head = z.element_size(), Head.of(z, one.pieces, weights)
+        probe = cls(None, weights, one.first_use, kept, largest, one.pieces, size, z.shape[1], channels_last, head)
         return probe, one.meetings
 
     def formatted(self, on: Rows) -> Rows:
         """Rows in the memory format that is fastest for this model."""
         return _formatted(on, self.channels_last)
 
-    def inputs_in(self, budget: int, per_input: int, kind: Kind) -> int:
+    def by_head(self, budget: int, per_input: int, kind: Kind, directions: Sequence[str]) -> bool:
+        """Whether the gradients of all classes come cheaper from those of the last layer's features, and fit."""
+        if self.head is None or kind != "l2" or "classes" not in directions or not self.head.pays(per_input):
+            return False
+        return self.itemsize * self.head.held(per_input) + 2 * per_input * self.row_bytes <= budget
+
+    def inputs_in(self, budget: int, per_input: int, kind: Kind, by_head: bool = False) -> int:
         """How many inputs at once keep the work within `budget` bytes."""
         outers = [p.gradient for p in self.pieces if isinstance(p.gradient, Outer)]
         numels = [p.gradient.numel for p in self.pieces]
@@ -125,7 +135,11 @@ class Probe:
         rows = per_input * self.row_bytes * (1 + passes)
         shared = self.itemsize * sum(outer.held(per_input, self.classes) for outer in outers)
         written = self.itemsize * max(numels, default=0) * (self.classes if kind == "gram" else 2)
-        affordable = budget // (rows + shared + written)
+        if by_head and self.head is not None:
+            cotangents = self.itemsize * self.head.held(per_input)
+        else:
+            cotangents = 2 * DOUBLE * per_input * self.classes**2
+        affordable = budget // (rows + shared + written + cotangents)
         if self.weights.device.type == "cpu":  # beyond this size a tensor leaves the cache, and passes get slower
             affordable = min(affordable, CACHED_BYTES // max(1, self.largest * self.itemsize * per_input))
         return max(1, int(affordable))

@@ -43,15 +43,16 @@ def roots(t: Tensor, weights: Weights) -> set[str]:
 
 def leaves_behind(nodes: list[Any]) -> set[int]:
     """The ids of all leaves that a gradient would reach from these nodes of the graph."""
-    found: set[int] = set()
+    return {id(node.variable) for node in nodes_behind(nodes) if hasattr(node, "variable")}
+
+
+def nodes_behind(nodes: list[Any]) -> set[Any]:
+    """All nodes of the graph that a gradient would reach from these, with themselves."""
     seen: set[Any] = set()
     nodes = list(nodes)
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        nodes.extend(n for n, _ in node.next_functions)
-    return found
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(n for n, _ in node.next_functions)
+    return seen

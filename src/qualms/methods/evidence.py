@@ -33,6 +33,7 @@ class Study:
     train: Any = None  # training inputs, for the methods that need them
     members: tuple[nn.Module, ...] = ()  # further models, for `ensemble`
     directions: dict[Smoothing | None, tuple[str, ...]] = field(default_factory=dict)  # that will be asked for
+    smallest_lambda: dict[Smoothing | None, float | None] = field(default_factory=dict)  # of the scores to come
     fitted: dict[Any, Any] = field(default_factory=dict)  # what methods learnt from the training inputs
 
     def training_batches(self, method: str) -> Iterator[Batch]:
@@ -106,7 +107,8 @@ class Evidence:
         names = self.study.directions.get(smooth, (direction,))
         if smooth not in self._tables:
             numbered = [(self.first_index, self.batch)]
-            self._tables[smooth] = layer_table(self.model, numbered, self.study.settings, names, smooth)
+            lam = self.study.smallest_lambda.get(smooth)
+            self._tables[smooth] = layer_table(self.model, numbered, self.study.settings, names, smooth, lam=lam)
         return self._tables[smooth].values[:, self._columns(direction, names)].double()
 
     def sketched_norms(self, direction: str, smooth: Smoothing | None, layers: float | None) -> Float[Tensor, "b m"]:

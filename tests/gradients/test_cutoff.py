@@ -1,0 +1,98 @@
+"""`tolerance`: early layers are left out as long as that cannot be seen in the score."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qualms
+from tests import networks as net
+
+
+def deep(width: int = 12, depth: int = 30) -> nn.Sequential:
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*hidden, nn.Linear(width, 5)).double()
+
+
+@pytest.mark.parametrize(
+    "spec", ["regrad+layers", "exgrad+layers(0.5)", "regrad+layers(0.4)+smooth(0.1)", "ungrad+layers"]
+)
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-3, 1e-6])
+def test_scores_stay_within_the_tolerance(spec: str, tolerance: float) -> None:
+    model = deep()
+    x = torch.randn(40, 12, dtype=torch.double)
+    exact = qualms.score(model, x, spec)
+    have = qualms.score(model, x, spec, batch_size=8, tolerance=tolerance)
+    assert ((exact - have) / exact <= tolerance).all()
+    assert (have <= exact * (1 + 1e-12)).all()
+    assert torch.equal(have[:8], exact[:8]) or torch.allclose(have[:8], exact[:8], rtol=1e-12)
+    if tolerance > 1e-6:
+        assert (have[8:] < exact[8:] * (1 - 1e-12)).all(), "nothing was left out"
+
+
+def test_passes_stop_where_the_late_layers_begin() -> None:
+    class Watched(torch.autograd.Function):
+        calls = 0
+
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, g: Tensor) -> Tensor:
+            Watched.calls += 1
+            return g
+
+    class Watching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Watched.apply(x)
+
+    model = nn.Sequential(nn.Linear(12, 12, dtype=torch.double), Watching(), deep())
+    x = torch.randn(40, 12, dtype=torch.double)
+
+    def calls(**more: float) -> int:
+        Watched.calls = 0
+        qualms.score(model, x, "regrad+layers", batch_size=8, **more)
+        return Watched.calls
+
+    # Four of five chunks go there with one cotangent instead of five.
+    assert calls() - calls(tolerance=1e-2) == 4 * (5 - 1)
+
+
+def test_zero_leaves_out_nothing_and_is_the_default() -> None:
+    model, x = deep(), torch.randn(20, 12, dtype=torch.double)
+    assert torch.equal(
+        qualms.score(model, x, "regrad+layers", batch_size=5),
+        qualms.score(model, x, "regrad+layers", batch_size=5, tolerance=0.0),
+    )
+
+
+def test_a_score_that_takes_all_layers_alike_is_exact_whatever_the_tolerance() -> None:
+    model, x = deep(), torch.randn(20, 12, dtype=torch.double)
+    found = qualms.compare(model, x, ["regrad", "regrad+layers"], batch_size=5, tolerance=0.1)
+    for spec, have in found.items():
+        torch.testing.assert_close(have, qualms.score(model, x, spec), rtol=1e-10, atol=0)
+
+
+def test_inputs_unlike_the_first_run_in_full() -> None:
+    """The first inputs hardly reach the early layers' weights; later ones do."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.late(x + (x[:, :1] > 0) * 100 * self.early(x) + 1e-9 * self.early(x))
+
+    torch.manual_seed(0)
+    model, x = Gated().double(), torch.rand(12, 4, dtype=torch.double)
+    x[:4, 0] = -1
+    have = qualms.score(model, x, "regrad+layers", batch_size=4, tolerance=1e-3)
+    torch.testing.assert_close(have, qualms.score(model, x, "regrad+layers"), rtol=1e-3, atol=0)
+
+
+def test_a_bad_tolerance_is_named() -> None:
+    for bad in (-0.1, 1.0):
+        with pytest.raises(qualms.QualmsError, match="tolerance"):
+            qualms.score(net.mlp(), torch.randn(2, 3, 4, 4), tolerance=bad)
