@@ -26,6 +26,8 @@ format: $(INSTALLED)
 
 bench-speed: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py
+	test -z "$$QUALMS_DATA" || $(BIN)/python benchmarks/ranking.py
+	$(BIN)/python benchmarks/speed_page.py
 
 # torch by its exact pin in the same call as the rest, so that only one build of it is ever fetched.
 $(INSTALLED): pyproject.toml constraints.txt requirements-peers.txt

@@ -1,113 +1,192 @@
-"""One table from one run: what class-gradient norms cost, in forward passes and in memory, and against other ways.
+"""What gradient scores cost, in forward passes and memory, here and elsewhere, and how the cost grows.
 
     python benchmarks/speed.py            (2 threads, float32, random weights: the cost does not depend on them)
 
-Every way runs in a process of its own, which first reports the peak of its memory above what it had before, and then
-times the way, the exact engine and a plain forward pass in turn; all numbers are ratios of medians within that process.
+One process for each job, which times its ways in turn. Every time is the median over rounds, divided by that of a plain
+forward pass over 32 inputs in the same rounds, so numbers are ratios within one process. Peak memory is what a first
+call adds to the process. Rows go to `results/speed.jsonl` beside this file as they come.
 """
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from peers import NETWORKS, vmap_jacrev
+from peers import PEERS
 from torch import Tensor, nn
 
 import qualms
+from qualms.methods.regrad import REGrad
+from qualms.models.cnn import mnist_cnn
+from qualms.models.resnet import resnet18, resnet50
+from qualms.models.vit import vit_small
 
-MODELS = {name: NETWORKS[name] for name in ("MNIST CNN", "ResNet-18")}
-
-
-def exact(model: nn.Module, x: Tensor) -> Tensor:
-    """qualms, the default engine."""
-    return qualms.class_gradient_norms(model, x).norms.square().sum(-1).sqrt()
-
-
-def reference(model: nn.Module, x: Tensor) -> Tensor:
-    """The paper's way: one input, one class, one backward pass."""
-    return qualms.class_gradient_norms(model, x, engine="reference").norms.square().sum(-1).sqrt()
+RESULTS = Path(__file__).parent / "results" / "speed.jsonl"
+BATCHES = (1, 4, 16, 64, 256)
+DRAWS = (2, 4, 8, 16, 32)
+Way = Callable[[nn.Module, Tensor], Tensor]
 
 
-# The ways, with the number of inputs each is timed on: cost is linear in it, and the slow ones need not run long.
-WAYS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], dict[str, int]]] = {
-    "exact": (exact, {"MNIST CNN": 256, "ResNet-18": 64}),
-    "reference": (reference, {"MNIST CNN": 32, "ResNet-18": 4}),
-    "vmap(jacrev)": (vmap_jacrev, {"MNIST CNN": 64, "ResNet-18": 8}),
+class Words(nn.Module):
+    """The shape of a small language model: words in, a guess at the next of 30,000 words out."""
+
+    def __init__(self, words: int = 30_000, width: int = 64, length: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.mix = nn.Linear(length * width, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next word."""
+        seen = torch.relu(self.mix(self.embedding(ids).flatten(1)))
+        return self.head(seen + torch.relu(self.hidden(seen)))
+
+
+NETWORKS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Tensor]]] = {
+    "MNIST CNN": (mnist_cnn, lambda n: torch.randn(n, 1, 28, 28)),
+    "ResNet-18": (resnet18, lambda n: torch.randn(n, 3, 32, 32)),
+    "ResNet-50": (resnet50, lambda n: torch.randn(n, 3, 32, 32)),
+    "ViT": (vit_small, lambda n: torch.randn(n, 3, 32, 32)),
+    "30,000 words": (Words, lambda n: torch.randint(0, 30_000, (n, 16))),
 }
 
 
-def timed(function: Callable[[], Any]) -> float:
+def scored(engine: str, draws: int = 0, antithetic: bool = True, tolerance: float = 0.0) -> Way:
+    """REGrad with layer weights, smoothed if there are draws."""
+    method = REGrad(0.3, qualms.Smoothing(0.02, draws, antithetic) if draws else None)
+    return lambda model, x: qualms.score(model, x, method, engine=engine, tolerance=tolerance)
+
+
+WAYS: dict[str, Way] = {
+    "exact": scored("exact"),
+    "exact, tolerance 0.001": scored("exact", tolerance=1e-3),
+    "exact, tolerance 0.01": scored("exact", tolerance=1e-2),
+    "sketch": scored("sketch"),
+    "the paper's loop": scored("reference"),
+    **{name: peer.run for name, peer in PEERS.items()},
+    **{f"exact, N = {n}": scored("exact", n) for n in DRAWS},
+    "sketch, N = 8": scored("sketch", 8),
+    "the paper's loop, N = 100": scored("reference", 100, antithetic=False),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ways that are timed in turn in one process, each on so many inputs."""
+
+    part: str
+    network: str
+    classes: int
+    ways: tuple[tuple[str, int], ...]
+    rounds: int = 3
+
+
+JOBS = [
+    Job("peers", "MNIST CNN", 10, (("exact", 256), ("sketch", 256), ("the paper's loop", 32), ("vmap(jacrev)", 64),
+                                   ("BackPACK", 256), ("laplace-torch", 256))),
+    Job("peers", "ResNet-18", 10, (("exact", 64), ("sketch", 64), ("the paper's loop", 3), ("vmap(jacrev)", 8),
+                                   ("BackPACK", 16), ("laplace-torch", 64))),
+    Job("peers", "ViT", 10, (("exact", 64), ("sketch", 64), ("the paper's loop", 3), ("vmap(jacrev)", 8),
+                             ("BackPACK", 16), ("laplace-torch", 64))),
+    *(Job("batch", "MNIST CNN", 10, (("exact", n), ("sketch", n), ("BackPACK", n),
+                                     *((("vmap(jacrev)", n),) if n <= 64 else ()))) for n in BATCHES),
+    *(Job("batch", "ResNet-18", 10, (("exact", n),), rounds=2) for n in BATCHES),
+    *(Job("classes", "ResNet-18", c, (("exact", n), ("sketch", 64)), rounds=2) for c, n in ((10, 64), (100, 16))),
+    Job("classes", "ResNet-18", 1000, (("exact", 4), ("sketch", 64)), rounds=1),
+    *(Job("depth", name, 10, (("exact", 16), ("sketch", 16), ("the paper's loop", 2)), rounds=2)
+      for name in ("ResNet-18", "ResNet-50")),
+    Job("draws", "MNIST CNN", 10, (*((f"exact, N = {n}", 64) for n in DRAWS), ("sketch, N = 8", 64),
+                                   ("the paper's loop, N = 100", 2))),
+    Job("draws", "ResNet-18", 10, (*((f"exact, N = {n}", 4) for n in DRAWS), ("sketch, N = 8", 8),
+                                   ("the paper's loop, N = 100", 1)), rounds=1),
+    Job("tolerance", "ResNet-18", 10, (("exact", 128), ("exact, tolerance 0.001", 128), ("exact, tolerance 0.01", 128)),
+        rounds=2),
+    Job("words", "30,000 words", 30_000, (("sketch", 64), ("exact", 8)), rounds=2),
+]  # fmt: skip
+
+
+def timed(function: Callable[[], object]) -> float:
     """Seconds of one call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-def measure(model_name: str, way: str, repeats: int) -> dict[str, float]:
-    """Time for each input, in forward passes and in units of the exact engine, and peak memory in MiB."""
+def peak_mib(function: Callable[[], object]) -> float:
+    """What one call adds to the memory of this process at its highest (Linux counts it anew when told to)."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(key)).split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    function()
+    return max(0, status("VmHWM") - before) / 1024
+
+
+def run(job: Job) -> list[dict[str, object]]:
+    """One row for each way."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    build, shape = MODELS[model_name]
-    run, inputs = WAYS[way]
-    most = WAYS["exact"][1][model_name]
-    model, batch = build().eval(), torch.randn(most, *shape)
-    x = batch[: inputs[model_name]]
+    build, draw = NETWORKS[job.network]
+    model, x = build(job.classes).eval(), draw(max(n for _, n in job.ways))
+    some = draw(32)
 
     def forward() -> None:
         with torch.no_grad():
-            model(batch[:32])
+            model(some)
 
     forward()
-    run(model, x[:2])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run(model, x)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    rounds = [
-        (
-            median(timed(forward) / 32 for _ in range(5)),
-            timed(lambda: exact(model, batch)) / most,
-            timed(lambda: run(model, x)) / len(x),
-        )
-        for _ in range(repeats)
+    peaks = {}
+    for way, n in job.ways:
+        WAYS[way](model, x[: min(n, 2)])  # what is allocated once does not count
+        peaks[way] = peak_mib(lambda way=way, n=n: WAYS[way](model, x[:n]))  # type: ignore[misc]
+    units: list[float] = []
+    times: dict[str, list[float]] = {way: [] for way, _ in job.ways}
+    for _ in range(job.rounds):
+        for way, n in job.ways:
+            units += [timed(forward) / len(some) for _ in range(5)]
+            times[way].append(timed(lambda way=way, n=n: WAYS[way](model, x[:n])) / n)  # type: ignore[misc]
+    unit = median(units)
+    fields = {"part": job.part, "network": job.network, "classes": job.classes}
+    return [
+        {**fields, "way": way, "inputs": n, "passes": median(times[way]) / unit, "peak_mib": peaks[way]}
+        for way, n in job.ways
     ]
-    of_forward, of_exact, of_way = (median(column) for column in zip(*rounds, strict=True))
-    return {
-        "inputs": len(x),
-        "passes": of_way / of_forward,
-        "ratio": of_way / of_exact,
-        "peak_mib": peak / 1024,
-    }
 
 
 def main() -> None:
-    """Print the table."""
+    """Run all jobs, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--one", nargs=2, metavar=("MODEL", "WAY"), help="measure one way in this process, as JSON")
+    parser.add_argument("--part", help="only jobs of this part; the rows of others are kept")
+    parser.add_argument("--job", type=int, help="run one job in this process, and print its rows")
     arguments = parser.parse_args()
-    if arguments.one:
-        model_name, way = arguments.one
-        print(json.dumps(measure(model_name, way, arguments.repeats)))
+    if arguments.job is not None:
+        print(json.dumps(run(JOBS[arguments.job])))
         return
-    print("| network | way | inputs | forward passes | slower than exact | peak memory, MiB | MiB an input |")
-    print("|---|---|---|---|---|---|---|")
-    for name in MODELS:
-        for way in WAYS:
-            command = [sys.executable, __file__, "--one", name, way, "--repeats", str(arguments.repeats)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            r = json.loads(done.stdout)
-            print(
-                f"| {name} | {way} | {r['inputs']} | {r['passes']:.1f} | {r['ratio']:.1f} | {r['peak_mib']:.0f} "
-                f"| {r['peak_mib'] / r['inputs']:.1f} |",
-                flush=True,
-            )
+    RESULTS.parent.mkdir(exist_ok=True)
+    known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = [row for row in known if arguments.part and row["part"] != arguments.part]
+    start = time.monotonic()
+    for number, job in enumerate(JOBS):
+        if arguments.part not in (None, job.part):
+            continue
+        command = [sys.executable, __file__, "--job", str(number)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{asdict(job)} failed:\n{done.stderr}")
+        for row in json.loads(done.stdout.splitlines()[-1]):
+            rows.append(row)
+            print(f"{time.monotonic() - start:5.0f} s  {json.dumps(row)}", flush=True)
+        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

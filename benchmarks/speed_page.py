@@ -1,0 +1,169 @@
+"""Fills the tables and plots of docs/performance.md from the rows that `speed.py` and `ranking.py` left.
+
+    python benchmarks/speed_page.py
+
+Nothing is measured here. Tables stand between `<!-- name -->` and `<!-- end -->`; the text around them is by hand.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from peers import CANNOT, PEERS
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "performance.md"
+PLOTS = HERE.parent / "docs" / "plots"
+Row = dict[str, Any]
+COLOURS = {"exact": "#0072B2", "sketch": "#D55E00", "the paper's loop": "#000000", "vmap(jacrev)": "#009E73",
+           "BackPACK": "#CC79A7"}  # fmt: skip
+
+
+def rows(name: str) -> list[Row]:
+    """What a benchmark left."""
+    path = HERE / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def one(found: list[Row], **fields: Any) -> Row:
+    """The row that has these fields."""
+    return next(row for row in found if all(row[key] == value for key, value in fields.items()))
+
+
+def table(header: list[str], body: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def aims(speed: list[Row], ranks: list[Row]) -> str:
+    """Each aim, what was measured, and whether that is enough."""
+    body: list[list[str]] = []
+
+    def add(aim: str, value: float, met: bool, form: str = ".1f", note: str = "") -> None:
+        body.append([aim, f"{value:{form}}{note}", "yes" if met else "**no**"])
+
+    for network, least in (("MNIST CNN", 0.999), ("CIFAR-10 ResNet-20", 0.99), ("SVHN CNN", 0.99)):
+        row = one(ranks, part="smoothing", network=network, way="N = 8")
+        add(f"{network}: rank correlation of N = 8 with N = 100 at least {least}", row["spearman"],
+            row["spearman"] >= least, ".4f")  # fmt: skip
+        off = abs(row["auroc"] - row["auroc_judge"])
+        add(f"{network}: AUROC of N = 8 within 0.3 points of N = 100", off, off <= 0.3, ".2f", " points")
+    for network in ("MNIST CNN", "ResNet-18"):
+        here = one(speed, part="draws", network=network, way="exact, N = 8")["passes"]
+        loop = one(speed, part="draws", network=network, way="the paper's loop, N = 100")["passes"]
+        add(f"{network}: REGrad* (exact, N = 8) 25 times faster than the paper's loop with N = 100", loop / here,
+            loop / here >= 25, ".0f", " times")  # fmt: skip
+    many = {way: one(speed, part="classes", classes=1000, way=way)["passes"] for way in ("exact", "sketch")}
+    add("ResNet-18, 1000 classes: sketch 25 times faster than exact", many["exact"] / many["sketch"],
+        many["exact"] / many["sketch"] >= 25, ".0f", " times")  # fmt: skip
+    few = one(speed, part="classes", classes=10, way="sketch")["passes"]
+    add("sketch: 1000 classes cost what 10 cost (in forward passes)", many["sketch"] / few,
+        many["sketch"] / few < 1.3, ".2f", " times")  # fmt: skip
+    for network in ("CIFAR-10 ResNet-20", "CIFAR-100 ResNet-56"):
+        row = one(ranks, part="sketch", network=network, way="k = 16, quadrature")
+        add(f"{network}: rank correlation of the default sketch with exact at least 0.99 (worst of 3 seeds)",
+            row["worst"], row["worst"] >= 0.99, ".4f")  # fmt: skip
+    words = one(speed, part="words", way="sketch")
+    add(f"30,000 words: the sketch of {words['inputs']} inputs in less than 1 GiB", words["peak_mib"],
+        words["peak_mib"] < 1024, ".0f", " MiB")  # fmt: skip
+    return table(["aim", "measured", "met"], body)
+
+
+def peers(speed: list[Row]) -> str:
+    """Ways to the same numbers, or to comparable ones."""
+    body = []
+    for row in (r for r in speed if r["part"] == "peers"):
+        exact = one(speed, part="peers", network=row["network"], way="exact")["passes"]
+        note = "*" if (row["way"], row["network"]) in CANNOT else ""
+        same = "yes" if row["way"] not in PEERS or PEERS[row["way"]].same else f"no: {PEERS[row['way']].computes}"
+        body.append([row["network"], row["way"] + note, same, str(row["inputs"]), f"{row['passes']:.1f}",
+                     f"{row['passes'] / exact:.2f}", f"{row['peak_mib']:.0f}"])  # fmt: skip
+    header = ["network", "way", "same quantity", "inputs", "forward passes an input", "of exact", "peak MiB"]
+    reasons = [f"- {peer}, {network}: {reason}" for (peer, network), reason in CANNOT.items()]
+    return table(header, body) + "\n\nWhat a peer cannot do:\n\n" + "\n".join(reasons)
+
+
+def growth(speed: list[Row]) -> str:
+    """The rows behind the plots."""
+    body = [
+        [row["part"], row["network"], str(row["classes"]), row["way"], str(row["inputs"]), f"{row['passes']:.1f}",
+         f"{row['peak_mib']:.0f}"]
+        for row in speed if row["part"] != "peers"
+    ]  # fmt: skip
+    return table(["part", "network", "classes", "way", "inputs", "forward passes an input", "peak MiB"], body)
+
+
+def ranking(ranks: list[Row], part: str) -> str:
+    """Rank correlation and AUROC on real inputs."""
+    body = [
+        [row["network"], row["way"], str(row["inputs"]), f"{row['spearman']:.4f}", f"{row['auroc']:.2f}",
+         f"{row['auroc_judge']:.2f}"]
+        for row in ranks if row["part"] == part
+    ]  # fmt: skip
+    return table(["network", "way", "inputs", "Spearman", "AUROC %", "AUROC % of what it is compared with"], body)
+
+
+def plots(speed: list[Row]) -> None:
+    """Growth in the batch, the classes, the depth and the draws."""
+    PLOTS.mkdir(exist_ok=True)
+    plt.rcParams.update({"svg.hashsalt": "qualms", "font.size": 10, "axes.spines.top": False,
+                         "axes.spines.right": False})  # fmt: skip
+    for part, key, label in (("batch", "inputs", "inputs in the batch"), ("classes", "classes", "classes")):
+        figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+        lines = dict.fromkeys((r["network"], r["way"]) for r in speed if r["part"] == part)
+        for network, way in lines:
+            points = [
+                (r[key], r["passes"]) for r in speed if (r["part"], r["network"], r["way"]) == (part, network, way)
+            ]
+            style = "-o" if network == "MNIST CNN" or part == "classes" else "--s"
+            axes.plot(*zip(*points, strict=True), style, color=COLOURS[way], label=f"{way}, {network}")
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="forward passes an input")
+        _save(figure, axes, part)
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for way in ("exact", "sketch", "the paper's loop"):
+        found = [r for r in speed if r["part"] == "depth" and r["way"] == way]
+        axes.plot([r["network"] for r in found], [r["passes"] for r in found], "-o", color=COLOURS[way], label=way)
+    axes.set(yscale="log", ylabel="forward passes an input")
+    _save(figure, axes, "depth")
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for network, style in (("MNIST CNN", "-o"), ("ResNet-18", "--s")):
+        found = [r for r in speed if (r["part"], r["network"]) == ("draws", network)]
+        for way in ("exact", "sketch", "the paper's loop"):
+            points = [(int(r["way"].split("= ")[1]), r["passes"]) for r in found if r["way"].startswith(way)]
+            axes.plot(*zip(*points, strict=True), style, color=COLOURS[way], label=f"{way}, {network}")
+    axes.set(xscale="log", yscale="log", xlabel="perturbed inputs N", ylabel="forward passes an input")
+    _save(figure, axes, "draws")
+
+
+def _save(figure: Any, axes: Any, name: str) -> None:
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    """Write the page."""
+    speed, ranks = rows("speed"), rows("ranking")
+    parts = {
+        "aims": aims(speed, ranks),
+        "peers": peers(speed),
+        "growth": growth(speed),
+        "smoothing": ranking(ranks, "smoothing"),
+        "sketch": ranking(ranks, "sketch"),
+    }
+    page = PAGE.read_text()
+    for name, text in parts.items():
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        page = f"{before}{mark}\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    PAGE.write_text(page)
+    plots(speed)
+
+
+if __name__ == "__main__":
+    main()
