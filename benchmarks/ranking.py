@@ -104,9 +104,9 @@ STUDIES = (
     (sketch, "CIFAR-10 ResNet-20", 75),
     (sketch, "CIFAR-100 ResNet-56", 30),
     (smoothed_sketch, "CIFAR-10 ResNet-20", 40),
-    (smoothing, "MNIST CNN", 150),
-    (smoothing, "SVHN CNN", 40),
-    (smoothing, "CIFAR-10 ResNet-20", 40),
+    (smoothing, "MNIST CNN", 100),
+    (smoothing, "SVHN CNN", 30),
+    (smoothing, "CIFAR-10 ResNet-20", 30),
 )
 
 
