@@ -9,6 +9,7 @@ the inputs of a batch or hides operations from torch's function modes, are run b
 """
 
 import logging
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -107,9 +108,7 @@ def _by_pieces(
     return Measured(values, apart[:, 0].detach(), recorder.one_by_one)
 
 
-def _by_autograd(
-    model: nn.Module, on: Rows, selected: dict[str, Tensor], kind: Kind, directions: Stacked
-) -> Measured:
+def _by_autograd(model: nn.Module, on: Rows, selected: dict[str, Tensor], kind: Kind, directions: Stacked) -> Measured:
     """The general path for a whole model: exact whatever it does, at the price of one row at a time."""
     parts: list[Measured] = []
     for start in range(0, count(on.batch), on.per_input):
