@@ -4,6 +4,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def old_weight_norm(layer: nn.Module) -> nn.Module:
         return torch.nn.utils.weight_norm(layer)
 
 
+FORMS = ("matmul", "addmm", "view", "features-used-again", "derived-weight")
 weight_norm = torch.nn.utils.parametrizations.weight_norm
 
 CASES = [
@@ -246,6 +248,25 @@ CASES = [
     Case("writes-into-a-token-copy", net.WritesIntoATokenCopy, lambda: innocent_first(), general=...),
     Case("one-at-a-time", net.OneAtATime, lambda: innocent_first(), general=None),
     Case("checkpointed", net.Checkpointed, lambda: innocent_first(), general=...),
+    Case("wide-head", net.Wide, sequences()),
+    Case("wide-head-without-bias", lambda: net.Wide(bias=False), sequences()),
+    Case("wide-head-confident", lambda: net.Wide(bias=False, certain=20.0), sequences()),
+    *(Case(f"wide-head-{form}", partial(net.WideInOtherWays, form), sequences()) for form in FORMS),
+    Case("wide-head-tied", net.WideTied, ids(40)),
+    Case(
+        "wide-head-images",
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3, groups=3),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 3, 3),
+            nn.Flatten(2),
+            nn.AdaptiveAvgPool1d(1),
+            nn.Flatten(),
+            nn.Linear(3, 30),
+        ),
+        images(),
+    ),
     Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
 ]
 

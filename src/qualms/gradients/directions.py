@@ -84,6 +84,7 @@ class Stacked:
     names: tuple[str, ...]
 
     def __call__(self, logits: Logits) -> Float[Tensor, "m b r c"]:
+        """All of them, for these logits."""
         return torch.cat([DIRECTIONS[name](logits.detach()) for name in self.names])
 
 

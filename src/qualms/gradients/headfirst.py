@@ -6,9 +6,9 @@ input's rows, as always). Then for every class
 
     ∇ log p_c = k* + Σ_d (W_c - W_c*)_d k_d,    ‖∇ log p_c‖² = xᵀ K x,    x = (1, W_c - W_c*),
 
-with K the inner products of (k*, k_1, …, k_D). Starting from c* leaves nothing to cancel for confident inputs: k*, which
-is tiny then, is a backward pass of its own, and no other class has a tiny direction. Where terms cancel all the same,
-the gradient is added up before its norm is taken.
+with K the inner products of (k*, k_1, …, k_D). Starting from c* leaves nothing to cancel for confident inputs: k*,
+which is tiny then, is a backward pass of its own, and no other class has a tiny direction. Where terms cancel all the
+same, the gradient is added up before its norm is taken.
 
 The last layer itself needs no pass: the rows of ∂W log p_c are means over an input's rows r of -p_rk h_r for k ≠ c and
 of (1 - p_rc) h_r for k = c, so ‖∂W log p_c‖² = ‖mean (1 - p_rc) h_r‖² + Σ_{k≠c} ‖mean p_rk h_r‖²; for b, h is 1.
@@ -49,8 +49,8 @@ class Head:
             node = node.next_functions[0][0]
         if node is None or node.name() not in PRODUCTS:
             return None
-        *first, features, weight = node.next_functions
-        if features[0] is None or getattr(node, "_saved_alpha", 1) != 1:
+        *first, (source, number), weight = node.next_functions
+        if source is None or getattr(node, "_saved_alpha", 1) != 1:
             return None
         ends = {*seen, node}
         own = [p for p in pieces if any(edge.node in ends for edge in p.edges)]
@@ -63,12 +63,12 @@ class Head:
             return None
         if not {id(p) for p in own} <= {id(p) for p in alone.values()} or len(matrix) != logits.shape[1]:
             return None
-        return cls(matrix, GradientEdge(*features), own, body)
+        return cls(matrix, GradientEdge(source, number), own, body)
 
     def pays(self, per_input: int) -> bool:
         """Whether D + 2 passes and the algebra on what they give take fewer multiplications than C passes.
 
-        A pass takes about twice the multiplications of the gradients it ends in (once for the cotangents, once for the
+        A pass takes at least twice the multiplications of the gradients it ends in (for the cotangents, and for the
         gradients); K takes m² for each number kept of a gradient, m = D + 1, and xᵀ K x takes m² for each class.
         """
         classes, width = self.weight.shape
@@ -80,14 +80,14 @@ class Head:
     def held(self, per_input: int) -> int:
         """How many numbers are kept for one input of `per_input` rows, if this was recorded on one row."""
         classes, width = self.weight.shape
-        largest = max(p.gradient.numel for p in self.body)
-        kept = sum(kept_numbers(p, per_input, width + 1) for p in self.body)
-        return (width + 1) * (kept + largest + 4 * classes) + 8 * per_input * classes
+        kept = [kept_numbers(p, per_input, width + 1) for p in self.body]
+        # Of the largest there are copies while K is computed; x, x K and x² are there for every class.
+        return (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes) + 8 * per_input * classes
 
 
 # What the graph says of `linear`, `addmm`, `matmul`; and of views that leave [rows, classes] in order.
 PRODUCTS = ("AddmmBackward0", "MmBackward0")
-VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "CloneBackward0") + tuple(f"SqueezeBackward{i}" for i in range(3))
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "CloneBackward0", *(f"SqueezeBackward{i}" for i in range(3)))
 
 
 def kept_numbers(piece: Piece, per_input: int, cotangents: int) -> int:
@@ -179,7 +179,7 @@ def _body(
 
 @dataclass
 class Kept:
-    """What is kept of the gradients k*, k_1, …, k_D of one parameter: each δ [b·g, t, o], or each gradient [b, 1, p]."""
+    """What is kept of a parameter's gradients k*, k_1, …, k_D: of each its δ [b·g, t, o], or all of it [b, 1, p]."""
 
     piece: Piece | None  # None if the gradient is made of several
     cotangents: int

@@ -196,6 +196,7 @@ class Outer:
         return self._positions(self.still()).unflatten(0, (self.inputs, -1))[b]
 
     def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
+        """The factor δ that a cotangent gives."""
         (d,) = cotangents
         assert d is not None
         return self._positions(self.moving(d))

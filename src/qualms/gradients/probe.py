@@ -24,6 +24,7 @@ from qualms.gradients.weights import Weights
 
 log = logging.getLogger("qualms")
 CACHED_BYTES = 2**22
+FEWEST = 4  # rows at once: with fewer, a pass costs more for each than it would save
 DOUBLE = 8  # bytes of an entry of the cotangents
 
 
@@ -102,7 +103,8 @@ class Probe:
         cls, model: nn.Module, first: Rows, selected: dict[str, Tensor], logits: Tensor, expected: dict[str, float]
     ) -> "tuple[Probe, list[Meeting]]":
         x = tensors(first.batch)[0]
-        channels_last = x.ndim == 4 and x.is_floating_point()
+        # With a single channel both formats look alike, and torch would go back and forth between them.
+        channels_last = x.ndim == 4 and x.shape[1] > 1 and x.is_floating_point()
         try:
             weights, z, one, kept = _first_row(model, first, selected, channels_last)
         except Exception:
@@ -125,10 +127,16 @@ class Probe:
         """Whether the gradients of all classes come cheaper from those of the last layer's features, and fit."""
         if self.head is None or kind != "l2" or "classes" not in directions or not self.head.pays(per_input):
             return False
-        return self.itemsize * self.head.held(per_input) + 2 * per_input * self.row_bytes <= budget
+        return self._affordable(budget, per_input, kind, True) * per_input >= FEWEST
 
     def inputs_in(self, budget: int, per_input: int, kind: Kind, by_head: bool = False) -> int:
         """How many inputs at once keep the work within `budget` bytes."""
+        affordable = self._affordable(budget, per_input, kind, by_head)
+        if self.weights.device.type == "cpu":  # beyond this size a tensor leaves the cache, and passes get slower
+            affordable = min(affordable, CACHED_BYTES // max(1, self.largest * self.itemsize * per_input))
+        return max(1, affordable)
+
+    def _affordable(self, budget: int, per_input: int, kind: Kind, by_head: bool) -> int:
         outers = [p.gradient for p in self.pieces if isinstance(p.gradient, Outer)]
         numels = [p.gradient.numel for p in self.pieces]
         passes = self.classes + 1 if kind == "gram" else 1
@@ -139,10 +147,7 @@ class Probe:
             cotangents = self.itemsize * self.head.held(per_input)
         else:
             cotangents = 2 * DOUBLE * per_input * self.classes**2
-        affordable = budget // (rows + shared + written + cotangents)
-        if self.weights.device.type == "cpu":  # beyond this size a tensor leaves the cache, and passes get slower
-            affordable = min(affordable, CACHED_BYTES // max(1, self.largest * self.itemsize * per_input))
-        return max(1, int(affordable))
+        return int(budget // (rows + shared + written + cotangents))
 
 
 def _first_row(
