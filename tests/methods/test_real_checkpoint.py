@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.io import loadmat
+from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ pytestmark = [
 ]
 ROOT = Path(os.environ.get("QUALMS_DATA", "."))
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-INPUTS = 48
+INPUTS = 32
 
 
 def resnet20() -> nn.Module:
@@ -50,6 +51,10 @@ def cifar(name: str, count: int) -> tuple[Tensor, Tensor]:
     return normalised(images), torch.tensor(found["labels"][:count])
 
 
+def svhn(count: int) -> Tensor:
+    return normalised(loadmat(ROOT / "test_32x32.mat")["X"].transpose(3, 0, 1, 2)[:count])
+
+
 @pytest.fixture(scope="module")
 def scores() -> dict[str, Tensor]:
     torch.set_num_threads(2)
@@ -57,7 +62,6 @@ def scores() -> dict[str, Tensor]:
     x, y = cifar("test_batch", 1000)
     with torch.no_grad():
         assert (model(x).argmax(1) == y).float().mean() > 0.9
-    out = normalised(loadmat(ROOT / "test_32x32.mat")["X"].transpose(3, 0, 1, 2)[:INPUTS])
     sigma = tuple((0.02 / STD).tolist())
     methods: list[object] = [kind() for kind in METHODS if kind.name != "mc-dropout"]  # the network has none
     methods += ["regrad+layers(0.2)", qualms.methods()[0].__class__(layers=0.2, smooth=qualms.Smoothing(sigma))]
@@ -66,7 +70,7 @@ def scores() -> dict[str, Tensor]:
     with torch.no_grad():
         for p in other.parameters():
             p += 0.02 * p.abs().mean() * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-    both = torch.cat([x[:INPUTS], out])
+    both = torch.cat([x[:INPUTS], svhn(INPUTS)])
     found = qualms.compare(model, both, methods, train=list(train), models=[other])
     torch.set_num_threads(1)
     return found
@@ -88,6 +92,13 @@ def test_the_papers_method_finds_svhn(scores: dict[str, Tensor]) -> None:
     assert auroc(scores[starred]) > 0.9
     assert auroc(scores[starred]) > auroc(scores["regrad"])
     assert auroc(scores["entropy"]) > 0.8
+
+
+def test_the_sketch_ranks_real_inputs_like_the_exact_engine(scores: dict[str, Tensor]) -> None:
+    x = torch.cat([cifar("test_batch", INPUTS)[0], svhn(INPUTS)])
+    found, error = qualms.score_with_error(resnet20(), x, "regrad+layers(0.2)", engine="sketch")
+    assert spearmanr(found, scores["regrad+layers(0.2)"])[0] > 0.985
+    assert (error < 0.3 * found).all()
 
 
 def test_the_exact_engine_is_the_reference_on_it() -> None:
