@@ -102,9 +102,7 @@ class Probe:
     def _watch_one(
         cls, model: nn.Module, first: Rows, selected: dict[str, Tensor], logits: Tensor, expected: dict[str, float]
     ) -> "tuple[Probe, list[Meeting]]":
-        x = tensors(first.batch)[0]
-        # With a single channel both formats look alike, and torch would go back and forth between them.
-        channels_last = x.ndim == 4 and x.shape[1] > 1 and x.is_floating_point()
+        channels_last = wants_channels_last(first)
         try:
             weights, z, one, kept = _first_row(model, first, selected, channels_last)
         except Exception:
@@ -121,7 +119,7 @@ class Probe:
 
     def formatted(self, on: Rows) -> Rows:
         """Rows in the memory format that is fastest for this model."""
-        return _formatted(on, self.channels_last)
+        return in_channels_last(on) if self.channels_last else on
 
     def by_head(self, budget: int, per_input: int, kind: Kind, directions: Sequence[str]) -> bool:
         """Whether the gradients of all classes come cheaper from those of the last layer's features, and fit."""
@@ -156,13 +154,18 @@ def _first_row(
     weights = Weights.of(selected, model.parameters(), channels_last)
     constants = {t.untyped_storage().data_ptr() for t in weights.stand_in.values()}
     with saved_bytes(constants) as total:
-        z, recorder = recorded(model, _formatted(first, channels_last), weights, None)
+        z, recorder = recorded(model, in_channels_last(first) if channels_last else first, weights, None)
     return weights, z, recorder, total[0]
 
 
-def _formatted(on: Rows, channels_last: bool) -> Rows:
-    if not channels_last:
-        return on
+def wants_channels_last(on: Rows) -> bool:
+    """Images; with a single channel both formats look alike, and torch would go back and forth between them."""
+    x = tensors(on.batch)[0]
+    return x.ndim == 4 and x.shape[1] > 1 and x.is_floating_point()
+
+
+def in_channels_last(on: Rows) -> Rows:
+    """The same rows in the memory format in which convolutions are fastest."""
     first, *others = tensors(on.batch)
     first = first.contiguous(memory_format=torch.channels_last)
     return Rows(with_tensors(on.batch, [first, *others]), on.per_input, on.embedding_noise)

@@ -27,7 +27,7 @@ from qualms.gradients.directions import projected
 from qualms.gradients.inputs import Batch, count, take, tensors
 from qualms.gradients.layers import grouped, layer_weights, select
 from qualms.gradients.memory import default_budget
-from qualms.gradients.probe import CACHED_BYTES
+from qualms.gradients.probe import in_channels_last
 from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.smoothing import Rows, Smoothing, rows
 from qualms.gradients.stable import Law, Sample
@@ -35,6 +35,7 @@ from qualms.gradients.tangents import Look, Push, Tangent, trusted
 from qualms.random import generator
 
 TANGENTS = 1_000_000_007  # sets the draws of tangents apart from those of inputs
+LARGEST = 2**24  # bytes of one result
 LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
 
 
@@ -108,7 +109,7 @@ def tangent(
             if l1:
                 s = weight * torch.empty(shape, dtype=torch.double).cauchy_(generator=noise)
             else:
-                s = scale * torch.randn(shape, generator=noise)
+                s = torch.randn(shape, generator=noise).mul_(scale)
             drawn[name] = s.to(like[name])
     return drawn
 
@@ -146,15 +147,15 @@ class Work:
         look = Look.of(model, rows_of(slice(0, LOOKED_AT)), selected)
         budget = settings.budget or default_budget(tensors(batch)[0].device)
         per_input = max(1, look.largest) * (smoothing.draws + 1 if smoothing else 1)
-        # A pass holds a handful of results at a time, and they had better stay in the cache.
-        at_once = max(1, min(settings.batch_size or inputs, CACHED_BYTES // per_input, budget // (8 * per_input)))
+        # A pass holds a handful of results at a time. Larger ones leave the cache, smaller ones wait for the weights.
+        at_once = max(1, min(settings.batch_size or inputs, LARGEST // per_input, budget // (8 * per_input)))
         return cls(model, selected, look, inputs, rows_of, directions, at_once, budget)
 
     def projections(
         self, draw: Callable[[int], Tangent], tangents: int
     ) -> tuple[Float[Tensor, "k b m"], Float[Tensor, "b c"]]:
         """The projections of the gradients along the directions on k tangents, and the logits."""
-        push = self.look.push(self.model, self.rows_of(slice(0, 1)).take([0]), draw(0))
+        push = self.look.push(self.model, self._formatted(self.rows_of(slice(0, 1)).take([0])), draw(0))
         found = [self._in_block(block, push, draw, tangents) for block in self._blocks(tangents)]
         return torch.cat([t for t, _ in found], dim=1), torch.cat([z for _, z in found])
 
@@ -165,11 +166,14 @@ class Work:
         size = max(self.at_once, self.budget // (2 * bytes_each))
         return (slice(i, min(i + size, self.inputs)) for i in range(0, self.inputs, size))
 
+    def _formatted(self, on: Rows) -> Rows:
+        return in_channels_last(on) if self.look.channels_last else on
+
     def _in_block(
         self, block: slice, push: Push, draw: Callable[[int], Tangent], tangents: int
     ) -> tuple[Tensor, Tensor]:
         chunks = [slice(i, min(i + self.at_once, block.stop)) for i in range(block.start, block.stop, self.at_once)]
-        on = [self.rows_of(chunk) for chunk in chunks]
+        on = [self._formatted(self.rows_of(chunk)) for chunk in chunks]
         s = draw(0)
         pushes, known = zip(*trusted(push, self.model, self.look, on, s), strict=True)
         kept: list[list[Tensor]] = [[] for _ in chunks]

@@ -23,7 +23,7 @@ from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import count, tensors, with_tensors
 from qualms.gradients.layout import Unclear
 from qualms.gradients.plain import gradients_of, row_gradients
-from qualms.gradients.probe import along, recorded
+from qualms.gradients.probe import along, in_channels_last, recorded, wants_channels_last
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.gradients.trust import COARSE, TOLERANCE, close
 from qualms.gradients.weights import Weights
@@ -37,8 +37,14 @@ Push = Callable[[nn.Module, Rows, Tangent], tuple[Float[Tensor, "rows c"], Float
 def forward_mode(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Tensor, Tensor]:
     """The logits z and J s, exact: one pass with dual numbers."""
     inner = _Logits(model)
-    theta = {f"model.{name}": model.get_parameter(name).detach() for name in tangent}
-    along = {f"model.{name}": s for name, s in tangent.items()}
+    x = tensors(on.batch)[0]
+    last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+    def formatted(t: Tensor) -> Tensor:
+        return t.contiguous(memory_format=torch.channels_last) if last and t.ndim == 4 else t
+
+    theta = {f"model.{name}": formatted(model.get_parameter(name).detach()) for name in tangent}
+    along = {f"model.{name}": formatted(s) for name, s in tangent.items()}
     with torch.no_grad(), _differentiable_kernels(), ConstantPadding(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of the rules it compiles on first use
         pair: Any = torch.func.jvp(lambda t: torch.func.functional_call(inner, t, (on,)), (theta,), (along,))
@@ -128,6 +134,7 @@ class Look:
     gradient: dict[str, Float[Tensor, "1 ..."]]  # of the first row, along one random direction
     classes: int
     largest: int  # bytes of the largest result of one row
+    channels_last: bool  # the model takes images in that memory format, in which convolutions are faster
     alone: bool  # rows are compared with what they give alone: the model reads values, or cannot be watched
 
     @classmethod
@@ -143,11 +150,12 @@ class Look:
             _, recorder = recorded(model, first, Weights.of(selected, model.parameters()), None)
         except Exception as reason:
             log.info("%s: each row is compared with what it gives alone", reason)
-            return cls(used, gradient, logits.shape[1], logits.nbytes, True)
+            return cls(used, gradient, logits.shape[1], logits.nbytes, False, True)
         order = [name for name in recorder.first_use if name in used]
         order += [name for name in used if name not in order]
         largest = max((t.numel() * t.element_size() for m in recorder.meetings for t in m.results), default=0)
-        return cls(order, gradient, logits.shape[1], max(largest, logits.nbytes), recorder.reads_values)
+        last = _takes_channels_last(model, first, logits)
+        return cls(order, gradient, logits.shape[1], max(largest, logits.nbytes), last, recorder.reads_values)
 
     def push(self, model: nn.Module, first: Rows, tangent: Tangent) -> Push:
         """The first way of pushing a tangent that gives plain autograd's derivative."""
@@ -171,6 +179,17 @@ class Look:
         raise QualmsError(
             f"engine='sketch' cannot push tangents through this model ({'; '.join(reasons)}); use engine='exact'."
         )
+
+
+def _takes_channels_last(model: nn.Module, first: Rows, logits: Tensor) -> bool:
+    """Whether it is an image model that gives the same logits; `view` on what a convolution returns may fail."""
+    if not wants_channels_last(first):
+        return False
+    try:
+        with torch.no_grad():
+            return close(logits_of(model, in_channels_last(first)), logits)
+    except QualmsError:
+        return False
 
 
 def _used_by(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> set[str]:
