@@ -84,8 +84,31 @@ def peers(speed: list[Row]) -> str:
         body.append([row["network"], row["way"] + note, same, str(row["inputs"]), f"{row['passes']:.1f}",
                      f"{row['passes'] / exact:.2f}", f"{row['peak_mib']:.0f}"])  # fmt: skip
     header = ["network", "way", "same quantity", "inputs", "forward passes an input", "of exact", "peak MiB"]
+    faster = _faster(speed)
     reasons = [f"- {peer}, {network}: {reason}" for (peer, network), reason in CANNOT.items()]
-    return table(header, body) + "\n\nWhat a peer cannot do:\n\n" + "\n".join(reasons)
+    return "\n\n".join(
+        (
+            table(header, body),
+            "Where another way to the same numbers is faster than `exact`: " + ("; ".join(faster) or "nowhere") + ".",
+            "What a peer cannot do:",
+            "\n".join(reasons),
+        )
+    )
+
+
+def _faster(speed: list[Row]) -> list[str]:
+    found = []
+    for row in (r for r in speed if r["way"] in PEERS and PEERS[r["way"]].same):
+        exact = one(speed, part=row["part"], network=row["network"], way="exact", **_size(row))["passes"]
+        if row["passes"] < exact:
+            found.append(
+                f"{row['way']} on {row['network']}, {row['inputs']} inputs ({exact / row['passes']:.1f} times)"
+            )
+    return found
+
+
+def _size(row: Row) -> Row:
+    return {"inputs": row["inputs"]} if row["part"] == "batch" else {}
 
 
 def growth(speed: list[Row]) -> str:

@@ -73,16 +73,18 @@ def compare(
         methods: specs or method objects.
         train: training inputs, an iterable of batches, for the methods that need them.
         models: further members, for `ensemble`.
-        engine: how class gradients are computed: `exact`; `sketch`, whose cost does not depend on the number of
-            classes (`qualms.Sketch` for its options); `auto`, the cheaper of the two; or `reference`.
+        engine: how class gradients are computed: `exact`; `sketch`, estimates whose cost does not depend on the number
+            of classes (`qualms.Sketch` for its options); `auto`, the cheaper of the two by measured time; or
+            `reference`. Sketched `+layers` scores add layers in quadrature, so they rank alike but have other values:
+            compare scores, and use a threshold, within one engine.
         layers: what `+layers` counts: `module`, `tensor` or `block`.
         norm: of the gradients, `l2` or `l1`.
         params: which parameters count: a pattern, or a function of names; all by default.
         seed: decides every random draw, together with an input's number.
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of a `+layers` score that early layers may be left out for, to save passes through them;
-            0 leaves out nothing.
+        tolerance: the share of a `+layers` score that may be left out with early layers, to save the exact engine
+            passes through them. What they add is measured on some of the directions, not proven; 0 leaves out nothing.
         progress: True for a count on the terminal, or a function that is told how many inputs are done.
         errors: a dict to be filled, by spec, with the standard errors that the tangents of `sketch` give the scores.
 
@@ -96,10 +98,12 @@ def compare(
     done = 0
     with untouched(model) as inner:
         wanted = _directions(chosen.values())
-        study = Study(inner, settings, train, tuple(models), wanted, _smallest_lambda(chosen.values()))
+        study = Study(
+            inner, settings, train, tuple(models), wanted, _smallest_lambda(chosen.values()), errors is not None
+        )
         for first, batch in numbered(x):
             if wanted and first == 0:
-                smooth, names = next(iter(wanted.items()))
+                smooth, names = max(wanted.items(), key=_passes)
                 study.settings = settled(settings, inner, batch, names, smooth)
             seen = Evidence(study, batch, first)
             for name, method in chosen.items():
@@ -127,6 +131,12 @@ def _directions(methods: Iterable[Any]) -> dict[Smoothing | None, tuple[str, ...
         if hasattr(m, "direction"):
             wanted[m.smooth] = tuple(dict.fromkeys((*wanted.get(m.smooth, ()), m.direction)))
     return wanted
+
+
+def _passes(wanted: tuple[Smoothing | None, tuple[str, ...]]) -> int:
+    """What decides the price: gradients of all classes, and of many perturbed inputs."""
+    smooth, names = wanted
+    return (1 + (smooth.draws if smooth else 0)) * (1000 if "classes" in names else 1)
 
 
 def _smallest_lambda(methods: Iterable[Any]) -> dict[Smoothing | None, float | None]:

@@ -55,8 +55,8 @@ def test_passes_stop_where_the_late_layers_begin() -> None:
         qualms.score(model, x, "regrad+layers", batch_size=8, **more)
         return Watched.calls
 
-    # Four of five chunks go there with one cotangent instead of five.
-    assert calls() - calls(tolerance=1e-2) == 4 * (5 - 1)
+    # Four of five chunks go there with two cotangents instead of five.
+    assert calls() - calls(tolerance=1e-2) == 4 * (5 - 2)
 
 
 def test_zero_leaves_out_nothing_and_is_the_default() -> None:
@@ -90,6 +90,24 @@ def test_inputs_unlike_the_first_run_in_full() -> None:
     x[:4, 0] = -1
     have = qualms.score(model, x, "regrad+layers", batch_size=4, tolerance=1e-3)
     torch.testing.assert_close(have, qualms.score(model, x, "regrad+layers"), rtol=1e-3, atol=0)
+
+
+def test_directions_that_are_no_class_are_looked_at_themselves() -> None:
+    """What all logits have in common moves no probability, but it moves the confounding label."""
+
+    class Common(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = nn.Linear(4, 1), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.late(x) + (x[:, :1] > 0) * 100 * self.early(x)
+
+    torch.manual_seed(0)
+    model, x = Common().double(), torch.rand(12, 4, dtype=torch.double)
+    x[:4, 0] = -1
+    have = qualms.score(model, x, "confounding-label+layers", batch_size=4, tolerance=1e-3)
+    torch.testing.assert_close(have, qualms.score(model, x, "confounding-label+layers"), rtol=1e-3, atol=0)
 
 
 def test_a_bad_tolerance_is_named() -> None:

@@ -76,3 +76,24 @@ def test_a_frozen_last_layer_is_passed_as_well() -> None:
     part = qualms.class_gradient_norms(model, x, params="b.*")
     whole = qualms.class_gradient_norms(model, x)
     assert_norms_equal(part.norms, whole.norms[:, :, [whole.layers.index("b")]])
+
+
+def test_one_bias_for_all_classes_has_no_gradient() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.weight, self.bias = (
+                nn.Linear(4, 3),
+                nn.Parameter(torch.randn(3, 60)),
+                nn.Parameter(torch.ones(1)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, torch.tanh(self.body(x)), self.weight)
+
+    torch.manual_seed(0)
+    model, x = Shared().double(), torch.randn(4, 4, dtype=torch.double)
+    have = qualms.class_gradient_norms(model, x, layers="tensor")
+    want = qualms.class_gradient_norms(model, x, layers="tensor", engine="reference")
+    assert have.layers == want.layers
+    assert_norms_equal(have.norms, want.norms)

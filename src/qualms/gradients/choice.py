@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.combine import measure
+from qualms.gradients.combine import Kind, measure
 from qualms.gradients.directions import Stacked
 from qualms.gradients.inputs import Batch, count, take
 from qualms.gradients.layers import grouped
@@ -73,40 +73,42 @@ def choose(
     """Times a pass of each kind on the first inputs."""
     some = take(batch, slice(0, min(TIMED, settings.batch_size or TIMED)))
     work = Work.on(model, some, 0, settings, directions, smoothing)
-    exact = _exact_seconds(work, directions)
+    exact = _exact_seconds(work, directions, "l1" if settings.norm == "l1" else "l2")
     try:
         tangents = Sketch().tangents * (len(grouped(model, work.look.used, settings.layers)) if each_layer else 1)
-        sketch = _sketch_seconds(work, tangents)
+        sketch = _sketch_seconds(work, tangents, count(batch))
     except QualmsError as reason:
         log.info("%s", reason)
         sketch = float("inf")
     return Choice("sketch" if WORTH * sketch < exact else "exact", exact, sketch)
 
 
-def _exact_seconds(work: Work, directions: Sequence[str]) -> float:
+def _exact_seconds(work: Work, directions: Sequence[str], kind: Kind) -> float:
     passes = sum(work.look.classes if name in ("classes", "logits") else 1 for name in directions)
     on = work.rows_of(slice(0, work.inputs))
     probe = Probe.of(work.model, on, work.selected)
     if probe is None:
         one = on.take([0])
         return passes * on.per_input * _seconds(lambda: row_gradients(work.model, one, work.selected, along))
-    if probe.by_head(work.budget, on.per_input, "l2", directions) and probe.head is not None:
+    if probe.by_head(work.budget, on.per_input, kind, directions) and probe.head is not None:
         passes = probe.head.weight.shape[1] + 2 + len(directions) - 1
-    inputs = min(work.inputs, probe.inputs_in(work.budget, on.per_input, "l2"))
+    inputs = min(work.inputs, probe.inputs_in(work.budget, on.per_input, kind))
     on = probe.formatted(work.rows_of(slice(0, inputs)))
     plan = probe.plan if count(on.batch) > 1 else None
     forward = _seconds(lambda: recorded(work.model, on, probe.weights, plan))
     logits, recorder = recorded(work.model, on, probe.weights, plan)
     cotangents = Stacked(("uniform", "uniform"))(logits.unflatten(0, (inputs, -1))).flatten(1, 2)
-    a_pass = _seconds(partial(measure, logits, cotangents, recorder.pieces, probe.weights, inputs, "l2")) / 2
+    a_pass = _seconds(partial(measure, logits, cotangents, recorder.pieces, probe.weights, inputs, kind)) / 2
     return (2 * forward + passes * a_pass) / inputs
 
 
-def _sketch_seconds(work: Work, tangents: int) -> float:
-    on = work.rows_of(slice(0, min(work.inputs, work.at_once)))
-    s = tangent(work.selected, [(list(work.selected), 1.0)], "normal", False, 0, 0)
-    push = work.look.push(work.model, on.take([0]), s)
-    return tangents * _seconds(lambda: push(work.model, on, s)) * on.per_input / count(on.batch)
+def _sketch_seconds(work: Work, tangents: int, inputs: int) -> float:
+    on = work.look.formatted(work.rows_of(slice(0, min(work.inputs, work.at_once))))
+    draw = partial(tangent, work.selected, [(list(work.selected), 1.0)], "normal", False, 0, 0)
+    s = draw()
+    push = work.look.push(work.model, s)
+    pushed = _seconds(lambda: push(work.model, on, s)) * on.per_input / count(on.batch)
+    return tangents * (pushed + _seconds(draw) / inputs)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

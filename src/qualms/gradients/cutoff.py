@@ -2,8 +2,9 @@
 
 The weights a_l = exp(λ(l - L)) fade towards the input, but norms may grow there, so what the first layers add is
 measured, not assumed. The first chunk of inputs runs in full and tells how many layers add less than a quarter of the
-tolerance, for every input and direction. In each further chunk one full pass along a random combination of the
-classes must agree that they stay below the tolerance; else that chunk runs in full as well.
+tolerance, for every input and direction. In each further chunk a few full passes (the predicted class, a random
+combination of all classes) must agree that they stay below the tolerance; else that chunk runs in full as well. That is
+evidence, not proof: one class of many whose gradient alone is large in early layers can slip through.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.combine import Kind, measure
+from qualms.gradients.directions import DIRECTIONS, Stacked, of_class
 from qualms.gradients.layers import layer_weights
 from qualms.gradients.pieces import Piece
 from qualms.gradients.weights import Weights, roots
@@ -61,14 +63,24 @@ class Late:
     order: list[str]
 
     def pieces(
-        self, logits: Float[Tensor, "rows c"], pieces: list[Piece], weights: Weights, inputs: int
+        self,
+        logits: Float[Tensor, "rows c"],
+        directions: Stacked,
+        pieces: list[Piece],
+        weights: Weights,
+        inputs: int,
     ) -> list[Piece]:
-        """The pieces of late layers; all of them if a random combination of the classes finds more in early ones."""
-        p = logits.detach().double().softmax(-1)
+        """The pieces of late layers; all of them if a direction that is tried finds more in early ones.
+
+        Tried are the predicted class, all classes with random signs, and every direction that is not a class.
+        """
+        z = logits.detach().unflatten(0, (inputs, -1))
+        p = z.double().softmax(-1)
         coin = torch.Generator().manual_seed(0)
         signs = (torch.randint(0, 2, p.shape[-1:], generator=coin) * 2 - 1).to(p)
-        combined = signs - p * signs.sum()  # Σ_c ±(e_c - p)
-        values = measure(logits, combined[None], pieces, weights, inputs, self.cutoff.kind)
+        tried = [of_class(z, z[:, 0].argmax(-1)), (signs - p * signs.sum())[None]]  # Σ_c ±(e_c - p)
+        tried += [DIRECTIONS[name](z) for name in directions.names if name != "classes"]
+        values = measure(logits, torch.cat(tried).flatten(1, 2), pieces, weights, inputs, self.cutoff.kind)
         if not self.cutoff.holds(values, self.order, self.early):
             return pieces
         return [piece for piece in pieces if not roots(piece.target, weights) <= self.early]

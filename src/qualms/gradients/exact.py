@@ -110,8 +110,10 @@ def _by_pieces(
         apart = logits.unflatten(0, (inputs, on.per_input))
         pieces: list[Piece] = recorder.pieces
         if late is not None:
-            pieces = late.pieces(logits, pieces, probe.weights, inputs)
+            pieces = late.pieces(logits, directions, pieces, probe.weights, inputs)
         head = Head.of(logits, pieces, probe.weights) if by_head else None
+        if by_head and head is None:  # nothing but the head is left: its chunks have no room for a pass for each class
+            head = Head.of(logits, recorder.pieces, probe.weights)
         if head is not None:
             values = measure_by_head(logits, directions.names, head, probe.weights, inputs)
         else:

@@ -63,6 +63,8 @@ class Head:
             return None
         if not {id(p) for p in own} <= {id(p) for p in alone.values()} or len(matrix) != logits.shape[1]:
             return None
+        if any(p.gradient.numel not in (matrix.numel(), len(matrix)) for p in own):
+            return None  # a bias that is spread over the classes
         return cls(matrix, GradientEdge(source, number), own, body)
 
     def pays(self, per_input: int) -> bool:

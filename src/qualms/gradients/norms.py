@@ -19,6 +19,7 @@ from qualms.gradients.inputs import Batch, batches, count, tensors
 from qualms.gradients.layers import Granularity, Params, grouped, select
 from qualms.gradients.measured import Measured
 from qualms.gradients.memory import default_budget
+from qualms.gradients.pieces import accurate
 from qualms.gradients.reference import reference
 from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.sketch import sketch_layers
@@ -74,7 +75,7 @@ def class_gradient_norms(
         params: which parameters count: a pattern such as `"layer4.*"`, or a function of names; all by default.
         budget: bytes that the work on one chunk of inputs may take; a share of what is free by default.
         batch_size: at most so many inputs at once.
-        seed: decides the perturbations of smoothing, together with an input's number.
+        seed: decides the perturbations of smoothing, together with an input's number, and the tangents of the sketch.
     """
     settings = Settings(
         engine=engine, layers=layers, norm=norm, params=params, budget=budget, batch_size=batch_size, seed=seed
@@ -171,13 +172,12 @@ def _sketched_table(
     """Estimated norms and their standard errors."""
     values, errors = [], []
     for first, batch in numbered:
-        samples, logits = sketch_layers(model, batch, first, settings, directions, smoothing)
-        scales = {layer: sample.scale for layer, sample in samples.items()}
-        spread = {layer: sample.error(scales[layer]) for layer, sample in samples.items()}
-        values.append(Measured(scales, logits, set()))
-        errors.append(Measured(spread, logits, set()))
+        found, logits = sketch_layers(model, batch, first, settings, directions, smoothing)
+        values.append(Measured({layer: norms for layer, (norms, _) in found.items()}, logits, set()))
+        errors.append(Measured({layer: error for layer, (_, error) in found.items()}, logits, set()))
     whole, error = Measured.joined(values), Measured.joined(errors)
-    tables = [torch.stack(list(m.values.values()), dim=-1).to(whole.logits) for m in (whole, error)]
+    dtype = accurate(whole.logits).dtype
+    tables = [torch.stack(list(m.values.values()), dim=-1).to(dtype) for m in (whole, error)]
     return LayerTable(tables[0], whole.logits, list(whole.values), [], tables[1])
 
 

@@ -19,7 +19,7 @@ from qualms.gradients.pieces import Outer, Piece
 from qualms.gradients.plain import NO_PATH, row_gradients
 from qualms.gradients.record import Meeting, Plan, Recorder
 from qualms.gradients.smoothing import Rows, logits_of
-from qualms.gradients.trust import close, require_no_bypass, same_norms
+from qualms.gradients.trust import close_logits, require_no_bypass, same_norms
 from qualms.gradients.weights import Weights
 
 log = logging.getLogger("qualms")
@@ -37,6 +37,16 @@ def recorded(model: nn.Module, on: Rows, weights: Weights, plan: Plan | None) ->
             raise QualmsError(NO_PATH)
         require_no_bypass(logits, model.parameters())
     return logits, recorder
+
+
+@torch.no_grad()
+def require_no_randomness(model: nn.Module, first: Rows, logits: Tensor) -> None:
+    """The same input must give the same logits twice."""
+    if not close_logits(logits_of(model, first), logits):
+        raise QualmsError(
+            "the model is random in evaluation mode: the same input gave two different logits; "
+            "switch its randomness off (dropout called with training=True, sampling layers)."
+        )
 
 
 def first_use(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> list[str]:
@@ -70,12 +80,7 @@ class Probe:
         logits, truth = row_gradients(model, first, selected, along)
         if not truth:
             raise QualmsError("none of the selected parameters takes part in the forward pass; widen `params`.")
-        with torch.no_grad():
-            if not close(logits_of(model, first), logits):
-                raise QualmsError(
-                    "the model is random in evaluation mode: the same input gave two different logits; "
-                    "switch its randomness off (dropout called with training=True, sampling layers)."
-                )
+        require_no_randomness(model, first, logits)
         expected = {name: float(g.square().sum()) for name, g in truth.items()}
         # Whatever goes wrong from here on is the recorder's fault, not the model's: plain autograd has managed.
         try:
@@ -110,7 +115,7 @@ class Probe:
             channels_last = False
             weights, z, one, kept = _first_row(model, first, selected, channels_last)
         found = measure(z, along(z), one.pieces, weights, 1, "l2")
-        if not close(z.detach(), logits) or not same_norms(found, expected, logits.dtype):
+        if not close_logits(z.detach(), logits) or not same_norms(found, expected, logits.dtype):
             raise Unclear("the recorded gradient is not plain autograd's")
         largest = max((t.numel() for m in one.meetings for t in m.results), default=0)
         size, head = z.element_size(), Head.of(z, one.pieces, weights)

@@ -51,11 +51,11 @@ class Settings:
                 raise QualmsError(f"{argument}={value!r} is not a positive whole number; leave it out for the default.")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
-        if not 0 <= self.tolerance < 1:
+        if not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1:
             raise QualmsError(f"tolerance={self.tolerance!r} is not a share from 0 (exact) to below 1.")
         for argument, known in (("layers", GRANULARITIES), ("norm", NORMS), ("engine", ENGINES)):
             value = getattr(self, argument)
-            if value not in known and not isinstance(value, Sketch):
+            if value not in known and not (argument == "engine" and isinstance(value, Sketch)):
                 raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
 
     @property

@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qualms.errors import QualmsError
 from qualms.gradients.directions import projected
 from qualms.gradients.inputs import Batch, count, take, tensors
 from qualms.gradients.layers import grouped, layer_weights, select
 from qualms.gradients.memory import default_budget
-from qualms.gradients.probe import in_channels_last
 from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.smoothing import Rows, Smoothing, rows
 from qualms.gradients.stable import Law, Sample
@@ -41,10 +41,16 @@ LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
 
 @dataclass(frozen=True)
 class Sketched:
-    """k projections of each gradient as a whole, and what the model said."""
+    """Estimated norms of the gradients along m directions."""
 
-    sample: Sample
-    logits: Float[Tensor, "b c"]
+    norms: Float[Tensor, "b m"]
+    samples: list[Sample]  # that they were estimated from, one after the other; empty if they were not to be kept
+
+    def without(self, j: int) -> Float[Tensor, "b m"]:
+        """The norms but for what tangent j added to them, to first order."""
+        sizes = [sample.projections.shape[1] for sample in self.samples]
+        parts = zip(self.samples, self.norms.split(sizes), strict=True)
+        return torch.cat([norms - sample.influence(norms, j) for sample, norms in parts])
 
 
 def sketch_totals(
@@ -55,8 +61,9 @@ def sketch_totals(
     directions: Sequence[str],
     smoothing: Smoothing | None,
     lam: float | None,
+    keep: bool = False,
 ) -> Sketched:
-    """A sketch of each gradient as a whole, its layers weighted by exp(λ(l - L)); without a λ, of its plain norm."""
+    """Norms of whole gradients, layers weighted by exp(λ(l - L)); without a λ, plain norms. `keep` the projections."""
     how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
     law: Law = "cauchy" if l1 or (how.combine == "sum" and lam is not None) else "normal"
     work = Work.on(model, batch, first_index, settings, directions, smoothing)
@@ -70,8 +77,12 @@ def sketch_totals(
             near.append(name)
     parts = list(zip(groups.values(), weights, strict=True))
     draw = partial(tangent, work.selected, parts, law, l1, settings.seed)
-    projections, logits = work.projections(draw, how.tangents)
-    return Sketched(Sample(projections, law), logits)
+    norms, samples = [], []
+    for sample, _ in work.samples(draw, how.tangents, law):
+        norms.append(sample.scale)
+        if keep:
+            samples.append(sample)
+    return Sketched(torch.cat(norms), samples)
 
 
 def sketch_layers(
@@ -81,37 +92,45 @@ def sketch_layers(
     settings: Settings,
     directions: Sequence[str],
     smoothing: Smoothing | None,
-) -> tuple[dict[str, Sample], Float[Tensor, "b c"]]:
-    """A sketch of each layer's gradients on their own: k tangents for every layer."""
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
+    """Norms [b, m] of each layer's gradients and their standard errors, from k tangents for every layer."""
     how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
     law: Law = "cauchy" if l1 else "normal"
     work = Work.on(model, batch, first_index, settings, directions, smoothing)
     unused = [name for name in work.selected if name not in work.look.used]
-    samples: dict[str, Sample] = {}
+    found: dict[str, tuple[Tensor, Tensor]] = {}
     for layer, names in grouped(model, work.look.used + unused, settings.layers).items():
         draw = partial(tangent, work.selected, [(names, 1.0)], law, l1, settings.seed)
-        projections, logits = work.projections(draw, how.tangents)
-        if bool(projections.any()) or not set(names) <= set(unused):
-            samples[layer] = Sample(projections, law)
-    return samples, logits
+        blocks = [(s.scale, s.error(s.scale), z) for s, z in work.samples(draw, how.tangents, law)]
+        norms, errors, logits = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        if bool(norms.any()) or not set(names) <= set(unused):
+            found[layer] = norms, errors
+    return found, logits
 
 
 def tangent(
     like: dict[str, Tensor], layers: Sequence[tuple[Sequence[str], float]], law: Law, l1: bool, seed: int, j: int
 ) -> Tangent:
-    """Tangent number j: s_l for each layer, given by its parameters and its weight a_l."""
-    noise = generator(seed, TANGENTS, j)
+    """Tangent number j: s_l for each layer, given by its parameters and its weight a_l. Names decide the draws."""
     drawn: Tangent = {}
     for names, weight in layers:
-        scale = weight if law == "normal" else weight / float(torch.randn((), generator=noise, dtype=torch.double))
+        scale = weight
+        if law == "cauchy":
+            common = generator(seed, TANGENTS, j, *_digits(min(names)), 1)
+            scale = weight / float(torch.randn((), generator=common, dtype=torch.double))
         for name in names:
-            shape = like[name].shape
+            noise, shape = generator(seed, TANGENTS, j, *_digits(name)), like[name].shape
             if l1:
                 s = weight * torch.empty(shape, dtype=torch.double).cauchy_(generator=noise)
             else:
                 s = torch.randn(shape, generator=noise).mul_(scale)
             drawn[name] = s.to(like[name])
     return drawn
+
+
+def _digits(name: str) -> tuple[int, ...]:
+    """A parameter's name as numbers."""
+    return tuple(name.encode())
 
 
 @dataclass(frozen=True)
@@ -151,13 +170,18 @@ class Work:
         at_once = max(1, min(settings.batch_size or inputs, LARGEST // per_input, budget // (8 * per_input)))
         return cls(model, selected, look, inputs, rows_of, directions, at_once, budget)
 
-    def projections(
-        self, draw: Callable[[int], Tangent], tangents: int
-    ) -> tuple[Float[Tensor, "k b m"], Float[Tensor, "b c"]]:
-        """The projections of the gradients along the directions on k tangents, and the logits."""
-        push = self.look.push(self.model, self._formatted(self.rows_of(slice(0, 1)).take([0])), draw(0))
-        found = [self._in_block(block, push, draw, tangents) for block in self._blocks(tangents)]
-        return torch.cat([t for t, _ in found], dim=1), torch.cat([z for _, z in found])
+    def samples(
+        self, draw: Callable[[int], Tangent], tangents: int, law: Law
+    ) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
+        """The projections of the gradients along the directions on k tangents, and the logits, block by block."""
+        push = self.look.push(self.model, draw(0))
+        for block in self._blocks(tangents):
+            projections, logits = self._in_block(block, push, draw, tangents)
+            if not bool(torch.isfinite(projections).all()):
+                raise QualmsError(
+                    "engine='sketch' met numbers too large for the model's precision; use float32, or engine='exact'."
+                )
+            yield Sample(projections, law), logits
 
     def _blocks(self, tangents: int) -> Iterator[slice]:
         """Inputs whose rows and projections are held at the same time."""
@@ -166,14 +190,11 @@ class Work:
         size = max(self.at_once, self.budget // (2 * bytes_each))
         return (slice(i, min(i + size, self.inputs)) for i in range(0, self.inputs, size))
 
-    def _formatted(self, on: Rows) -> Rows:
-        return in_channels_last(on) if self.look.channels_last else on
-
     def _in_block(
         self, block: slice, push: Push, draw: Callable[[int], Tangent], tangents: int
     ) -> tuple[Tensor, Tensor]:
         chunks = [slice(i, min(i + self.at_once, block.stop)) for i in range(block.start, block.stop, self.at_once)]
-        on = [self._formatted(self.rows_of(chunk)) for chunk in chunks]
+        on = [self.look.formatted(self.rows_of(chunk)) for chunk in chunks]
         s = draw(0)
         pushes, known = zip(*trusted(push, self.model, self.look, on, s), strict=True)
         kept: list[list[Tensor]] = [[] for _ in chunks]

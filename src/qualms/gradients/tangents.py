@@ -23,12 +23,13 @@ from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import count, tensors, with_tensors
 from qualms.gradients.layout import Unclear
 from qualms.gradients.plain import gradients_of, row_gradients
-from qualms.gradients.probe import along, in_channels_last, recorded, wants_channels_last
+from qualms.gradients.probe import along, in_channels_last, recorded, require_no_randomness, wants_channels_last
 from qualms.gradients.smoothing import Rows, logits_of
-from qualms.gradients.trust import COARSE, TOLERANCE, close
+from qualms.gradients.trust import COARSE, TOLERANCE, close, close_logits
 from qualms.gradients.weights import Weights
 
 log = logging.getLogger("qualms")
+UNSEEN = 2**22  # bytes that are taken for the largest result of a row where no result can be seen
 DIFFERENCE = 1e-3  # relative error allowed to a central difference, which steps over kinks: far below a sketch's noise
 Tangent = dict[str, Tensor]  # by the parameter's name
 Push = Callable[[nn.Module, Rows, Tangent], tuple[Float[Tensor, "rows c"], Float[Tensor, "rows c"]]]
@@ -67,7 +68,8 @@ def central_difference(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Te
         there = {f"model.{n}": state[f"model.{n}"] + by * s for n, s in tangent.items()}
         return torch.func.functional_call(inner, state | there, (on,))
 
-    return moved(0.0), (moved(step) - moved(-step)) / (2 * step)
+    with ConstantPadding():  # refuses what a difference would get wrong
+        return moved(0.0), (moved(step) - moved(-step)) / (2 * step)
 
 
 def _step(state: Tangent, tangent: Tangent) -> float:
@@ -100,14 +102,21 @@ class ConstantPadding(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is not F.embedding:
+        if getattr(func, "__name__", "").partition(".")[0] != "embedding":
             return out
-        given = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | (kwargs or {})
+        names = IN_PYTHON if func is F.embedding else IN_ATEN
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        if given.get("scale_grad_by_freq"):
+            raise QualmsError("an embedding scales its gradients by frequency; use engine='exact'.")
         padding = given.get("padding_idx")
-        if padding is None:
+        if padding is None or (func is not F.embedding and padding < 0):
             return out
-        at = given["input"] == padding % len(given["weight"])
-        return torch.where(at.unsqueeze(-1), out.detach(), out)
+        ids = given["input"] if func is F.embedding else given["indices"]
+        return torch.where((ids == padding % len(given["weight"])).unsqueeze(-1), out.detach(), out)
+
+
+IN_PYTHON = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+IN_ATEN = ("weight", "indices", "padding_idx", "scale_grad_by_freq")
 
 
 @contextmanager
@@ -131,7 +140,7 @@ class Look:
     """What the first rows tell."""
 
     used: list[str]  # parameters that the logits of these rows depend on, in order of first use
-    gradient: dict[str, Float[Tensor, "1 ..."]]  # of the first row, along one random direction
+    known: list[tuple[Rows, dict[str, Float[Tensor, "1 ..."]]]]  # rows with their gradients along a random direction
     classes: int
     largest: int  # bytes of the largest result of one row
     channels_last: bool  # the model takes images in that memory format, in which convolutions are faster
@@ -142,59 +151,70 @@ class Look:
         """Runs one row by plain autograd and watched, and the others to see which parameters they use."""
         first = on.take([0])
         logits, gradient = row_gradients(model, first, selected, along)
-        known = gradient.keys() | _used_by(model, on, selected)
-        used = [name for name in selected if name in known]
+        require_no_randomness(model, first, logits)
+        inputs = list(range(0, count(on.batch), on.per_input))
+        others = [on.take([i]) for i in sorted({inputs[len(inputs) // 2], count(on.batch) - 1} - {0})]
+        known = [(first, gradient), *((row, row_gradients(model, row, selected, along)[1]) for row in others)]
+        anywhere = {name for _, found in known for name in found} | _used_by(model, on.take(inputs), selected)
+        used = [name for name in selected if name in anywhere]
         if not used:
             raise QualmsError("none of the selected parameters takes part in the forward pass; widen `params`.")
         try:
             _, recorder = recorded(model, first, Weights.of(selected, model.parameters()), None)
         except Exception as reason:
             log.info("%s: each row is compared with what it gives alone", reason)
-            return cls(used, gradient, logits.shape[1], logits.nbytes, False, True)
+            return cls(used, known, logits.shape[1], max(UNSEEN, logits.nbytes), False, True)
         order = [name for name in recorder.first_use if name in used]
         order += [name for name in used if name not in order]
         largest = max((t.numel() * t.element_size() for m in recorder.meetings for t in m.results), default=0)
-        last = _takes_channels_last(model, first, logits)
-        return cls(order, gradient, logits.shape[1], max(largest, logits.nbytes), last, recorder.reads_values)
+        last = _takes_channels_last(model, first, logits, selected)
+        return cls(order, known, logits.shape[1], max(largest, logits.nbytes), last, recorder.reads_values)
 
-    def push(self, model: nn.Module, first: Rows, tangent: Tangent) -> Push:
-        """The first way of pushing a tangent that gives plain autograd's derivative."""
+    def push(self, model: nn.Module, tangent: Tangent) -> Push:
+        """The first way of pushing a tangent that gives plain autograd's derivative, for all rows where it is known."""
         reasons = []
         for name, push in PUSHES.items():
             try:
-                z, dz = push(model, first, tangent)
+                wrong = next(filter(None, (self._wrong(push, model, *known, tangent) for known in self.known)), None)
             except Exception as error:
-                reasons.append(f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
-                continue
-            have = float((along(z).flatten() * dz.double().flatten()).sum())
-            terms = [
-                g.double().flatten() * tangent[n].double().flatten() for n, g in self.gradient.items() if n in tangent
-            ]
-            want = float(sum(term.sum() for term in terms))
-            size = float(sum(term.square().sum() for term in terms)) ** 0.5
-            tolerance = TOLERANCE.get(dz.dtype, COARSE) if push is forward_mode else DIFFERENCE
-            if abs(have - want) <= tolerance * max(size, abs(want)):
+                wrong = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if wrong is None:
                 return push
-            reasons.append(f"{name} gives {have:.3g} where plain autograd gives {want:.3g}")
+            reasons.append(f"{name}: {wrong}")
         raise QualmsError(
             f"engine='sketch' cannot push tangents through this model ({'; '.join(reasons)}); use engine='exact'."
         )
 
+    def _wrong(
+        self, push: Push, model: nn.Module, row: Rows, gradient: dict[str, Tensor], tangent: Tangent
+    ) -> str | None:
+        z, dz = push(model, self.formatted(row), tangent)
+        have = float((along(z).flatten() * dz.double().flatten()).sum())
+        terms = [g.double().flatten() * tangent[n].double().flatten() for n, g in gradient.items() if n in tangent]
+        want = float(sum(term.sum() for term in terms))
+        size = float(sum(term.square().sum() for term in terms)) ** 0.5
+        tolerance = TOLERANCE.get(dz.dtype, COARSE) if push is forward_mode else DIFFERENCE
+        right = abs(have - want) <= tolerance * max(size, abs(want))
+        return None if right else f"{have:.3g} where plain autograd gives {want:.3g}"
 
-def _takes_channels_last(model: nn.Module, first: Rows, logits: Tensor) -> bool:
-    """Whether it is an image model that gives the same logits; `view` on what a convolution returns may fail."""
+    def formatted(self, on: Rows) -> Rows:
+        """Rows in the memory format that is fastest for this model."""
+        return in_channels_last(on) if self.channels_last else on
+
+
+def _takes_channels_last(model: nn.Module, first: Rows, logits: Tensor, selected: dict[str, Tensor]) -> bool:
+    """Whether it is an image model that forward mode can run so; views of what a convolution returns may fail."""
     if not wants_channels_last(first):
         return False
     try:
-        with torch.no_grad():
-            return close(logits_of(model, in_channels_last(first)), logits)
-    except QualmsError:
+        z, _ = forward_mode(model, in_channels_last(first), {name: p.detach() for name, p in selected.items()})
+    except Exception:
         return False
+    return close_logits(z, logits)
 
 
-def _used_by(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> set[str]:
+def _used_by(model: nn.Module, inputs: Rows, selected: dict[str, Tensor]) -> set[str]:
     """Which parameters the logits of several inputs depend on; a model that takes one at a time does not say."""
-    inputs = on.take(list(range(0, count(on.batch), on.per_input)))
     with all_parameters_differentiable(model):
         try:
             found = gradients_of(logits_of(model, inputs).sum(), list(selected.values()))
@@ -220,7 +240,7 @@ def trusted(
         try:
             together = push(model, on, tangent)
             apart = (alone if look.alone else in_halves(push))(model, on, tangent)
-            if not all(close(a, t) for a, t in zip(apart, together, strict=True)):
+            if not close_logits(apart[0], together[0]) or not close(apart[1], together[1]):
                 raise Unclear("the inputs of a batch influence each other")
             found.append((push, together))
         except Exception as reason:  # if the model itself is at fault, a row alone will say so

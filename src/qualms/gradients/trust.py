@@ -26,12 +26,26 @@ from qualms.gradients.weights import Weights, leaves_behind
 # Rounding, nothing more; 16-bit numbers are coarse.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 COARSE = 0.1
+MASKED = 100.0  # below the largest logit: a class without any probability
+NOTHING = 1e-6  # of the largest row, which is rounding in a row of zeros
 
 
-def close(have: Tensor, want: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding, measured by the larger of their entries."""
+def close(have: Float[Tensor, "rows n"], want: Float[Tensor, "rows n"]) -> bool:
+    """Whether two tensors are the same but for rounding, each row measured by its largest entry."""
+    return have.shape == want.shape and _within(have, want, want.abs().amax(-1, keepdim=True))
+
+
+def close_logits(have: Float[Tensor, "rows c"], want: Float[Tensor, "rows c"]) -> bool:
+    """The same for logits, where classes that are masked by a huge negative number set no measure for the others."""
+    if have.shape != want.shape:
+        return False
+    live = want >= want.amax(-1, keepdim=True) - MASKED
+    return _within(have, want, torch.where(live, want, 0.0).abs().amax(-1, keepdim=True).maximum(want.abs() * ~live))
+
+
+def _within(have: Tensor, want: Tensor, scale: Tensor) -> bool:
     tolerance = TOLERANCE.get(want.dtype, COARSE)
-    return have.shape == want.shape and bool(((have - want).abs() <= tolerance * want.abs().max()).all())
+    return bool(((have - want).abs() <= tolerance * (scale + NOTHING * scale.max())).all())
 
 
 def same_norms(found: dict[str, Tensor], expected: dict[str, float], dtype: torch.dtype) -> bool:
@@ -91,7 +105,7 @@ def require_independent_rows(
     """
     if recorder.reads_values:
         in_other_company = torch.cat([logits_of(model, on.take([row])) for row in range(count(on.batch))])
-    if not close(in_other_company, logits):
+    if not close_logits(in_other_company, logits):
         raise Unclear("the inputs of a batch influence each other")
 
 

@@ -34,6 +34,7 @@ class Study:
     members: tuple[nn.Module, ...] = ()  # further models, for `ensemble`
     directions: dict[Smoothing | None, tuple[str, ...]] = field(default_factory=dict)  # that will be asked for
     smallest_lambda: dict[Smoothing | None, float | None] = field(default_factory=dict)  # of the scores to come
+    with_errors: bool = False  # standard errors will be asked for
     fitted: dict[Any, Any] = field(default_factory=dict)  # what methods learnt from the training inputs
 
     def training_batches(self, method: str) -> Iterator[Batch]:
@@ -54,7 +55,7 @@ class Evidence:
     def __init__(self, study: Study, batch: Batch, first_index: int = 0) -> None:
         self.study, self.batch, self.first_index = study, batch, first_index
         self._tables: dict[Smoothing | None, LayerTable] = {}
-        self._sketches: dict[tuple[Smoothing | None, float | None], tuple[Sketched, Tensor]] = {}
+        self._sketches: dict[tuple[Smoothing | None, float | None], Sketched] = {}
         self._without: int | None = None  # the tangent whose influence on the norms is left out
         self._draws: dict[Any, Tensor] = {}
 
@@ -116,11 +117,10 @@ class Evidence:
         names = self.study.directions.get(smooth, (direction,))
         if (smooth, layers) not in self._sketches:
             where = (self.model, self.batch, self.first_index, self.study.settings)
-            sketched = sketch_totals(*where, names, smooth, layers)
-            self._sketches[smooth, layers] = sketched, sketched.sample.scale
-        sketched, norms = self._sketches[smooth, layers]
-        if self._without is not None:
-            norms = norms - sketched.sample.influence(norms, self._without)
+            keep = self.study.with_errors
+            self._sketches[smooth, layers] = sketch_totals(*where, names, smooth, layers, keep)
+        sketched = self._sketches[smooth, layers]
+        norms = sketched.norms if self._without is None else sketched.without(self._without)
         return norms[:, self._columns(direction, names)]
 
     def standard_error(self, method: Any) -> Float[Tensor, " b"]:
