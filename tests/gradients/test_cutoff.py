@@ -8,26 +8,23 @@ import qualms
 from tests import networks as net
 
 
-def deep(width: int = 12, depth: int = 30) -> nn.Sequential:
+def deep(width: int = 12, depth: int = 20) -> nn.Sequential:
     torch.manual_seed(0)
     hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*hidden, nn.Linear(width, 5)).double()
 
 
-@pytest.mark.parametrize(
-    "spec", ["regrad+layers", "exgrad+layers(0.5)", "regrad+layers(0.4)+smooth(0.1)", "ungrad+layers"]
-)
-@pytest.mark.parametrize("tolerance", [1e-1, 1e-3, 1e-6])
+@pytest.mark.parametrize("spec", ["regrad+layers(0.6)", "exgrad+layers(0.6)+smooth(0.1)"])
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-3])
 def test_scores_stay_within_the_tolerance(spec: str, tolerance: float) -> None:
     model = deep()
-    x = torch.randn(40, 12, dtype=torch.double)
+    x = torch.randn(24, 12, dtype=torch.double)
     exact = qualms.score(model, x, spec)
     have = qualms.score(model, x, spec, batch_size=8, tolerance=tolerance)
     assert ((exact - have) / exact <= tolerance).all()
     assert (have <= exact * (1 + 1e-12)).all()
     assert torch.equal(have[:8], exact[:8]) or torch.allclose(have[:8], exact[:8], rtol=1e-12)
-    if tolerance > 1e-6:
-        assert (have[8:] < exact[8:] * (1 - 1e-12)).all(), "nothing was left out"
+    assert (have[8:] < exact[8:] * (1 - 1e-12)).all(), "nothing was left out"
 
 
 def test_passes_stop_where_the_late_layers_begin() -> None:
@@ -52,7 +49,7 @@ def test_passes_stop_where_the_late_layers_begin() -> None:
 
     def calls(**more: float) -> int:
         Watched.calls = 0
-        qualms.score(model, x, "regrad+layers", batch_size=8, **more)
+        qualms.score(model, x, "regrad+layers(0.6)", batch_size=8, **more)
         return Watched.calls
 
     # Four of five chunks go there with two cotangents instead of five.
