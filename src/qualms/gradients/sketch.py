@@ -187,7 +187,7 @@ class Work:
         """Inputs whose rows and projections are held at the same time."""
         row_bytes = sum(t.nbytes for t in tensors(self.rows_of(slice(0, 1)).batch))
         bytes_each = row_bytes + 16 * tangents * self.look.classes
-        size = max(self.at_once, self.budget // (2 * bytes_each))
+        size = max(1, self.budget // (2 * bytes_each))
         return (slice(i, min(i + size, self.inputs)) for i in range(0, self.inputs, size))
 
     def _in_block(
