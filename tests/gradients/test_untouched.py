@@ -50,7 +50,7 @@ def test_nothing_changes(case: Case, engine: str | qualms.Sketch) -> None:
         p.grad = torch.randn_like(p)
     before = fingerprint(model)
     kept = copy.deepcopy(x)
-    qualms.score(model, x, "regrad+smooth(0.1, 2)", engine=engine)
+    qualms.class_gradient_norms(model, x, smoothing=(0.1, 2), engine=engine)
     after = fingerprint(model)
     for key in before:
         assert same(before[key], after[key]), key

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 ROOT = Path(os.environ.get("QUALMS_DATA", "."))
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-INPUTS = 32
+INPUTS = 48
 
 
 def resnet20() -> nn.Module:
