@@ -27,10 +27,10 @@ DIRECTIONS = ("classes", "uniform")
 BY_DIFFERENCES = {"weight-norm", "hidden-from-function-modes"}  # no forward-mode rule
 
 
+@pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_projections_are_those_of_the_gradients(case: Case) -> None:
+def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Smoothing | None) -> None:
     model, x = case.make()
-    smoothing = SMOOTHINGS["smoothed"]
     with untouched(model) as inner:
         work = Work.on(inner, next(batches(x)), 0, Settings(engine="sketch"), DIRECTIONS, smoothing)
         tangents = [tangent(work.selected, [(list(work.selected), 1.0)], "normal", False, 0, j) for j in (0, 1)]
@@ -61,13 +61,13 @@ def test_many_tangents_give_the_norms_of_every_layer(norm: str, smoothing: qualm
     torch.manual_seed(0)
     model, x = net.mlp().double(), torch.randn(3, 3, 4, 4, dtype=torch.double)
     exact = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing)
-    sketch = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing, engine=qualms.Sketch(150), seed=1)
+    sketch = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing, engine=qualms.Sketch(400))
     assert sketch.layers == exact.layers
     torch.testing.assert_close(sketch.probs, exact.probs)
-    torch.testing.assert_close(sketch.norms, exact.norms, rtol=0.5, atol=0)
+    torch.testing.assert_close(sketch.norms, exact.norms, rtol=0.3, atol=0)
     assert sketch.error is not None
     apart = (sketch.norms - exact.norms).abs() / sketch.error
-    assert apart.max() < 5
+    assert apart.max() < 4.5
     assert 0.3 < apart.square().mean().sqrt() < 2
 
 
@@ -76,7 +76,7 @@ def test_many_tangents_give_the_norms_of_every_layer(norm: str, smoothing: qualm
 def test_many_tangents_give_the_score(spec: str, combine: str) -> None:
     torch.manual_seed(0)
     model, x = net.mlp().double(), torch.randn(4, 3, 4, 4, dtype=torch.double)
-    have, error = qualms.score_with_error(model, x, spec, engine=qualms.Sketch(300, combine))
+    have, error = qualms.score_with_error(model, x, spec, engine=qualms.Sketch(800, combine))
     want = qualms.score(model, x, spec)
     if combine == "quadrature" and "+layers" in spec:
         smooth = qualms.Smoothing(0.1) if "smooth" in spec else None
@@ -84,7 +84,7 @@ def test_many_tangents_give_the_score(spec: str, combine: str) -> None:
         squares = (g.norms * layer_weights(len(g.layers), 0.7)).square()
         weights = g.probs.sqrt() if "regrad" in spec else g.probs
         want = (weights * squares.sum(-1).sqrt()).sum(-1)
-    torch.testing.assert_close(have, want, rtol=0.3, atol=0)
+    torch.testing.assert_close(have, want, rtol=0.2, atol=0)
     assert ((have - want).abs() < 4 * error).all()
 
 
@@ -93,10 +93,10 @@ def test_the_error_bar_is_the_spread_over_seeds() -> None:
     model, x = net.mlp(), torch.randn(3, 3, 4, 4)
     for combine in ("quadrature", "sum"):
         engine = qualms.Sketch(16, combine)
-        runs = [qualms.score_with_error(model, x, "regrad+layers", engine=engine, seed=s) for s in range(20)]
+        runs = [qualms.score_with_error(model, x, "regrad+layers", engine=engine, seed=s) for s in range(40)]
         spread = torch.stack([scores for scores, _ in runs]).std(0)
         told = torch.stack([error for _, error in runs]).median(0).values
-        assert ((told / spread > 0.5) & (told / spread < 2)).all(), (combine, told / spread)
+        assert ((told / spread > 0.6) & (told / spread < 1.6)).all(), (combine, told / spread)
 
 
 def test_other_engines_have_no_error_of_that_kind() -> None:
