@@ -1,7 +1,7 @@
 """`score` and `compare`: from a model and inputs to one number for each input."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.choice import settled
 from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import count
 from qualms.gradients.layers import Params
 from qualms.gradients.norms import numbered
 from qualms.gradients.settings import Settings, Sketch
@@ -21,6 +20,7 @@ from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, parse, spec_of
 
 Progress = bool | Callable[[int], None]
+Methods = Sequence[str | Method] | Mapping[str, str | Method]
 
 
 def score(model: nn.Module, x: Any, method: str | Method = DEFAULT, **more: Any) -> Float[Tensor, " b"]:
@@ -50,7 +50,7 @@ def score_with_error(
 def compare(
     model: nn.Module,
     x: Any,
-    methods: Sequence[str | Method],
+    methods: Methods,
     *,
     train: Any = None,
     models: Iterable[nn.Module] = (),
@@ -70,7 +70,7 @@ def compare(
     Args:
         model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
         x: a tensor, a tuple or dict of tensors, or an iterable of batches (labels are ignored).
-        methods: specs or method objects.
+        methods: specs or method objects; a dict gives them names of your own.
         train: training inputs, an iterable of batches, for the methods that need them.
         models: further members, for `ensemble`.
         engine: how class gradients are computed: `exact`; `sketch`, estimates whose cost does not depend on the number
@@ -89,39 +89,73 @@ def compare(
         errors: a dict to be filled, by spec, with the standard errors that the tangents of `sketch` give the scores.
 
     Returns:
-        The scores by spec, in the order given.
+        The scores by spec or by your name, in the order given.
     """
     settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
-    chosen = _named(methods)
-    rows: dict[str, list[Tensor]] = {name: [] for name in chosen}
-    spread: dict[str, list[Tensor]] = {name: [] for name in chosen}
+    rows: list[dict[str, Tensor]] = []
+    spread: list[dict[str, Tensor]] = []
     done = 0
+    for part in compare_batches(
+        model, x, methods, settings, train=train, models=models, errors=None if errors is None else spread
+    ):
+        rows.append(part)
+        done += len(next(iter(part.values())))
+        _tell(progress, done)
+    _tell(progress, None)
+    if errors is not None:
+        errors.update({name: torch.cat([part[name] for part in spread]) for name in spread[0]})
+    return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
+
+
+def compare_batches(
+    model: nn.Module,
+    x: Any,
+    methods: Methods,
+    settings: Settings,
+    *,
+    train: Any = None,
+    models: Iterable[nn.Module] = (),
+    first: int = 0,
+    errors: list[dict[str, Tensor]] | None = None,
+) -> Iterator[dict[str, Float[Tensor, " b"]]]:
+    """The scores of each batch of `x` as it comes, so that a long run can keep what it has.
+
+    What methods learn from the training data is learnt once. Between batches the model is in evaluation mode; it is as
+    it came when the iterator ends or is closed.
+
+    Args:
+        model: as for `compare`, and so are `x`, `methods`, `train` and `models`.
+        settings: of the engine.
+        first: the number of the first input, which decides its draws.
+        errors: a list that gets the standard errors of each batch.
+    """
+    chosen = _named(methods)
     with untouched(model) as inner:
         wanted = _directions(chosen.values())
         study = Study(
             inner, settings, train, tuple(models), wanted, _smallest_lambda(chosen.values()), errors is not None
         )
-        for first, batch in numbered(x):
-            if wanted and first == 0:
+        for start, batch in numbered(x):
+            if wanted and start == 0:
                 smooth, names = max(wanted.items(), key=_passes)
                 study.settings = settled(settings, inner, batch, names, smooth)
-            seen = Evidence(study, batch, first)
-            for name, method in chosen.items():
-                rows[name].append(method.score(seen).detach().to(seen.dtype))
-                if errors is not None:
-                    spread[name].append(seen.standard_error(method).to(seen.dtype))
-            done += count(batch)
-            _tell(progress, done)
-    _tell(progress, None)
-    if errors is not None:
-        errors.update({name: torch.cat(parts) for name, parts in spread.items()})
-    return {name: torch.cat(parts) for name, parts in rows.items()}
+            seen = Evidence(study, batch, first + start)
+            scores = {name: method.score(seen).detach().to(seen.dtype) for name, method in chosen.items()}
+            if errors is not None:
+                errors.append({name: seen.standard_error(m).to(seen.dtype) for name, m in chosen.items()})
+            yield scores
 
 
-def _named(methods: Sequence[str | Method]) -> dict[str, Method]:
+def _named(methods: Methods) -> dict[str, Method]:
     if isinstance(methods, str) or not methods:
         raise QualmsError("methods is empty or a string; pass a list of specs such as ['regrad', 'entropy'].")
-    return {m if isinstance(m, str) else spec_of(m): parse(m) if isinstance(m, str) else m for m in methods}
+    given = methods.items() if isinstance(methods, Mapping) else [(m if isinstance(m, str) else spec_of(m), m) for m in methods]
+    named: dict[str, Method] = {}
+    for name, one in given:
+        method = parse(one) if isinstance(one, str) else one
+        if named.setdefault(name, method) != method:
+            raise QualmsError(f"two methods are called {name!r}; give each a name of your own, in a dict.")
+    return named
 
 
 def _directions(methods: Iterable[Any]) -> dict[Smoothing | None, tuple[str, ...]]:

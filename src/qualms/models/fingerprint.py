@@ -1,0 +1,16 @@
+"""Which weights are these?"""
+
+import hashlib
+
+import torch
+from torch import nn
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A short digest of the names, types and values of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        flat = value.detach().cpu().contiguous().flatten()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

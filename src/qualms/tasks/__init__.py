@@ -1,0 +1,1 @@
+"""A network, images and methods in, rows of numbers out."""

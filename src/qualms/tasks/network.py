@@ -1,0 +1,60 @@
+"""A trained classifier with what tasks must know of it: how its inputs are normalised."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qualms.data import Images, Normalisation
+from qualms.gradients.guard import untouched
+from qualms.gradients.inputs import checked_logits, run
+from qualms.methods.method import Method
+from qualms.models.fingerprint import fingerprint
+
+AT_ONCE = 500  # images in a plain forward pass
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model, its name, and the normalisation of its inputs."""
+
+    name: str
+    model: nn.Module
+    normalisation: Normalisation
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What identifies it in a run's first row."""
+        n = self.normalisation
+        return {"network": self.name, "weights": fingerprint(self.model), "mean": list(n.mean), "std": list(n.std)}
+
+    def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
+        """What the model receives for these images."""
+        return self.normalisation.apply(images.pixels).to(next(self.model.parameters()).device)
+
+    @torch.no_grad()
+    def logits(self, images: Images) -> Float[Tensor, "n classes"]:
+        """The model's outputs, in evaluation mode."""
+        parts = torch.arange(len(images)).split(AT_ONCE)
+        with untouched(self.model) as model, torch.no_grad():
+            return torch.cat([checked_logits(run(model, self.inputs(images.take(i))), len(i)).cpu() for i in parts])
+
+    def in_its_units(self, method: Method) -> Method:
+        """A method whose noise is given in pixels scaled to [0, 1], with the noise in the units of the model's input.
+
+        That is how the paper's σ of smoothing and of `perturb-x`, and the a of `mc-aa`, have to be read.
+        """
+        changed: Any = method
+        smooth = getattr(changed, "smooth", None)
+        if smooth is not None:
+            changed = replace(changed, smooth=replace(smooth, sigma=self._scaled(smooth.sigma)))
+        if method.name == "perturb-x":
+            changed = replace(changed, sigma=self._scaled(changed.sigma))
+        if method.name == "mc-aa":
+            changed = replace(changed, a=self._scaled(changed.a))
+        return changed
+
+    def _scaled(self, value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        return value if isinstance(value, tuple) else self.normalisation.in_model_units(value)

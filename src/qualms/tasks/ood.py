@@ -1,0 +1,51 @@
+"""Out-of-distribution detection: do scores tell images of other datasets from those that the network knows?"""
+
+from collections.abc import Iterator, Sequence
+
+from qualms.data import Images
+from qualms.gradients.settings import Sketch
+from qualms.metrics import aupr, auroc, fpr95, interval
+from qualms.tasks.network import Network
+from qualms.tasks.rows import Row, Rows
+from qualms.tasks.scoring import Methods, Tell, parameters, scored
+
+
+def ood(
+    network: Network,
+    inside: Images,
+    outside: Sequence[Images],
+    methods: Methods,
+    rows: Rows,
+    *,
+    seed: int = 0,
+    engine: str | Sketch = "exact",
+    train: Images | None = None,
+    tell: Tell | None = None,
+) -> Iterator[Row]:
+    """A row for each method and each dataset of `outside`: AUROC with its 95 % interval, AUPR both ways, FPR95.
+
+    OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
+    """
+    images = [inside, *(o.fitted(inside.pixels.shape[1], inside.pixels.shape[2]) for o in outside)]
+    known, *others = (
+        scored(network, i, methods, rows, seed=seed, engine=engine, train=train, tell=tell) for i in images
+    )
+    for other, of in zip(others, images[1:], strict=True):
+        for name, method in methods.items():
+            key = {"row": "ood", "in": inside.name, "out": of.name, "method": name, "exactly": parameters(method, train)}
+            key |= {"seed": seed, "engine": str(engine), "n_in": len(inside), "n_out": len(of)}
+            key |= {"images": f"{inside.fingerprint()} {of.fingerprint()}"}
+            found = rows.where(**key)
+            yield found[0] if found else rows.add({**key, **_measures(known.scores[name], other.scores[name])})
+
+
+def _measures(inside: object, outside: object) -> Row:
+    low, high = interval(auroc, inside, outside)
+    return {
+        "auroc": auroc(inside, outside),
+        "auroc_low": low,
+        "auroc_high": high,
+        "aupr_out": aupr(inside, outside),
+        "aupr_in": aupr(inside, outside, positive="in"),
+        "fpr95": fpr95(inside, outside),
+    }

@@ -1,0 +1,99 @@
+"""Two sizes of the paper's experiments: `paper`, the full protocol, which wants a GPU, and `cpu`, for two cores."""
+
+from dataclasses import dataclass, replace
+
+from qualms.gradients.smoothing import Smoothing
+from qualms.tasks.active import Plan
+from qualms.tasks.paper import SIGMA
+from qualms.training.recipes import RECIPES, Recipe
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One in-distribution dataset: which network, how trained, and how many images are scored.
+
+    Args:
+        network: a name in the zoo. If `weights` in the data folder holds its published file, that is used.
+        recipe: how it is trained otherwise.
+        train: so many training images; None for all.
+        images: so many test images of each dataset are scored; None for all.
+        engine: of the gradient scores.
+    """
+
+    network: str
+    recipe: Recipe
+    train: int | None = None
+    images: int | None = None
+    engine: str = "exact"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How each experiment is run; `cuts` says what differs from the paper."""
+
+    name: str
+    cuts: str
+    seeds: tuple[int, ...]
+    smooth: Smoothing
+    setups: dict[str, Setup]
+    vit: dict[str, Setup]
+    active: dict[str, Plan]
+    active_test: int | None  # test images that active learning is judged on
+    active_methods: tuple[str, ...] | None  # rows of the table; None for all
+
+
+PAPER = Preset(
+    name="paper",
+    cuts="nothing but the vision transformer: ours for 32x32 images from scratch, where the paper fine-tunes timm's",
+    seeds=(0, 1, 2),
+    smooth=Smoothing(SIGMA, draws=100, antithetic=False),
+    setups={
+        "mnist": Setup("mnist-cnn", RECIPES["mnist"]),
+        "cifar10": Setup("resnet18", RECIPES["cifar10"]),
+        "svhn": Setup("svhn-cnn", RECIPES["svhn"]),
+        "cifar100": Setup("resnet152", RECIPES["cifar100"]),
+    },
+    vit={name: Setup("vit-small", RECIPES["vit"]) for name in ("cifar10", "cifar100")},
+    active={
+        "mnist": Plan(20, 20, RECIPES["active"]),
+        "cifar10": Plan(500, 100, RECIPES["active"]),
+        "svhn": Plan(500, 100, RECIPES["active"]),
+        "cifar100": Plan(1000, 500, RECIPES["active"]),
+    },
+    active_test=None,
+    active_methods=None,
+)
+
+_SHORT = replace(RECIPES["active"], epochs=30, validate_every=3)
+CPU = Preset(
+    name="cpu",
+    cuts=(
+        "one seed; smoothing with 8 antithetic draws instead of 100; some hundred test images of each dataset; "
+        "MNIST and SVHN CNNs trained for 3 epochs; ResNet-20 and -56 instead of -18 and -152, with published weights "
+        "where the folder `weights` has them, else trained for 3 epochs on 5000 images; a ViT of 4 blocks, 10 epochs on "
+        "5000 images; active learning with 3 cycles, 30 epochs, 500 images to validate on, a pool of 1000, 2000 test "
+        "images and 5 methods"
+    ),
+    seeds=(0,),
+    smooth=Smoothing(SIGMA),
+    setups={
+        "mnist": Setup("mnist-cnn", RECIPES["mnist"].shortened(3), images=500),
+        "cifar10": Setup("cifar10-resnet20", RECIPES["cifar10"].shortened(3), train=5000, images=250),
+        "svhn": Setup("svhn-cnn", RECIPES["svhn"].shortened(3), images=300),
+        "cifar100": Setup("cifar100-resnet56", RECIPES["cifar100"].shortened(3), train=5000, images=64),
+    },
+    vit={
+        name: Setup("vit-tiny", replace(RECIPES["vit"].shortened(10), rate=1e-3, batch=128), train=5000, images=200)
+        for name in ("cifar10", "cifar100")
+    },
+    active={
+        "mnist": Plan(20, 20, _SHORT, cycles=3, pool=1000, validation=500),
+        "cifar10": Plan(500, 100, _SHORT, cycles=3, pool=1000, validation=500),
+        "svhn": Plan(500, 100, _SHORT, cycles=3, pool=1000, validation=500),
+        "cifar100": Plan(500, 250, _SHORT, cycles=3, pool=1000, validation=500),
+    },
+    active_test=2000,
+    active_methods=("Random", "Entropy", "ExGrad", "Inserted Dropout", "REGrad*"),
+)
+
+PRESETS = {preset.name: preset for preset in (CPU, PAPER)}

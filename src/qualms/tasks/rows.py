@@ -1,0 +1,101 @@
+"""Rows of numbers on disk, as JSON lines: each is written before the next is computed, so a killed run loses nothing.
+
+The first line says what the run is about; a file is only ever continued by the same run. A line that was cut short by
+a kill is dropped when the file is opened again.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any
+
+from qualms.errors import QualmsError
+
+Row = dict[str, Any]
+
+
+class Rows(AbstractContextManager["Rows"]):
+    """The rows of one run, in memory and, with a path, on disk.
+
+    Args:
+        path: the file; None keeps the rows in memory alone.
+        about: what decides the rows' values, such as the network and the seed; the file must say the same.
+    """
+
+    def __init__(self, path: str | Path | None, about: Row) -> None:
+        self._rows: list[Row] = []
+        self._file: IO[bytes] | None = None
+        if path is None:
+            return
+        self._file = _locked(Path(path))
+        first, *self._rows = _read(self._file, Path(path)) or [{}]
+        expected = json.loads(json.dumps({"row": "run", **about}))
+        if not first:
+            self._write(expected)
+        elif first != expected:
+            other = next(k for k in {**first, **expected} if first.get(k) != expected.get(k))
+            self._file.close()
+            raise QualmsError(
+                f"{path} holds a run with another {other} ({first.get(other)}, not {expected.get(other)}); "
+                "choose another file, or delete it."
+            )
+
+    def add(self, row: Row) -> Row:
+        """Keep a row; it is on disk when this returns."""
+        self._rows.append(row)
+        if self._file is not None:
+            self._write(row)
+        return row
+
+    def where(self, **key: Any) -> list[Row]:
+        """The rows with these values."""
+        return [row for row in self._rows if all(row.get(k) == v for k, v in key.items())]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, row: Row) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file, open for reading and writing, and for nobody else who asks for it this way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+b")  # noqa: SIM115 (it stays open as long as the rows)
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass  # a system without locks
+    except OSError:
+        file.close()
+        raise QualmsError(f"{path} is in use by another run; wait for it, or choose another file.") from None
+    return file
+
+
+def _read(file: IO[bytes], path: Path) -> list[Row]:
+    file.seek(0)
+    content = file.read()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        file.truncate(whole)
+    rows = []
+    for number, line in enumerate(content[:whole].splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError
+        except ValueError:
+            raise QualmsError(f"line {number} of {path} is not a row of a run; choose another file.") from None
+        rows.append(row)
+    return rows

@@ -1,0 +1,55 @@
+"""Runtime: what each method costs, in units of Entropy's single forward pass."""
+
+import statistics
+import time
+from collections.abc import Iterator
+
+from qualms.data import Images
+from qualms.gradients.settings import Sketch
+from qualms.methods.entropy import Entropy
+from qualms.scores import compare
+from qualms.tasks.network import Network
+from qualms.tasks.rows import Row, Rows
+from qualms.tasks.scoring import Methods, Tell, parameters, training_batches
+
+BATCH = 32
+UNIT = "Entropy"
+
+
+def runtime(
+    network: Network,
+    images: Images,
+    methods: Methods,
+    rows: Rows,
+    *,
+    seed: int = 0,
+    engine: str | Sketch = "exact",
+    train: Images | None = None,
+    rounds: int = 3,
+    tell: Tell | None = None,
+) -> Iterator[Row]:
+    """A row for each method: the median over rounds of its time, divided by Entropy's in the same round.
+
+    Each method runs alone, on the same images in batches of 32. `laplace` is timed with the fit on `train`.
+    """
+    x = network.inputs(images).split(BATCH)
+    batches = None if train is None else training_batches(network, train)
+
+    def seconds(method: object) -> float:
+        began = time.perf_counter()
+        compare(network.model, x, {"timed": method}, seed=seed, engine=engine, train=batches)  # type: ignore[dict-item]
+        return time.perf_counter() - began
+
+    seconds(Entropy())  # the first run pays for what later ones find ready
+    for done, (name, method) in enumerate(methods.items(), start=1):
+        key = {"row": "runtime", "method": name, "exactly": parameters(method, train), "n": len(images)}
+        key |= {"engine": str(engine), "rounds": rounds}
+        known = rows.where(**key)
+        if known:
+            yield known[0]
+            continue
+        timed = [(seconds(Entropy()), seconds(network.in_its_units(method))) for _ in range(rounds)]
+        row = {"seconds": statistics.median(t for _, t in timed), "ratio": statistics.median(t / u for u, t in timed)}
+        yield rows.add({**key, **row})
+        if tell is not None:
+            tell("methods timed", done, len(methods))

@@ -1,0 +1,131 @@
+"""Images to scores, kept chunk by chunk, so that no chunk is ever scored twice by the same method."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from qualms.data import Images
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Settings, Sketch
+from qualms.methods.method import LOGITS, TRAINING_DATA, Method
+from qualms.scores import compare, compare_batches
+from qualms.tasks.network import Network
+from qualms.tasks.rows import Row, Rows
+
+CHUNK = 32  # inputs whose scores are written together; what a kill can lose
+TRAINING_BATCH = 256
+Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixels scaled to [0, 1]
+Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of some images by method, and whether each prediction was right (None without labels)."""
+
+    scores: dict[str, np.ndarray]
+    predicted: np.ndarray
+    labels: np.ndarray | None
+
+    @property
+    def correct(self) -> np.ndarray:
+        """Whether each prediction was right."""
+        if self.labels is None:
+            raise QualmsError("these images have no labels, so it is not known which predictions are right.")
+        return self.predicted == self.labels
+
+
+def scored(
+    network: Network,
+    images: Images,
+    methods: Methods,
+    rows: Rows,
+    *,
+    seed: int = 0,
+    engine: str | Sketch = "exact",
+    train: Images | None = None,
+    tell: Tell | None = None,
+) -> Scored:
+    """The scores of all images by all methods, from `rows` where they are there, else computed and added to it."""
+    data = {"data": images.name, "images": images.fingerprint(), "seed": seed, "engine": str(engine)}
+    starts = list(range(0, len(images), CHUNK))
+    exactly = {name: parameters(method, train) for name, method in methods.items()}
+    have = {start: _known(rows, data, start, exactly) for start in starts}
+    own = {name: network.in_its_units(method) for name, method in methods.items()}
+
+    def missing(start: int) -> tuple[str, ...]:
+        return tuple(name for name in own if name not in have[start])
+
+    for names, group in groupby(starts, key=missing):
+        if not names:
+            continue
+        run = list(group)
+        batches = (network.inputs(images.take(slice(start, start + CHUNK))) for start in run)
+        stream = compare_batches(
+            network.model,
+            batches,
+            {name: own[name] for name in names},
+            Settings(engine, seed=seed),
+            train=None if train is None else training_batches(network, train),
+            first=run[0],
+        )
+        began = time.perf_counter()
+        for start, found in zip(run, stream, strict=True):
+            values = {name: s.tolist() for name, s in found.items()}
+            seconds = time.perf_counter() - began
+            have[start].update(values)
+            how = {"first": start, "methods": {name: exactly[name] for name in names}}
+            rows.add({"row": "scores", **data, **how, "scores": values, "seconds": round(seconds, 3)})
+            began = time.perf_counter()
+            if tell is not None:
+                tell(f"{images.name} scored", min(start + CHUNK, len(images)), len(images))
+    scores = {name: np.concatenate([np.array(have[start][name]) for start in starts]) for name in own}
+    predicted = network.logits(images).argmax(1).numpy()
+    return Scored(scores, predicted, None if images.labels is None else images.labels.numpy())
+
+
+def usable(
+    network: Network, images: Images, methods: Methods, train: Images | None
+) -> tuple[dict[str, Method], list[Row]]:
+    """The methods that this network and this data allow, and a row with the reason for each other one."""
+    good: dict[str, Method] = {}
+    rows: list[Row] = []
+    few = network.inputs(images.take(slice(0, 2)))
+    batches = None if train is None else training_batches(network, train.take(slice(0, 2 * TRAINING_BATCH)))
+    for name, method in methods.items():
+        try:
+            if method.needs != (LOGITS,):
+                compare(network.model, few, [_quick(network.in_its_units(method))], train=batches)
+            good[name] = method
+        except QualmsError as error:
+            rows.append({"row": "left out", "method": name, "why": str(error)})
+    if not good:
+        raise QualmsError(f"no method can be used: {rows[0]['method']}: {rows[0]['why']}")
+    return good, rows
+
+
+def parameters(method: Method, train: Images | None) -> str:
+    """All that decides a method's scores beside network, image and seed: a row made otherwise is another row."""
+    learnt = f" on {train.fingerprint()}" if train is not None and TRAINING_DATA in method.needs else ""
+    return f"{method!r}{learnt}"
+
+
+def _known(rows: Rows, data: Row, start: int, exactly: dict[str, str]) -> dict[str, list[float]]:
+    known: dict[str, list[float]] = {}
+    for row in rows.where(row="scores", first=start, **data):
+        known |= {name: s for name, s in row["scores"].items() if row["methods"][name] == exactly.get(name)}
+    return known
+
+
+def _quick(method: Any) -> Any:
+    """The same with few draws: enough to see whether it works."""
+    return replace(method, draws=2) if hasattr(method, "draws") else method
+
+
+def training_batches(network: Network, train: Images) -> list[torch.Tensor]:
+    """What methods that learn from the training data are given."""
+    return list(network.inputs(train).split(TRAINING_BATCH))

@@ -1,0 +1,6 @@
+"""Images and a network in, a trained classifier out."""
+
+from qualms.training.fit import Fitted, fit
+from qualms.training.recipes import RECIPES, Recipe
+
+__all__ = ["RECIPES", "Fitted", "Recipe", "fit"]

@@ -1,0 +1,213 @@
+"""Training with a validation set that chooses the best epoch, and a file from which a killed run goes on.
+
+Every random choice of an epoch follows from the seed and the epoch's number, so a run that was interrupted ends with
+the same weights, bit for bit, as one that was not (on the same machine and with the same number of threads).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qualms.data import Images, Normalisation
+from qualms.errors import QualmsError
+from qualms.gradients.inputs import checked_logits, run
+from qualms.models.fingerprint import fingerprint
+from qualms.random import generator
+from qualms.training.augment import augmented
+from qualms.training.recipes import Recipe
+
+SPLIT, ORDER, DRAWS = range(3)  # purposes of random numbers
+EVALUATED_AT_ONCE = 500
+Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How the training went: a row for each epoch, and the epoch whose weights the model has now."""
+
+    history: list[dict[str, float]]
+    best_epoch: int
+    validation_accuracy: float
+
+
+def fit(
+    model: nn.Module,
+    images: Images,
+    recipe: Recipe,
+    normalisation: Normalisation,
+    *,
+    validation: Images | None = None,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    about: dict[str, Any] | None = None,
+    tell: Tell | None = None,
+) -> Fitted:
+    """Train the model in place; it ends in evaluation mode, with the weights that did best on validation images.
+
+    Args:
+        model: where its parameters are is where the work is done. Its present weights are the start.
+        images: training images with labels.
+        recipe: how.
+        normalisation: what the model receives is normalised by it.
+        validation: images to choose the best epoch by; by default the recipe's share of `images`.
+        seed: decides the order of the images, their augmentation, and which ones are kept for validation.
+        checkpoint: a file that is written after each epoch and holds the best weights as `state_dict`. If it is
+            there, training goes on from it; if it is complete, nothing is computed.
+        about: what else to write into it, such as the network's name.
+        tell: called with ("epoch", done, epochs) after each.
+    """
+    if images.labels is None:
+        raise QualmsError(f"{images.name} has no labels to learn from; pass images with labels.")
+    if validation is None:
+        images, validation = _split(images, recipe.validation, seed)
+    settings = _settings(model, images, validation, recipe, normalisation, seed)
+    state = _Run(model, recipe)
+    if checkpoint is not None:
+        state.go_on_from(Path(checkpoint), settings)
+    while state.epoch < recipe.epochs:
+        loss = state.one_epoch(images, normalisation, seed)
+        row = {"epoch": state.epoch, "loss": loss}
+        if state.epoch % recipe.validate_every == 0 or state.epoch == recipe.epochs:
+            row["validation_accuracy"] = _accuracy(model, validation, normalisation)
+            state.remember_if_best(row["validation_accuracy"])
+        state.history.append(row)
+        if checkpoint is not None:
+            state.write(Path(checkpoint), settings, about or {})
+        if tell is not None:
+            tell("epoch", state.epoch, recipe.epochs)
+    model.load_state_dict(state.best_state)
+    model.eval()
+    return Fitted(state.history, state.best_epoch, state.best_accuracy)
+
+
+class _Run:
+    """What changes from epoch to epoch."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.model, self.recipe = model, recipe
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if recipe.adam:
+            self.optimiser: torch.optim.Optimizer = torch.optim.Adam(parameters, recipe.rate, weight_decay=recipe.decay)
+            self.schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimiser, recipe.epochs)
+        else:
+            self.optimiser = torch.optim.SGD(
+                parameters, recipe.rate, momentum=recipe.momentum, weight_decay=recipe.decay
+            )
+            self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimiser, list(recipe.drops))
+        self.epoch, self.history = 0, list[dict[str, float]]()
+        self.best_epoch, self.best_accuracy = 0, -1.0
+        self.best_state: dict[str, Tensor] = {}
+
+    def one_epoch(self, images: Images, normalisation: Normalisation, seed: int) -> float:
+        """The mean loss over one pass through the images."""
+        assert images.labels is not None
+        self.model.train()
+        device = next(self.model.parameters()).device
+        order = torch.randperm(len(images), generator=generator(seed, ORDER, self.epoch))
+        noise = generator(seed, DRAWS, self.epoch)
+        total = 0.0
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=noise)))  # for the model's own dropout
+            for index in order.split(self.recipe.batch):
+                if len(index) == 1 < len(images):
+                    continue  # batch normalisation has no variance to divide by
+                x, y = normalisation.apply(images.pixels[index]), images.labels[index].to(device)
+                x = (augmented(x, noise) if self.recipe.augment else x).to(device)
+                loss = F.cross_entropy(_logits(self.model, x), y)
+                self.optimiser.zero_grad()
+                loss.backward()
+                self.optimiser.step()
+                total += float(loss.detach()) * len(index)
+        self.schedule.step()
+        self.epoch += 1
+        return total / len(images)
+
+    def remember_if_best(self, accuracy: float) -> None:
+        """The first of equally good epochs stays."""
+        if accuracy > self.best_accuracy:
+            self.best_epoch, self.best_accuracy = self.epoch, accuracy
+            self.best_state = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+
+    def write(self, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
+        """The whole state, in one move: a file that is there is complete."""
+        content = {
+            **about,
+            "state_dict": self.best_state,
+            "settings": settings,
+            "complete": self.epoch == self.recipe.epochs,
+            "history": self.history,
+            "best": {"epoch": self.best_epoch, "accuracy": self.best_accuracy},
+            "resume": {
+                "epoch": self.epoch,
+                "model": self.model.state_dict(),
+                "optimiser": self.optimiser.state_dict(),
+                "schedule": self.schedule.state_dict(),
+            },
+        }
+        if self.epoch == self.recipe.epochs:
+            del content["resume"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(path.name + ".part")
+        torch.save(content, beside)
+        os.replace(beside, path)
+
+    def go_on_from(self, path: Path, settings: dict[str, Any]) -> None:
+        """Take up the state of an earlier run with the same settings."""
+        if not path.exists():
+            return
+        try:
+            found = torch.load(path, weights_only=True, map_location="cpu")
+            known = found["settings"]
+        except Exception:
+            raise QualmsError(f"{path} is not a checkpoint of this training; choose another file.") from None
+        if known != settings:
+            other = next(k for k in {**known, **settings} if known.get(k) != settings.get(k))
+            raise QualmsError(
+                f"{path} comes from a training with another {other} ({known.get(other)}, not {settings.get(other)}); "
+                "choose another file, or delete it."
+            )
+        self.history, self.best_state = found["history"], found["state_dict"]
+        self.best_epoch, self.best_accuracy = found["best"]["epoch"], found["best"]["accuracy"]
+        self.epoch = self.recipe.epochs if found["complete"] else found["resume"]["epoch"]
+        if not found["complete"]:
+            self.model.load_state_dict(found["resume"]["model"])
+            self.optimiser.load_state_dict(found["resume"]["optimiser"])
+            self.schedule.load_state_dict(found["resume"]["schedule"])
+
+
+def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
+    order = torch.randperm(len(images), generator=generator(seed, SPLIT))
+    kept = max(1, round(share * len(images)))
+    if kept >= len(images):
+        raise QualmsError(f"{images.name} has {len(images)} images, too few to keep {share:.0%} for validation.")
+    return images.take(order[kept:]), images.take(order[:kept])
+
+
+def _settings(
+    model: nn.Module, images: Images, validation: Images, recipe: Recipe, normalisation: Normalisation, seed: int
+) -> dict[str, Any]:
+    """What decides the outcome, in types that a weights-only file holds."""
+    data = {"images": images.fingerprint(), "validation": validation.fingerprint(), "start": fingerprint(model)}
+    return {**data, "seed": seed, **asdict(recipe), "mean": normalisation.mean, "std": normalisation.std}
+
+
+def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    return checked_logits(run(model, x), len(x))
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, images: Images, normalisation: Normalisation) -> float:
+    assert images.labels is not None
+    model.eval()
+    device = next(model.parameters()).device
+    right = 0
+    for index in torch.arange(len(images)).split(EVALUATED_AT_ONCE):
+        x = normalisation.apply(images.pixels[index]).to(device)
+        right += int((_logits(model, x).argmax(1).cpu() == images.labels[index]).sum())
+    return right / len(images)

@@ -1,0 +1,59 @@
+"""How the paper trains its networks (Wang & Ji, CVPR 2024, appendix B)."""
+
+from dataclasses import dataclass, replace
+
+from qualms.errors import QualmsError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Stochastic gradient descent with momentum, or Adam for transformers.
+
+    Args:
+        epochs: passes over the training images.
+        rate: the learning rate to begin with.
+        drops: after so many epochs the rate is divided by ten; with Adam it falls along a cosine instead.
+        batch: images a step.
+        augment: random crops, flips and rotations.
+        validation: the share of the training images that is kept aside to choose the best epoch.
+        adam: instead of gradient descent.
+        momentum: of gradient descent.
+        decay: of the weights.
+        validate_every: epochs between two looks at the validation images.
+    """
+
+    epochs: int
+    rate: float
+    drops: tuple[int, ...] = ()
+    batch: int = 128
+    augment: bool = False
+    validation: float = 0.1
+    adam: bool = False
+    momentum: float = 0.9
+    decay: float = 5e-4
+    validate_every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch < 1 or self.rate <= 0 or self.validate_every < 1:
+            raise QualmsError(
+                f"a recipe has {self.epochs} epochs, batches of {self.batch} and rate {self.rate}; all must be positive."
+            )
+        if not 0 < self.validation < 1:
+            raise QualmsError(f"a recipe keeps {self.validation} of the images for validation; it is a share below 1.")
+
+    def shortened(self, epochs: int) -> "Recipe":
+        """The same in fewer epochs, the drops of the rate moved along."""
+        drops = tuple(max(1, round(d * epochs / self.epochs)) for d in self.drops)
+        return replace(self, epochs=epochs, drops=drops)
+
+
+# By the dataset that they are for; `active` for each cycle of active learning, `vit` for transformers on CIFAR.
+RECIPES: dict[str, Recipe] = {
+    "mnist": Recipe(epochs=30, rate=0.01),
+    "cifar10": Recipe(epochs=100, rate=0.1, drops=(30, 60, 90), augment=True),
+    "cifar100": Recipe(epochs=120, rate=0.1, drops=(40, 70, 100), batch=64, augment=True),
+    "svhn": Recipe(epochs=50, rate=0.05, drops=(15, 30), batch=64),
+    "active": Recipe(epochs=200, rate=0.01),
+    "vit": Recipe(epochs=200, rate=1e-4, batch=512, augment=True, adam=True, decay=0.0),
+    "digits": Recipe(epochs=30, rate=0.05, batch=64),
+}
