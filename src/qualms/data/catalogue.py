@@ -1,0 +1,58 @@
+"""The datasets that have a name: one row each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from qualms.data.cifar import read_cifar10, read_cifar100
+from qualms.data.digits import read_digits
+from qualms.data.idx import read_fashion_mnist, read_mnist
+from qualms.data.images import Images
+from qualms.data.normalisation import Normalisation
+from qualms.data.svhn import read_svhn
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """How a dataset is read, what comes out, and where it is published.
+
+    `classes` is None where the files decide it. `normalisation` is the usual one: networks differ in theirs.
+    """
+
+    read: Callable[[Path, str], Images]
+    classes: int | None
+    channels: int
+    size: int
+    normalisation: Normalisation
+    get: str
+
+
+MNIST = Normalisation((0.1307,), (0.3081,))
+CIFAR10 = Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+CIFAR100 = Normalisation((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+HALF = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+DIGITS = Normalisation((0.3053,), (0.3760,))
+
+DATASETS: dict[str, Dataset] = {
+    "mnist": Dataset(
+        read_mnist, 10, 1, 28, MNIST,
+        "get the four files from https://github.com/cvdfoundation/mnist and put them into MNIST/raw",
+    ),
+    "fashion-mnist": Dataset(
+        read_fashion_mnist, 10, 1, 28, MNIST,
+        "get the four files from https://github.com/zalandoresearch/fashion-mnist and put them into FashionMNIST/raw",
+    ),
+    "cifar10": Dataset(
+        read_cifar10, 10, 3, 32, CIFAR10,
+        "get the Python version from https://www.cs.toronto.edu/~kriz/cifar.html and unpack it to cifar-10-batches-py",
+    ),
+    "cifar100": Dataset(
+        read_cifar100, 100, 3, 32, CIFAR100,
+        "get the Python version from https://www.cs.toronto.edu/~kriz/cifar.html and unpack it to cifar-100-python",
+    ),
+    "svhn": Dataset(
+        read_svhn, 10, 3, 32, HALF,
+        "get train_32x32.mat and test_32x32.mat from http://ufldl.stanford.edu/housenumbers and put them into svhn",
+    ),
+    "digits": Dataset(read_digits, 10, 1, 8, DIGITS, "they come with scikit-learn"),
+}  # fmt: skip

@@ -1,0 +1,101 @@
+"""Images in memory, as bytes: what every reader returns."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from qualms.errors import QualmsError
+
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601: how bright red, green and blue look
+CHUNK = 1000  # images that are held as floats at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Pixels, and where they are known the classes.
+
+    `classes` names the classes that `labels` counts; it is empty where the files do not name them.
+    """
+
+    name: str
+    pixels: UInt8[Tensor, "n c h w"]
+    labels: Int64[Tensor, " n"] | None
+    classes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def take(self, index: slice | Int64[Tensor, " k"]) -> "Images":
+        """The images at these places, in this order."""
+        return replace(self, pixels=self.pixels[index], labels=None if self.labels is None else self.labels[index])
+
+    def subset(self, count: int | None, seed: int = 0) -> "Images":
+        """`count` images in a random order that the seed alone decides; all of them if None or more than there are.
+
+        The order is always the shuffled one, so the first k images of a subset are the subset of k.
+        """
+        if count is not None and count < 1:
+            raise QualmsError(f"a subset of {count} images of {self.name} was asked for; ask for at least 1, or None.")
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        return self.take(order[:count])
+
+    def fitted(self, channels: int, size: int) -> "Images":
+        """In grey (1 channel) or colour (3), and size x size pixels; the same object if nothing is to be done."""
+        if channels not in (1, 3) or self.pixels.shape[1] not in (1, 3):
+            raise QualmsError(f"{self.name} cannot go from {self.pixels.shape[1]} channels to {channels}; use 1 or 3.")
+        if size < 1:
+            raise QualmsError(f"{self.name} cannot be resized to {size} pixels; ask for at least 1.")
+        if tuple(self.pixels.shape[1:]) == (channels, size, size):
+            return self
+        parts = [_fit(part, channels, size) for part in self.pixels.split(CHUNK)]
+        return replace(self, pixels=torch.cat(parts))
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change with any pixel, label or shape."""
+        digest = hashlib.sha256(str(tuple(self.pixels.shape)).encode())
+        digest.update(self.pixels.contiguous().numpy().data)
+        if self.labels is not None:
+            digest.update(b"labels")
+            digest.update(self.labels.contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+
+def _fit(pixels: UInt8[Tensor, "n c h w"], channels: int, size: int) -> UInt8[Tensor, "n d s s"]:
+    x: Float[Tensor, "n c h w"] = pixels.float()
+    if channels < pixels.shape[1]:
+        x = torch.einsum("nchw,c->nhw", x, torch.tensor(LUMA))[:, None]
+    if tuple(x.shape[2:]) != (size, size):
+        x = F.interpolate(x, (size, size), mode="bilinear", antialias=True)
+    # One rounding at the end, not one for each step.
+    return x.round().clamp(0, 255).to(torch.uint8).expand(-1, channels, -1, -1)
+
+
+def images_of(name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = ()) -> Images:
+    """Images from a reader's arrays, once they are consistent; `where` names the files in an error."""
+    if len(pixels) == 0:
+        raise QualmsError(f"{where} holds no images; check that it is the file you meant, and whole.")
+    # A copy: arrays over a file's bytes cannot be written to, and torch wants memory in the order of the axes.
+    x = torch.from_numpy(np.array(pixels, dtype=np.uint8, order="C"))
+    if labels is None:
+        return Images(name, x, None, classes)
+    y = np.asarray(labels)
+    if y.ndim == 0 or len(y) != len(x):
+        count = 1 if y.ndim == 0 else len(y)
+        raise QualmsError(f"{where} holds {len(x)} images and {count} labels; there must be one label for each image.")
+    if y.size != len(x) or y.dtype.kind not in "iu":
+        raise QualmsError(
+            f"the labels in {where} are {y.dtype} of shape {y.shape}; each must be one whole number, its class."
+        )
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= (len(classes) or 2**63):
+        allowed = f"0 to {len(classes) - 1}" if classes else "0 and up"
+        raise QualmsError(
+            f"the labels in {where} go from {low} to {high}, and classes are counted {allowed}; mend them."
+        )
+    return Images(name, x, torch.from_numpy(y.reshape(-1).astype(np.int64)), classes)

@@ -1,0 +1,38 @@
+"""Where a dataset's files are looked for, and what they hold."""
+
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from qualms.errors import QualmsError
+
+
+class NotFound(QualmsError):
+    """A dataset's file is in none of its places; `load` adds how to get it."""
+
+
+def first_of(places: Iterable[Path], what: str) -> Path:
+    """The first of these files or folders that is there."""
+    tried = list(places)
+    for place in tried:
+        if place.exists():
+            return place
+    folders = dict.fromkeys(str(place.parent) for place in tried)
+    raise NotFound(f"there is no {what} in {', '.join(folders)}")
+
+
+def content_of(path: Path) -> bytes:
+    """The bytes of a file."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise QualmsError(f"{path} cannot be read ({error.strerror}); check that it is a file you may read.") from None
+
+
+def extra(module: str, package: str, what: str) -> Any:
+    """A module that only some readers need."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise QualmsError(f"reading {what} needs {package}; pip install 'qualms[app]'") from None
