@@ -1,0 +1,40 @@
+"""From bytes to what a network was trained on."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+
+from qualms.errors import QualmsError
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """(x / 255 - mean) / std, for each channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not self.mean:
+            raise QualmsError(
+                f"the normalisation has {len(self.mean)} means and {len(self.std)} deviations; give one of each a channel."
+            )
+        if not all(s > 0 for s in self.std):
+            raise QualmsError(f"the normalisation divides by {self.std}; every deviation must be above 0.")
+
+    def apply(self, pixels: UInt8[Tensor, "n c h w"]) -> Float32[Tensor, "n c h w"]:
+        """Bytes to the numbers that the network receives."""
+        if pixels.shape[1] != len(self.mean):
+            raise QualmsError(
+                f"the images have {pixels.shape[1]} channels and the normalisation {len(self.mean)}; "
+                f"fit the images with fitted({len(self.mean)}, size), or pass another normalisation."
+            )
+        mean, std = (torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (self.mean, self.std))
+        return (pixels.float() / 255 - mean) / std
+
+    def in_model_units(self, value: float) -> float | tuple[float, ...]:
+        """A noise level given in pixels from 0 to 1, as large as the network sees it; one for each of many channels."""
+        levels = tuple(value / s for s in self.std)
+        return levels if len(levels) > 1 else levels[0]
