@@ -1,0 +1,144 @@
+"""Weights on disk into a network: whatever wrapping they were saved with, all of them or none.
+
+A pickle can run any code as it is read, so torch's files are read with `weights_only=True` and what asks for more is
+refused. Reading is one step and fitting another: the names in a file mean something only beside a network.
+"""
+
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qualms.errors import QualmsError
+
+WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
+PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
+
+
+def read_state(path: str | Path) -> dict[str, Tensor]:
+    """The named tensors of a `.safetensors` file or of a file that `torch.save` wrote, on the CPU.
+
+    What scripts put around them (`{"state_dict": …, "epoch": …}`) is taken off; what is no tensor is left out.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise QualmsError(f"there is no checkpoint file {path}; check the path.")
+    content = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    inner = _unwrapped(content)
+    state = {k: v for k, v in inner.items() if isinstance(v, Tensor)} if isinstance(inner, Mapping) else {}
+    if not state:
+        found = f"only {', '.join(map(repr, inner))}" if isinstance(inner, Mapping) else f"a {type(inner).__name__}"
+        raise QualmsError(f"{path} holds no tensors by name ({found or 'nothing'}); save the network's state_dict().")
+    return state
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise QualmsError(f"{path} needs the package safetensors; pip install 'qualms[app]'.") from error
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise QualmsError(f"{path} is damaged or no safetensors file ({_first_line(error)}); get it anew.") from error
+
+
+def _torch_file(path: Path) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickles and archives of kinds that are refused right after
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+        needs = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if needs or "TorchScript" in str(error):
+            what = needs[1] if needs else "TorchScript"
+            raise QualmsError(
+                f"{path} holds more than tensors ({what}) and could run code as it is read, so it is refused; "
+                "where you trust it, load it yourself and save its state_dict() alone."
+            ) from error
+        raise QualmsError(
+            f"{path} is damaged or no checkpoint of torch's ({_first_line(error)}); get it anew, "
+            "or save the network's state_dict() with torch.save."
+        ) from error
+
+
+def _unwrapped(content: Any) -> Any:
+    while isinstance(content, Mapping):
+        inside = next((content[w] for w in WRAPPERS if isinstance(content.get(w), Mapping)), None)
+        if inside is None:
+            return content
+        content = inside
+    return content
+
+
+def fit_state(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    *,
+    rename: Mapping[str, str] | None = None,
+    file: str | Path = "the checkpoint",
+    network: str = "the network",
+) -> None:
+    """Put a checkpoint's tensors into the model, in the model's own precision, or raise and leave it as it is.
+
+    Args:
+        model: the network.
+        state: tensors by name; the prefixes that wrappers of networks add to every name are taken off if need be.
+        rename: starts of names in the checkpoint, and what the network calls them.
+        file: what an error calls the checkpoint.
+        network: what an error calls the model.
+    """
+    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    state = _renamed(_without_prefixes(state, own), own, rename or {})
+    missing = [k for k in own if k not in state and not _may_miss(k, own, state)]
+    unexpected = [k for k in state if k not in own]
+    other = [k for k in state if k in own and state[k].shape != own[k].shape]
+    reasons = []
+    if missing:
+        reasons.append(f"{len(missing)} keys missing (first '{missing[0]}')")
+    if unexpected:
+        reasons.append(f"{len(unexpected)} unexpected (first '{unexpected[0]}')")
+    if other:
+        theirs, ours = (tuple(s[other[0]].shape) for s in (state, own))
+        reasons.append(f"{len(other)} of another shape (first '{other[0]}': {theirs} in the file, {ours} here)")
+    if reasons:
+        advice = "pass classes= as it was trained" if other and not missing + unexpected else "name its own network"
+        raise QualmsError(f"{file} does not fit {network}: {', '.join(reasons)}; {advice}.")
+    # Not strict: what may be missing was decided above.
+    model.load_state_dict(dict(state), strict=False)
+
+
+def _without_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Prefixes go one by one until names are the network's; if they never are, nothing was a prefix."""
+    bare = state
+    while not any(k in own for k in bare):
+        prefix = next((p for p in PREFIXES if all(k.startswith(p) for k in bare)), None)
+        if prefix is None:
+            return state
+        bare = {k.removeprefix(prefix): v for k, v in bare.items()}
+    return bare
+
+
+def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:
+    def ours(key: str) -> str:
+        start = next((old for old in rename if key not in own and key.startswith(old)), None)
+        return key if start is None else rename[start] + key.removeprefix(start)
+
+    return {ours(k): v for k, v in state.items()}
+
+
+def _may_miss(key: str, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bool:
+    """A counter that evaluation never reads, or a second name for a tensor that is there (safetensors drops those)."""
+    if key.endswith("num_batches_tracked"):
+        return True
+    place = (own[key].data_ptr(), own[key].shape)
+    return own[key].numel() > 0 and any(k in state for k, v in own.items() if (v.data_ptr(), v.shape) == place)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -1,0 +1,159 @@
+"""`load_model`: one string for wherever a network comes from."""
+
+import inspect
+import zipfile
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qualms.data.normalisation import Normalisation
+from qualms.errors import QualmsError
+from qualms.models.checkpoint import fit_state, read_state
+from qualms.models.hubs import from_hugging_face, from_timm, hugging_face_normalisation, timm_normalisation
+from qualms.models.zoo import ZOO
+
+CHECKPOINTS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
+
+
+def load_model(source: str | Path, weights: str | Path | None = None, *, classes: int | None = None) -> nn.Module:
+    """A network in evaluation mode, on the CPU.
+
+    Args:
+        source: one of
+
+            - a name in `ZOO`: this library's networks, with random weights unless `weights` are given;
+            - `timm:NAME`: with its published weights, or with `weights`;
+            - `hf:NAME` or `hf:FOLDER`: a classifier of images or texts of Hugging Face, with its own weights, or with
+              `weights`;
+            - `model.pt2`: a network that `torch.export.save` wrote, which carries its weights;
+            - `package.module:factory`: what the function or class gives, called without arguments.
+        weights: a checkpoint file, `.safetensors` or torch's; anything in it but tensors is refused or left out.
+        classes: how many classes, where that is open.
+
+    Checkpoints and Hugging Face folders run no code as they are read. A `.pt2` file can: `torch.export.load` unpickles
+    parts of it without restraint, and nothing here guards against that. An import path is code by definition. Load
+    these two only from those you trust.
+    """
+    name = str(source)
+    if classes is not None and classes < 2:
+        raise QualmsError(f"classes is {classes}; two or more are needed.")
+    if name in ZOO:
+        model = _from_zoo(name, weights, classes)
+    elif name.startswith("timm:"):
+        model = from_timm(name.removeprefix("timm:"), weights, classes)
+    elif name.startswith("hf:"):
+        model = from_hugging_face(name.removeprefix("hf:"), weights, classes)
+    elif name.endswith(".pt2"):
+        model = _exported(Path(name), weights, classes)
+    elif ":" in name:
+        model = _from_factory(name, weights, classes)
+    else:
+        raise _unknown(name)
+    return _ready(model)
+
+
+def normalisation_of(source: str | Path, model: nn.Module) -> Normalisation | None:
+    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalised with; None if nobody says.
+
+    The zoo knows for the published weights it names, timm for its networks, and Hugging Face where the folder holds a
+    `preprocessor_config.json`.
+    """
+    name = str(source)
+    if name in ZOO:
+        return ZOO[name].normalisation
+    if name.startswith("timm:"):
+        return timm_normalisation(model)
+    if name.startswith("hf:"):
+        return hugging_face_normalisation(name.removeprefix("hf:"))
+    return None
+
+
+def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
+    entry = ZOO[name]
+    model = entry.build(entry.classes if classes is None else classes)
+    if weights is not None:
+        fit_state(model, read_state(weights), rename=entry.rename, file=weights, network=name)
+    return model
+
+
+def _exported(path: Path, weights: str | Path | None, classes: int | None) -> nn.Module:
+    if weights is not None or classes is not None:
+        raise QualmsError(f"{path} carries its own weights and classes; leave out weights= and classes=.")
+    if not path.is_file():
+        raise QualmsError(f"there is no file {path}; check the path.")
+    if not zipfile.is_zipfile(path):
+        raise QualmsError(f"{path} is damaged or no exported network; write it anew with torch.export.save.")
+    try:
+        return torch.export.load(path).module()
+    except Exception as error:
+        raise QualmsError(
+            f"{path} is damaged or no exported network ({_reason(error)}); write it anew with torch.export.save."
+        ) from error
+
+
+def _from_factory(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
+    factory = _imported(name)
+    keywords = {} if classes is None else {_classes_keyword(name, factory): classes}
+    try:
+        model = factory(**keywords)
+    except Exception as error:
+        raise QualmsError(f"{name} raised {type(error).__name__} as it was called: {_reason(error)}.") from error
+    if not isinstance(model, nn.Module):
+        raise QualmsError(f"{name} gives a {type(model).__name__}; it must return a torch.nn.Module.")
+    if weights is not None:
+        fit_state(model, read_state(weights), file=weights, network=name)
+    return model
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        raise QualmsError(
+            f"{module} of {name} does not import ({_reason(error)}); check the name and the path."
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise QualmsError(f"{name} does not exist: there is no {part!r} in {module}; check the name.")
+        found, module = getattr(found, part), f"{module}.{part}"
+    if not callable(found):
+        raise QualmsError(f"{name} is a {type(found).__name__}; name a function or class that returns a network.")
+    return found
+
+
+def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
+    parameters = inspect.signature(factory).parameters
+    for keyword in ("classes", "num_classes"):
+        if keyword in parameters:
+            return keyword
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return "num_classes"  # handed on, and most networks call it so
+    raise QualmsError(f"{name} takes neither classes nor num_classes; leave out classes=.")
+
+
+def _unknown(name: str) -> QualmsError:
+    if name.endswith(CHECKPOINTS):
+        return QualmsError(f"{name} holds weights without a network; name the network and pass weights={name!r}.")
+    near = get_close_matches(name, ZOO, 3)
+    hint = f"did you mean {' or '.join(near)}? Otherwise" if near else f"there are {', '.join(ZOO)}; otherwise"
+    return QualmsError(
+        f"there is no network {name!r}; {hint} pass timm:NAME, hf:NAME_OR_FOLDER, FILE.pt2 or package.module:factory."
+    )
+
+
+def _ready(model: nn.Module) -> nn.Module:
+    if isinstance(model, torch.fx.GraphModule):  # exported networks refuse eval(); they have no modes, only the mark
+        for module in model.modules():
+            module.training = False
+        return model
+    return model.cpu().eval()
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")

@@ -1,0 +1,59 @@
+"""Small convolutional networks whose weights others have published, with the names that those weights go by."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class MnistCnn5x5(nn.Module):
+    """Two 5x5 convolutions with pooling and two linear layers (the baseline of Hendrycks et al., ICLR 2019)."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5)
+        self.fc1, self.fc2 = nn.Linear(320, 50), nn.Linear(50, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 1, 28, 28] to [n, classes]."""
+        h = _quick_gelu(F.max_pool2d(self.conv1(x), 2))
+        h = _quick_gelu(F.max_pool2d(self.conv2(h), 2))
+        return self.fc2(_quick_gelu(self.fc1(h.flatten(1))))
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+class SvhnCnn4(nn.Module):
+    """Four 3x3 convolutions with pooling, each twice as wide as the one before, and two linear layers."""
+
+    def __init__(self, width: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        inside = 3
+        for outside in (width, 2 * width, 4 * width, 8 * width):
+            layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            inside = outside
+        self.layers = nn.Sequential(*layers)
+        self.fc1, self.fc2 = nn.Linear(2 * 2 * inside, hidden), nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 3, 32, 32] to [n, classes]."""
+        return self.fc2(F.relu(self.fc1(self.layers(x).flatten(1))))
+
+
+def mnist_cnn_5x5(classes: int = 10) -> MnistCnn5x5:
+    """For 28x28 grey images."""
+    return MnistCnn5x5(classes)
+
+
+def svhn_cnn_4(classes: int = 10) -> SvhnCnn4:
+    """32 to 256 channels, then 64 features."""
+    return SvhnCnn4(32, 64, classes)
+
+
+def svhn_cnn_4_dropout(classes: int = 10) -> SvhnCnn4:
+    """16 to 128 channels, then 256 features.
+
+    Its weights were trained with dropout, whose place they do not tell; in evaluation mode it makes no difference.
+    """
+    return SvhnCnn4(16, 256, classes)
