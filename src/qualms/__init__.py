@@ -1,5 +1,6 @@
 """qualms: know what your pre-trained model does not know."""
 
+from qualms import metrics
 from qualms.errors import QualmsError
 from qualms.gradients.norms import (
     ClassGradientGram,
@@ -26,6 +27,7 @@ __all__ = [
     "class_gradient_norms",
     "compare",
     "methods",
+    "metrics",
     "score",
     "score_with_error",
 ]

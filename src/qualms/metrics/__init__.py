@@ -1,0 +1,23 @@
+"""Scores and outcomes in, numbers out. Uncertainty is higher where the model knows less; equal scores are tied."""
+
+from qualms.metrics.bootstrap import interval
+from qualms.metrics.lift import lift_curve, raulc
+from qualms.metrics.prediction import accuracy, nll, nll_softmax_twice
+from qualms.metrics.ranking import aupr, auroc, fpr95, roc
+from qualms.metrics.selective import aurc, risk_coverage, selective_risk
+
+__all__ = [
+    "accuracy",
+    "aupr",
+    "aurc",
+    "auroc",
+    "fpr95",
+    "interval",
+    "lift_curve",
+    "nll",
+    "nll_softmax_twice",
+    "raulc",
+    "risk_coverage",
+    "roc",
+    "selective_risk",
+]

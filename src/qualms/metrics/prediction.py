@@ -1,0 +1,36 @@
+"""How good the predictions are themselves."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from qualms.metrics.arrays import Floats, logits_and_labels
+
+
+def accuracy(logits: Any, labels: Any) -> float:
+    """The share of inputs whose largest logit is that of their label."""
+    z, y = logits_and_labels(logits, labels)
+    return float((z.argmax(1) == y).mean())
+
+
+def nll(logits: Any, labels: Any) -> float:
+    """The negative log-likelihood -mean log p_y, p = softmax(z), in double precision."""
+    z, y = logits_and_labels(logits, labels)
+    return float(-_log_softmax(z)[np.arange(len(y)), y].mean())
+
+
+def nll_softmax_twice(logits: Any, labels: Any) -> float:
+    """-mean log softmax(softmax(z))_y: what a network that ends in a softmax gets from a loss that applies another.
+
+    With 10 classes the least possible is -log(e/(e + 9)) = 1.461, and a uniform prediction gives log 10 = 2.303. The
+    active-learning NLLs of Wang & Ji (CVPR 2024) lie between the two, so this is what can be put beside them. That is
+    an inference from the range of their numbers, not something that the paper says. `nll` is the likelihood proper.
+    """
+    z, y = logits_and_labels(logits, labels)
+    return nll(np.exp(_log_softmax(z)), y)
+
+
+def _log_softmax(z: Float[Floats, "n c"]) -> Float[Floats, "n c"]:
+    z = z - z.max(1, keepdims=True)
+    return z - np.log(np.exp(z).sum(1, keepdims=True))

@@ -1,0 +1,33 @@
+"""Selective prediction: how often the model is wrong on the inputs that it is most certain of."""
+
+import math
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from qualms.errors import QualmsError
+from qualms.metrics.arrays import Floats, scores_and_outcomes
+from qualms.metrics.ties import correct_among_most_certain
+
+
+def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
+    """The error rate among the most certain inputs, `coverage` being their share, rounded up to whole inputs."""
+    risks = risk_coverage(uncertainty, correct)
+    if not 0 < coverage <= 1:
+        raise QualmsError(f"coverage is {coverage}; it is a share of the inputs, above 0 and at most 1.")
+    # The rounding guard keeps 0.95 * 100 from asking for 96 of 100.
+    accepted = max(1, math.ceil(coverage * len(risks) - 1e-9))
+    return float(risks[accepted - 1])
+
+
+def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
+    """risk_i = the error rate among the i most certain inputs, i = 1..n; ties in expectation."""
+    u, right = scores_and_outcomes(uncertainty, correct)
+    accepted = np.arange(1, len(u) + 1)
+    return (accepted - correct_among_most_certain(u, right)) / accepted
+
+
+def aurc(uncertainty: Any, correct: Any) -> float:
+    """The area under the risk-coverage curve, mean_i risk_i: the mean error rate over all coverages; 0 is perfect."""
+    return float(risk_coverage(uncertainty, correct).mean())
