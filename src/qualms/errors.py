@@ -3,3 +3,8 @@
 
 class QualmsError(ValueError):
     """One sentence: what is wrong, where, and what to do about it."""
+
+
+def reason(error: Exception) -> str:
+    """What another library's error says, short enough for the middle of a sentence."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")

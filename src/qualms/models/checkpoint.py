@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, reason
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
 PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
@@ -31,8 +31,8 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     inner = _unwrapped(content)
     state = {k: v for k, v in inner.items() if isinstance(v, Tensor)} if isinstance(inner, Mapping) else {}
     if not state:
-        found = f"only {', '.join(map(repr, inner))}" if isinstance(inner, Mapping) else f"a {type(inner).__name__}"
-        raise QualmsError(f"{path} holds no tensors by name ({found or 'nothing'}); save the network's state_dict().")
+        found = ", ".join(map(repr, inner)) or "nothing" if isinstance(inner, Mapping) else f"a {type(inner).__name__}"
+        raise QualmsError(f"{path} holds no tensors by name, only {found}; save the network's state_dict().")
     return state
 
 
@@ -45,7 +45,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise QualmsError(f"{path} is damaged or no safetensors file ({_first_line(error)}); get it anew.") from error
+        raise QualmsError(f"{path} is damaged or no safetensors file ({reason(error)}); get it anew.") from error
 
 
 def _torch_file(path: Path) -> Any:
@@ -62,7 +62,7 @@ def _torch_file(path: Path) -> Any:
                 "where you trust it, load it yourself and save its state_dict() alone."
             ) from error
         raise QualmsError(
-            f"{path} is damaged or no checkpoint of torch's ({_first_line(error)}); get it anew, "
+            f"{path} is damaged or no checkpoint of torch's ({reason(error)}); get it anew, "
             "or save the network's state_dict() with torch.save."
         ) from error
 
@@ -95,19 +95,19 @@ def fit_state(
     """
     own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     state = _renamed(_without_prefixes(state, own), own, rename or {})
-    missing = [k for k in own if k not in state and not _may_miss(k, own, state)]
+    missing = _missing(state, own)
     unexpected = [k for k in state if k not in own]
     other = [k for k in state if k in own and state[k].shape != own[k].shape]
     reasons = []
     if missing:
-        reasons.append(f"{len(missing)} keys missing (first '{missing[0]}')")
+        reasons.append(f"{_keys(missing)} missing (first '{missing[0]}')")
     if unexpected:
-        reasons.append(f"{len(unexpected)} unexpected (first '{unexpected[0]}')")
+        reasons.append(f"{_keys(unexpected)} unexpected (first '{unexpected[0]}')")
     if other:
         theirs, ours = (tuple(s[other[0]].shape) for s in (state, own))
-        reasons.append(f"{len(other)} of another shape (first '{other[0]}': {theirs} in the file, {ours} here)")
+        reasons.append(f"{_keys(other)} of another shape (first '{other[0]}': {theirs} in the file, {ours} here)")
     if reasons:
-        advice = "pass classes= as it was trained" if other and not missing + unexpected else "name its own network"
+        advice = "name the network it was saved from" if missing or unexpected else "pass classes= as it was trained"
         raise QualmsError(f"{file} does not fit {network}: {', '.join(reasons)}; {advice}.")
     # Not strict: what may be missing was decided above.
     model.load_state_dict(dict(state), strict=False)
@@ -132,13 +132,15 @@ def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor], rename: Map
     return {ours(k): v for k, v in state.items()}
 
 
-def _may_miss(key: str, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bool:
-    """A counter that evaluation never reads, or a second name for a tensor that is there (safetensors drops those)."""
-    if key.endswith("num_batches_tracked"):
-        return True
-    place = (own[key].data_ptr(), own[key].shape)
-    return own[key].numel() > 0 and any(k in state for k, v in own.items() if (v.data_ptr(), v.shape) == place)
+def _missing(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    """What the checkpoint lacks and the network needs.
+
+    Not a counter that evaluation never reads, nor a second name for a tensor that is there: safetensors drops those.
+    """
+    there = {(v.data_ptr(), v.shape) for k, v in own.items() if k in state}
+    lacking = (k for k in own if k not in state and not k.endswith("num_batches_tracked"))
+    return [k for k in lacking if own[k].numel() == 0 or (own[k].data_ptr(), own[k].shape) not in there]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
+def _keys(names: list[str]) -> str:
+    return f"{len(names)} key{'' if len(names) == 1 else 's'}"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qualms.data.normalisation import Normalisation
-from qualms.errors import QualmsError
+from qualms.data import Normalisation
+from qualms.errors import QualmsError, reason
 from qualms.models.checkpoint import fit_state, read_state
 
 KINDS = ("ForImageClassification", "ForSequenceClassification")
@@ -21,7 +21,7 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
         import timm
     except Exception as error:  # beside another build of torch, torchvision raises more than ImportError
         raise QualmsError(
-            f"timm:{name} needs timm, which does not import here ({_reason(error)}); pip install timm torchvision."
+            f"timm:{name} needs timm, which does not import here ({reason(error)}); pip install timm torchvision."
         ) from error
     if ":" not in name and not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), 3)
@@ -29,11 +29,18 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
         raise QualmsError(f"timm has no network {name!r}; {hint}")
     chosen = {} if classes is None else {"num_classes": classes}
     try:
+        published = timm.get_pretrained_cfg(name)
+        if weights is None and published is not None:
+            _check_classes(f"timm:{name}", classes, published.num_classes)
         model: nn.Module = timm.create_model(name, pretrained=weights is None, **chosen)
+    except QualmsError:
+        raise
     except Exception as error:
+        raise _not_made(f"timm:{name}", weights, error) from error
+    if model.num_classes == 0:
         raise QualmsError(
-            f"timm:{name} could not be made{_with_weights(weights)}: {_reason(error)}{_advice(weights)}."
-        ) from error
+            f"timm:{name} gives features, not classes; pass classes= and weights= that were trained for them."
+        )
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=f"timm:{name}")
     return model
@@ -45,25 +52,25 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
         import transformers
     except ImportError as error:
         raise QualmsError(f"hf:{name} needs the package transformers; pip install transformers.") from error
-    chosen = {} if classes is None else {"num_labels": classes}
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise QualmsError(f"there is no folder {name} for hf:; check the path.")
     try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **chosen)
-        kind = _kind(name, config)
-        auto = getattr(transformers, f"AutoModel{kind}")
-        if weights is not None:
-            model: nn.Module = auto.from_config(config, trust_remote_code=False)
-        else:
-            # Stored in half precision, scores would be too.
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        auto = getattr(transformers, f"AutoModel{_kind(name, config)}")
+        if weights is None:
+            _check_classes(f"hf:{name}", classes, config.num_labels)
+            # In float32 whatever it was stored in: in half precision, scores would be noise.
             model, found = auto.from_pretrained(
                 name, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
             )
             _check_all_loaded(name, found)
+        else:
+            config.num_labels = config.num_labels if classes is None else classes
+            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except QualmsError:
         raise
     except Exception as error:
-        raise QualmsError(
-            f"hf:{name} could not be made{_with_weights(weights)}: {_reason(error)}{_advice(weights)}."
-        ) from error
+        raise _not_made(f"hf:{name}", weights, error) from error
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=f"hf:{name}")
     return model
@@ -76,6 +83,23 @@ def _kind(name: str, config: Any) -> str:
             return kind
     said = ", ".join(architectures) or "none"
     raise QualmsError(f"hf:{name} is no classifier of images or texts (its architecture: {said}); name one.")
+
+
+def _check_classes(source: str, asked: int | None, published: int) -> None:
+    if asked not in (None, published):
+        raise QualmsError(
+            f"the published weights of {source} know {published} classes, so a last layer for {asked} would be random; "
+            "leave out classes=, or pass weights=, a checkpoint that was trained for them."
+        )
+
+
+def _not_made(source: str, weights: str | Path | None, error: Exception) -> QualmsError:
+    if weights is not None:
+        return QualmsError(f"{source} could not be made: {reason(error)}; check the name.")
+    return QualmsError(
+        f"{source} could not be made with its published weights: {reason(error)}; "
+        "if they cannot be fetched from here, pass weights=, a checkpoint on disk."
+    )
 
 
 def _check_all_loaded(name: str, found: dict[str, Any]) -> None:
@@ -107,16 +131,4 @@ def hugging_face_normalisation(name: str) -> Normalisation | None:
             return None
         return Normalisation(tuple(map(float, mean)), tuple(map(float, std)))
     except (AttributeError, TypeError, ValueError) as error:
-        raise QualmsError(f"{path} is damaged ({_reason(error)}); save the image processor anew.") from error
-
-
-def _with_weights(weights: str | Path | None) -> str:
-    return " with its published weights" if weights is None else ""
-
-
-def _advice(weights: str | Path | None) -> str:
-    return "; without a network, pass weights=, a checkpoint on disk" if weights is None else ""
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+        raise QualmsError(f"{path} is damaged ({reason(error)}); save the image processor anew.") from error

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from qualms.data.normalisation import Normalisation
-from qualms.errors import QualmsError
+from qualms.data import Normalisation
+from qualms.errors import QualmsError, reason
 from qualms.models.checkpoint import fit_state, read_state
 from qualms.models.hubs import from_hugging_face, from_timm, hugging_face_normalisation, timm_normalisation
 from qualms.models.zoo import ZOO
@@ -92,7 +93,7 @@ def _exported(path: Path, weights: str | Path | None, classes: int | None) -> nn
         return torch.export.load(path).module()
     except Exception as error:
         raise QualmsError(
-            f"{path} is damaged or no exported network ({_reason(error)}); write it anew with torch.export.save."
+            f"{path} is damaged or no exported network ({reason(error)}); write it anew with torch.export.save."
         ) from error
 
 
@@ -102,7 +103,7 @@ def _from_factory(name: str, weights: str | Path | None, classes: int | None) ->
     try:
         model = factory(**keywords)
     except Exception as error:
-        raise QualmsError(f"{name} raised {type(error).__name__} as it was called: {_reason(error)}.") from error
+        raise QualmsError(f"{name} raised {type(error).__name__} as it was called: {reason(error)}.") from error
     if not isinstance(model, nn.Module):
         raise QualmsError(f"{name} gives a {type(model).__name__}; it must return a torch.nn.Module.")
     if weights is not None:
@@ -116,7 +117,7 @@ def _imported(name: str) -> Callable[..., Any]:
         found: Any = import_module(module)
     except Exception as error:  # whatever the user's module raises
         raise QualmsError(
-            f"{module} of {name} does not import ({_reason(error)}); check the name and the path."
+            f"{module} of {name} does not import ({reason(error)}); check the name and the path."
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
@@ -128,7 +129,10 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
-    parameters = inspect.signature(factory).parameters
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # written in C
+        parameters = MappingProxyType({})
     for keyword in ("classes", "num_classes"):
         if keyword in parameters:
             return keyword
@@ -153,7 +157,3 @@ def _ready(model: nn.Module) -> nn.Module:
             module.training = False
         return model
     return model.cpu().eval()
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")

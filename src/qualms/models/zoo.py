@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from qualms.data.normalisation import Normalisation
+from qualms.data import Normalisation
 from qualms.models.cifar_resnet import resnet20, resnet56
 from qualms.models.cnn import mnist_cnn, paper_cnn, svhn_cnn
 from qualms.models.published import mnist_cnn_5x5, svhn_cnn_4, svhn_cnn_4_dropout
