@@ -30,15 +30,21 @@ class Rows(AbstractContextManager["Rows"]):
         if path is None:
             return
         self._file = _locked(Path(path))
-        first, *self._rows = _read(self._file, Path(path)) or [{}]
-        expected = json.loads(json.dumps({"row": "run", **about}))
-        if not first:
-            self._write(expected)
-        elif first != expected:
-            other = next(k for k in {**first, **expected} if first.get(k) != expected.get(k))
+        try:
+            self._continue(Path(path), json.loads(json.dumps({"row": "run", **about})))
+        except QualmsError:
             self._file.close()
+            raise
+
+    def _continue(self, path: Path, about: Row) -> None:
+        assert self._file is not None
+        first, *self._rows = _read(self._file, path) or [{}]
+        if not first:
+            self._write(about)
+        elif first != about:
+            other = next(k for k in {**first, **about} if first.get(k) != about.get(k))
             raise QualmsError(
-                f"{path} holds a run with another {other} ({first.get(other)}, not {expected.get(other)}); "
+                f"{path} holds a run with another {other} ({first.get(other)}, not {about.get(other)}); "
                 "choose another file, or delete it."
             )
 

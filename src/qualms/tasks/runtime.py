@@ -32,7 +32,7 @@ def runtime(
 
     Each method runs alone, on the same images in batches of 32. `laplace` is timed with the fit on `train`.
     """
-    x = network.inputs(images).split(BATCH)
+    x = list(network.inputs(images).split(BATCH))
     batches = None if train is None else training_batches(network, train)
 
     def seconds(method: object) -> float:

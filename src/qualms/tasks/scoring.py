@@ -77,7 +77,7 @@ def scored(
         )
         began = time.perf_counter()
         for start, found in zip(run, stream, strict=True):
-            values = {name: s.tolist() for name, s in found.items()}
+            values = {name: _finite(name, images.name, start, s).tolist() for name, s in found.items()}
             seconds = time.perf_counter() - began
             have[start].update(values)
             how = {"methods": {name: exactly[name] for name in names}, "seconds": round(seconds, 3)}
@@ -108,6 +108,15 @@ def usable(
     if not good:
         raise QualmsError(f"no method can be used: {rows[0]['method']}: {rows[0]['why']}")
     return good, rows
+
+
+def _finite(method: str, data: str, first: int, scores: torch.Tensor) -> torch.Tensor:
+    bad = (~torch.isfinite(scores)).nonzero()
+    if len(bad):
+        raise QualmsError(
+            f"{method} gives image {first + int(bad[0])} of {data} no finite score; leave the method out."
+        )
+    return scores
 
 
 def parameters(method: Method, train: Images | None) -> str:

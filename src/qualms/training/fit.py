@@ -31,7 +31,7 @@ Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how m
 class Fitted:
     """How the training went: a row for each epoch, and the epoch whose weights the model has now."""
 
-    history: list[dict[str, float]]
+    history: list[dict[str, int | float]]
     best_epoch: int
     validation_accuracy: float
 
@@ -72,7 +72,7 @@ def fit(
         state.go_on_from(Path(checkpoint), settings)
     while state.epoch < recipe.epochs:
         loss = state.one_epoch(images, normalisation, seed)
-        row = {"epoch": state.epoch, "loss": loss}
+        row: dict[str, int | float] = {"epoch": state.epoch, "loss": loss}
         if state.epoch % recipe.validate_every == 0 or state.epoch == recipe.epochs:
             row["validation_accuracy"] = _accuracy(model, validation, normalisation)
             state.remember_if_best(row["validation_accuracy"])
@@ -100,7 +100,7 @@ class _Run:
                 parameters, recipe.rate, momentum=recipe.momentum, weight_decay=recipe.decay
             )
             self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimiser, list(recipe.drops))
-        self.epoch, self.history = 0, list[dict[str, float]]()
+        self.epoch, self.history = 0, list[dict[str, int | float]]()
         self.best_epoch, self.best_accuracy = 0, -1.0
         self.best_state: dict[str, Tensor] = {}
 
@@ -203,7 +203,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What decides the outcome, in types that a weights-only file holds."""
     data = {"images": images.fingerprint(), "validation": validation.fingerprint(), "start": fingerprint(model)}
-    return {**data, "seed": seed, **asdict(recipe), "mean": normalisation.mean, "std": normalisation.std}
+    return {"seed": seed, **data, **asdict(recipe), "mean": normalisation.mean, "std": normalisation.std}
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:

@@ -1,0 +1,160 @@
+"""Scores of images, chunk by chunk: the same as in one go, and never computed twice."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qualms
+from qualms.data import Images, Normalisation
+from qualms.errors import QualmsError
+from qualms.methods.mc_aa import MCAA
+from qualms.methods.method import Method
+from qualms.methods.perturb_x import PerturbX
+from qualms.methods.registry import parse
+from qualms.methods.regrad import REGrad
+from qualms.tasks import scoring
+from qualms.tasks.network import Network
+from qualms.tasks.rows import Rows
+from qualms.tasks.scoring import scored, usable
+
+METHODS: dict[str, Method] = {
+    "REGrad*": parse("regrad+layers+smooth"),
+    "x": PerturbX(draws=10),
+    "entropy": parse("entropy"),
+}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
+    """The first input and the methods of every chunk that is computed."""
+    seen: list[tuple[int, tuple[str, ...]]] = []
+    real = scoring.compare_batches
+
+    def counted(model, x, methods, settings, *, first, train):  # type: ignore[no-untyped-def]
+        for part in real(model, x, methods, settings, first=first, train=train):
+            seen.append((first, tuple(methods)))
+            first += len(next(iter(part.values())))
+            yield part
+
+    monkeypatch.setattr(scoring, "compare_batches", counted)
+    return seen
+
+
+def test_chunks_give_what_one_call_gives(network: Network, known: Images) -> None:
+    own = {name: network.in_its_units(method) for name, method in METHODS.items()}
+    want = qualms.compare(network.model, network.inputs(known), own, seed=3)
+    have = scored(network, known, METHODS, Rows(None, {}), seed=3)
+    for name, scores in want.items():
+        np.testing.assert_allclose(have.scores[name], scores.numpy(), rtol=1e-4)
+    assert have.correct.mean() == network.accuracy(known)
+
+
+def test_a_run_that_was_killed_goes_on_with_the_next_chunk(
+    network: Network, known: Images, tmp_path: Path, calls: list[tuple[int, tuple[str, ...]]]
+) -> None:
+    whole = scored(network, known, METHODS, Rows(None, {}))
+    del calls[:]
+
+    def kill(what: str, done: int, total: int) -> None:
+        if done == 64:
+            raise Killed
+
+    with Rows(tmp_path / "rows", {}) as rows, pytest.raises(Killed):
+        scored(network, known, METHODS, rows, tell=kill)
+    with Rows(tmp_path / "rows", {}) as rows:
+        again = scored(network, known, METHODS, rows)
+    assert [first for first, _ in calls] == [0, 32, 64, 96]
+    for name in METHODS:
+        np.testing.assert_array_equal(again.scores[name], whole.scores[name])
+
+
+def test_only_what_is_new_is_computed(
+    network: Network, known: Images, calls: list[tuple[int, tuple[str, ...]]]
+) -> None:
+    rows = Rows(None, {})
+    scored(network, known.take(slice(0, 64)), {"entropy": METHODS["entropy"]}, rows)
+    scored(network, known, {"entropy": METHODS["entropy"]}, rows)  # more images
+    scored(network, known.take(slice(0, 32)), METHODS, rows)  # more methods
+    scored(network, known.take(slice(0, 32)), METHODS, rows)
+    assert calls == [
+        (0, ("entropy",)),
+        (32, ("entropy",)),
+        (64, ("entropy",)),
+        (96, ("entropy",)),
+        (0, ("REGrad*", "x")),
+    ]
+
+
+@pytest.mark.parametrize("change", ["seed", "engine", "parameter", "pixel", "train"])
+def test_what_would_give_other_scores_is_computed_anew(
+    network: Network, known: Images, calls: list[tuple[int, tuple[str, ...]]], change: str
+) -> None:
+    rows, few = Rows(None, {}), known.take(slice(0, 32))
+    scored(network, few, {"m": parse("laplace" if change == "train" else "regrad+smooth")}, rows, train=known)
+    pixels = few.pixels.clone()
+    pixels[0, 0, 0, 0] ^= 1
+    with_change = {
+        "seed": lambda: scored(network, few, {"m": parse("regrad+smooth")}, rows, train=known, seed=1),
+        "engine": lambda: scored(network, few, {"m": parse("regrad+smooth")}, rows, train=known, engine="sketch"),
+        "parameter": lambda: scored(network, few, {"m": parse("regrad+smooth(0.03)")}, rows, train=known),
+        "pixel": lambda: scored(network, replace(few, pixels=pixels), {"m": parse("regrad+smooth")}, rows, train=known),
+        "train": lambda: scored(network, few, {"m": parse("laplace")}, rows, train=few),
+    }
+    with_change[change]()
+    assert len(calls) == 2
+
+
+def test_noise_in_pixels_becomes_noise_in_the_networks_units() -> None:
+    network = Network("n", nn.Linear(1, 2), Normalisation((0.5, 0.5, 0.5), (0.5, 0.25, 0.2)))
+    starred = network.in_its_units(parse("regrad+layers(0.2)+smooth(0.02)"))
+    assert isinstance(starred, REGrad)
+    assert starred.smooth is not None
+    assert starred.smooth.sigma == pytest.approx((0.04, 0.08, 0.1))
+    assert starred.layers == 0.2
+    x, aa = network.in_its_units(PerturbX(0.008)), network.in_its_units(MCAA(0.0001))
+    assert isinstance(x, PerturbX)
+    assert x.sigma == pytest.approx((0.016, 0.032, 0.04))
+    assert isinstance(aa, MCAA)
+    assert aa.a == pytest.approx((0.0002, 0.0004, 0.0005))
+    assert network.in_its_units(parse("perturb-theta")) == parse("perturb-theta")
+
+
+def test_methods_that_cannot_be_used_are_left_out_with_the_reason(network: Network, known: Images) -> None:
+    wanted = {name: parse(name) for name in ("entropy", "mc-dropout", "laplace", "regrad")}
+    good, rows = usable(network, known, wanted, None)
+    assert list(good) == ["entropy", "regrad"]
+    assert {row["method"]: row["why"] for row in rows}.keys() == {"mc-dropout", "laplace"}
+    assert "no dropout layer" in rows[0]["why"]
+    assert list(usable(network, known, wanted, known)[0]) == ["entropy", "laplace", "regrad"]
+    with pytest.raises(QualmsError, match="no method can be used: mc-dropout"):
+        usable(network, known, {"mc-dropout": parse("mc-dropout")}, None)
+
+
+def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, network: Network) -> None:
+    class Broken:
+        name, paper, needs, cost = "broken", "", ("logits",), "1"
+
+        def score(self, seen: object) -> Tensor:
+            return torch.full((32,), float("nan"))
+
+    rows = Rows(None, {})
+    with pytest.raises(QualmsError, match="broken gives image 0 of digits no finite score"):
+        scored(network, known.take(slice(0, 32)), {"broken": Broken()}, rows)  # type: ignore[dict-item]
+    assert list(rows) == []
+
+
+def test_the_network_leaves_as_it_came(known: Images, network: Network) -> None:
+    network.model.train()
+    before = {k: v.clone() for k, v in network.model.state_dict().items()}
+    scored(network, known.take(slice(0, 32)), METHODS, Rows(None, {}))
+    assert network.model.training
+    assert all(torch.equal(v, network.model.state_dict()[k]) for k, v in before.items())
+    network.model.eval()
