@@ -50,6 +50,9 @@ def test_an_unknown_name_is_told_its_neighbours(tmp_path: Path) -> None:
         load("cifar-10", tmp_path)
     with pytest.raises(qualms.QualmsError, match="did you mean tiny-imagenet"):
         load("tiny-imagnet", tmp_path)
+    for name in ("q" * 5000, "q\0q"):
+        with pytest.raises(qualms.QualmsError, match="give a path that exists, or a name"):
+            load(name, tmp_path)
     (tmp_path / "qqq.txt").write_text("")
     with pytest.raises(qualms.QualmsError, match=r"/qqq\.txt is neither .*mnist.* nor an image folder"):
         load(tmp_path / "qqq.txt", tmp_path)
