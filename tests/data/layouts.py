@@ -8,11 +8,13 @@ import gzip
 import io
 import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+Writer = Callable[[Path], Path]
 COUNT = 3
 LABELS = [3, 0, 9]
 _random = np.random.default_rng(0)

@@ -11,6 +11,7 @@ import pytest
 
 import qualms
 from qualms.data import Images, load
+from qualms.data.pickles import STAND_INS
 from tests.data.layouts import COUNT, IMAGES, LABELS, cifar_dict, write_cifar10
 
 
@@ -177,6 +178,7 @@ def test_a_pickle_cannot_change_what_it_is_given(opcode: bytes, change: bytes, t
             load("cifar10", tmp_path)
     write_cifar10(tmp_path)
     assert is_right(load("cifar10", tmp_path))
+    assert not any(isinstance(given, type) or hasattr(given, "__dict__") for given in STAND_INS.values())
 
 
 @pytest.mark.parametrize(

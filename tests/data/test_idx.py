@@ -74,7 +74,7 @@ def test_a_header_that_promises_the_world_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0\0", bytes((0, 0, 13, 3)) + bytes(20), idx_bytes(np.zeros(3))])
 def test_the_wrong_magic_number(content: bytes, tmp_path: Path) -> None:
     write_plain_mnist(tmp_path).write_bytes(content)
-    with pytest.raises(qualms.QualmsError, match="t10k-images-idx3-ubyte starts with .*00 00 08 03"):
+    with pytest.raises(qualms.QualmsError, match=r"t10k-images-idx3-ubyte starts with .*00 00 08 03"):
         load("mnist", tmp_path)
 
 

@@ -36,9 +36,7 @@ def test_errors(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (whole[:3000], whole[:50], b"", b"MATLAB 7.3 MAT-file" + bytes(600)):
         path.write_bytes(content)
-        with pytest.raises(
-            qualms.QualmsError, match=r"test_32x32\.mat (is cut or not a MATLAB 5 file|has no variables)"
-        ):
+        with pytest.raises(qualms.QualmsError, match=r"test_32x32\.mat is cut or not"):
             load("svhn", tmp_path)
     write_svhn(tmp_path, X=IMAGES)
     with pytest.raises(qualms.QualmsError, match=r"X in .*test_32x32\.mat is uint8 of shape \(3, 3, 32, 32\)"):
@@ -47,7 +45,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match="is float64 of shape"):
         load("svhn", tmp_path)
     write_svhn(tmp_path, X={"a": 1})
-    with pytest.raises(qualms.QualmsError, match="struct.*and not the numbers X and y"):
+    with pytest.raises(qualms.QualmsError, match=r"X \(struct\).*and not numbers X and y"):
         load("svhn", tmp_path)
     write_svhn(tmp_path, y=np.array([1, 2]))
     with pytest.raises(qualms.QualmsError, match="3 images and 2 labels"):

@@ -45,11 +45,11 @@ def _named(name: str, root: Path, split: str) -> Images:
 
 def _at_path(path: Path, root: Path, split: str, size: int | None) -> Images:
     for place in (root / path, path):  # an absolute path stays itself
-        if place.is_dir():
+        if os.path.isdir(place):  # unlike Path's, False for what cannot be a path
             return read_folder(place, split, size, place.name)
-        if place.is_file() and place.suffix.lower() == ".npz":
+        if os.path.isfile(place) and place.suffix.lower() == ".npz":
             return read_npz(place, split, place.stem)
-        if place.is_file() and place.suffix.lower() == ".parquet":
+        if os.path.isfile(place) and place.suffix.lower() == ".parquet":
             return read_parquet(place, size, place.stem)
     raise _unknown(path, root)
 

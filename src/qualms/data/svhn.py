@@ -36,9 +36,8 @@ def _variables(path: Path) -> dict[str, Any]:
         kinds = {name: kind for name, _, kind in scipy.whosmat(BytesIO(content))}
         # Only plain numbers are read: their length is that of the bytes in the file, not a number in a header.
         if not all(kinds.get(name) in NUMBERS for name in ("X", "y")):
-            raise QualmsError(
-                f"{path} has {kinds or 'no variables'} and not the numbers X and y of SVHN; get it again."
-            )
+            there = ", ".join(f"{name} ({kind})" for name, kind in kinds.items()) or "nothing"
+            raise QualmsError(f"{path} is cut or not SVHN's: it holds {there} and not numbers X and y; get it again.")
         return scipy.loadmat(BytesIO(content), variable_names=["X", "y"])
     except QualmsError:
         raise

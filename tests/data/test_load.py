@@ -1,0 +1,118 @@
+"""Names and paths."""
+
+import ast
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qualms
+from qualms.data import DATASETS, load
+from tests.data import layouts
+
+
+def test_the_folder_of_datasets_is_given_or_named_by_the_environment_or_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    layouts.write_mnist(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QUALMS_DATA", raising=False)
+    assert len(load("mnist")) == layouts.COUNT
+    monkeypatch.setenv("QUALMS_DATA", str(tmp_path / "elsewhere"))
+    with pytest.raises(qualms.QualmsError, match="elsewhere"):
+        load("mnist")
+    assert len(load("mnist", tmp_path / "data")) == layouts.COUNT
+    assert len(load("mnist", "data")) == layouts.COUNT
+
+
+def test_a_path_is_absolute_or_below_the_root_or_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts.write_npz(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, root in ((tmp_path / "things.npz", "nowhere"), ("things.npz", tmp_path), ("things.npz", "nowhere")):
+        np.testing.assert_array_equal(load(name, root).pixels, layouts.IMAGES)
+
+
+def test_any_images_come_in_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    for write in (layouts.write_mnist, layouts.write_npz, layouts.write_folder, layouts.write_parquet):
+        write(tmp_path)
+    for name, channels in (("mnist", 1), ("things.npz", 3), ("things", 3), ("things.parquet", 3)):
+        assert load(name, tmp_path, size=16).pixels.shape == (layouts.COUNT, channels, 16, 16)
+
+
+def test_an_unknown_name_is_told_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "tiny-imagenet").mkdir()
+    with pytest.raises(qualms.QualmsError, match=r"cifar-10 is neither a dataset .* did you mean cifar10"):
+        load("cifar-10", tmp_path)
+    with pytest.raises(qualms.QualmsError, match="did you mean tiny-imagenet"):
+        load("tiny-imagnet", tmp_path)
+    for name in ("q" * 5000, "q\0q"):
+        with pytest.raises(qualms.QualmsError, match="give a path that exists, or a name"):
+            load(name, tmp_path)
+    (tmp_path / "qqq.txt").write_text("")
+    with pytest.raises(qualms.QualmsError, match=r"/qqq\.txt is neither .*mnist.* nor an image folder"):
+        load(tmp_path / "qqq.txt", tmp_path)
+
+
+def test_splits_and_sizes_that_are_none() -> None:
+    with pytest.raises(qualms.QualmsError, match="the split 'val' is not known"):
+        load("digits", split="val")
+    with pytest.raises(qualms.QualmsError, match="cannot be 0 pixels wide"):
+        load("digits", size=0)
+
+
+def test_digits_need_no_file(tmp_path: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    train, test = (load("digits", tmp_path, split) for split in ("train", "test"))
+    assert (len(train), len(test)) == (1437, 360)
+    assert train.labels is not None
+    assert test.labels is not None
+    both = torch.cat([train.pixels, test.pixels])
+    np.testing.assert_allclose(both[:, 0] / 255 * 16, load_digits().images, atol=16 / 255 / 2 + 1e-5)
+    assert int(both.max()) == 255
+    assert torch.cat([train.labels, test.labels]).tolist() == load_digits().target.tolist()
+    x = DATASETS["digits"].normalisation.apply(train.pixels)
+    assert float(x.mean()) == pytest.approx(0, abs=0.01)
+    assert float(x.std()) == pytest.approx(1, abs=0.01)
+
+
+def test_the_catalogue_agrees_with_itself() -> None:
+    assert set(DATASETS) == {
+        "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "omniglot", "lsun", "digits",
+    }  # fmt: skip
+    for name, dataset in DATASETS.items():
+        assert len(dataset.normalisation.mean) == dataset.channels, name
+        assert "http" in dataset.get or name == "digits"
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "write", "name"),
+    [
+        ("scipy.io", "scipy", layouts.write_svhn, "svhn"),
+        ("PIL.Image", "pillow", layouts.write_folder, "things"),
+        ("PIL.Image", "pillow", layouts.write_omniglot, "omniglot"),
+        ("pyarrow", "pyarrow", layouts.write_parquet, "things.parquet"),
+        ("sklearn.datasets", "scikit-learn", layouts.write_mnist, "digits"),
+    ],
+)
+def test_a_package_that_is_not_there_is_named(
+    module: str, package: str, write: layouts.Writer, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(qualms.QualmsError, match=rf"reading .* needs {package}; pip install 'qualms\[app\]'"):
+        load(name, tmp_path)
+
+
+def test_importing_needs_no_package_of_the_extra() -> None:
+    for file in (Path(qualms.__file__).parent / "data").glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.names[0].name if isinstance(node, ast.Import) else str(node.module)
+                known = {*sys.stdlib_module_names, "jaxtyping", "numpy", "qualms", "torch"}
+                assert module.split(".")[0] in known, (file.name, module)
