@@ -163,3 +163,10 @@ def test_without_timm_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "timm", None)
     assert "timm:resnet18 needs timm" in refused("timm:resnet18")
     assert "pip install timm torchvision" in refused("timm:resnet18")
+
+
+def test_the_page_on_models_lists_the_whole_zoo() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    for name, entry in ZOO.items():
+        assert f"`{name}`" in page, name
+        assert entry.file is None or f"`{entry.file}`" in page, name
