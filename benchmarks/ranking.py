@@ -65,9 +65,9 @@ def sketch(name: str, each: int) -> Iterator[Row]:
         for seed in range(3):
             settings = Settings(qualms.Sketch(max(TANGENTS), combine), seed=seed)
             with untouched(model) as inner:
-                samples = sketch_totals(inner, x, 0, settings, ("classes",), None, LAMBDA[name], keep=True).samples
+                sketched = sketch_totals(inner, x, range(len(x)), settings, ("classes",), None, LAMBDA[name], keep=True)
             for k in TANGENTS:
-                norms = torch.cat([Sample(sample.projections[:k], sample.law).scale for sample in samples])
+                norms = torch.cat([Sample(sample.projections[:k], sample.law).scale for sample in sketched.samples])
                 score = regrad(probs, norms)
                 found[k].append(_row("sketch", name, f"k = {k}, {combine}", score, exact))
         for rows in found.values():

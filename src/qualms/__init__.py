@@ -12,6 +12,7 @@ from qualms.gradients.settings import Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.registry import methods
 from qualms.scores import compare, score, score_with_error
+from qualms.selection import select
 from qualms.threshold import Threshold
 from qualms.version import __version__
 
@@ -30,4 +31,5 @@ __all__ = [
     "metrics",
     "score",
     "score_with_error",
+    "select",
 ]

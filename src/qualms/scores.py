@@ -149,7 +149,11 @@ def compare_batches(
 def _named(methods: Methods) -> dict[str, Method]:
     if isinstance(methods, str) or not methods:
         raise QualmsError("methods is empty or a string; pass a list of specs such as ['regrad', 'entropy'].")
-    given = methods.items() if isinstance(methods, Mapping) else [(m if isinstance(m, str) else spec_of(m), m) for m in methods]
+    given = (
+        methods.items()
+        if isinstance(methods, Mapping)
+        else [(m if isinstance(m, str) else spec_of(m), m) for m in methods]
+    )
     named: dict[str, Method] = {}
     for name, one in given:
         method = parse(one) if isinstance(one, str) else one

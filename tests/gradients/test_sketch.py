@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients.directions import Stacked
 from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import batches
+from qualms.gradients.inputs import batches, count
 from qualms.gradients.layers import layer_weights
 from qualms.gradients.plain import row_gradients
 from qualms.gradients.settings import Settings
@@ -32,7 +32,8 @@ BY_DIFFERENCES = {"weight-norm", "hidden-from-function-modes"}  # no forward-mod
 def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Smoothing | None) -> None:
     model, x = case.make()
     with untouched(model) as inner:
-        work = Work.on(inner, next(batches(x)), 0, Settings(engine="sketch"), DIRECTIONS, smoothing)
+        batch = next(batches(x))
+        work = Work.on(inner, batch, range(count(batch)), Settings(engine="sketch"), DIRECTIONS, smoothing)
         tangents = [tangent(work.selected, [(list(work.selected), 1.0)], "normal", False, 0, j) for j in (0, 1)]
         ((sample, logits),) = work.samples(tangents.__getitem__, 2, "normal")
         have = sample.projections

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from qualms.data.cifar import read_cifar10, read_cifar100
 from qualms.data.digits import read_digits
+from qualms.data.folder import read_lsun
 from qualms.data.idx import read_fashion_mnist, read_mnist
 from qualms.data.images import Images
 from qualms.data.normalisation import Normalisation
+from qualms.data.omniglot import read_omniglot
 from qualms.data.svhn import read_svhn
 
 
@@ -53,6 +55,16 @@ DATASETS: dict[str, Dataset] = {
     "svhn": Dataset(
         read_svhn, 10, 3, 32, HALF,
         "get train_32x32.mat and test_32x32.mat from http://ufldl.stanford.edu/housenumbers and put them into svhn",
+    ),
+    "omniglot": Dataset(
+        read_omniglot, None, 1, 28, MNIST,
+        "get images_background.zip and images_evaluation.zip from https://github.com/brendenlake/omniglot and unpack "
+        "them to omniglot-py",
+    ),
+    "lsun": Dataset(
+        read_lsun, None, 3, 32, CIFAR10,
+        "get LSUN (resize) from https://github.com/facebookresearch/odin, or any images of https://www.yf.io/p/lsun, "
+        "and unpack them to LSUN_resize",
     ),
     "digits": Dataset(read_digits, 10, 1, 8, DIGITS, "they come with scikit-learn"),
 }  # fmt: skip

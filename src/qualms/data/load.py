@@ -4,8 +4,11 @@ import difflib
 import os
 from pathlib import Path
 
+from qualms.data.arrays import read_npz
 from qualms.data.catalogue import DATASETS
+from qualms.data.folder import read_folder
 from qualms.data.images import Images
+from qualms.data.parquet import read_parquet
 from qualms.data.places import NotFound
 from qualms.errors import QualmsError
 
@@ -41,6 +44,13 @@ def _named(name: str, root: Path, split: str) -> Images:
 
 
 def _at_path(path: Path, root: Path, split: str, size: int | None) -> Images:
+    for place in (root / path, path):  # an absolute path stays itself
+        if place.is_dir():
+            return read_folder(place, split, size, place.name)
+        if place.is_file() and place.suffix.lower() == ".npz":
+            return read_npz(place, split, place.stem)
+        if place.is_file() and place.suffix.lower() == ".parquet":
+            return read_parquet(place, size, place.stem)
     raise _unknown(path, root)
 
 

@@ -26,7 +26,7 @@ class _Refused(Exception):
 
 
 def read_pickle(path: Path) -> Any:
-    """What a pickle by Python 2 or 3 holds; text of Python 2 comes as bytes."""
+    """What a pickle by Python 3, or by Python 2 in binary, holds; text of Python 2 comes as bytes."""
     content = content_of(path)
     try:
         _bounded(content)

@@ -72,7 +72,7 @@ def choose(
 ) -> Choice:
     """Times a pass of each kind on the first inputs."""
     some = take(batch, slice(0, min(TIMED, settings.batch_size or TIMED)))
-    work = Work.on(model, some, 0, settings, directions, smoothing)
+    work = Work.on(model, some, range(count(some)), settings, directions, smoothing)
     exact = _exact_seconds(work, directions, "l1" if settings.norm == "l1" else "l2")
     try:
         tangents = Sketch().tangents * (len(grouped(model, work.look.used, settings.layers)) if each_layer else 1)

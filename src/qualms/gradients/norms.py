@@ -172,7 +172,8 @@ def _sketched_table(
     """Estimated norms and their standard errors."""
     values, errors = [], []
     for first, batch in numbered:
-        found, logits = sketch_layers(model, batch, first, settings, directions, smoothing)
+        numbers = range(first, first + count(batch))
+        found, logits = sketch_layers(model, batch, numbers, settings, directions, smoothing)
         values.append(Measured({layer: norms for layer, (norms, _) in found.items()}, logits, set()))
         errors.append(Measured({layer: error for layer, (_, error) in found.items()}, logits, set()))
     whole, error = Measured.joined(values), Measured.joined(errors)

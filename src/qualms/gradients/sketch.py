@@ -56,17 +56,20 @@ class Sketched:
 def sketch_totals(
     model: nn.Module,
     batch: Batch,
-    first_index: int,
+    numbers: Sequence[int],
     settings: Settings,
     directions: Sequence[str],
     smoothing: Smoothing | None,
     lam: float | None,
     keep: bool = False,
 ) -> Sketched:
-    """Norms of whole gradients, layers weighted by exp(λ(l - L)); without a λ, plain norms. `keep` the projections."""
+    """Norms of whole gradients, layers weighted by exp(λ(l - L)); without a λ, plain norms. `keep` the projections.
+
+    `numbers` are the inputs' own, which decide their draws.
+    """
     how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
     law: Law = "cauchy" if l1 or (how.combine == "sum" and lam is not None) else "normal"
-    work = Work.on(model, batch, first_index, settings, directions, smoothing)
+    work = Work.on(model, batch, numbers, settings, directions, smoothing)
     groups = grouped(model, work.look.used, settings.layers)
     weights = layer_weights(len(groups), lam or 0.0).tolist()
     group_of = {name: group for group in groups.values() for name in group}
@@ -88,7 +91,7 @@ def sketch_totals(
 def sketch_layers(
     model: nn.Module,
     batch: Batch,
-    first_index: int,
+    numbers: Sequence[int],
     settings: Settings,
     directions: Sequence[str],
     smoothing: Smoothing | None,
@@ -96,7 +99,7 @@ def sketch_layers(
     """Norms [b, m] of each layer's gradients and their standard errors, from k tangents for every layer."""
     how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
     law: Law = "cauchy" if l1 else "normal"
-    work = Work.on(model, batch, first_index, settings, directions, smoothing)
+    work = Work.on(model, batch, numbers, settings, directions, smoothing)
     unused = [name for name in work.selected if name not in work.look.used]
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for layer, names in grouped(model, work.look.used + unused, settings.layers).items():
@@ -151,14 +154,13 @@ class Work:
         cls,
         model: nn.Module,
         batch: Batch,
-        first_index: int,
+        numbers: Sequence[int],
         settings: Settings,
         directions: Sequence[str],
         smoothing: Smoothing | None,
     ) -> "Work":
         """Looks at the first rows and decides how many inputs run at once."""
         inputs, selected = count(batch), select(model, settings.params)
-        numbers = range(first_index, first_index + inputs)
 
         def rows_of(part: slice) -> Rows:
             return rows(take(batch, part), smoothing, numbers[part], settings.seed)

@@ -116,7 +116,8 @@ class Evidence:
         """Norms of whole gradients along one set of directions, layers weighted, from one sketch for all sets."""
         names = self.study.directions.get(smooth, (direction,))
         if (smooth, layers) not in self._sketches:
-            where = (self.model, self.batch, self.first_index, self.study.settings)
+            numbers = range(self.first_index, self.first_index + count(self.batch))
+            where = (self.model, self.batch, numbers, self.study.settings)
             keep = self.study.with_errors
             self._sketches[smooth, layers] = sketch_totals(*where, names, smooth, layers, keep)
         sketched = self._sketches[smooth, layers]

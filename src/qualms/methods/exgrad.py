@@ -32,7 +32,12 @@ class ExGrad:
         """One number for each input."""
         return exgrad(seen.probs, gradient_norms(seen, self.direction, self.layers, self.smooth))
 
+    @staticmethod
+    def class_weights(probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+        """p_c."""
+        return probs
+
 
 def exgrad(probs: Float[Tensor, "b c"], norms: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """Σ_c p_c ‖∇θ log p_c‖."""
-    return (probs * norms).sum(-1)
+    return (ExGrad.class_weights(probs) * norms).sum(-1)

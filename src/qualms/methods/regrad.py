@@ -33,7 +33,12 @@ class REGrad:
         """One number for each input."""
         return regrad(seen.probs, gradient_norms(seen, self.direction, self.layers, self.smooth))
 
+    @staticmethod
+    def class_weights(probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+        """sqrt(p_c)."""
+        return probs.sqrt()
+
 
 def regrad(probs: Float[Tensor, "b c"], norms: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """Σ_c sqrt(p_c) ‖∇θ log p_c‖."""
-    return (probs.sqrt() * norms).sum(-1)
+    return (REGrad.class_weights(probs) * norms).sum(-1)

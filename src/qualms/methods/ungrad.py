@@ -6,6 +6,7 @@ It ranks backwards on many pairs of datasets: a confident model has large gradie
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,7 +33,12 @@ class UNGrad:
         """One number for each input."""
         return ungrad(seen.probs, gradient_norms(seen, self.direction, self.layers, self.smooth))
 
+    @staticmethod
+    def class_weights(probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+        """1/C, whatever the probabilities."""
+        return torch.full_like(probs, 1 / probs.shape[-1])
+
 
 def ungrad(probs: Float[Tensor, "b c"], norms: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """(1/C) Σ_c ‖∇θ log p_c‖."""
-    return norms.mean(-1)
+    return (UNGrad.class_weights(probs) * norms).sum(-1)

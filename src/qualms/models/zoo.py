@@ -41,6 +41,7 @@ CIFAR100 = Normalisation(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2
 ZOO: dict[str, Entry] = {
     "mnist-cnn": Entry(mnist_cnn),
     "svhn-cnn": Entry(svhn_cnn),
+    "digits-cnn": Entry(partial(paper_cnn, 1, 8)),
     "cnn-32": Entry(partial(paper_cnn, 3, 32)),  # the paper's active learning on colour images
     "resnet18": Entry(resnet18),
     "resnet50": Entry(resnet50),

@@ -129,7 +129,9 @@ def _pick(
     needs = training_batches(network, labelled) if TRAINING_DATA in method.needs else None
     inputs = list(network.inputs(train.take(left)).split(CHUNK))
     own = network.in_its_units(method)
-    return left[select(network.model, inputs, plan.more, own, diversity=plan.diversity, seed=seed, train=needs)].tolist()
+    return left[
+        select(network.model, inputs, plan.more, own, diversity=plan.diversity, seed=seed, train=needs)
+    ].tolist()
 
 
 @dataclass(frozen=True)

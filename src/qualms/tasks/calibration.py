@@ -32,7 +32,7 @@ def calibration(
     """
     found = scored(network, images, methods, rows, seed=seed, engine=engine, train=train, tell=tell)
     for name, method in methods.items():
-        key = {"row": "calibration", "in": images.name, "method": name, "exactly": parameters(method, train)}
+        key: Row = {"row": "calibration", "in": images.name, "method": name, "exactly": parameters(method, train)}
         key |= {"seed": seed, "engine": str(engine), "n": len(images), "images": images.fingerprint()}
         known = rows.where(**key)
         yield known[0] if known else rows.add({**key, **_measures(found.scores[name], found.correct)})

@@ -11,6 +11,7 @@ from qualms.data import Images, Normalisation
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import checked_logits, run
 from qualms.methods.method import Method
+from qualms.metrics import accuracy
 from qualms.models.fingerprint import fingerprint
 
 AT_ONCE = 500  # images in a plain forward pass
@@ -34,12 +35,15 @@ class Network:
         """What the model receives for these images."""
         return self.normalisation.apply(images.pixels).to(next(self.model.parameters()).device)
 
-    @torch.no_grad()
     def logits(self, images: Images) -> Float[Tensor, "n classes"]:
         """The model's outputs, in evaluation mode."""
         parts = torch.arange(len(images)).split(AT_ONCE)
         with untouched(self.model) as model, torch.no_grad():
             return torch.cat([checked_logits(run(model, self.inputs(images.take(i))), len(i)).cpu() for i in parts])
+
+    def accuracy(self, images: Images) -> float:
+        """The share of images that it gets right."""
+        return accuracy(self.logits(images), images.labels)
 
     def in_its_units(self, method: Method) -> Method:
         """A method whose noise is given in pixels scaled to [0, 1], with the noise in the units of the model's input.

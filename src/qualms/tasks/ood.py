@@ -32,7 +32,13 @@ def ood(
     )
     for other, of in zip(others, images[1:], strict=True):
         for name, method in methods.items():
-            key = {"row": "ood", "in": inside.name, "out": of.name, "method": name, "exactly": parameters(method, train)}
+            key: Row = {
+                "row": "ood",
+                "in": inside.name,
+                "out": of.name,
+                "method": name,
+                "exactly": parameters(method, train),
+            }
             key |= {"seed": seed, "engine": str(engine), "n_in": len(inside), "n_out": len(of)}
             key |= {"images": f"{inside.fingerprint()} {of.fingerprint()}"}
             found = rows.where(**key)

@@ -51,10 +51,12 @@ def scored(
     tell: Tell | None = None,
 ) -> Scored:
     """The scores of all images by all methods, from `rows` where they are there, else computed and added to it."""
-    data = {"data": images.name, "images": images.fingerprint(), "seed": seed, "engine": str(engine)}
     starts = list(range(0, len(images), CHUNK))
+    parts = {start: images.take(slice(start, start + CHUNK)) for start in starts}
+    key = {"row": "scores", "data": images.name, "seed": seed, "engine": str(engine)}
+    keys: dict[int, Row] = {s: {**key, "first": s, "images": part.fingerprint()} for s, part in parts.items()}
     exactly = {name: parameters(method, train) for name, method in methods.items()}
-    have = {start: _known(rows, data, start, exactly) for start in starts}
+    have = {start: _known(rows, keys[start], exactly) for start in starts}
     own = {name: network.in_its_units(method) for name, method in methods.items()}
 
     def missing(start: int) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ def scored(
         if not names:
             continue
         run = list(group)
-        batches = (network.inputs(images.take(slice(start, start + CHUNK))) for start in run)
+        batches = (network.inputs(parts[start]) for start in run)
         stream = compare_batches(
             network.model,
             batches,
@@ -78,8 +80,8 @@ def scored(
             values = {name: s.tolist() for name, s in found.items()}
             seconds = time.perf_counter() - began
             have[start].update(values)
-            how = {"first": start, "methods": {name: exactly[name] for name in names}}
-            rows.add({"row": "scores", **data, **how, "scores": values, "seconds": round(seconds, 3)})
+            how = {"methods": {name: exactly[name] for name in names}, "seconds": round(seconds, 3)}
+            rows.add({**keys[start], **how, "scores": values})
             began = time.perf_counter()
             if tell is not None:
                 tell(f"{images.name} scored", min(start + CHUNK, len(images)), len(images))
@@ -114,9 +116,9 @@ def parameters(method: Method, train: Images | None) -> str:
     return f"{method!r}{learnt}"
 
 
-def _known(rows: Rows, data: Row, start: int, exactly: dict[str, str]) -> dict[str, list[float]]:
+def _known(rows: Rows, key: Row, exactly: dict[str, str]) -> dict[str, list[float]]:
     known: dict[str, list[float]] = {}
-    for row in rows.where(row="scores", first=start, **data):
+    for row in rows.where(**key):
         known |= {name: s for name, s in row["scores"].items() if row["methods"][name] == exactly.get(name)}
     return known
 

@@ -181,6 +181,15 @@ class _Run:
             self.schedule.load_state_dict(found["resume"]["schedule"])
 
 
+def trained_with(path: str | Path) -> Normalisation | None:
+    """The normalisation that a checkpoint of `fit` was trained with; None for other files."""
+    try:
+        found = torch.load(path, weights_only=True, map_location="cpu")["settings"]
+        return Normalisation(tuple(found["mean"]), tuple(found["std"]))
+    except Exception:  # whatever is wrong with it is told by those who read its weights
+        return None
+
+
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
     order = torch.randperm(len(images), generator=generator(seed, SPLIT))
     kept = max(1, round(share * len(images)))

@@ -36,7 +36,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch < 1 or self.rate <= 0 or self.validate_every < 1:
             raise QualmsError(
-                f"a recipe has {self.epochs} epochs, batches of {self.batch} and rate {self.rate}; all must be positive."
+                f"a recipe has {self.epochs} epochs, batches of {self.batch} and rate {self.rate}; "
+                "all must be positive."
             )
         if not 0 < self.validation < 1:
             raise QualmsError(f"a recipe keeps {self.validation} of the images for validation; it is a share below 1.")

@@ -1,0 +1,197 @@
+"""`qualms bench`: a task on a network and images of the user's choice."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qualms.cli.options import Device, Json, Root, Seed, device_of, listed, telling
+from qualms.cli.subject import PUBLISHED, subject
+from qualms.data import DATASETS, Images, load
+from qualms.errors import QualmsError
+from qualms.methods.method import Method
+from qualms.methods.registry import METHODS, parse
+from qualms.models import load_model
+from qualms.report.tables import active_table, calibration_table, left_out, ood_table, runtime_table
+from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
+from qualms.tasks.active import RANDOM, Plan, active
+from qualms.tasks.calibration import calibration
+from qualms.tasks.network import Network
+from qualms.tasks.ood import ood
+from qualms.tasks.paper import paper_methods
+from qualms.tasks.rows import Row, Rows
+from qualms.tasks.runtime import runtime
+from qualms.tasks.scoring import Methods, Tell, usable
+from qualms.training import RECIPES
+
+TASKS: dict[str, Callable[[Iterable[Row]], str]] = {
+    "ood": ood_table,
+    "calibration": calibration_table,
+    "ablation": ood_table,
+    "runtime": runtime_table,
+    "active": active_table,
+}
+BESIDE = ("energy", "gen", "coherence")  # what users would pick instead of the paper's methods, and ours
+LEARNT_FROM = 5000  # training images for methods that need them
+
+
+def bench(
+    task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")],
+    inside: Annotated[str, typer.Option("--id", help="The dataset that the network knows, by name or path.")],
+    outside: Annotated[str, typer.Option("--ood", help="Other datasets, with commas between (ood, ablation).")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="As for load_model.", show_default="a published network for the dataset")
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Its checkpoint.", show_default="from ROOT/weights")] = None,
+    methods: Annotated[str, typer.Option(help="Specs with commas between, or `paper`, or `all`.")] = "paper",
+    count: Annotated[int, typer.Option(help="Test images of each dataset; 0 for all.")] = 500,
+    engine: Annotated[str, typer.Option(help="Of the gradient scores: exact, sketch, auto or reference.")] = "exact",
+    size: Annotated[int | None, typer.Option(help="Resize images to so many pixels.")] = None,
+    mean: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    std: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    start: Annotated[int, typer.Option(help="active: images to start with.")] = 20,
+    more: Annotated[int, typer.Option(help="active: images that each cycle adds.")] = 20,
+    cycles: Annotated[int, typer.Option(help="active: how many.")] = 10,
+    epochs: Annotated[int, typer.Option(help="active: at most, for each training.")] = 200,
+    pool: Annotated[int | None, typer.Option(help="active: choose among so many images.")] = None,
+    validation: Annotated[int | None, typer.Option(help="active: choose the epoch by so many images.")] = None,
+    diversity: Annotated[float | None, typer.Option(help="active: as for qualms.select.")] = None,
+    root: Root = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The rows, as JSON lines.", show_default="runs/TASK-ID-MODEL-seedN.jsonl")
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_lines: Json = False,
+) -> None:
+    """Judge methods on a network. Killed, the same command goes on where it was.
+
+    ood: do scores tell other datasets apart? calibration: are certain predictions right? ablation: what do the parts of
+    REGrad* add, and do λ and σ matter? runtime: what does each method cost? active: which images are worth a label?
+    Noise levels in specs are in pixels from 0 to 1. Examples:
+
+        qualms bench ood --id cifar10 --ood svhn --model cifar10-resnet20 --methods regrad+layers+smooth,entropy
+
+        qualms bench active --id digits --methods random,entropy --cycles 5
+    """
+    if task not in TASKS:
+        raise QualmsError(f"there is no task {task!r}; choose one of {', '.join(TASKS)}.")
+    if bool(outside) != (task in ("ood", "ablation")):
+        raise QualmsError(f"{task} {'takes no' if outside else 'needs'} --ood.")
+    name = model or PUBLISHED.get(inside, "")
+    file = out or Path("runs") / f"{task}-{_plain(inside)}-{_plain(name)}-seed{seed}.jsonl"
+    with telling() as tell:
+        if task == "active":
+            limits = {"cycles": cycles, "pool": pool, "validation": validation, "diversity": diversity}
+            plan = Plan(start, more, RECIPES["active"].shortened(epochs), **limits)  # type: ignore[arg-type]
+            found = _active(inside, name, methods, plan, count, root, file, seed, device_of(device), tell)
+            lines: list[str] = []
+        else:
+            network = subject(inside, name, weights, root, mean, std, device_of(device), random=task == "runtime")
+            test = _images(inside, root, size)
+            others = [_images(other, root, size) for other in listed(outside)]
+            found = _scored(
+                task, network, test, others, methods, count, engine, _train(inside, root, size), file, seed, tell
+            )
+            share = network.accuracy(test) if test.labels is not None and task != "runtime" else None
+            lines = [] if share is None else [f"{name}: {100 * share:.2f} % of {len(test)} test images right\n"]
+        rows = list(found)
+    if json_lines:
+        typer.echo("\n".join(json.dumps(row) for row in rows))
+        return
+    lines += [TASKS[task](rows), left_out(rows), f"\nRows: {file}. Seed {seed}."]
+    typer.echo("\n".join(line for line in lines if line))
+
+
+def _scored(
+    task: str,
+    network: Network,
+    test: Images,
+    others: list[Images],
+    methods: str,
+    count: int,
+    engine: str,
+    train: Images | None,
+    file: Path,
+    seed: int,
+    tell: Tell | None,
+) -> Iterator[Row]:
+    test, *others = (images.subset(count or None) for images in (test, *others))
+    wanted = _ablated(test.name) if task == "ablation" else chosen(methods, test.name)
+    good, reasons = usable(network, test, wanted, train)
+    yield from reasons
+    how: dict[str, Any] = {"seed": seed, "engine": engine, "train": train, "tell": tell}
+    with Rows(file, {"task": task, **network.about}) as rows:
+        if task == "calibration":
+            yield from calibration(network, test, good, rows, **how)
+        elif task == "runtime":
+            yield from runtime(network, test, good, rows, **how)
+        else:
+            yield from ood(network, test, others, good, rows, **how)
+
+
+def _active(
+    inside: str,
+    name: str,
+    methods: str,
+    plan: Plan,
+    count: int,
+    root: Path | None,
+    file: Path,
+    seed: int,
+    device: str,
+    tell: Tell | None,
+) -> Iterator[Row]:
+    if inside not in DATASETS:
+        raise QualmsError(f"active learning needs a dataset with a name and labels; {inside!r} is not one.")
+    train, test = load(inside, root, "train"), load(inside, root, "test").subset(count or None)
+    classes, normalisation = DATASETS[inside].classes, DATASETS[inside].normalisation
+    specs = [spec for spec in listed(methods) if spec != "random"]
+    wanted: dict[str, Method | None] = {RANDOM: None} if "random" in listed(methods) or methods == "paper" else {}
+    wanted |= chosen(",".join(specs), inside) if specs else {}
+    about = {"task": "active", "network": name, "plan": repr(plan), "train": train.fingerprint()}
+    with Rows(file, {**about, "test": test.fingerprint()}) as rows:
+
+        def build() -> Any:
+            return load_model(name, classes=classes).to(device)
+
+        yield from active(build, train, test, normalisation, wanted, plan, rows, seed=seed, tell=tell)
+
+
+def chosen(text: str, dataset: str) -> dict[str, Method]:
+    """The methods that the command line names: specs, `paper`, or `all`."""
+    found: dict[str, Method] = {}
+    for spec in listed(text):
+        if spec in ("paper", "all"):
+            found |= paper_methods(dataset)
+            found |= {name: parse(name) for name in BESIDE}
+        if spec == "all":
+            known = {type(method) for method in found.values()}
+            found |= {kind.name: kind() for kind in METHODS if kind not in known}
+        if spec not in ("paper", "all"):
+            found[spec] = parse(spec)
+    if not found:
+        raise QualmsError("--methods names no method; give specs with commas between, or `paper`.")
+    return found
+
+
+def _ablated(dataset: str) -> Methods:
+    return {**components(dataset), **lambda_sweep(), **sigma_sweep(dataset)}
+
+
+def _images(name: str, root: Path | None, size: int | None) -> Images:
+    return load(name, root, "test", size=size)
+
+
+def _train(name: str, root: Path | None, size: int | None) -> Images | None:
+    """Training images, if they are there, for the methods that learn from them."""
+    try:
+        return load(name, root, "train", size=size).subset(LEARNT_FROM)
+    except QualmsError:
+        return None
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-." else "-" for c in text)

@@ -1,0 +1,47 @@
+"""`qualms`: the commands, and how errors are told."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from qualms.cli.bench import bench
+from qualms.cli.reproduce import reproduce
+from qualms.cli.train import train
+from qualms.errors import QualmsError
+from qualms.version import __version__
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command()(bench)
+app.command()(reproduce)
+app.command()(train)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def qualms(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """Know what your pre-trained model does not know."""
+
+
+def main() -> None:
+    """Run a command; what a user can put right is told in one sentence, with exit code 1."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        app()
+    except QualmsError as error:
+        if debug:
+            raise
+        typer.echo(f"qualms: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("qualms: stopped; the same command goes on from here.", err=True)
+        sys.exit(130)

@@ -1,0 +1,49 @@
+"""`qualms reproduce`: a table of the paper, its numbers beside ours."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.cli.options import Device, Json, Root, device_of, telling
+from qualms.errors import QualmsError
+from qualms.report.tables import active_table, calibration_table, left_out, ood_table
+from qualms.tasks.presets import PRESETS
+from qualms.tasks.reproduce import TABLES, Place
+
+
+def reproduce(
+    table: Annotated[str, typer.Argument(help=f"One of {', '.join(TABLES)}.")],
+    preset: Annotated[str, typer.Option(help="cpu, sized for two cores, or paper, the full protocol.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="The folder for networks and rows; a subfolder for each preset.")] = Path(
+        "runs"
+    ),
+    root: Root = None,
+    device: Device = "auto",
+    json_lines: Json = False,
+) -> None:
+    """Make a table of the paper again: train or read the networks, score, measure, print.
+
+    table1: OOD detection. table2: calibration. table3: active learning. table4: the parts of REGrad*. table5: λ and σ.
+    vit: a vision transformer. Killed, the same command goes on where it was; tables share what they score. Example:
+
+        qualms reproduce table1 --preset cpu --root data
+    """
+    if table not in TABLES:
+        raise QualmsError(f"there is no table {table!r} to reproduce; choose one of {', '.join(TABLES)}.")
+    if preset not in PRESETS:
+        raise QualmsError(f"there is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
+    chosen = PRESETS[preset]
+    with telling() as tell:
+        place = Place(Path(root or "data"), out / preset, device_of(device), tell)
+        rows = list(TABLES[table](chosen, place))
+    if json_lines:
+        for row in rows:
+            typer.echo(json.dumps(row))
+        return
+    kind = {"table2": calibration_table, "table3": active_table}.get(table)
+    typer.echo(kind(rows) if kind else ood_table(rows, "vit" if table == "vit" else "table1"))
+    typer.echo(f"\nPreset {preset}, seeds {', '.join(map(str, chosen.seeds))}. What it cuts: {chosen.cuts}.")
+    if reasons := left_out(rows):
+        typer.echo(f"\n{reasons}")

@@ -1,0 +1,64 @@
+"""`qualms train`: one of the paper's networks by the paper's recipe."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from qualms.cli.options import Device, Root, Seed, device_of, telling
+from qualms.data import DATASETS, load
+from qualms.errors import QualmsError
+from qualms.models import load_model
+from qualms.tasks.network import Network
+from qualms.training import RECIPES, fit
+
+NETWORKS = {
+    "mnist": "mnist-cnn",
+    "cifar10": "resnet18",
+    "svhn": "svhn-cnn",
+    "cifar100": "resnet152",
+    "digits": "digits-cnn",
+}
+
+
+def train(
+    data: Annotated[str, typer.Argument(help=f"What to learn: {', '.join(NETWORKS)}.")],
+    model: Annotated[str | None, typer.Option(help="A network, as for load_model; the paper's by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The checkpoint.", show_default="runs/DATA-MODEL-seedN.pt")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Fewer than the recipe's; its steps move along.")] = None,
+    count: Annotated[int | None, typer.Option(help="Learn from so many training images only.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Images a step, if not the recipe's.")] = None,
+    root: Root = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """Train a network by the paper's recipe; the best epoch on validation images is kept.
+
+    Killed, the same command goes on after the last whole epoch. Example:
+
+        qualms train digits --epochs 10
+    """
+    if data not in DATASETS or DATASETS[data].classes is None:
+        raise QualmsError(f"there is no recipe for {data!r}; choose one of {', '.join(NETWORKS)}.")
+    name = model or NETWORKS.get(data)
+    if name is None:
+        raise QualmsError(f"the paper trains no network on {data}; name one with --model.")
+    recipe = RECIPES["vit" if name.startswith("vit") else data if data in RECIPES else "mnist"]
+    recipe = recipe if epochs is None else recipe.shortened(epochs)
+    recipe = recipe if batch is None else replace(recipe, batch=batch)
+    images, test = load(data, root, "train"), load(data, root, "test")
+    images = images if count is None else images.subset(count)
+    file = out or Path("runs") / f"{data}-{name.replace(':', '-').replace('/', '-')}-seed{seed}.pt"
+    torch.manual_seed(seed)
+    network = load_model(name, classes=DATASETS[data].classes).to(device_of(device))
+    normalisation = DATASETS[data].normalisation
+    about = {"network": name, "classes": DATASETS[data].classes}
+    with telling() as tell:
+        fitted = fit(network, images, recipe, normalisation, seed=seed, checkpoint=file, about=about, tell=tell)
+    share = Network(name, network, normalisation).accuracy(test)
+    typer.echo(
+        f"{name} on {data}: {100 * share:.2f} % of {len(test)} test images right after epoch {fitted.best_epoch} of "
+        f"{recipe.epochs} (validation: {100 * fitted.validation_accuracy:.2f} %). Weights: {file}"
+    )

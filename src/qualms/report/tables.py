@@ -1,0 +1,131 @@
+"""Rows of the tasks as tables to read, the paper's number beside ours."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from qualms.tasks.paper import ACTIVE, OOD, RAULC, RUNTIME, SWEEPS, VIT
+from qualms.tasks.rows import Row
+
+Line = Sequence[str]
+
+
+def markdown(head: Line, lines: Iterable[Line]) -> str:
+    """An aligned table."""
+    cells = [list(head), *[list(line) for line in lines]]
+    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(head))]
+    text = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
+    return "\n".join([text[0], rule, *text[1:]])
+
+
+def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
+    """For each pair of datasets: AUROC with its interval (or the spread over seeds), AUPR both ways, FPR95; percent."""
+    found = [row for row in rows if row["row"] == "ood"]
+    parts = []
+    for pair in dict.fromkeys((row["in"], row["out"]) for row in found):
+        of_pair = [row for row in found if (row["in"], row["out"]) == pair]
+        theirs = _paper_ood(" → ".join(pair), paper)
+        lines = []
+        for name in dict.fromkeys(row["method"] for row in of_pair):
+            of_method = [row for row in of_pair if row["method"] == name]
+            lines.append([name, _auroc(of_method), *(_mean(of_method, k) for k in ("aupr_out", "aupr_in", "fpr95"))])
+            lines[-1].append("/".join(f"{v:.2f}" for v in theirs[_label(name)]) if _label(name) in theirs else "")
+        n_in, n_out = of_pair[0]["n_in"], of_pair[0]["n_out"]
+        title = f"{pair[0]} → {pair[1]}: {n_in} and {n_out} images, %"
+        head = ["method", "AUROC", "AUPR", "AUPR, in as positive", "FPR95", "paper's AUROC/AUPR"]
+        parts.append(f"{title}\n\n{markdown(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def calibration_table(rows: Iterable[Row]) -> str:
+    """rAULC with its interval (or the spread over seeds), and the error rate among the most certain."""
+    found = [row for row in rows if row["row"] == "calibration"]
+    parts = []
+    for data in dict.fromkeys(row["in"] for row in found):
+        of_data = [row for row in found if row["in"] == data]
+        lines = []
+        for name in dict.fromkeys(row["method"] for row in of_data):
+            of_method = [row for row in of_data if row["method"] == name]
+            theirs = RAULC.get(data, {}).get(_label(name))
+            risks = [_mean(of_method, key) for key in ("risk_at_95", "risk_at_90", "risk_at_80")]
+            lines.append([name, _raulc(of_method), *risks, "" if theirs is None else f"{theirs:.3f}"])
+        n, share = of_data[0]["n"], _mean(of_data[:1], "accuracy")
+        head = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
+        parts.append(f"{data}: {n} images, {share} % right\n\n{markdown(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def active_table(rows: Iterable[Row]) -> str:
+    """Accuracy and negative log-likelihood, means over cycles and seeds (the start is not among the cycles)."""
+    found = [row for row in rows if row["row"] == "cycle"]
+    parts = []
+    for data in dict.fromkeys(row["data"] for row in found):
+        of_data = [row for row in found if row["data"] == data]
+        lines = []
+        for name in dict.fromkeys(row["method"] for row in of_data):
+            of_method = [row for row in of_data if row["method"] == name]
+            theirs = ACTIVE.get(data, {}).get(_label(name))
+            numbers = [f"{statistics.fmean(row[k] for row in of_method):.3f}" for k in ("nll", "nll_softmax_twice")]
+            labels = f"{min(r['labelled'] for r in of_method)} to {max(r['labelled'] for r in of_method)}"
+            end = f"{theirs[0]:.2f}/{theirs[1]:.3f}" if theirs else ""
+            lines.append([name, labels, _mean(of_method, "accuracy"), *numbers, end])
+        head = ["method", "labels", "accuracy, %", "NLL", "NLL, softmax twice", "paper's ACC/NLL"]
+        parts.append(f"{data}\n\n{markdown(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def runtime_table(rows: Iterable[Row]) -> str:
+    """Time in units of Entropy's."""
+    found = [row for row in rows if row["row"] == "runtime"]
+    lines = []
+    for row in found:
+        theirs = RUNTIME.get(_label(row["method"]))
+        paper = "" if theirs is None else f"{theirs / RUNTIME['Entropy']:.1f}"
+        lines.append([row["method"], f"{row['ratio']:.1f}", f"{row['seconds']:.2f}", paper])
+    head = ["method", "time, Entropy = 1", "seconds", "paper's, Entropy = 1"]
+    return f"{found[0]['n']} images\n\n{markdown(head, lines)}" if found else ""
+
+
+def left_out(rows: Iterable[Row]) -> str:
+    """What could not be computed, and why: once for each reason."""
+    lines = [f"- {row.get('method') or row.get('out')}: {row['why']}" for row in rows if row["row"] == "left out"]
+    return "Left out:\n\n" + "\n".join(dict.fromkeys(lines)) if lines else ""
+
+
+def _label(name: str) -> str:
+    """The paper's name of a method that a user named by a spec."""
+    from qualms.errors import QualmsError
+    from qualms.methods.registry import parse
+    from qualms.tasks.paper import paper_row
+
+    try:
+        return paper_row(parse(name))
+    except QualmsError:
+        return name
+
+
+def _paper_ood(pair: str, table: str) -> dict[str, Any]:
+    pair = pair.replace(" ", "")
+    if table == "vit":
+        return VIT.get(pair, {})
+    return {**OOD.get(pair, {}), **SWEEPS.get(pair, {})}
+
+
+def _mean(rows: Sequence[Row], key: str) -> str:
+    return f"{100 * statistics.fmean(row[key] for row in rows):.2f}"
+
+
+def _auroc(rows: Sequence[Row]) -> str:
+    if len(rows) == 1:
+        return f"{100 * rows[0]['auroc']:.2f} [{100 * rows[0]['auroc_low']:.1f}, {100 * rows[0]['auroc_high']:.1f}]"
+    return f"{_mean(rows, 'auroc')} ± {100 * statistics.stdev(row['auroc'] for row in rows):.2f}"
+
+
+def _raulc(rows: Sequence[Row]) -> str:
+    there = [row for row in rows if row["raulc"] is not None]
+    if not there:
+        return "none"
+    if len(there) == 1:
+        return f"{there[0]['raulc']:.3f} [{there[0]['raulc_low']:.3f}, {there[0]['raulc_high']:.3f}]"
+    return f"{statistics.fmean(r['raulc'] for r in there):.3f} ± {statistics.stdev(r['raulc'] for r in there):.3f}"

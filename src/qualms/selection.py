@@ -1,0 +1,145 @@
+"""`select`: which inputs of a pool to label next, the most uncertain ones, or uncertain ones that differ.
+
+Uncertain inputs are often near duplicates of each other, and one label then tells what the others would. Diversity
+picks among the most uncertain by the distances between their gradients, the updates that their labels could ask for (as
+in Ash et al., Deep Batch Active Learning by Diverse, Uncertain Gradient Lower Bounds, ICLR 2020), by greedy k-center
+(Sener & Savarese, Active Learning for Convolutional Neural Networks: A Core-Set Approach, ICLR 2018).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from qualms.errors import QualmsError
+from qualms.gradients.guard import untouched
+from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
+from qualms.gradients.norms import numbered
+from qualms.gradients.settings import Settings, Sketch
+from qualms.gradients.sketch import sketch_totals
+from qualms.methods.evidence import Evidence, Study
+from qualms.methods.method import Method
+from qualms.methods.registry import DEFAULT, parse
+from qualms.scores import score
+
+TANGENTS = 64  # a distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err independently
+SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+OF_GRADIENTS = ("layers", "params", "seed", "batch_size", "budget")  # the settings of `compare` that features share
+
+
+def select(
+    model: nn.Module,
+    pool: Any,
+    k: int,
+    method: str | Method = DEFAULT,
+    *,
+    diversity: int | float | None = None,
+    **more: Any,
+) -> Int[Tensor, " k"]:
+    """The numbers of k inputs of the pool to label next, counted from 0 in the pool's order.
+
+    Args:
+        model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
+        pool: a tensor, a tuple or dict of tensors, or an iterable of batches (labels are ignored).
+        k: how many.
+        method: a spec or a method object; the paper's REGrad* by default.
+        diversity: None takes the k most uncertain, the most uncertain first, equal ones in the pool's order. A number
+            r >= 1 makes the r·k most uncertain candidates, of which k are picked: the most uncertain, then always the
+            candidate whose gradients are farthest from those of all picked so far. It needs a gradient score, reads
+            the pool twice, and holds 64 numbers for each candidate and class.
+        more: as for `compare`.
+    """
+    chosen = parse(method) if isinstance(method, str) else method
+    _check(pool, k, chosen, diversity, more)
+    order = score(model, pool, chosen, **more).argsort(descending=True, stable=True).cpu()
+    if k > len(order):
+        raise QualmsError(f"k is {k}, but the pool has {len(order)} inputs; ask for fewer.")
+    if diversity is None:
+        return order[:k]
+    # The rounding guard keeps 1.1 * 10 from asking for 12.
+    candidates = order[: max(k, math.ceil(diversity * k - 1e-9))]
+    settings = Settings(Sketch(TANGENTS), **{key: more[key] for key in OF_GRADIENTS if key in more})
+    features = gradient_features(model, pool, candidates.tolist(), chosen, settings)
+    if not bool(features.any()):
+        raise QualmsError(f"the gradients of {chosen.name} are zero, so none differ; use another score for diversity.")
+    return candidates[k_center(features, k)]
+
+
+def _check(pool: Any, k: int, method: Method, diversity: int | float | None, more: dict[str, Any]) -> None:
+    if not isinstance(k, int) or k < 1:
+        raise QualmsError(f"k is {k!r}; it is a number of inputs, 1 or more.")
+    if isinstance(pool, DataLoader):
+        samplers = (pool.sampler, getattr(pool.batch_sampler, "sampler", None))
+        if any(isinstance(sampler, SHUFFLING) for sampler in samplers):
+            raise QualmsError(
+                "the pool's loader shuffles, so numbers would not tell inputs; make it with shuffle=False."
+            )
+    if diversity is None:
+        return
+    if not isinstance(diversity, (int, float)) or not 1 <= diversity < math.inf:
+        raise QualmsError(f"diversity is {diversity}; it is how many candidates there are for each pick, 1 or more.")
+    if isinstance(pool, Iterator):
+        raise QualmsError("the pool can be read only once, and diversity reads it twice; pass a list or a loader.")
+    if more.get("norm", "l2") != "l2":
+        raise QualmsError(f"diversity measures L2 distances between gradients, not {more['norm']}; leave norm out.")
+    direction = getattr(method, "direction", None)
+    if direction is None or (direction == "classes" and not hasattr(method, "class_weights")):
+        raise QualmsError(f"diversity needs a gradient score, such as {DEFAULT!r}, and {method.name} is not one.")
+
+
+def gradient_features(
+    model: nn.Module, pool: Any, chosen: Sequence[int], method: Any, settings: Settings
+) -> Float[Tensor, "n f"]:
+    """φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k) for the chosen inputs, s_j the k random tangents of the sketch.
+
+    ‖φ(x) - φ(x')‖² estimates Σ_c ‖w_c g_c(x) - w'_c g_c(x')‖², w_c the weight that the score gives to the gradient g_c
+    of class c; a score of one gradient has that alone. `+layers` weighs the layers of each g_c, `+smooth` averages it.
+    """
+    numbers: list[int] = []
+    parts: list[Tensor] = []
+    with untouched(model) as inner:
+        for some, batch in _gathered(pool, set(chosen)):
+            probs = Evidence(Study(inner, settings), batch).probs
+            one_gradient = method.direction != "classes"
+            weights = torch.ones_like(probs[:, :1]) if one_gradient else method.class_weights(probs)
+            wanted = (method.direction,), method.smooth, method.layers
+            samples = sketch_totals(inner, batch, some, settings, *wanted, keep=True).samples
+            sizes = [s.projections.shape[1] for s in samples]
+            for sample, w in zip(samples, weights.split(sizes), strict=True):
+                projections = w * sample.projections / math.sqrt(len(sample.projections))
+                parts.append(projections.movedim(0, -1).flatten(1).float())
+            numbers += some
+    rows = {number: row for row, number in enumerate(numbers)}
+    return torch.cat(parts)[[rows[number] for number in chosen]]
+
+
+def _gathered(pool: Any, chosen: set[int]) -> Iterator[tuple[list[int], Batch]]:
+    """The chosen inputs with their numbers, those of equal shapes in one batch: tangents are drawn anew for each."""
+    found: dict[Any, list[tuple[list[int], Batch]]] = {}
+    for first, batch in numbered(pool):
+        here = [i for i in range(count(batch)) if first + i in chosen]
+        if here:
+            part = take(batch, here)
+            shapes = tuple(t.shape[1:] for t in tensors(part))
+            found.setdefault(shapes, []).append(([first + i for i in here], part))
+    for parts in found.values():
+        columns = zip(*(tensors(part) for _, part in parts), strict=True)
+        yield [n for numbers, _ in parts for n in numbers], with_tensors(parts[0][1], map(torch.cat, columns))
+
+
+def k_center(features: Float[Tensor, "n f"], k: int) -> list[int]:
+    """Row 0, then always the row farthest from all picked so far; of equally far ones the first."""
+
+    def distances(row: int) -> Float[Tensor, " n"]:
+        return torch.linalg.vector_norm(features - features[row], dim=1, dtype=torch.double)
+
+    picked, nearest = [0], distances(0)
+    while len(picked) < k:
+        nearest[picked[-1]] = -1  # no row twice, not even among duplicates
+        picked.append(int((nearest == nearest.max()).nonzero()[0]))
+        nearest = torch.minimum(nearest, distances(picked[-1]))
+    return picked
