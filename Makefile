@@ -6,14 +6,18 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # CI runs everything; elsewhere the slow tests are left out.
 SELECT := $(if $(CI),,-m "not slow")
+TIMM := .timm/.installed
 
-.PHONY: demo test check format bench-speed clean
+.PHONY: demo test test-timm check format bench-speed clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 $(SELECT)
+
+test-timm: $(TIMM)
+	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -38,5 +42,11 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-peers.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-peers.txt
 	touch $@
 
+# In a folder of its own, which only test-timm sees: torchvision here is built for another torch, and importing it fails.
+$(TIMM): requirements-timm.txt $(INSTALLED)
+	rm -rf .timm
+	$(BIN)/python -m pip install --quiet --no-deps --target .timm -r requirements-timm.txt
+	touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache build dist
+	rm -rf .venv .timm .mypy_cache .ruff_cache build dist

@@ -121,6 +121,18 @@ def test_an_exported_network_carries_its_own_weights_and_classes(tmp_path: Path)
     assert "is damaged or no exported network" in refused(tmp_path / "m.pt2")
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(), nn.BatchNorm1d(4), nn.TransformerEncoderLayer(4, 1, 8)], ids=lambda m: type(m).__name__
+)
+def test_a_network_exported_in_training_mode_is_refused(layer: nn.Module, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 2))
+    for training in (True, False):
+        program = torch.export.export(model.train(training), (torch.rand(2, 3),))
+        torch.export.save(program, tmp_path / f"{training}.pt2")
+    assert "was exported in training mode (aten." in refused(tmp_path / "True.pt2")
+    assert not load_model(tmp_path / "False.pt2").training
+
+
 def test_a_factory_is_found_by_its_import_path(tmp_path: Path) -> None:
     assert load_model(f"{HERE}:TakesClasses").out_features == 4
     assert load_model(f"{HERE}:TakesClasses", classes=6).out_features == 6
@@ -163,3 +175,10 @@ def test_without_timm_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "timm", None)
     assert "timm:resnet18 needs timm" in refused("timm:resnet18")
     assert "pip install timm torchvision" in refused("timm:resnet18")
+
+
+def test_the_page_on_models_lists_the_whole_zoo() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    for name, entry in ZOO.items():
+        assert f"`{name}`" in page, name
+        assert entry.file is None or f"`{entry.file}`" in page, name

@@ -11,6 +11,7 @@ from qualms.models.cifar_resnet import Block, resnet20
 PARAMETERS = {
     "mnist-cnn": 16 * 32 + 32 + 32 * 32 * 16 + 32 + 32 * 11 * 11 * 128 + 128 + 128 * 10 + 10,
     "svhn-cnn": 3 * 16 * 32 + 32 + 32 * 32 * 16 + 32 + 32 * 13 * 13 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10,
+    "digits-cnn": 16 * 32 + 32 + 32 * 32 * 16 + 32 + 32 * 1 * 1 * 128 + 128 + 128 * 10 + 10,
     "cnn-32": 3 * 16 * 32 + 32 + 32 * 32 * 16 + 32 + 32 * 13 * 13 * 128 + 128 + 128 * 10 + 10,
     "resnet18": 11_173_962,
     "resnet50": 23_520_842,
@@ -33,6 +34,8 @@ PARAMETERS = {
 
 
 def images(name: str) -> torch.Tensor:
+    if name == "digits-cnn":
+        return torch.rand(2, 1, 8, 8)
     return torch.rand(2, 1, 28, 28) if name.startswith("mnist") else torch.rand(2, 3, 32, 32)
 
 

@@ -30,6 +30,7 @@ class Dataset:
 
 
 MNIST = Normalisation((0.1307,), (0.3081,))
+FASHION = Normalisation((0.2860,), (0.3530,))
 CIFAR10 = Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 CIFAR100 = Normalisation((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 HALF = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -41,7 +42,7 @@ DATASETS: dict[str, Dataset] = {
         "get the four files from https://github.com/cvdfoundation/mnist and put them into MNIST/raw",
     ),
     "fashion-mnist": Dataset(
-        read_fashion_mnist, 10, 1, 28, MNIST,
+        read_fashion_mnist, 10, 1, 28, FASHION,
         "get the four files from https://github.com/zalandoresearch/fashion-mnist and put them into FashionMNIST/raw",
     ),
     "cifar10": Dataset(

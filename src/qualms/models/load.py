@@ -90,11 +90,29 @@ def _exported(path: Path, weights: str | Path | None, classes: int | None) -> nn
     if not zipfile.is_zipfile(path):
         raise QualmsError(f"{path} is damaged or no exported network; write it anew with torch.export.save.")
     try:
-        return torch.export.load(path).module()
+        model = torch.export.load(path).module()
     except Exception as error:
         raise QualmsError(
             f"{path} is damaged or no exported network ({reason(error)}); write it anew with torch.export.save."
         ) from error
+    active = _training_operation(model)
+    if active is not None:
+        raise QualmsError(
+            f"{path} was exported in training mode ({active}); call eval() on the network, then export it."
+        )
+    return model
+
+
+def _training_operation(model: nn.Module) -> str | None:
+    """An operation that an exported graph does as in training, for good: dropout, or statistics of the batch."""
+    graphs = (m.graph for m in model.modules() if isinstance(m, torch.fx.GraphModule))
+    for node in (n for graph in graphs for n in graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload):
+            names = (argument.name for argument in node.target._schema.arguments)
+            given = dict(zip(names, node.args, strict=False)) | node.kwargs
+            if given.get("train") is True or given.get("training") is True or given.get("dropout_p"):
+                return str(node.target)
+    return None
 
 
 def _from_factory(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:

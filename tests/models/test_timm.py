@@ -1,0 +1,92 @@
+"""Real networks of timm, with weights that these tests save: nothing is fetched.
+
+`make test-timm` runs them beside a copy of timm, and sets QUALMS_NEEDS_TIMM: there, a timm that does not import is an
+error. Elsewhere they run if timm is installed.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qualms
+from qualms.data import Normalisation
+from qualms.errors import QualmsError
+from qualms.models import load_model, normalisation_of
+
+
+def imported() -> Any:
+    needed = "QUALMS_NEEDS_TIMM" in os.environ
+    if needed:
+        # torchvision's compiled operators do not load beside a CPU build of torch, and its Python asks for these two.
+        for operator in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float overlap) -> Tensor")
+    try:
+        import timm
+    except Exception as error:  # a torchvision for another torch raises more than ImportError
+        if needed:
+            raise
+        pytest.skip(f"timm does not import here: {error}", allow_module_level=True)
+    return timm
+
+
+timm = imported()
+
+# Name and pixels: residual, with convolutions of one filter for each channel (two kinds), and attention.
+NETWORKS = [("resnet18", 32), ("efficientnet_lite0", 32), ("convnext_atto", 32), ("vit_tiny_patch16_224", 224)]
+
+
+def refused(*args: Any, **keywords: Any) -> str:
+    with pytest.raises(QualmsError) as caught:
+        load_model(*args, **keywords)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "size"), NETWORKS)
+def test_a_network_with_saved_weights_scores_as_the_reference_does(name: str, size: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained = timm.create_model(name, num_classes=3)
+    for module in trained.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 2)
+    torch.save({"state_dict": {f"module.{k}": v for k, v in trained.state_dict().items()}}, tmp_path / "w.pth")
+    model = load_model(f"timm:{name}", tmp_path / "w.pth", classes=3)
+    assert not any(m.training for m in model.modules())
+    x = torch.randn(2, 3, size, size)
+    assert torch.equal(model(x), trained.eval()(x))
+    model, x = model.double(), x.double()
+    specs = ["regrad+layers", "exgrad"]
+    expected = qualms.compare(model, x, specs, engine="reference")
+    torch.testing.assert_close(qualms.compare(model, x, specs), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_normalisation_is_timms() -> None:
+    resnet, vit = (timm.create_model(n) for n in ("resnet18", "vit_tiny_patch16_224"))
+    expected = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert normalisation_of("timm:resnet18", resnet) == expected
+    assert normalisation_of("timm:vit_tiny_patch16_224", vit) == Normalisation((0.5,) * 3, (0.5,) * 3)
+
+
+def test_published_weights_that_cannot_be_fetched_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = refused("timm:resnet18")
+    assert said.startswith("timm:resnet18 could not be made with its published weights:")
+    assert said.endswith("pass weights=, a checkpoint on disk.")
+
+
+def test_what_cannot_be_a_classifier_as_asked_is_told() -> None:
+    assert "did you mean resnet18" in refused("timm:resnt18")
+    assert "Invalid pretrained tag" in refused("timm:resnet18.nobody_in1k")
+    assert "know 1000 classes, so a last layer for 3 would be random" in refused("timm:resnet18", classes=3)
+
+
+def test_a_network_without_a_classifier_is_told(tmp_path: Path) -> None:
+    name = "vit_small_patch14_dinov2"
+    assert timm.get_pretrained_cfg(name).num_classes == 0
+    (tmp_path / "w.pt").write_bytes(b"")
+    assert "gives features, not classes" in refused(f"timm:{name}", tmp_path / "w.pt")
