@@ -79,7 +79,10 @@ def test_each_cycle_adds_new_images_of_the_pool_and_judges_a_network_trained_on_
         assert set(chosen) <= set(pool.tolist())
     assert all(0 <= r["accuracy"] <= 1 and r["nll"] > 0 for r in found)
     assert all(1.461 <= r["nll_softmax_twice"] <= 2.303 + 1 for r in found)
-    assert {line.split("|")[1].strip() for line in active_table(found).splitlines() if "|" in line} >= {"start", *METHODS}
+    assert {line.split("|")[1].strip() for line in active_table(found).splitlines() if "|" in line} >= {
+        "start",
+        *METHODS,
+    }
 
 
 def test_the_most_uncertain_images_are_picked() -> None:
