@@ -1,0 +1,5 @@
+"""`python -m qualms` is the command `qualms`."""
+
+from qualms.cli import main
+
+main()
