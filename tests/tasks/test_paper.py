@@ -74,7 +74,8 @@ def test_the_full_preset_is_the_papers_protocol() -> None:
     assert full.seeds == (0, 1, 2)
     assert (full.smooth.sigma, full.smooth.draws, full.smooth.antithetic) == (0.02, 100, False)
     assert {name: (s.network, s.recipe.epochs) for name, s in full.setups.items()} == {
-        "mnist": ("mnist-cnn", 30), "cifar10": ("resnet18", 100), "svhn": ("svhn-cnn", 50), "cifar100": ("resnet152", 120),
+        "mnist": ("mnist-cnn", 30), "cifar10": ("resnet18", 100), "svhn": ("svhn-cnn", 50),
+        "cifar100": ("resnet152", 120),
     }  # fmt: skip
     assert {name: (p.start, p.more, p.cycles, p.recipe.epochs) for name, p in full.active.items()} == {
         "mnist": (20, 20, 10, 200), "cifar10": (500, 100, 10, 200), "svhn": (500, 100, 10, 200),

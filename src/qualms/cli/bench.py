@@ -14,16 +14,16 @@ from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.methods.registry import METHODS, parse
 from qualms.models import load_model
-from qualms.report.tables import active_table, calibration_table, left_out, ood_table, runtime_table
+from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table, runtime_table
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
-from qualms.tasks.active import RANDOM, Plan, active
+from qualms.tasks.active import COLOUR, NETWORKS, RANDOM, Plan, active
 from qualms.tasks.calibration import calibration
 from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
 from qualms.tasks.paper import paper_methods
 from qualms.tasks.rows import Row, Rows
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import Methods, Tell, usable
+from qualms.tasks.scoring import Methods, Tell, judged, usable
 from qualms.training import RECIPES
 
 TASKS: dict[str, Callable[[Iterable[Row]], str]] = {
@@ -80,14 +80,13 @@ def bench(
         raise QualmsError(f"there is no task {task!r}; choose one of {', '.join(TASKS)}.")
     if bool(outside) != (task in ("ood", "ablation")):
         raise QualmsError(f"{task} {'takes no' if outside else 'needs'} --ood.")
-    name = model or PUBLISHED.get(inside, "")
+    name = model or (NETWORKS.get(inside, COLOUR) if task == "active" else PUBLISHED.get(inside, ""))
     file = out or Path("runs") / f"{task}-{_plain(inside)}-{_plain(name)}-seed{seed}.jsonl"
     with telling() as tell:
         if task == "active":
             limits = {"cycles": cycles, "pool": pool, "validation": validation, "diversity": diversity}
             plan = Plan(start, more, RECIPES["active"].shortened(epochs), **limits)  # type: ignore[arg-type]
             found = _active(inside, name, methods, plan, count, root, file, seed, device_of(device), tell)
-            lines: list[str] = []
         else:
             network = subject(inside, name, weights, root, mean, std, device_of(device), random=task == "runtime")
             test = _images(inside, root, size)
@@ -95,14 +94,12 @@ def bench(
             found = _scored(
                 task, network, test, others, methods, count, engine, _train(inside, root, size), file, seed, tell
             )
-            share = network.accuracy(test) if test.labels is not None and task != "runtime" else None
-            lines = [] if share is None else [f"{name}: {100 * share:.2f} % of {len(test)} test images right\n"]
         rows = list(found)
     if json_lines:
         typer.echo("\n".join(json.dumps(row) for row in rows))
         return
-    lines += [TASKS[task](rows), left_out(rows), f"\nRows: {file}. Seed {seed}."]
-    typer.echo("\n".join(line for line in lines if line))
+    parts = (TASKS[task](rows), networks(rows), left_out(rows), f"Rows: {file}. Seed {seed}.")
+    typer.echo("\n\n".join(part for part in parts if part))
 
 
 def _scored(
@@ -118,12 +115,15 @@ def _scored(
     seed: int,
     tell: Tell | None,
 ) -> Iterator[Row]:
+    whole = test
     test, *others = (images.subset(count or None) for images in (test, *others))
     wanted = _ablated(test.name) if task == "ablation" else chosen(methods, test.name)
     good, reasons = usable(network, test, wanted, train)
     yield from reasons
     how: dict[str, Any] = {"seed": seed, "engine": engine, "train": train, "tell": tell}
     with Rows(file, {"task": task, **network.about}) as rows:
+        if whole.labels is not None and task != "runtime":
+            yield {**judged(network, whole, rows), "network": network.name}
         if task == "calibration":
             yield from calibration(network, test, good, rows, **how)
         elif task == "runtime":

@@ -17,10 +17,11 @@ app.command()(reproduce)
 app.command()(train)
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

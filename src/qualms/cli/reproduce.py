@@ -8,7 +8,7 @@ import typer
 
 from qualms.cli.options import Device, Json, Root, device_of, telling
 from qualms.errors import QualmsError
-from qualms.report.tables import active_table, calibration_table, left_out, ood_table
+from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table
 from qualms.tasks.presets import PRESETS
 from qualms.tasks.reproduce import TABLES, Place
 
@@ -43,7 +43,6 @@ def reproduce(
             typer.echo(json.dumps(row))
         return
     kind = {"table2": calibration_table, "table3": active_table}.get(table)
-    typer.echo(kind(rows) if kind else ood_table(rows, "vit" if table == "vit" else "table1"))
-    typer.echo(f"\nPreset {preset}, seeds {', '.join(map(str, chosen.seeds))}. What it cuts: {chosen.cuts}.")
-    if reasons := left_out(rows):
-        typer.echo(f"\n{reasons}")
+    numbers = kind(rows) if kind else ood_table(rows, "vit" if table == "vit" else "table1")
+    cuts = f"Preset {preset}, seeds {', '.join(map(str, chosen.seeds))}. What it cuts: {chosen.cuts}."
+    typer.echo("\n\n".join(part for part in (numbers, networks(rows), left_out(rows), cuts) if part))

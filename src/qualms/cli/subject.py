@@ -1,5 +1,6 @@
 """The network that a command is about: its weights, and how its inputs are normalised."""
 
+import sys
 from pathlib import Path
 
 from torch import nn
@@ -46,6 +47,8 @@ def subject(
         if weights is None and not random:
             where = f" (or put {entry.file} into {file.parent})" if entry.file else ""
             raise QualmsError(f"{name} has no weights; train it with `qualms train` and pass --weights{where}.")
+    if ":" in name:
+        sys.path.insert(0, "")  # an import path may start in the working directory, which an installed command forgets
     classes = DATASETS[data].classes if data in DATASETS and entry is not None else None
     model = load_model(name, weights, classes=classes).to(device)
     return Network(name, model, _normalisation(data, name, model, weights, mean, std))

@@ -87,6 +87,13 @@ def runtime_table(rows: Iterable[Row]) -> str:
     return f"{found[0]['n']} images\n\n{markdown(head, lines)}" if found else ""
 
 
+def networks(rows: Iterable[Row]) -> str:
+    """How good the networks are."""
+    found = [row for row in rows if row["row"] == "accuracy"]
+    lines = [f"- {r['network']}: {100 * r['accuracy']:.2f} % of {r['n']} {r['data']} test images right" for r in found]
+    return "Networks:\n\n" + "\n".join(dict.fromkeys(lines)) if lines else ""
+
+
 def left_out(rows: Iterable[Row]) -> str:
     """What could not be computed, and why: once for each reason."""
     lines = [f"- {row.get('method') or row.get('out')}: {row['why']}" for row in rows if row["row"] == "left out"]

@@ -7,6 +7,7 @@ Tables share them: what one has scored, the next does not score again.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from qualms.methods.method import Method
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
-from qualms.tasks.active import RANDOM, active
+from qualms.tasks.active import COLOUR, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
 from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
 from qualms.tasks.paper import VIT, paper_methods
 from qualms.tasks.presets import Preset, Setup
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, Tell, usable
+from qualms.tasks.scoring import Methods, Tell, judged, usable
 from qualms.training import fit
 
 # What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it is on disk.
@@ -58,8 +59,12 @@ def table1(preset: Preset, at: Place) -> Iterator[Row]:
 def table2(preset: Preset, at: Place) -> Iterator[Row]:
     """Calibration of all methods."""
     for dataset, setup in preset.setups.items():
+        if (missing := _missing(at, dataset)) is not None:
+            yield missing
+            continue
         for seed in preset.seeds:
-            with _opened(preset, at, dataset, setup, seed) as (network, rows):
+            with _opened(at, dataset, setup, seed) as (network, rows):
+                yield {**judged(network, _load(dataset, at.root), rows), "network": network.name}
                 images, train = _test(at, dataset, setup), _learnt_from(at, dataset, setup)
                 methods, reasons = usable(network, images, paper_methods(dataset, preset.smooth), train)
                 yield from reasons
@@ -73,12 +78,12 @@ def table3(preset: Preset, at: Place) -> Iterator[Row]:
         if (missing := _missing(at, dataset)) is not None:
             yield missing
             continue
-        train, test = (load(dataset, at.root, split) for split in ("train", "test"))
+        train, test = (_load(dataset, at.root, split) for split in ("train", "test"))
         test = test if preset.active_test is None else test.subset(preset.active_test)
         classes = DATASETS[dataset].classes
         methods = active_methods(dataset, preset)
         normalisation = DATASETS[dataset].normalisation
-        name = "mnist-cnn" if dataset == "mnist" else "cnn-32"
+        name = NETWORKS.get(dataset, COLOUR)
 
         def build(name: str = name, classes: int | None = classes) -> torch.nn.Module:
             return load_model(name, classes=classes).to(at.device)
@@ -127,7 +132,8 @@ def _ood(
         yield missing
         return
     for seed in preset.seeds:
-        with _opened(preset, at, dataset, setup, seed) as (network, rows):
+        with _opened(at, dataset, setup, seed) as (network, rows):
+            yield {**judged(network, _load(dataset, at.root), rows), "network": network.name}
             inside, train = _test(at, dataset, setup), _learnt_from(at, dataset, setup)
             good, reasons = usable(network, inside, methods, train)
             yield from reasons
@@ -144,32 +150,34 @@ def _more(at: Place, setup: Setup, seed: int) -> dict[str, Any]:
     return {"seed": seed, "engine": setup.engine, "tell": at.tell}
 
 
+@lru_cache(maxsize=8)
+def _load(dataset: str, root: Path, split: str = "test") -> Images:
+    return load(dataset, root, split)
+
+
 def _missing(at: Place, dataset: str) -> Row | None:
     """A row that says why a dataset is left out, if it cannot be read."""
     try:
-        load(dataset, at.root)
+        _load(dataset, at.root)
         return None
     except QualmsError as error:
         return {"row": "left out", "out": dataset, "why": str(error)}
 
 
 def _test(at: Place, dataset: str, setup: Setup) -> Images:
-    return load(dataset, at.root).subset(setup.images)
+    return _load(dataset, at.root).subset(setup.images)
 
 
 def _learnt_from(at: Place, dataset: str, setup: Setup) -> Images:
-    train = load(dataset, at.root, "train")
+    train = _load(dataset, at.root, "train")
     return train if setup.images is None else train.subset(LEARNT_FROM)
 
 
 @contextmanager
-def _opened(preset: Preset, at: Place, dataset: str, setup: Setup, seed: int) -> Iterator[tuple[Network, Rows]]:
+def _opened(at: Place, dataset: str, setup: Setup, seed: int) -> Iterator[tuple[Network, Rows]]:
     """The network of a dataset, trained if need be, and the file of its rows."""
     network = _network(at, dataset, setup, seed)
-    whole = load(dataset, at.root)
     with Rows(at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about) as rows:
-        if not rows.where(row="accuracy", data=dataset):
-            rows.add({"row": "accuracy", "data": dataset, "n": len(whole), "accuracy": network.accuracy(whole)})
         yield network, rows
 
 
@@ -183,7 +191,7 @@ def _network(at: Place, dataset: str, setup: Setup, seed: int) -> Network:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = load_model(setup.network, classes=classes).to(at.device)
-    train = load(dataset, at.root, "train")
+    train = _load(dataset, at.root, "train")
     images = train if setup.train is None else train.subset(setup.train)
     file = at.out / "networks" / f"{dataset}-{setup.network}-seed{seed}.pt"
     about = {"network": setup.network, "classes": classes}

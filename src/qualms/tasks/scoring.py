@@ -90,6 +90,12 @@ def scored(
     return Scored(scores, predicted, None if images.labels is None else images.labels.numpy())
 
 
+def judged(network: Network, images: Images, rows: Rows) -> Row:
+    """The network's accuracy on labelled images, computed once."""
+    key = {"row": "accuracy", "data": images.name, "n": len(images), "images": images.fingerprint()}
+    return (rows.where(**key) or [rows.add({**key, "accuracy": network.accuracy(images)})])[0]
+
+
 def usable(
     network: Network, images: Images, methods: Methods, train: Images | None
 ) -> tuple[dict[str, Method], list[Row]]:

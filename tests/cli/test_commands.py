@@ -1,0 +1,147 @@
+"""The commands, on the bundled digits: what they print, write and refuse."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qualms.cli import main
+from qualms.cli.options import listed
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUALMS_DATA", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of a command."""
+    monkeypatch.setattr(sys, "argv", ["qualms", *words])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("weights") / "digits.pt"
+    with pytest.MonkeyPatch.context() as patch:
+        assert run(patch, "train", "digits", "--epochs", "3", "--out", str(file)) == 0
+    return str(file)
+
+
+def test_training_prints_the_accuracy_and_writes_the_weights(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "train", "digits", "--epochs", "2", "--count", "300") == 0
+    out = capsys.readouterr().out
+    assert re.match(r"digits-cnn on digits: \d+\.\d\d % of 360 test images right after epoch [12] of 2", out)
+    assert torch.load(here / "runs" / "digits-digits-cnn-seed0.pt", weights_only=True)["network"] == "digits-cnn"
+
+
+def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
+    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    import numpy as np
+
+    np.savez(here / "noise.npz", x=torch.randint(0, 256, (40, 8, 8), dtype=torch.uint8).numpy())
+    command = ("bench", "ood", "--id", "digits", "--ood", "noise.npz", "--weights", weights, "--count", "40")
+    more = ("--methods", "regrad+layers(0.2),entropy,mc-dropout", "--out", "rows.jsonl")
+    assert run(monkeypatch, *command, *more) == 0
+    out = capsys.readouterr().out
+    assert "digits → noise: 40 and 40 images" in out
+    assert re.search(r"\| regrad\+layers\(0\.2\) \| \d+\.\d\d \[", out)
+    assert "- digits-cnn: " in out
+    assert "- mc-dropout: the model has no dropout layer" in out
+    before = (here / "rows.jsonl").read_bytes()
+    assert run(monkeypatch, *command, *more, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["row"] for row in rows] == ["left out", "accuracy", "ood", "ood"]
+    assert (here / "rows.jsonl").read_bytes() == before
+
+
+def test_bench_calibration_and_runtime_and_ablation_and_active_run(
+    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--weights", weights, "--count", "40")
+    assert run(monkeypatch, "bench", "calibration", "--id", "digits", *few, "--methods", "entropy,gen") == 0
+    assert "| paper's rAULC |" in capsys.readouterr().out
+    assert run(monkeypatch, "bench", "runtime", "--id", "digits", "--count", "32", "--methods", "entropy,regrad") == 0
+    assert "| paper's, Entropy = 1 |" in capsys.readouterr().out
+    assert run(monkeypatch, "bench", "ablation", "--id", "digits", "--ood", "digits", *few) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("UNGrad+layers+smooth", "REGrad*", "λ → ∞", "σ = 0.05"))
+    small = ("--start", "10", "--more", "10", "--cycles", "1", "--epochs", "2", "--pool", "40", "--validation", "20")
+    assert run(monkeypatch, "bench", "active", "--id", "digits", "--methods", "random,entropy", *small) == 0
+    out = capsys.readouterr().out
+    assert "| Random " in out
+    assert "20 to 20" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("bench", "ood", "--id", "digits"), "ood needs --ood"),
+        (("bench", "calibration", "--id", "digits", "--ood", "mnist"), "calibration takes no --ood"),
+        (("bench", "nothing", "--id", "digits"), "there is no task 'nothing'"),
+        (("bench", "calibration", "--id", "digits"), "digits-cnn has no weights; train it with `qualms train`"),
+        (("bench", "calibration", "--id", "nowhere"), "no published network for 'nowhere'"),
+        (("bench", "calibration", "--id", "cifar10"), "put cifar10_akamaster_resnet20-12fca82f.th into"),
+        (("bench", "runtime", "--id", "digits", "--methods", "regard"), "did you mean regrad"),
+        (("bench", "runtime", "--id", "digits", "--mean", "0.5"), "--mean and --std belong together"),
+        (("bench", "runtime", "--id", "digits", "--device", "cud"), "there is no device 'cud' here"),
+        (("bench", "active", "--id", "folder"), "active learning needs a dataset with a name"),
+        (("reproduce", "table9"), "there is no table 'table9'"),
+        (("reproduce", "table1", "--preset", "gpu"), "there is no preset 'gpu'"),
+        (("train", "omniglot"), "there is no recipe for 'omniglot'"),
+        (("train", "mnist"), "train-images-idx3-ubyte"),
+    ],
+)
+def test_what_a_user_can_put_right_is_told_in_one_sentence(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
+) -> None:
+    assert run(monkeypatch, *words) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("qualms: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_where_it_happened(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["qualms", "--debug", "reproduce", "table9"])
+    with pytest.raises(ValueError, match="table9"):
+        main()
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import qualms
+
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.strip() == qualms.__version__
+
+
+def test_commas_inside_brackets_do_not_part_specs() -> None:
+    assert listed("regrad+smooth(0.02,8), entropy,") == ["regrad+smooth(0.02,8)", "entropy"]
+
+
+def test_the_networks_own_normalisation_is_used(
+    here: Path, monkeypatch: pytest.MonkeyPatch, weights: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("bench", "calibration", "--id", "digits", "--weights", weights, "--methods", "msp", "--count", "9")
+    assert run(monkeypatch, *command, "--out", "own.jsonl") == 0
+    assert run(monkeypatch, *command, "--out", "given.jsonl", "--mean", "0.1", "--std", "0.2") == 0
+    about = [json.loads((here / f"{name}.jsonl").read_text().splitlines()[0]) for name in ("own", "given")]
+    assert [(row["mean"], row["std"]) for row in about] == [([0.3053], [0.376]), ([0.1], [0.2])]
