@@ -50,7 +50,8 @@ def select(
         diversity: None takes the k most uncertain, the most uncertain first, equal ones in the pool's order. A number
             r >= 1 makes the r·k most uncertain candidates, of which k are picked: the most uncertain, then always the
             candidate whose gradients are farthest from those of all picked so far. It needs a gradient score, reads
-            the pool twice, and holds 64 numbers for each candidate and class.
+            the pool twice, runs 64 forward-mode passes over the candidates, and holds 64 numbers for each of them and
+            each class.
         more: as for `compare`.
     """
     chosen = parse(method) if isinstance(method, str) else method
