@@ -4,17 +4,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# CI runs everything; elsewhere the slow tests are left out.
-SELECT := $(if $(CI),,-m "not slow")
 TIMM := .timm/.installed
 
-.PHONY: demo test test-timm check format bench-speed clean
+.PHONY: demo test test-all test-timm check format bench-speed clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 $(SELECT)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+
+# What CI runs: also the slow tests, and those on real data where QUALMS_DATA names its folder.
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2
 
 test-timm: $(TIMM)
 	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py

@@ -68,7 +68,7 @@ _SHORT = replace(RECIPES["active"], epochs=30, validate_every=3)
 CPU = Preset(
     name="cpu",
     cuts=(
-        "one seed; smoothing with 8 antithetic draws instead of 100; some hundred test images of each dataset; "
+        "one seed; smoothing with 8 antithetic draws instead of 100; 500, 192, 256 and 64 test images of each dataset (for MNIST, CIFAR-10, SVHN, CIFAR-100); "
         "MNIST and SVHN CNNs trained for 3 epochs; ResNet-20 and -56 instead of -18 and -152, with published weights "
         "where the folder `weights` has them, else trained for 3 epochs on 5000 images; a ViT of 4 blocks, 10 epochs "
         "on 5000 images; active learning with 3 cycles, 30 epochs, 500 images to validate on, a pool of 1000, 2000 "
@@ -78,8 +78,8 @@ CPU = Preset(
     smooth=Smoothing(SIGMA),
     setups={
         "mnist": Setup("mnist-cnn", RECIPES["mnist"].shortened(3), images=500),
-        "cifar10": Setup("cifar10-resnet20", RECIPES["cifar10"].shortened(3), train=5000, images=250),
-        "svhn": Setup("svhn-cnn", RECIPES["svhn"].shortened(3), images=300),
+        "cifar10": Setup("cifar10-resnet20", RECIPES["cifar10"].shortened(3), train=5000, images=192),
+        "svhn": Setup("svhn-cnn", RECIPES["svhn"].shortened(3), images=256),
         "cifar100": Setup("cifar100-resnet56", RECIPES["cifar100"].shortened(3), train=5000, images=64),
     },
     vit={
