@@ -133,6 +133,15 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out.strip() == qualms.__version__
 
 
+def test_without_its_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "qualms.cli.main")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert run(monkeypatch, "--version") == 1
+    assert capsys.readouterr().err == "qualms: the command line needs typer; pip install 'qualms[app]'.\n"
+
+
 def test_commas_inside_brackets_do_not_part_specs() -> None:
     assert listed("regrad+smooth(0.02,8), entropy,") == ["regrad+smooth(0.02,8)", "entropy"]
 

@@ -1,5 +1,13 @@
 """The command line: a thin door onto the library."""
 
-from qualms.cli.main import main
+import sys
 
-__all__ = ["main"]
+
+def main() -> None:
+    """The command `qualms`, whose own needs are an extra."""
+    try:
+        from qualms.cli.main import run
+    except ModuleNotFoundError as missing:
+        print(f"qualms: the command line needs {missing.name}; pip install 'qualms[app]'.", file=sys.stderr)
+        sys.exit(1)
+    run()

@@ -31,7 +31,7 @@ def qualms(
     """Know what your pre-trained model does not know."""
 
 
-def main() -> None:
+def run() -> None:
     """Run a command; what a user can put right is told in one sentence, with exit code 1."""
     debug = "--debug" in sys.argv
     if debug:
