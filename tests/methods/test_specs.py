@@ -9,6 +9,7 @@ from qualms.methods.gen import GEN
 from qualms.methods.perturb_x import PerturbX
 from qualms.methods.registry import METHODS, parse, spec_of
 from qualms.methods.regrad import REGrad
+from qualms.models.cnn import mnist_cnn
 
 GOOD = {
     "regrad": REGrad(),
@@ -88,3 +89,17 @@ def test_missing_needs_are_named() -> None:
         qualms.score(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), x, "inserted-dropout")
     with pytest.raises(qualms.QualmsError, match="methods is empty"):
         qualms.compare(model, x, [])
+
+
+def test_methods_may_have_names_of_ones_own() -> None:
+    model, x = mnist_cnn(), torch.rand(2, 1, 28, 28)
+    named = qualms.compare(model, x, {"few": "perturb-x(0.1, 4)", "many": PerturbX(0.1, 8)})
+    assert list(named) == ["few", "many"]
+    assert not torch.equal(named["few"], named["many"])
+
+
+def test_two_methods_of_one_name_are_refused_and_the_same_one_twice_is_not() -> None:
+    model, x = mnist_cnn(), torch.rand(2, 1, 28, 28)
+    with pytest.raises(qualms.QualmsError, match="two methods are called 'perturb-x'"):
+        qualms.compare(model, x, [PerturbX(0.1), PerturbX(0.2)])
+    assert list(qualms.compare(model, x, ["entropy", "entropy"])) == ["entropy"]

@@ -5,7 +5,6 @@ Tables share them: what one has scored, the next does not score again.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -60,17 +59,10 @@ def table1(preset: Preset, at: Place) -> Iterator[Row]:
 def table2(preset: Preset, at: Place) -> Iterator[Row]:
     """Calibration of all methods."""
     for dataset, setup in preset.setups.items():
-        if (missing := _missing(at, dataset)) is not None:
-            yield missing
-            continue
-        for seed in preset.seeds:
-            with _opened(at, dataset, setup, seed) as (network, rows):
-                yield {**judged(network, _load(dataset, at.root), rows), "network": network.name}
-                images, train = _test(at, dataset, setup), _learnt_from(at, dataset, setup)
-                methods, reasons = usable(network, images, paper_methods(dataset, preset.smooth), train)
-                yield from reasons
-                more = _more(at, setup, seed)
-                yield from calibration(network, images, methods, rows, train=train, **more)
+        methods = paper_methods(dataset, preset.smooth)
+        yield from _on_each_network(
+            preset, at, dataset, setup, methods, lambda r: calibration(r.network, r.images, r.methods, r.rows, **r.how)
+        )
 
 
 def table3(preset: Preset, at: Place) -> Iterator[Row]:
@@ -130,26 +122,51 @@ def active_methods(dataset: str, preset: Preset) -> dict[str, Method | None]:
 def _ood(
     preset: Preset, at: Place, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
 ) -> Iterator[Row]:
+    def measured(r: "Ready") -> Iterator[Row]:
+        others = []
+        for name in outside:
+            if (missing := _missing(at, name)) is not None:
+                yield {**missing, "in": dataset}
+            else:
+                others.append(_load(name, at.root).subset(setup.images))
+        yield from ood(r.network, r.images, others, r.methods, r.rows, **r.how)
+
+    yield from _on_each_network(preset, at, dataset, setup, methods, measured)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A network with its test images, the methods that it allows, and where its rows are."""
+
+    network: Network
+    images: Images
+    methods: Methods
+    rows: Rows
+    how: dict[str, Any]  # seed, engine, training images and who is told, as tasks take them
+
+
+def _on_each_network(
+    preset: Preset,
+    at: Place,
+    dataset: str,
+    setup: Setup,
+    methods: Methods,
+    measured: Callable[[Ready], Iterator[Row]],
+) -> Iterator[Row]:
+    """For each seed: the network's accuracy, what is left out, and what is measured on it."""
     if (missing := _missing(at, dataset)) is not None:
         yield missing
         return
+    whole, train = _load(dataset, at.root), _load(dataset, at.root, "train")
+    images, learnt = whole.subset(setup.images), train if setup.images is None else train.subset(LEARNT_FROM)
     for seed in preset.seeds:
-        with _opened(at, dataset, setup, seed) as (network, rows):
-            yield {**judged(network, _load(dataset, at.root), rows), "network": network.name}
-            inside, train = _test(at, dataset, setup), _learnt_from(at, dataset, setup)
-            good, reasons = usable(network, inside, methods, train)
+        network = _network(at, dataset, setup, seed)
+        with Rows(at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about) as rows:
+            yield {**judged(network, whole, rows), "network": network.name}
+            good, reasons = usable(network, images, methods, learnt)
             yield from reasons
-            others = []
-            for name in outside:
-                if (missing := _missing(at, name)) is not None:
-                    yield {**missing, "in": dataset}
-                else:
-                    others.append(_test(at, name, setup))
-            yield from ood(network, inside, others, good, rows, train=train, **_more(at, setup, seed))
-
-
-def _more(at: Place, setup: Setup, seed: int) -> dict[str, Any]:
-    return {"seed": seed, "engine": setup.engine, "tell": at.tell}
+            how = {"seed": seed, "engine": setup.engine, "train": learnt, "tell": at.tell}
+            yield from measured(Ready(network, images, good, rows, how))
 
 
 @lru_cache(maxsize=8)
@@ -164,23 +181,6 @@ def _missing(at: Place, dataset: str) -> Row | None:
         return None
     except QualmsError as error:
         return {"row": "left out", "out": dataset, "why": str(error)}
-
-
-def _test(at: Place, dataset: str, setup: Setup) -> Images:
-    return _load(dataset, at.root).subset(setup.images)
-
-
-def _learnt_from(at: Place, dataset: str, setup: Setup) -> Images:
-    train = _load(dataset, at.root, "train")
-    return train if setup.images is None else train.subset(LEARNT_FROM)
-
-
-@contextmanager
-def _opened(at: Place, dataset: str, setup: Setup, seed: int) -> Iterator[tuple[Network, Rows]]:
-    """The network of a dataset, trained if need be, and the file of its rows."""
-    network = _network(at, dataset, setup, seed)
-    with Rows(at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about) as rows:
-        yield network, rows
 
 
 def _network(at: Place, dataset: str, setup: Setup, seed: int) -> Network:
