@@ -1,6 +1,6 @@
 """qualms: know what your pre-trained model does not know."""
 
-from qualms import metrics
+from qualms import data, metrics, models
 from qualms.errors import QualmsError
 from qualms.gradients.norms import (
     ClassGradientGram,
@@ -27,8 +27,10 @@ __all__ = [
     "class_gradient_gram",
     "class_gradient_norms",
     "compare",
+    "data",
     "methods",
     "metrics",
+    "models",
     "score",
     "score_with_error",
     "select",

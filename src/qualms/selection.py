@@ -56,9 +56,10 @@ def select(
     """
     chosen = parse(method) if isinstance(method, str) else method
     _check(pool, k, chosen, diversity, more)
+    if isinstance(pool, Tensor):
+        _check_size(k, len(pool))  # before the scores, which may take long
     order = score(model, pool, chosen, **more).argsort(descending=True, stable=True).cpu()
-    if k > len(order):
-        raise QualmsError(f"k is {k}, but the pool has {len(order)} inputs; ask for fewer.")
+    _check_size(k, len(order))
     if diversity is None:
         return order[:k]
     # The rounding guard keeps 1.1 * 10 from asking for 12.
@@ -90,6 +91,11 @@ def _check(pool: Any, k: int, method: Method, diversity: int | float | None, mor
     direction = getattr(method, "direction", None)
     if direction is None or (direction == "classes" and not hasattr(method, "class_weights")):
         raise QualmsError(f"diversity needs a gradient score, such as {DEFAULT!r}, and {method.name} is not one.")
+
+
+def _check_size(k: int, inputs: int) -> None:
+    if k > inputs:
+        raise QualmsError(f"k is {k}, but the pool has {inputs} inputs; ask for fewer.")
 
 
 def gradient_features(

@@ -1,0 +1,86 @@
+"""The paper's tables beside ours, on the real datasets: runs every `qualms reproduce` and fills docs/results.md.
+
+    QUALMS_DATA=folder python benchmarks/paper_tables.py [--preset cpu] [--out runs]
+
+What is on disk in `runs` is not computed again, so a killed run goes on, and a complete one only writes the page. The
+measured rows, without the scores of single images, go to `results/tables-PRESET.jsonl`.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from qualms.data import load
+from qualms.models import load_model
+from qualms.models.zoo import IMAGENET
+from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table, runtime_table
+from qualms.tasks.network import Network
+from qualms.tasks.paper import paper_methods
+from qualms.tasks.presets import PRESETS
+from qualms.tasks.reproduce import TABLES, Place
+from qualms.tasks.rows import Row, Rows
+from qualms.tasks.runtime import runtime
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "results.md"
+TITLES = {
+    "table1": "Out-of-distribution detection (table 1)",
+    "table2": "Calibration (table 2)",
+    "table3": "Active learning (table 3)",
+    "table4": "The parts of REGrad\\* (table 4)",
+    "table5": "λ and σ (table 5)",
+    "vit": "A vision transformer",
+}
+TIMED = 32  # images; the paper times 1000
+
+
+def timed(root: Path, out: Path) -> list[Row]:
+    """Each method on a ResNet-18, as the paper times them; random weights, as the time does not depend on them."""
+    torch.manual_seed(0)
+    network = Network("resnet18", load_model("resnet18"), IMAGENET)
+    images, train = load("cifar10", root).subset(TIMED), load("cifar10", root, "train").subset(256)
+    with Rows(out / "runtime-resnet18.jsonl", network.about) as rows:
+        return list(runtime(network, images, paper_methods("cifar10"), rows, train=train, rounds=3))
+
+
+def section(table: str, rows: list[Row]) -> str:
+    """A table of the page, what its networks are and what is left out."""
+    kind = {"table2": calibration_table, "table3": active_table}.get(table)
+    numbers = kind(rows) if kind else ood_table(rows, "vit" if table == "vit" else "table1")
+    parts = (f"## {TITLES[table]}", f"`qualms reproduce {table}`", numbers, networks(rows), left_out(rows))
+    return "\n\n".join(part for part in parts if part)
+
+
+def fill(page: Path, text: str) -> None:
+    """Put the tables between the marks of the page; the text around them is by hand."""
+    start, end = "<!-- tables -->", "<!-- end -->"
+    before, rest = page.read_text().split(start)
+    page.write_text(f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}")
+
+
+def main() -> None:
+    """Run what is not there yet, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    chosen = parser.parse_args()
+    if "QUALMS_DATA" not in os.environ:
+        raise SystemExit("QUALMS_DATA is not set: name the folder with the datasets and checkpoints in it.")
+    preset, root = PRESETS[chosen.preset], Path(os.environ["QUALMS_DATA"])
+    place = Place(root, chosen.out / chosen.preset)
+    found = {table: list(make(preset, place)) for table, make in TABLES.items()}
+    times = timed(root, place.out)
+    lines = [json.dumps({"table": table, **row}) for table, rows in found.items() for row in rows]
+    lines += [json.dumps({"table": "runtime", **row}) for row in times]
+    (HERE / "results" / f"tables-{preset.name}.jsonl").write_text("\n".join(lines).replace(str(root), "data") + "\n")
+    cuts = f"Preset `{preset.name}`, seeds {', '.join(map(str, preset.seeds))}. What it cuts: {preset.cuts}."
+    speed = "## Runtime\n\n`qualms bench runtime --id cifar10 --model resnet18` times one network in this way.\n\n"
+    parts = [cuts, *(section(table, rows) for table, rows in found.items()), speed + runtime_table(times)]
+    fill(PAGE, "\n\n".join(parts).replace(str(root), "data"))
+
+
+if __name__ == "__main__":
+    main()
