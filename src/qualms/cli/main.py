@@ -6,15 +6,19 @@ from typing import Annotated
 import typer
 
 from qualms.cli.bench import bench
+from qualms.cli.demo import demo
+from qualms.cli.doctor import doctor
+from qualms.cli.methods import methods
+from qualms.cli.report import report
 from qualms.cli.reproduce import reproduce
+from qualms.cli.score import score
 from qualms.cli.train import train
 from qualms.errors import QualmsError
 from qualms.version import __version__
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command()(bench)
-app.command()(reproduce)
-app.command()(train)
+for command in (demo, score, methods, bench, report, train, reproduce, doctor):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> bool:

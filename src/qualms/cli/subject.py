@@ -31,6 +31,7 @@ def subject(
     std: str | None,
     device: str,
     random: bool,
+    classes: int | None = None,
 ) -> Network:
     """The network by its name.
 
@@ -49,7 +50,8 @@ def subject(
             raise QualmsError(f"{name} has no weights; train it with `qualms train` and pass --weights{where}.")
     if ":" in name:
         sys.path.insert(0, "")  # an import path may start in the working directory, which an installed command forgets
-    classes = DATASETS[data].classes if data in DATASETS and entry is not None else None
+    if classes is None and entry is not None and data in DATASETS:
+        classes = DATASETS[data].classes
     model = load_model(name, weights, classes=classes).to(device)
     return Network(name, model, _normalisation(data, name, model, weights, mean, std))
 

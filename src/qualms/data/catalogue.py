@@ -9,8 +9,10 @@ from qualms.data.digits import read_digits
 from qualms.data.folder import read_lsun
 from qualms.data.idx import read_fashion_mnist, read_mnist
 from qualms.data.images import Images
+from qualms.data.letters import read_letters
 from qualms.data.normalisation import Normalisation
 from qualms.data.omniglot import read_omniglot
+from qualms.data.photos import read_photos
 from qualms.data.svhn import read_svhn
 
 
@@ -68,4 +70,6 @@ DATASETS: dict[str, Dataset] = {
         "and unpack them to LSUN_resize",
     ),
     "digits": Dataset(read_digits, 10, 1, 8, DIGITS, "they come with scikit-learn"),
+    "letters": Dataset(read_letters, 52, 1, 28, MNIST, "they come with Pillow"),
+    "photos": Dataset(read_photos, 2, 3, 32, CIFAR10, "they come with scikit-learn"),
 }  # fmt: skip

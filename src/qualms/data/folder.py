@@ -25,7 +25,7 @@ def read_folder(path: Path, split: str, size: int | None, name: str) -> Images:
     path = _of_split(path, split)
     folders, loose = _entries(path)
     if not folders:
-        return images_of(name, path, _pixels(path, loose, size), None)
+        return images_of(name, path, _pixels(path, loose, size), None, ids=_ids(path, loose))
     if loose:
         raise QualmsError(
             f"{path} holds images both loose ({loose[0].name}) and in folders ({folders[0].name}); keep one of the two."
@@ -39,7 +39,8 @@ def read_folder(path: Path, split: str, size: int | None, name: str) -> Images:
             raise QualmsError(f"the class folder {folder} holds no images; fill it, or remove it.")
         files += inside
         labels += [label] * len(inside)
-    return images_of(name, path, _pixels(path, files, size), labels, tuple(folder.name for folder in folders))
+    classes = tuple(folder.name for folder in folders)
+    return images_of(name, path, _pixels(path, files, size), labels, classes, _ids(path, files))
 
 
 def _of_split(path: Path, split: str) -> Path:
@@ -73,6 +74,10 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_image(entry: Path) -> bool:
     return entry.suffix.lower() in ENDINGS and entry.is_file()
+
+
+def _ids(path: Path, files: list[Path]) -> tuple[str, ...]:
+    return tuple(file.relative_to(path).as_posix() for file in files)
 
 
 def _pixels(path: Path, files: list[Path], size: int | None) -> np.ndarray:

@@ -20,20 +20,25 @@ CHUNK = 1000  # images that are held as floats at a time
 class Images:
     """Pixels, and where they are known the classes.
 
-    `classes` names the classes that `labels` counts; it is empty where the files do not name them.
+    `classes` names the classes that `labels` counts; it is empty where the files do not name them. `ids` are the names
+    of the image files, in the same way.
     """
 
     name: str
     pixels: UInt8[Tensor, "n c h w"]
     labels: Int64[Tensor, " n"] | None
     classes: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def take(self, index: slice | Int64[Tensor, " k"]) -> "Images":
         """The images at these places, in this order."""
-        return replace(self, pixels=self.pixels[index], labels=None if self.labels is None else self.labels[index])
+        places = range(len(self))[index] if isinstance(index, slice) else index.tolist()
+        ids = tuple(self.ids[i] for i in places) if self.ids else ()
+        labels = None if self.labels is None else self.labels[index]
+        return replace(self, pixels=self.pixels[index], labels=labels, ids=ids)
 
     def subset(self, count: int | None, seed: int = 0) -> "Images":
         """`count` images in a random order that the seed alone decides; all of them if None or more than there are.
@@ -76,14 +81,16 @@ def _fit(pixels: UInt8[Tensor, "n c h w"], channels: int, size: int) -> UInt8[Te
     return x.round().clamp(0, 255).to(torch.uint8).expand(-1, channels, -1, -1)
 
 
-def images_of(name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = ()) -> Images:
+def images_of(
+    name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), ids: tuple[str, ...] = ()
+) -> Images:
     """Images from a reader's arrays, once they are consistent; `where` names the files in an error."""
     if len(pixels) == 0:
         raise QualmsError(f"{where} holds no images; check that it is the file you meant, and whole.")
     # A copy: arrays over a file's bytes cannot be written to, and torch wants memory in the order of the axes.
     x = torch.from_numpy(np.array(pixels, dtype=np.uint8, order="C"))
     if labels is None:
-        return Images(name, x, None, classes)
+        return Images(name, x, None, classes, ids)
     y = np.asarray(labels)
     if y.ndim == 0 or len(y) != len(x):
         count = 1 if y.ndim == 0 else len(y)
@@ -98,4 +105,4 @@ def images_of(name: str, where: object, pixels: Any, labels: Any, classes: tuple
         raise QualmsError(
             f"the labels in {where} go from {low} to {high}, and classes are counted {allowed}; mend them."
         )
-    return Images(name, x, torch.from_numpy(y.reshape(-1).astype(np.int64)), classes)
+    return Images(name, x, torch.from_numpy(y.reshape(-1).astype(np.int64)), classes, ids)

@@ -19,17 +19,19 @@ AT_ONCE = 500  # images in a plain forward pass
 
 @dataclass(frozen=True)
 class Network:
-    """A model, its name, and the normalisation of its inputs."""
+    """A model, its name, and the normalisation of its inputs; other trainings of it are members of an ensemble."""
 
     name: str
     model: nn.Module
     normalisation: Normalisation
+    members: tuple[nn.Module, ...] = ()
 
     @property
     def about(self) -> dict[str, Any]:
         """What identifies it in a run's first row."""
         n = self.normalisation
-        return {"network": self.name, "weights": fingerprint(self.model), "mean": list(n.mean), "std": list(n.std)}
+        weights = {"weights": fingerprint(self.model), "members": [fingerprint(member) for member in self.members]}
+        return {"network": self.name, **weights, "mean": list(n.mean), "std": list(n.std)}
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
         """What the model receives for these images."""

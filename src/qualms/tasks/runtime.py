@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from qualms.data import Images
 from qualms.gradients.settings import Sketch
@@ -37,7 +38,8 @@ def runtime(
 
     def seconds(method: object) -> float:
         began = time.perf_counter()
-        compare(network.model, x, {"timed": method}, seed=seed, engine=engine, train=batches)  # type: ignore[dict-item]
+        one: dict[str, Any] = {"timed": method}
+        compare(network.model, x, one, train=batches, models=network.members, seed=seed, engine=engine)
         return time.perf_counter() - began
 
     seconds(Entropy())  # the first run pays for what later ones find ready

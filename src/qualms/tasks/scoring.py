@@ -73,6 +73,7 @@ def scored(
             {name: own[name] for name in names},
             Settings(engine, seed=seed),
             train=None if train is None else training_batches(network, train),
+            models=network.members,
             first=run[0],
         )
         began = time.perf_counter()
@@ -107,7 +108,8 @@ def usable(
     for name, method in methods.items():
         try:
             if method.needs != (LOGITS,):
-                compare(network.model, few, [_quick(network.in_its_units(method))], train=batches)
+                quick = _quick(network.in_its_units(method))
+                compare(network.model, few, [quick], train=batches, models=network.members)
             good[name] = method
         except QualmsError as error:
             rows.append({"row": "left out", "method": name, "why": str(error)})

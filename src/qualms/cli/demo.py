@@ -1,0 +1,37 @@
+"""`qualms demo`: what the library does, in a minute, without a file."""
+
+import json
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.cli.options import Json, Seed, telling
+from qualms.demo import evaluate, prepare
+from qualms.report.page import write_page
+from qualms.report.tables import content_table, left_out
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("demo/report.html"),
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    seed: Seed = 0,
+    json_lines: Json = False,
+) -> None:
+    """Train the paper's CNN on the digits 0 to 6, ask every method what it does not know, and write a page about it.
+
+    Unknown to it are the digits 7 to 9, letters, and patches of photographs. All images are bundled. Example:
+
+        qualms demo --open
+    """
+    with telling() as tell:
+        content, reasons = evaluate(prepare(seed, tell), seed, tell)
+    page = write_page(content, out)
+    if json_lines:
+        typer.echo(json.dumps({"page": str(page), **content.about, "methods": content.methods}))
+    else:
+        typer.echo("\n".join(f"{name}: {value}" for name, value in content.about.items()))
+        typer.echo(f"\n{content_table(content)}\n\n{left_out(reasons)}\n\nThe page: {page.resolve()}")
+    if open_page:
+        webbrowser.open(page.resolve().as_uri())

@@ -1,0 +1,88 @@
+"""`qualms score`: images in, a table with the uncertainty of each out."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qualms.cli.bench import chosen
+from qualms.cli.options import Device, Json, Root, Seed, device_of, telling
+from qualms.cli.subject import subject
+from qualms.data import Images, load
+from qualms.errors import QualmsError
+from qualms.methods.registry import DEFAULT
+from qualms.tasks.network import Network
+from qualms.tasks.rows import Rows
+from qualms.tasks.scoring import scored
+
+Columns = dict[str, list[Any]]
+
+
+def score(
+    images: Annotated[str, typer.Argument(help="A folder of images, a .npz or .parquet file, or a dataset's name.")],
+    model: Annotated[str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")],
+    weights: Annotated[Path | None, typer.Option(help="Its checkpoint.")] = None,
+    methods: Annotated[str, typer.Option(help="Specs with commas between.")] = DEFAULT,
+    out: Annotated[Path, typer.Option(help="The table: .parquet or .csv.")] = Path("scores.csv"),
+    classes: Annotated[int | None, typer.Option(help="How many, where the network leaves that open.")] = None,
+    engine: Annotated[str, typer.Option(help="Of the gradient scores: exact, sketch, auto or reference.")] = "exact",
+    size: Annotated[int | None, typer.Option(help="Resize images to so many pixels.")] = None,
+    mean: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    std: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    root: Root = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_lines: Json = False,
+) -> None:
+    """Score images: a row for each with its id, the prediction, its confidence, and one column for each method.
+
+    Higher means more uncertain. Noise levels in specs are in pixels from 0 to 1. Example:
+
+        qualms score photos/ --model timm:resnet18 --size 224 --methods regrad+layers+smooth,energy --out scores.parquet
+    """
+    if out.suffix not in (".csv", ".parquet"):
+        raise QualmsError(f"a table cannot be written to {out}; name a .csv or .parquet file.")
+    wanted = chosen(methods, images)
+    network = subject(images, model, weights, root, mean, std, device_of(device), random=False, classes=classes)
+    found = load(images, root, size=size)
+    found = found.fitted(len(network.normalisation.mean), found.pixels.shape[2])
+    with telling() as tell:
+        scores = scored(network, found, wanted, Rows(None, {}), seed=seed, engine=engine, tell=tell).scores
+    table = columns(network, found) | {name: values.tolist() for name, values in scores.items()}
+    if json_lines:
+        for row in zip(*table.values(), strict=True):
+            typer.echo(json.dumps(dict(zip(table, row, strict=True))))
+        return
+    write(table, out)
+    typer.echo(f"{len(found)} images scored by {', '.join(wanted)}: {out}")
+
+
+def columns(network: Network, images: Images) -> Columns:
+    """What the network says of each image."""
+    probs = network.logits(images).double().softmax(1)
+    confidence, predicted = probs.max(1)
+    names = images.classes if len(images.classes) == probs.shape[1] else ()
+    return {
+        "id": list(images.ids or range(len(images))),
+        "prediction": [names[p] if names else p for p in predicted.tolist()],
+        "confidence": confidence.tolist(),
+    }
+
+
+def write(table: Columns, out: Path) -> None:
+    """As .csv or .parquet."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".csv":
+        with open(out, "w", newline="") as file:
+            lines = csv.writer(file)
+            lines.writerow(table)
+            lines.writerows(zip(*table.values(), strict=True))
+        return
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise QualmsError("writing .parquet needs pyarrow; pip install 'qualms[app]', or write .csv.") from None
+    parquet.write_table(pyarrow.table(table), out)

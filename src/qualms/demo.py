@@ -1,0 +1,113 @@
+"""From nothing to a picture of what a network does not know, with images that need no file.
+
+The paper's CNN learns the digits 0 to 6. Test digits of these classes are known to it; the digits 7 to 9, letters, and
+patches of photographs are not. Every method that the network allows scores them all.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from qualms.data import DATASETS, Images, load
+from qualms.gradients.norms import class_gradient_norms
+from qualms.methods.method import Method
+from qualms.methods.registry import DEFAULT, METHODS, parse
+from qualms.models.cnn import paper_cnn
+from qualms.report.content import Content, Group, Layers
+from qualms.tasks.network import Network
+from qualms.tasks.rows import Row, Rows
+from qualms.tasks.runtime import runtime
+from qualms.tasks.scoring import Tell, scored, usable
+from qualms.training import RECIPES, fit
+
+KNOWN = 7  # the digits 0 to 6 are learnt
+SIZE = 16
+EPOCHS = 10
+TRAININGS = 3  # the first is the network, the others its ensemble
+EACH = 120  # images of each kind that the network does not know
+TIMED = 32  # images on which methods are timed
+SHOWN = 24  # inputs of each kind in the heat map
+NORMALISATION = DATASETS["digits"].normalisation
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A network that has learnt some digits, the images that it learnt from, and images of four kinds."""
+
+    network: Network
+    train: Images
+    known: Images
+    unknown: list[Images]
+
+
+def prepare(seed: int = 0, tell: Tell | None = None) -> Scene:
+    """Train the network and gather the images."""
+    train, test = (load("digits", split=split).fitted(1, SIZE) for split in ("train", "test"))
+    learnt, known = (_classes(images, range(KNOWN), "digits 0 to 6") for images in (train, test))
+    # Digits 7 to 9 were held back from training altogether, so those of both splits are unknown.
+    held_back = _classes(_joined(train, test), range(KNOWN, 10), "digits 7 to 9")
+    models = []
+    for number in range(TRAININGS):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + number)
+            models.append(paper_cnn(channels=1, size=SIZE, classes=KNOWN))
+        fit(models[-1], learnt, RECIPES["digits"].shortened(EPOCHS), NORMALISATION, seed=seed + number)
+        if tell is not None:
+            tell("networks trained", number + 1, TRAININGS)
+    network = Network("the paper's CNN", models[0], NORMALISATION, members=tuple(models[1:]))
+    others = [held_back, load("letters"), load("photos")]
+    return Scene(network, learnt, known, [images.fitted(1, SIZE).subset(EACH, seed) for images in others])
+
+
+def every_method() -> dict[str, Method]:
+    """The paper's REGrad* first, then all the others with their own settings; noise in pixels from 0 to 1."""
+    return {spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *(kind.name for kind in METHODS))}
+
+
+def evaluate(scene: Scene, seed: int = 0, tell: Tell | None = None) -> tuple[Content, list[Row]]:
+    """What the report shows, and a row with the reason for each method that the network does not allow."""
+    network, rows = scene.network, Rows(None, {})
+    methods, reasons = usable(network, scene.known, every_method(), scene.train)
+    groups = []
+    for images in (scene.known, *scene.unknown):
+        found = scored(network, images, methods, rows, seed=seed, train=scene.train, tell=tell)
+        labels = found.labels if images is scene.known else None
+        groups.append(Group(images.name, images, found.scores, found.predicted, labels))
+    few = scene.known.take(slice(0, TIMED))
+    timed = runtime(network, few, methods, rows, seed=seed, train=scene.train, rounds=1, tell=tell)
+    about = {
+        "Network": f"{network.name}, trained on {len(scene.train)} images of the {scene.train.name}",
+        "Right on test digits": f"{100 * network.accuracy(scene.known):.1f} % of {len(scene.known)}",
+        "Seed": str(seed),
+    }
+    content = Content(
+        "What a network for digits does not know",
+        groups[0],
+        groups[1:],
+        about=about,
+        costs={row["method"]: row["ratio"] for row in timed},
+        layers=_layers(scene),
+    )
+    return content, reasons
+
+
+def _layers(scene: Scene) -> Layers:
+    """Σ_c sqrt(p_c) ‖∇ log p_c‖ of each layer by itself, for some inputs of each kind."""
+    images = [some.take(slice(0, SHOWN)) for some in (scene.known, *scene.unknown)]
+    g = class_gradient_norms(scene.network.model, torch.cat([scene.network.inputs(some) for some in images]))
+    shares = torch.einsum("bc,bcl->bl", g.probs.sqrt(), g.norms)
+    names = [some.name for some in images for _ in range(len(some))]
+    return Layers(g.layers, shares.double().numpy(), names, np.concatenate([np.arange(len(some)) for some in images]))
+
+
+def _classes(images: Images, wanted: range, name: str) -> Images:
+    assert images.labels is not None
+    some = images.take(torch.isin(images.labels, torch.tensor(list(wanted))).nonzero().squeeze(1))
+    return Images(name, some.pixels, some.labels, images.classes)
+
+
+def _joined(a: Images, b: Images) -> Images:
+    assert a.labels is not None
+    assert b.labels is not None
+    return Images(a.name, torch.cat([a.pixels, b.pixels]), torch.cat([a.labels, b.labels]), a.classes)
