@@ -27,7 +27,7 @@ from qualms.tasks.reproduce import TABLES, Place
 from qualms.training import RECIPES
 short = RECIPES["mnist"].shortened(2)
 setups = {"svhn": Setup("svhn-cnn", short, images=33)}
-plan = replace(CPU.active["mnist"], cycles=2, recipe=replace(short, epochs=2), pool=60, validation=30)
+plan = replace(CPU.active["mnist"], cycles=2, recipe=short, pool=60, validation=30)
 tiny = replace(CPU, setups=setups, vit={"cifar10": Setup("vit-tiny", short, images=10)}, active={"mnist": plan})
 for table in TABLES:
     for row in TABLES[table](tiny, Place(Path("data"), Path("out"))):
