@@ -6,15 +6,14 @@ patches of photographs are not. Every method that the network allows scores them
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from qualms.data import DATASETS, Images, load
-from qualms.gradients.norms import class_gradient_norms
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, METHODS, parse
 from qualms.models.cnn import paper_cnn
-from qualms.report.content import Content, Group, Layers
+from qualms.report.content import Content, Group
+from qualms.report.layers import layers_of
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
 from qualms.tasks.runtime import runtime
@@ -27,7 +26,6 @@ EPOCHS = 10
 TRAININGS = 3  # the first is the network, the others its ensemble
 EACH = 120  # images of each kind that the network does not know
 TIMED = 32  # images on which methods are timed
-SHOWN = 24  # inputs of each kind in the heat map
 NORMALISATION = DATASETS["digits"].normalisation
 
 
@@ -87,18 +85,9 @@ def evaluate(scene: Scene, seed: int = 0, tell: Tell | None = None) -> tuple[Con
         groups[1:],
         about=about,
         costs={row["method"]: row["ratio"] for row in timed},
-        layers=_layers(scene),
+        layers=layers_of(network, groups),
     )
     return content, reasons
-
-
-def _layers(scene: Scene) -> Layers:
-    """Σ_c sqrt(p_c) ‖∇ log p_c‖ of each layer by itself, for some inputs of each kind."""
-    images = [some.take(slice(0, SHOWN)) for some in (scene.known, *scene.unknown)]
-    g = class_gradient_norms(scene.network.model, torch.cat([scene.network.inputs(some) for some in images]))
-    shares = torch.einsum("bc,bcl->bl", g.probs.sqrt(), g.norms)
-    names = [some.name for some in images for _ in range(len(some))]
-    return Layers(g.layers, shares.double().numpy(), names, np.concatenate([np.arange(len(some)) for some in images]))
 
 
 def _classes(images: Images, wanted: range, name: str) -> Images:

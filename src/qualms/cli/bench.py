@@ -81,7 +81,7 @@ def bench(
     if bool(outside) != (task in ("ood", "ablation")):
         raise QualmsError(f"{task} {'takes no' if outside else 'needs'} --ood.")
     name = model or (NETWORKS.get(inside, COLOUR) if task == "active" else PUBLISHED.get(inside, ""))
-    file = out or Path("runs") / f"{task}-{_plain(inside)}-{_plain(name)}-seed{seed}.jsonl"
+    file = out or rows_file(task, inside, name, seed)
     with telling() as tell:
         if task == "active":
             limits = {"cycles": cycles, "pool": pool, "validation": validation, "diversity": diversity}
@@ -92,7 +92,17 @@ def bench(
             test = _images(inside, root, size)
             others = [_images(other, root, size) for other in listed(outside)]
             found = _scored(
-                task, network, test, others, methods, count, engine, _train(inside, root, size), file, seed, tell
+                task,
+                network,
+                test,
+                others,
+                methods,
+                count,
+                engine,
+                training_images(inside, root, size),
+                file,
+                seed,
+                tell,
             )
         rows = list(found)
     if json_lines:
@@ -100,6 +110,11 @@ def bench(
         return
     parts = (TASKS[task](rows), networks(rows), left_out(rows), f"Rows: {file}. Seed {seed}.")
     typer.echo("\n\n".join(part for part in parts if part))
+
+
+def rows_file(task: str, inside: str, name: str, seed: int) -> Path:
+    """Where rows are kept unless told otherwise."""
+    return Path("runs") / f"{task}-{_plain(inside)}-{_plain(name)}-seed{seed}.jsonl"
 
 
 def _scored(
@@ -185,7 +200,7 @@ def _images(name: str, root: Path | None, size: int | None) -> Images:
     return load(name, root, "test", size=size)
 
 
-def _train(name: str, root: Path | None, size: int | None) -> Images | None:
+def training_images(name: str, root: Path | None, size: int | None) -> Images | None:
     """Training images, if they are there, for the methods that learn from them."""
     try:
         return load(name, root, "train", size=size).subset(LEARNT_FROM)

@@ -1,20 +1,81 @@
 """`qualms report`: one page about a network, its data and the methods."""
 
-import json
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 
-from qualms.cli.bench import LEARNT_FROM, PUBLISHED, chosen, rows_file
+from qualms.cli.bench import chosen, rows_file, training_images
 from qualms.cli.options import Device, Root, Seed, device_of, listed, telling
-from qualms.cli.subject import subject
-from qualms.data import Images, load
-from qualms.errors import QualmsError
+from qualms.cli.subject import PUBLISHED, subject
+from qualms.data import load
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
 from qualms.report.page import write_page
-from qualms.tasks.rows import Row, Rows
+from qualms.report.tables import left_out
+from qualms.tasks.rows import Rows, read
 from qualms.tasks.scoring import scored, usable
+
+
+def report(
+    inside: Annotated[str, typer.Option("--id", help="The dataset that the network knows, by name or path.")],
+    outside: Annotated[str, typer.Option("--ood", help="Other datasets, with commas between.")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="As for load_model.", show_default="a published network for the dataset")
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Its checkpoint.", show_default="from ROOT/weights")] = None,
+    methods: Annotated[str, typer.Option(help="Specs with commas between, or `paper`, or `all`.")] = "paper",
+    count: Annotated[int, typer.Option(help="Test images of each dataset; 0 for all.")] = 500,
+    engine: Annotated[str, typer.Option(help="Of the gradient scores: exact, sketch, auto or reference.")] = "exact",
+    size: Annotated[int | None, typer.Option(help="Resize images to so many pixels.")] = None,
+    mean: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    std: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    cycles: Annotated[Path | None, typer.Option(help="Rows of `qualms bench active`, for their curves.")] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="Where scores are kept.", show_default="runs/ood-ID-MODEL-seedN.jsonl")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    root: Root = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """Write a page that works offline: methods compared, histograms, curves, a threshold to move, images, layers.
+
+    It keeps scores where `qualms bench ood` does, and takes those that are there. Example:
+
+        qualms report --id cifar10 --ood svhn --model cifar10-resnet20 --methods regrad+layers+smooth,energy --open
+    """
+    name = model or PUBLISHED.get(inside, "")
+    network = subject(inside, name, weights, root, mean, std, device_of(device), random=False)
+    whole = load(inside, root, size=size)
+    known, train = whole.subset(count or None), training_images(inside, root, size)
+    channels, pixels = known.pixels.shape[1:3]
+    others = [load(other, root, size=size).fitted(channels, pixels).subset(count or None) for other in listed(outside)]
+    wanted, reasons = usable(network, known, chosen(methods, inside), train)
+    groups = []
+    with (
+        Rows(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
+        telling() as tell,
+    ):
+        for images in (known, *others):
+            found = scored(network, images, wanted, kept, seed=seed, engine=engine, train=train, tell=tell)
+            labels = found.labels if images is known else None
+            groups.append(Group(images.name, images, found.scores, found.predicted, labels))
+    about = {"Network": network.name, "Images": f"{len(known)} of each dataset at most", "Seed": str(seed)}
+    if whole.labels is not None:
+        about["Right"] = f"{100 * network.accuracy(whole):.2f} % of {len(whole)} test images"
+    content = Content(
+        f"What {network.name} does not know",
+        groups[0],
+        groups[1:],
+        about=about,
+        costs={label: method.cost for label, method in wanted.items()},
+        layers=layers_of(network, groups),
+        cycles=[row for row in read(cycles) if row.get("row") == "cycle"] if cycles else [],
+    )
+    page = write_page(content, out)
+    typer.echo("\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part))
+    if open_page:
+        webbrowser.open(page.resolve().as_uri())

@@ -73,6 +73,15 @@ class Rows(AbstractContextManager["Rows"]):
         os.fsync(self._file.fileno())
 
 
+def read(path: str | Path) -> list[Row]:
+    """The rows that a run has left, whatever it was about."""
+    try:
+        with open(path, "rb") as file:
+            return _rows(file.read(), Path(path))
+    except OSError as error:
+        raise QualmsError(f"{path} cannot be read ({error.strerror}); name the rows of a run.") from None
+
+
 def _locked(path: Path) -> IO[bytes]:
     """The file, open for reading and writing, and for nobody else who asks for it this way."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,13 +99,17 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _read(file: IO[bytes], path: Path) -> list[Row]:
+    """The rows of an open file, which loses a last line that was cut short."""
     file.seek(0)
     content = file.read()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        file.truncate(whole)
+    rows = _rows(content, path)
+    file.truncate(content.rfind(b"\n") + 1)
+    return rows
+
+
+def _rows(content: bytes, path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(content[:whole].splitlines(), start=1):
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
