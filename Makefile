@@ -6,10 +6,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TIMM := .timm/.installed
 
-.PHONY: demo test test-all test-timm check format bench-speed clean
+.PHONY: demo docs test test-all test-timm check format bench-speed clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/qualms demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
@@ -20,6 +20,9 @@ test-all: $(INSTALLED)
 
 test-timm: $(TIMM)
 	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
