@@ -1,6 +1,7 @@
 """Every Python block of the README and the docs runs, in order, in one namespace for each page."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,32 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     space: dict[str, Any] = {}
     for block in blocks(page):
         exec(compile(block, page.name, "exec"), space)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The lines of the blocks that are for a shell, without comments."""
+    found, fence = [], None
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            fence = line if fence is None else None
+        elif fence == "```" and line.startswith(("qualms ", "make ")):
+            found.append(shlex.split(line.split(" #")[0]))
+    return found
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.name)
+def test_every_command_is_one_that_there_is(page: Path) -> None:
+    import typer
+
+    from qualms.cli.main import app
+
+    group: Any = typer.main.get_command(app)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for program, *words in commands(page):
+        if program == "make":
+            assert set(words) <= set(targets), words
+        elif words != ["--help"]:
+            group.commands[words[0]].make_context(words[0], words[1:], resilient_parsing=False).close()
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
