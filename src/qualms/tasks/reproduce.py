@@ -38,6 +38,9 @@ PAIRS = {
 }
 MAIN = {"mnist": "fashion-mnist", "cifar10": "svhn", "svhn": "cifar10", "cifar100": "svhn"}  # table 4's
 PARTS = ("REGrad", "REGrad+layers", "REGrad*")
+# As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do: with all 26,032 test
+# images of SVHN as the positives, the 32.04 of GradNorm on CIFAR-10 → SVHN is below the least that an AUPR can be, 50.8.
+EQUAL = 10_000
 LEARNT_FROM = 5000  # training images that `laplace` sees where a preset scores a part of the test images only
 
 
@@ -136,7 +139,7 @@ def _ood(
     for seed in preset.seeds:
         with _opened(at, dataset, setup, seed) as (network, rows):
             yield {**judged(network, _load(dataset, at.root), rows), "network": network.name}
-            inside, train = _test(at, dataset, setup), _learnt_from(at, dataset, setup)
+            inside, train = _test(at, dataset, setup).take(slice(EQUAL)), _learnt_from(at, dataset, setup)
             good, reasons = usable(network, inside, methods, train)
             yield from reasons
             others = []
@@ -144,7 +147,7 @@ def _ood(
                 if (missing := _missing(at, name)) is not None:
                     yield {**missing, "in": dataset}
                 else:
-                    others.append(_test(at, name, setup))
+                    others.append(_test(at, name, setup).take(slice(EQUAL)))
             yield from ood(network, inside, others, good, rows, train=train, **_more(at, setup, seed))
 
 
