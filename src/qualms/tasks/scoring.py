@@ -67,12 +67,13 @@ def scored(
             continue
         run = list(group)
         batches = (network.inputs(parts[start]) for start in run)
+        learn = train if any(TRAINING_DATA in own[name].needs for name in names) else None
         stream = compare_batches(
             network.model,
             batches,
             {name: own[name] for name in names},
             Settings(engine, seed=seed),
-            train=None if train is None else training_batches(network, train),
+            train=None if learn is None else training_batches(network, learn),
             first=run[0],
         )
         began = time.perf_counter()
