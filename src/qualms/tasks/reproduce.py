@@ -39,7 +39,7 @@ PAIRS = {
 MAIN = {"mnist": "fashion-mnist", "cifar10": "svhn", "svhn": "cifar10", "cifar100": "svhn"}  # table 4's
 PARTS = ("REGrad", "REGrad+layers", "REGrad*")
 # As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do: with all 26,032 test
-# images of SVHN as the positives, the 32.04 of GradNorm on CIFAR-10 → SVHN is below the least that an AUPR can be, 50.8.
+# images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be below the least possible AUPR, 50.8.
 EQUAL = 10_000
 LEARNT_FROM = 5000  # training images that `laplace` sees where a preset scores a part of the test images only
 
