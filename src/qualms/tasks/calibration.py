@@ -30,6 +30,8 @@ def calibration(
 
     Where all predictions are right, or all wrong, there is no rAULC; the row has None and says why.
     """
+    if images.labels is None:
+        raise QualmsError(f"{images.name} has no labels, so it is not known which predictions are right.")
     found = scored(network, images, methods, rows, seed=seed, engine=engine, train=train, tell=tell)
     for name, method in methods.items():
         key: Row = {"row": "calibration", "in": images.name, "method": name, "exactly": parameters(method, train)}
