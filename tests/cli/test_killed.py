@@ -1,4 +1,4 @@
-"""A command that is killed loses nothing: started again it ends with the rows and weights of one that was not killed."""
+"""A command that is killed loses nothing: started again it ends with the rows and weights of one that was not."""
 
 import json
 import os

@@ -69,10 +69,12 @@ CPU = Preset(
     name="cpu",
     cuts=(
         "one seed; smoothing with 8 antithetic draws instead of 100; 500, 192, 256 and 64 test images of each dataset "
-        "(for MNIST, CIFAR-10, SVHN and CIFAR-100); MNIST and SVHN CNNs trained for 3 epochs; ResNet-20 and -56 instead "
-        "of -18 and -152, with published weights where the folder `weights` has them, else trained for 3 epochs on 5000 "
-        "images; a ViT of 4 blocks, 10 epochs on 5000 images, 200 test images; active learning with 3 cycles, 30 "
-        "epochs, 500 images to validate on, a pool of 1000, 2000 test images and 5 methods"
+        "(for MNIST, CIFAR-10, SVHN and CIFAR-100), 5000 training images for LA; MNIST and SVHN CNNs trained for 3 "
+        "epochs; ResNet-20 and -56 instead of -18 and -152, with published weights where the folder `weights` has "
+        "them, else trained for 3 epochs on 5000 images; a ViT of 4 blocks, 10 epochs on 5000 images, 200 test images; "
+        "active learning with 3 cycles, 30 epochs of which every third is validated, 500 images to validate on, a pool "
+        "of 1000, 2000 test images, 5 methods, and for CIFAR-100 500 images to start with and 250 more in each cycle "
+        "instead of 1000 and 500"
     ),
     seeds=(0,),
     smooth=Smoothing(SIGMA),
