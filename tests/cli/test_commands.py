@@ -4,12 +4,15 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from qualms.cli import main
 from qualms.cli.options import listed
+from qualms.data import Images, load
 
 
 @pytest.fixture
@@ -51,8 +54,6 @@ def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
     here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
-    import numpy as np
-
     np.savez(here / "noise.npz", x=torch.randint(0, 256, (40, 8, 8), dtype=torch.uint8).numpy())
     command = ("bench", "ood", "--id", "digits", "--ood", "noise.npz", "--weights", weights, "--count", "40")
     more = ("--methods", "regrad+layers(0.2),entropy,mc-dropout", "--out", "rows.jsonl")
@@ -118,6 +119,52 @@ def test_what_a_user_can_put_right_is_told_in_one_sentence(
     assert err.startswith("qualms: ")
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_test_images_are_never_learnt_from(
+    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = load("digits")
+    assert images.labels is not None
+    for name, keys in (("alone.npz", ("x", "y")), ("both.npz", ("x_test", "y_test"))):
+        arrays = dict(zip(keys, (images.pixels.numpy(), images.labels.numpy()), strict=True))
+        more = {"x_train": load("digits", split="train").pixels.numpy()} if name == "both.npz" else {}
+        np.savez(here / name, **arrays, **more)
+    command = ("bench", "calibration", "--model", "digits-cnn", "--weights", weights, "--count", "32")
+    assert run(monkeypatch, *command, "--methods", "laplace,entropy", "--id", "alone.npz") == 0
+    assert re.search(r"- laplace: .*training", capsys.readouterr().out)
+    assert run(monkeypatch, *command, "--methods", "laplace,entropy", "--id", "both.npz") == 0
+    assert "| laplace |" in capsys.readouterr().out
+
+
+def test_training_images_are_read_only_for_methods_that_learn_from_them(
+    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def noted(*args: Any, **more: Any) -> Images:
+        asked.append(args[2])
+        return load(*args, **more)
+
+    monkeypatch.setattr("qualms.cli.bench.load", noted)
+    command = ("bench", "calibration", "--id", "digits", "--weights", weights, "--count", "32")
+    assert run(monkeypatch, *command, "--methods", "entropy") == 0
+    assert asked == ["test"]
+    assert run(monkeypatch, *command, "--methods", "laplace") == 0
+    assert asked == ["test", "test", "train"]
+
+
+def test_datasets_whose_folders_have_one_name_are_told_apart(
+    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value, folder in enumerate(("a", "b")):
+        (here / folder).mkdir()
+        np.savez(here / folder / "set.npz", x=np.full((20, 8, 8), 200 * value, np.uint8))
+    command = ("bench", "ood", "--id", "digits", "--weights", weights, "--count", "20", "--methods", "entropy")
+    assert run(monkeypatch, *command, "--ood", "a/set.npz,b/set.npz,b/set.npz") == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"digits → (\S+):", out) == ["a/set.npz", "b/set.npz"]
+    assert "±" not in out
 
 
 def test_debug_shows_where_it_happened(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from qualms.data import Images, load
+from qualms.errors import QualmsError
 from qualms.methods.registry import parse
 from qualms.report.tables import calibration_table, left_out, ood_table, runtime_table
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
@@ -67,6 +68,13 @@ def test_calibration_rows_say_how_often_certain_predictions_are_wrong(network: N
     assert found["negrad"]["raulc"] == pytest.approx(0)  # all scores are equal, and ties are fair
 
 
+def test_images_without_labels_are_refused_before_any_is_scored(network: Network, strange: Images) -> None:
+    rows = Rows(None, {})
+    with pytest.raises(QualmsError, match="strange has no labels"):
+        list(calibration(network, strange, {"entropy": parse("entropy")}, rows))
+    assert not list(rows)
+
+
 def test_where_all_predictions_are_right_there_is_no_raulc_and_the_row_says_so(network: Network, known: Images) -> None:
     assert known.labels is not None
     right = known.take((network.logits(known).argmax(1) == known.labels).nonzero().squeeze(1))
@@ -84,6 +92,16 @@ def test_runtime_is_in_units_of_entropy(network: Network, known: Images) -> None
     assert ratios["REGrad*"] > 3 * ratios["Entropy"]
     table = runtime_table(rows)
     assert "| 24.9 " in table  # the paper's 75.87 s in units of 3.05 s
+
+
+def test_times_of_another_device_or_number_of_threads_are_measured_anew(
+    network: Network, known: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, few = Rows(None, {}), known.take(slice(32))
+    for threads in (1, 1, 2):
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
+        list(runtime(network, few, {"Entropy": parse("entropy")}, rows, rounds=1))
+    assert [row["threads"] for row in rows] == [1, 2]
 
 
 def test_tables_put_the_papers_numbers_beside_ours() -> None:

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +13,7 @@ from qualms.cli.options import Device, Json, Root, Seed, device_of, listed, tell
 from qualms.cli.subject import PUBLISHED, subject
 from qualms.data import DATASETS, Images, load
 from qualms.errors import QualmsError
-from qualms.methods.method import Method
+from qualms.methods.method import TRAINING_DATA, Method
 from qualms.methods.registry import METHODS, parse
 from qualms.models import load_model
 from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table, runtime_table
@@ -89,11 +91,9 @@ def bench(
             found = _active(inside, name, methods, plan, count, root, file, seed, device_of(device), tell)
         else:
             network = subject(inside, name, weights, root, mean, std, device_of(device), random=task == "runtime")
-            test = _images(inside, root, size)
-            others = [_images(other, root, size) for other in listed(outside)]
-            found = _scored(
-                task, network, test, others, methods, count, engine, _train(inside, root, size), file, seed, tell
-            )
+            test, *others = _images([inside, *dict.fromkeys(listed(outside))], root, size)
+            learn = partial(_train, inside, root, size, test)
+            found = _scored(task, network, test, others, methods, count, engine, learn, file, seed, tell)
         rows = list(found)
     if json_lines:
         typer.echo("\n".join(json.dumps(row) for row in rows))
@@ -110,7 +110,7 @@ def _scored(
     methods: str,
     count: int,
     engine: str,
-    train: Images | None,
+    learn: Callable[[], Images | None],
     file: Path,
     seed: int,
     tell: Tell | None,
@@ -118,6 +118,7 @@ def _scored(
     whole = test
     test, *others = (images.subset(count or None) for images in (test, *others))
     wanted = _ablated(test.name) if task == "ablation" else chosen(methods, test.name)
+    train = learn() if any(TRAINING_DATA in method.needs for method in wanted.values()) else None
     good, reasons = usable(network, test, wanted, train)
     yield from reasons
     how: dict[str, Any] = {"seed": seed, "engine": engine, "train": train, "tell": tell}
@@ -181,16 +182,26 @@ def _ablated(dataset: str) -> Methods:
     return {**components(dataset), **lambda_sweep(), **sigma_sweep(dataset)}
 
 
-def _images(name: str, root: Path | None, size: int | None) -> Images:
-    return load(name, root, "test", size=size)
+def _images(names: list[str], root: Path | None, size: int | None) -> list[Images]:
+    """Test images; those whose files have the same name are called by the whole path."""
+    found = [load(name, root, "test", size=size) for name in names]
+    short = [images.name for images in found]
+    return [
+        replace(images, name=name) if short.count(images.name) > 1 else images
+        for name, images in zip(names, found, strict=True)
+    ]
 
 
-def _train(name: str, root: Path | None, size: int | None) -> Images | None:
-    """Training images, if they are there, for the methods that learn from them."""
+def _train(name: str, root: Path | None, size: int | None, test: Images) -> Images | None:
+    """Training images, if they are there, for the methods that learn from them.
+
+    A file or folder without parts for training and testing gives the test images for both: those are not for learning.
+    """
     try:
-        return load(name, root, "train", size=size).subset(LEARNT_FROM)
+        train = load(name, root, "train", size=size)
     except QualmsError:
         return None
+    return None if train.fingerprint() == test.fingerprint() else train.subset(LEARNT_FROM)
 
 
 def _plain(text: str) -> str:

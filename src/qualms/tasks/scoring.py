@@ -13,7 +13,7 @@ from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Settings, Sketch
 from qualms.methods.method import LOGITS, TRAINING_DATA, Method
-from qualms.scores import compare, compare_batches
+from qualms.scores import compare, compare_batches, definite_engine
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
 
@@ -67,12 +67,13 @@ def scored(
             continue
         run = list(group)
         batches = (network.inputs(parts[start]) for start in run)
+        learn = train if any(TRAINING_DATA in own[name].needs for name in names) else None
         stream = compare_batches(
             network.model,
             batches,
             {name: own[name] for name in names},
             Settings(engine, seed=seed),
-            train=None if train is None else training_batches(network, train),
+            train=None if learn is None else training_batches(network, learn),
             first=run[0],
         )
         began = time.perf_counter()
@@ -88,6 +89,12 @@ def scored(
     scores = {name: np.concatenate([np.array(have[start][name]) for start in starts]) for name in own}
     predicted = network.logits(images).argmax(1).numpy()
     return Scored(scores, predicted, None if images.labels is None else images.labels.numpy())
+
+
+def definite(network: Network, images: Images, methods: Methods, engine: str | Sketch) -> str | Sketch:
+    """What `auto` picks on the first images, once: scores of two engines must not meet, in one run or in its rows."""
+    own = {name: network.in_its_units(method) for name, method in methods.items()}
+    return definite_engine(network.model, network.inputs(images.take(slice(CHUNK))), own, Settings(engine))
 
 
 def judged(network: Network, images: Images, rows: Rows) -> Row:
