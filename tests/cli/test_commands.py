@@ -77,8 +77,9 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
     assert run(monkeypatch, "bench", "calibration", "--id", "digits", *few, "--methods", "entropy,gen") == 0
     assert "| paper's rAULC |" in capsys.readouterr().out
     assert run(monkeypatch, "bench", "runtime", "--id", "digits", "--count", "32", "--methods", "entropy,regrad") == 0
-    assert "| paper's, Entropy = 1 |" in capsys.readouterr().out
-    assert run(monkeypatch, "bench", "ablation", "--id", "digits", "--ood", "digits", *few) == 0
+    assert "| paper's, Entropy = 1 (ResNet-18, CIFAR-10) |" in capsys.readouterr().out
+    np.savez(here / "noise.npz", x=np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8))
+    assert run(monkeypatch, "bench", "ablation", "--id", "digits", "--ood", "noise.npz", *few) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("UNGrad+layers+smooth", "REGrad*", "λ → ∞", "σ = 0.05"))
     small = ("--start", "10", "--more", "10", "--cycles", "1", "--epochs", "2", "--pool", "40", "--validation", "20")
@@ -101,6 +102,12 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
         (("bench", "runtime", "--id", "digits", "--mean", "0.5"), "--mean and --std belong together"),
         (("bench", "runtime", "--id", "digits", "--device", "cud"), "there is no device 'cud' here"),
         (("bench", "active", "--id", "folder"), "active learning needs a dataset with a name"),
+        (("bench", "ood", "--id", "digits", "--ood", "digits"), "--ood names digits, which is what the network knows"),
+        (("bench", "active", "--id", "digits", "--std", "0.5"), "active takes no --std; leave it out"),
+        (("bench", "runtime", "--id", "digits", "--cycles", "3"), "runtime takes no --cycles; leave it out"),
+        (("bench", "active", "--id", "digits", "--methods", "mc-dropout"), "no method can be used: mc-dropout"),
+        (("bench", "active", "--id", "digits", "--methods", "entropy", "--diversity", "2"), "needs a gradient score"),
+        (("reproduce", "table1"), "nothing of table1 can be computed: "),
         (("reproduce", "table9"), "there is no table 'table9'"),
         (("reproduce", "table1", "--preset", "gpu"), "there is no preset 'gpu'"),
         (("train", "omniglot"), "there is no recipe for 'omniglot'"),
@@ -165,6 +172,29 @@ def test_datasets_whose_folders_have_one_name_are_told_apart(
     out = capsys.readouterr().out
     assert re.findall(r"digits → (\S+):", out) == ["a/set.npz", "b/set.npz"]
     assert "±" not in out
+
+
+def test_a_network_of_other_classes_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mine.py").write_text(
+        "from qualms.models.cnn import paper_cnn\n\ndef hundred():\n    return paper_cnn(1, 8, 100)\n"
+    )
+    assert (
+        run(monkeypatch, "bench", "calibration", "--id", "digits", "--model", "mine:hundred", "--methods", "msp") == 1
+    )
+    assert "mine:hundred tells 100 classes apart, and digits has 10" in capsys.readouterr().err
+
+
+def test_images_are_resized_to_what_the_network_takes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "larger.py").write_text(
+        "from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(3, 16)\n"
+    )
+    normal = ("--size", "16", "--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5", "--methods", "msp", "--count", "40")
+    assert run(monkeypatch, "bench", "calibration", "--id", "digits", "--model", "larger:net", *normal) == 0
+    assert "40 images" in capsys.readouterr().out
 
 
 def test_debug_shows_where_it_happened(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

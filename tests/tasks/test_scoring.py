@@ -18,6 +18,7 @@ from qualms.methods.method import Method
 from qualms.methods.perturb_x import PerturbX
 from qualms.methods.registry import parse
 from qualms.methods.regrad import REGrad
+from qualms.models import load_model
 from qualms.tasks import scoring
 from qualms.tasks.calibration import calibration
 from qualms.tasks.network import Network
@@ -42,8 +43,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
     seen: list[tuple[int, tuple[str, ...]]] = []
     real = scoring.compare_batches
 
-    def counted(model, x, methods, settings, *, first, train):  # type: ignore[no-untyped-def]
-        for part in real(model, x, methods, settings, first=first, train=train):
+    def counted(model, x, methods, settings, *, first, **more):  # type: ignore[no-untyped-def]
+        for part in real(model, x, methods, settings, first=first, **more):
             seen.append((first, tuple(methods)))
             first += len(next(iter(part.values())))
             yield part
@@ -140,6 +141,19 @@ def test_methods_that_cannot_be_used_are_left_out_with_the_reason(network: Netwo
     assert list(usable(network, known, wanted, known)[0]) == ["entropy", "laplace", "regrad"]
     with pytest.raises(QualmsError, match="no method can be used: mc-dropout"):
         usable(network, known, {"mc-dropout": parse("mc-dropout")}, None)
+
+
+def test_other_trainings_of_the_network_make_an_ensemble(network: Network, known: Images) -> None:
+    few, wanted = known.take(slice(0, 32)), {"ensemble": parse("ensemble")}
+    with pytest.raises(QualmsError, match="ensemble needs several models"):
+        usable(network, few, wanted, None)
+    torch.manual_seed(1)
+    several = replace(network, members=(load_model("digits-cnn"),))
+    assert list(usable(several, few, wanted, None)[0]) == ["ensemble"]
+    want = qualms.score(network.model, network.inputs(few), "ensemble", models=several.members)
+    have = scored(several, few, wanted, Rows(None, {})).scores["ensemble"]
+    np.testing.assert_allclose(have, want.numpy(), rtol=1e-4)
+    assert several.about != network.about
 
 
 def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, network: Network) -> None:

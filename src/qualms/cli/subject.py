@@ -29,6 +29,7 @@ def subject(
     root: Path | None,
     mean: str | None,
     std: str | None,
+    size: int | None,
     device: str,
     random: bool,
 ) -> Network:
@@ -51,7 +52,7 @@ def subject(
         sys.path.insert(0, "")  # an import path may start in the working directory, which an installed command forgets
     classes = DATASETS[data].classes if data in DATASETS and entry is not None else None
     model = load_model(name, weights, classes=classes).to(device)
-    return Network(name, model, _normalisation(data, name, model, weights, mean, std))
+    return Network(name, model, _normalisation(data, name, model, weights, mean, std), size)
 
 
 def _normalisation(

@@ -18,10 +18,10 @@ from qualms.methods.method import TRAINING_DATA, Method
 from qualms.metrics import accuracy, nll, nll_softmax_twice
 from qualms.models.fingerprint import fingerprint
 from qualms.random import generator
-from qualms.selection import select
+from qualms.selection import require_gradients, select
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import CHUNK, Tell, training_batches
+from qualms.tasks.scoring import Inputs, Tell
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation
@@ -71,10 +71,13 @@ def active(
         tell: called with what is done.
     """
     parts = split(train, plan, seed)
+    for method in methods.values():
+        if plan.diversity is not None and method is not None:
+            require_gradients(method)
     cached: dict[tuple[int, ...], Network] = {}
 
     def fresh() -> nn.Module:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return build()
 
@@ -133,8 +136,8 @@ def _pick(
     if method is None:
         return left[torch.randperm(len(left), generator=generator(seed, PICK, len(chosen)))[: plan.more]].tolist()
     labelled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
-    needs = training_batches(network, labelled) if TRAINING_DATA in method.needs else None
-    inputs = list(network.inputs(train.take(left)).split(CHUNK))
+    needs = Inputs(network, labelled) if TRAINING_DATA in method.needs else None
+    inputs = Inputs(network, train.take(left))
     own = network.in_its_units(method)
     return left[
         select(network.model, inputs, plan.more, own, diversity=plan.diversity, seed=seed, train=needs)

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from qualms.methods.entropy import Entropy
 from qualms.scores import compare
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, Tell, parameters, training_batches
+from qualms.tasks.scoring import Inputs, Methods, Tell, parameters
 
 BATCH = 32
 UNIT = "Entropy"
@@ -35,11 +36,12 @@ def runtime(
     Each method runs alone, on the same images in batches of 32. `laplace` is timed with the fit on `train`.
     """
     x = list(network.inputs(images).split(BATCH))
-    batches = None if train is None else training_batches(network, train)
+    batches = None if train is None else Inputs(network, train)
 
     def seconds(method: object) -> float:
         began = time.perf_counter()
-        found = compare(network.model, x, {"timed": method}, seed=seed, engine=engine, train=batches)  # type: ignore[dict-item]
+        one: dict[str, Any] = {"timed": method}
+        found = compare(network.model, x, one, train=batches, models=network.members, seed=seed, engine=engine)
         found["timed"].cpu()  # a GPU is asked for the last scores before the clock is
         return time.perf_counter() - began
 

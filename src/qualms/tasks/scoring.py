@@ -1,7 +1,7 @@
 """Images to scores, kept chunk by chunk, so that no chunk is ever scored twice by the same method."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -18,7 +18,7 @@ from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
 
 CHUNK = 32  # inputs whose scores are written together; what a kill can lose
-TRAINING_BATCH = 256
+BATCH = 256  # images that are normalised at a time, where all are to be read
 Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixels scaled to [0, 1]
 Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
@@ -73,7 +73,8 @@ def scored(
             batches,
             {name: own[name] for name in names},
             Settings(engine, seed=seed),
-            train=None if learn is None else training_batches(network, learn),
+            train=None if learn is None else Inputs(network, learn),
+            models=network.members,
             first=run[0],
         )
         began = time.perf_counter()
@@ -110,11 +111,12 @@ def usable(
     good: dict[str, Method] = {}
     rows: list[Row] = []
     few = network.inputs(images.take(slice(0, 2)))
-    batches = None if train is None else training_batches(network, train.take(slice(0, 2 * TRAINING_BATCH)))
+    batches = None if train is None else Inputs(network, train.take(slice(0, 2 * BATCH)))
     for name, method in methods.items():
         try:
             if method.needs != (LOGITS,):
-                compare(network.model, few, [_quick(network.in_its_units(method))], train=batches)
+                quick = _quick(network.in_its_units(method))
+                compare(network.model, few, [quick], train=batches, models=network.members)
             good[name] = method
         except QualmsError as error:
             rows.append({"row": "left out", "method": name, "why": str(error)})
@@ -150,6 +152,12 @@ def _quick(method: Any) -> Any:
     return replace(method, draws=2) if hasattr(method, "draws") else method
 
 
-def training_batches(network: Network, train: Images) -> list[torch.Tensor]:
-    """What methods that learn from the training data are given."""
-    return list(network.inputs(train).split(TRAINING_BATCH))
+@dataclass(frozen=True)
+class Inputs:
+    """Batches of what a network receives for some images, made as they are asked for, each time anew."""
+
+    network: Network
+    images: Images
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.network.inputs(self.images.take(part)) for part in torch.arange(len(self.images)).split(BATCH))
