@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.choice import settled
 from qualms.gradients.guard import untouched
+from qualms.gradients.inputs import Batch
 from qualms.gradients.layers import Params
 from qualms.gradients.norms import numbered
 from qualms.gradients.settings import Settings, Sketch
@@ -137,13 +138,29 @@ def compare_batches(
         )
         for start, batch in numbered(x):
             if wanted and start == 0:
-                smooth, names = max(wanted.items(), key=_passes)
-                study.settings = settled(settings, inner, batch, names, smooth)
+                study.settings = _settled(settings, inner, batch, wanted)
             seen = Evidence(study, batch, first + start)
             scores = {name: method.score(seen).detach().to(seen.dtype) for name, method in chosen.items()}
             if errors is not None:
                 errors.append({name: seen.standard_error(m).to(seen.dtype) for name, m in chosen.items()})
             yield scores
+
+
+def definite_engine(model: nn.Module, x: Any, methods: Methods, settings: Settings) -> str | Sketch:
+    """The engine that `auto` picks for these methods, so that several runs, whose scores are compared, share it."""
+    wanted = _directions(_named(methods).values())
+    if settings.engine != "auto" or not wanted:
+        return settings.engine
+    with untouched(model) as inner:
+        _, batch = next(iter(numbered(x)))
+        return _settled(settings, inner, batch, wanted).engine
+
+
+def _settled(
+    settings: Settings, model: nn.Module, batch: Batch, wanted: dict[Smoothing | None, tuple[str, ...]]
+) -> Settings:
+    smooth, names = max(wanted.items(), key=_passes)
+    return settled(settings, model, batch, names, smooth)
 
 
 def _named(methods: Methods) -> dict[str, Method]:

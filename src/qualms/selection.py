@@ -88,6 +88,11 @@ def _check(pool: Any, k: int, method: Method, diversity: int | float | None, mor
         raise QualmsError("the pool can be read only once, and diversity reads it twice; pass a list or a loader.")
     if more.get("norm", "l2") != "l2":
         raise QualmsError(f"diversity measures L2 distances between gradients, not {more['norm']}; leave norm out.")
+    require_gradients(method)
+
+
+def require_gradients(method: Method) -> None:
+    """An error for methods that have no gradients by which inputs could differ."""
     direction = getattr(method, "direction", None)
     if direction is None or (direction == "classes" and not hasattr(method, "class_weights")):
         raise QualmsError(f"diversity needs a gradient score, such as {DEFAULT!r}, and {method.name} is not one.")

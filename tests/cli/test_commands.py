@@ -4,12 +4,15 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from qualms.cli import main
 from qualms.cli.options import listed
+from qualms.data import Images, load
 
 
 @pytest.fixture
@@ -51,8 +54,6 @@ def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
     here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
-    import numpy as np
-
     np.savez(here / "noise.npz", x=torch.randint(0, 256, (40, 8, 8), dtype=torch.uint8).numpy())
     command = ("bench", "ood", "--id", "digits", "--ood", "noise.npz", "--weights", weights, "--count", "40")
     more = ("--methods", "regrad+layers(0.2),entropy,mc-dropout", "--out", "rows.jsonl")
@@ -76,8 +77,9 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
     assert run(monkeypatch, "bench", "calibration", "--id", "digits", *few, "--methods", "entropy,gen") == 0
     assert "| paper's rAULC |" in capsys.readouterr().out
     assert run(monkeypatch, "bench", "runtime", "--id", "digits", "--count", "32", "--methods", "entropy,regrad") == 0
-    assert "| paper's, Entropy = 1 |" in capsys.readouterr().out
-    assert run(monkeypatch, "bench", "ablation", "--id", "digits", "--ood", "digits", *few) == 0
+    assert "| paper's, Entropy = 1 (ResNet-18, CIFAR-10) |" in capsys.readouterr().out
+    np.savez(here / "noise.npz", x=np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8))
+    assert run(monkeypatch, "bench", "ablation", "--id", "digits", "--ood", "noise.npz", *few) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("UNGrad+layers+smooth", "REGrad*", "λ → ∞", "σ = 0.05"))
     small = ("--start", "10", "--more", "10", "--cycles", "1", "--epochs", "2", "--pool", "40", "--validation", "20")
@@ -100,6 +102,12 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
         (("bench", "runtime", "--id", "digits", "--mean", "0.5"), "--mean and --std belong together"),
         (("bench", "runtime", "--id", "digits", "--device", "cud"), "there is no device 'cud' here"),
         (("bench", "active", "--id", "folder"), "active learning needs a dataset with a name"),
+        (("bench", "ood", "--id", "digits", "--ood", "digits"), "--ood names digits, which is what the network knows"),
+        (("bench", "active", "--id", "digits", "--std", "0.5"), "active takes no --std; leave it out"),
+        (("bench", "runtime", "--id", "digits", "--cycles", "3"), "runtime takes no --cycles; leave it out"),
+        (("bench", "active", "--id", "digits", "--methods", "mc-dropout"), "no method can be used: mc-dropout"),
+        (("bench", "active", "--id", "digits", "--methods", "entropy", "--diversity", "2"), "needs a gradient score"),
+        (("reproduce", "table1"), "nothing of table1 can be computed: "),
         (("reproduce", "table9"), "there is no table 'table9'"),
         (("reproduce", "table1", "--preset", "gpu"), "there is no preset 'gpu'"),
         (("train", "omniglot"), "there is no recipe for 'omniglot'"),
@@ -118,6 +126,75 @@ def test_what_a_user_can_put_right_is_told_in_one_sentence(
     assert err.startswith("qualms: ")
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_test_images_are_never_learnt_from(
+    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = load("digits")
+    assert images.labels is not None
+    for name, keys in (("alone.npz", ("x", "y")), ("both.npz", ("x_test", "y_test"))):
+        arrays = dict(zip(keys, (images.pixels.numpy(), images.labels.numpy()), strict=True))
+        more = {"x_train": load("digits", split="train").pixels.numpy()} if name == "both.npz" else {}
+        np.savez(here / name, **arrays, **more)
+    command = ("bench", "calibration", "--model", "digits-cnn", "--weights", weights, "--count", "32")
+    assert run(monkeypatch, *command, "--methods", "laplace,entropy", "--id", "alone.npz") == 0
+    assert re.search(r"- laplace: .*training", capsys.readouterr().out)
+    assert run(monkeypatch, *command, "--methods", "laplace,entropy", "--id", "both.npz") == 0
+    assert "| laplace |" in capsys.readouterr().out
+
+
+def test_training_images_are_read_only_for_methods_that_learn_from_them(
+    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def noted(*args: Any, **more: Any) -> Images:
+        asked.append(args[2])
+        return load(*args, **more)
+
+    monkeypatch.setattr("qualms.cli.bench.load", noted)
+    command = ("bench", "calibration", "--id", "digits", "--weights", weights, "--count", "32")
+    assert run(monkeypatch, *command, "--methods", "entropy") == 0
+    assert asked == ["test"]
+    assert run(monkeypatch, *command, "--methods", "laplace") == 0
+    assert asked == ["test", "test", "train"]
+
+
+def test_datasets_whose_folders_have_one_name_are_told_apart(
+    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value, folder in enumerate(("a", "b")):
+        (here / folder).mkdir()
+        np.savez(here / folder / "set.npz", x=np.full((20, 8, 8), 200 * value, np.uint8))
+    command = ("bench", "ood", "--id", "digits", "--weights", weights, "--count", "20", "--methods", "entropy")
+    assert run(monkeypatch, *command, "--ood", "a/set.npz,b/set.npz,b/set.npz") == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"digits → (\S+):", out) == ["a/set.npz", "b/set.npz"]
+    assert "±" not in out
+
+
+def test_a_network_of_other_classes_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mine.py").write_text(
+        "from qualms.models.cnn import paper_cnn\n\ndef hundred():\n    return paper_cnn(1, 8, 100)\n"
+    )
+    assert (
+        run(monkeypatch, "bench", "calibration", "--id", "digits", "--model", "mine:hundred", "--methods", "msp") == 1
+    )
+    assert "mine:hundred tells 100 classes apart, and digits has 10" in capsys.readouterr().err
+
+
+def test_images_are_resized_to_what_the_network_takes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "larger.py").write_text(
+        "from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(3, 16)\n"
+    )
+    normal = ("--size", "16", "--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5", "--methods", "msp", "--count", "40")
+    assert run(monkeypatch, "bench", "calibration", "--id", "digits", "--model", "larger:net", *normal) == 0
+    assert "40 images" in capsys.readouterr().out
 
 
 def test_debug_shows_where_it_happened(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Active learning: the protocol's splits, honest cycles, and a run that goes on where it was."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +129,19 @@ def test_a_run_that_was_killed_goes_on_and_trains_nothing_twice(
     with Rows(tmp_path / "rows", {}) as rows:
         list(run(rows))
     assert trained == []
+
+
+def test_rows_of_another_method_or_network_are_not_taken_for_its_own() -> None:
+    train, test, rows = load("digits", split="train"), load("digits").subset(50), Rows(None, {})
+    plan, normalisation = replace(PLAN, cycles=1), DATASETS["digits"].normalisation
+
+    def done(make: Callable[[], nn.Module], spec: str) -> int:
+        before = len(rows.where(row="pick"))
+        list(active(make, train, test, normalisation, {"mine": parse(spec)}, plan, rows))
+        return len(rows.where(row="pick")) - before
+
+    assert [done(build, "regrad"), done(build, "regrad"), done(build, "entropy")] == [1, 0, 1]
+    assert done(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "entropy") == 1
 
 
 def test_a_pool_that_runs_out_is_told() -> None:

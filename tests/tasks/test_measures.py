@@ -6,6 +6,7 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from qualms.data import Images, load
+from qualms.errors import QualmsError
 from qualms.methods.registry import parse
 from qualms.report.tables import calibration_table, left_out, ood_table, runtime_table
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
@@ -67,6 +68,13 @@ def test_calibration_rows_say_how_often_certain_predictions_are_wrong(network: N
     assert found["negrad"]["raulc"] == pytest.approx(0)  # all scores are equal, and ties are fair
 
 
+def test_images_without_labels_are_refused_before_any_is_scored(network: Network, strange: Images) -> None:
+    rows = Rows(None, {})
+    with pytest.raises(QualmsError, match="strange has no labels"):
+        list(calibration(network, strange, {"entropy": parse("entropy")}, rows))
+    assert not list(rows)
+
+
 def test_where_all_predictions_are_right_there_is_no_raulc_and_the_row_says_so(network: Network, known: Images) -> None:
     assert known.labels is not None
     right = known.take((network.logits(known).argmax(1) == known.labels).nonzero().squeeze(1))
@@ -86,17 +94,29 @@ def test_runtime_is_in_units_of_entropy(network: Network, known: Images) -> None
     assert "| 24.9 " in table  # the paper's 75.87 s in units of 3.05 s
 
 
+def test_times_of_another_device_or_number_of_threads_are_measured_anew(
+    network: Network, known: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, few = Rows(None, {}), known.take(slice(32))
+    for threads in (1, 1, 2):
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
+        list(runtime(network, few, {"Entropy": parse("entropy")}, rows, rounds=1))
+    assert [row["threads"] for row in rows] == [1, 2]
+
+
 def test_tables_put_the_papers_numbers_beside_ours() -> None:
     row = {
         "row": "ood", "in": "mnist", "out": "omniglot", "n_in": 5, "n_out": 6, "auroc": 0.9, "auroc_low": 0.85,
         "auroc_high": 0.95, "aupr_out": 0.8, "aupr_in": 0.7, "fpr95": 0.3,
     }  # fmt: skip
-    rows = [{**row, "method": m} for m in ("REGrad*", "regrad+layers(0.3)+smooth(0.02,8)", "regrad", "λ = 0.25", "gen")]
+    names = ("REGrad*", "regrad+layers(0.3)+smooth(0.02,8)", "regrad", "λ = 0.25", "gen", "regrad+layers(5)")
+    rows = [{**row, "method": m} for m in names]
     lines = ood_table(rows).splitlines()
     assert lines[0] == "mnist → omniglot: 5 and 6 images, %"
-    assert ["98.19/97.95" in line for line in lines[4:]] == [True, True, False, False, False]
+    assert ["98.19/97.95 " in line for line in lines[4:]] == [True, True, False, False, False, False]
+    assert "98.01/97.86, other settings" in lines[9]
     assert "97.80/97.54" in lines[6]
-    assert "98.01/97.86" in lines[7]
+    assert "98.01/97.86 " in lines[7]
     assert "90.00 [85.0, 95.0]" in lines[4]
     several = [{**row, "method": "REGrad*", "auroc": a} for a in (0.8, 0.9)]
     assert "85.00 ± 7.07" in ood_table(several)
@@ -112,6 +132,8 @@ def test_the_sweeps_hold_the_limits_and_the_papers_values() -> None:
     lambdas, sigmas = lambda_sweep(), sigma_sweep("svhn")
     assert {"λ → 0", "λ = 0", "λ → ∞", "λ = 0.25", "λ = 0.3", "λ = 0.35"} <= set(lambdas)
     assert {"σ = 0.015", "σ = 0.02", "σ = 0.025"} <= set(sigmas)
+    assert sigmas["σ = 0.02"] == parse("regrad+layers(0.3)+smooth(0.02)")  # table 5 is at 0.3, SVHN's setting is 0.2
+    assert sigma_sweep("cifar100")["σ = 0.02"] == parse("regrad+layers(0.4)+smooth(0.02)")
     assert list(components("mnist"))[-3:] == ["REGrad", "REGrad+layers", "REGrad*"]
 
 

@@ -5,7 +5,7 @@ import pytest
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.registry import parse
 from qualms.tasks.paper import ACTIVE, LAMBDA, OOD, RAULC, RUNTIME, SWEEPS, VIT, paper_methods, paper_row
-from qualms.tasks.presets import PRESETS
+from qualms.tasks.presets import CPU, PAPER, PRESETS
 
 
 def test_every_pair_has_every_row() -> None:
@@ -82,3 +82,11 @@ def test_the_full_preset_is_the_papers_protocol() -> None:
         "cifar100": (1000, 500, 10, 200),
     }  # fmt: skip
     assert all(s.images is None and s.train is None for s in full.setups.values())
+
+
+def test_the_small_preset_tells_where_its_active_learning_is_not_the_papers() -> None:
+    for dataset, plan in CPU.active.items():
+        theirs = PAPER.active[dataset]
+        if (plan.start, plan.more) != (theirs.start, theirs.more):
+            told = f"{plan.start} images to start with and {plan.more} more in each cycle"
+            assert f"{told} instead of {theirs.start} and {theirs.more}" in CPU.cuts

@@ -78,6 +78,25 @@ def test_a_file_that_holds_something_else_is_refused_by_its_line(tmp_path: Path,
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "content", [b"notes without an end of line", b"PK\x03\x04\n\x00 weights\nand more", b'{"a": 1}\n{"b": 2}']
+)
+def test_a_file_of_somebody_else_is_not_cut(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(QualmsError, match=r"not a file of rows|line 1 of"):
+        Rows(path, ABOUT)
+    assert path.read_bytes() == content
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(QualmsError, match="cannot be written"):
+        Rows(tmp_path, ABOUT)
+    (tmp_path / "file").touch()
+    with pytest.raises(QualmsError, match="cannot be written"):
+        Rows(tmp_path / "file" / "rows.jsonl", ABOUT)
+
+
 def test_rows_can_be_kept_in_memory_alone() -> None:
     with Rows(None, ABOUT) as rows:
         rows.add({"n": 1})

@@ -1,5 +1,6 @@
 """Scores of images, chunk by chunk: the same as in one go, and never computed twice."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.data import Images, Normalisation
 from qualms.errors import QualmsError
+from qualms.gradients.choice import Choice
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.method import Method
 from qualms.methods.perturb_x import PerturbX
@@ -18,7 +20,9 @@ from qualms.methods.registry import parse
 from qualms.methods.regrad import REGrad
 from qualms.models import load_model
 from qualms.tasks import scoring
+from qualms.tasks.calibration import calibration
 from qualms.tasks.network import Network
+from qualms.tasks.ood import ood
 from qualms.tasks.rows import Rows
 from qualms.tasks.scoring import scored, usable
 
@@ -172,3 +176,24 @@ def test_the_network_leaves_as_it_came(known: Images, network: Network) -> None:
     assert network.model.training
     assert all(torch.equal(v, network.model.state_dict()[k]) for k, v in before.items())
     network.model.eval()
+
+
+@pytest.mark.parametrize("task", ["ood", "calibration"])
+def test_scores_that_are_compared_come_from_one_engine_whatever_auto_picks(
+    task: str, network: Network, known: Images, strange: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picks = itertools.cycle(("sketch", "exact"))  # times vary, and a close choice with them
+    monkeypatch.setattr("qualms.gradients.choice.choose", lambda *_, **__: Choice(next(picks), 1.0, 1.0))
+    rows, methods = Rows(None, {}), {"r": parse("regrad+layers")}
+    for _ in range(2):  # and the same run again
+        if task == "ood":
+            list(ood(network, known, [strange], methods, rows, engine="auto"))
+        else:
+            list(calibration(network, known, methods, rows, engine="auto"))
+    measured = rows.where(row=task)
+    assert [row["engine"] for row in measured] == ["sketch", "exact"]
+    for row in measured:
+        chunks = rows.where(row="scores", engine=row["engine"])
+        assert {chunk["data"] for chunk in chunks} == ({"digits", "strange"} if task == "ood" else {"digits"})
+        assert sum(len(c["scores"]["r"]) for c in chunks if c["data"] == "digits") == len(known)
+    assert not rows.where(engine="auto")

@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from qualms.cli.options import Device, Json, Root, Seed, device_of, listed, telling
 from qualms.cli.subject import PUBLISHED, subject
 from qualms.data import DATASETS, Images, load
 from qualms.errors import QualmsError
-from qualms.methods.method import Method
+from qualms.methods.method import TRAINING_DATA, Method
 from qualms.methods.registry import METHODS, parse
 from qualms.models import load_model
 from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table, runtime_table
@@ -21,9 +24,10 @@ from qualms.tasks.calibration import calibration
 from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
 from qualms.tasks.paper import paper_methods
+from qualms.tasks.reproduce import LEARNT_FROM
 from qualms.tasks.rows import Row, Rows
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import Methods, Tell, judged, usable
+from qualms.tasks.scoring import BATCH, Methods, Tell, judged, usable
 from qualms.training import RECIPES
 
 TASKS: dict[str, Callable[[Iterable[Row]], str]] = {
@@ -34,7 +38,6 @@ TASKS: dict[str, Callable[[Iterable[Row]], str]] = {
     "active": active_table,
 }
 BESIDE = ("energy", "gen", "coherence")  # what users would pick instead of the paper's methods, and ours
-LEARNT_FROM = 5000  # training images for methods that need them
 
 
 def bench(
@@ -47,14 +50,16 @@ def bench(
     weights: Annotated[Path | None, typer.Option(help="Its checkpoint.", show_default="from ROOT/weights")] = None,
     methods: Annotated[str, typer.Option(help="Specs with commas between, or `paper`, or `all`.")] = "paper",
     count: Annotated[int, typer.Option(help="Test images of each dataset; 0 for all.")] = 500,
-    engine: Annotated[str, typer.Option(help="Of the gradient scores: exact, sketch, auto or reference.")] = "exact",
+    engine: Annotated[
+        str | None, typer.Option(help="Of the gradient scores: exact, sketch, auto or reference.", show_default="exact")
+    ] = None,
     size: Annotated[int | None, typer.Option(help="Resize images to so many pixels.")] = None,
     mean: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
     std: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
-    start: Annotated[int, typer.Option(help="active: images to start with.")] = 20,
-    more: Annotated[int, typer.Option(help="active: images that each cycle adds.")] = 20,
-    cycles: Annotated[int, typer.Option(help="active: how many.")] = 10,
-    epochs: Annotated[int, typer.Option(help="active: at most, for each training.")] = 200,
+    start: Annotated[int | None, typer.Option(help="active: images to start with.", show_default="20")] = None,
+    more: Annotated[int | None, typer.Option(help="active: images that each cycle adds.", show_default="20")] = None,
+    cycles: Annotated[int | None, typer.Option(help="active: how many.", show_default="10")] = None,
+    epochs: Annotated[int | None, typer.Option(help="active: at most, a training.", show_default="200")] = None,
     pool: Annotated[int | None, typer.Option(help="active: choose among so many images.")] = None,
     validation: Annotated[int | None, typer.Option(help="active: choose the epoch by so many images.")] = None,
     diversity: Annotated[float | None, typer.Option(help="active: as for qualms.select.")] = None,
@@ -78,32 +83,28 @@ def bench(
     """
     if task not in TASKS:
         raise QualmsError(f"there is no task {task!r}; choose one of {', '.join(TASKS)}.")
-    if bool(outside) != (task in ("ood", "ablation")):
-        raise QualmsError(f"{task} {'takes no' if outside else 'needs'} --ood.")
+    of_active: dict[str, Any] = {"start": start, "more": more, "cycles": cycles, "epochs": epochs, "pool": pool}
+    of_active |= {"validation": validation, "diversity": diversity}
+    of_scores = {"weights": weights, "engine": engine, "size": size, "mean": mean, "std": std}
+    _refuse(task, of_scores if task == "active" else of_active)
+    _refuse(task, {} if task in ("ood", "ablation") else {"ood": outside or None})
+    if task in ("ood", "ablation") and not outside:
+        raise QualmsError(f"{task} needs --ood, the datasets to be told from {inside}.")
+    if inside in listed(outside):
+        raise QualmsError(f"--ood names {inside}, which is what the network knows; name other datasets.")
     name = model or (NETWORKS.get(inside, COLOUR) if task == "active" else PUBLISHED.get(inside, ""))
     file = out or rows_file(task, inside, name, seed)
     with telling() as tell:
         if task == "active":
-            limits = {"cycles": cycles, "pool": pool, "validation": validation, "diversity": diversity}
-            plan = Plan(start, more, RECIPES["active"].shortened(epochs), **limits)  # type: ignore[arg-type]
+            recipe = RECIPES["active"] if epochs is None else RECIPES["active"].shortened(epochs)
+            sizes = (20 if start is None else start, 20 if more is None else more)
+            plan = Plan(*sizes, recipe, 10 if cycles is None else cycles, pool, validation, diversity)
             found = _active(inside, name, methods, plan, count, root, file, seed, device_of(device), tell)
         else:
-            network = subject(inside, name, weights, root, mean, std, device_of(device), random=task == "runtime")
-            test = _images(inside, root, size)
-            others = [_images(other, root, size) for other in listed(outside)]
-            found = _scored(
-                task,
-                network,
-                test,
-                others,
-                methods,
-                count,
-                engine,
-                training_images(inside, root, size),
-                file,
-                seed,
-                tell,
-            )
+            network = subject(inside, name, weights, root, mean, std, size, device_of(device), random=task == "runtime")
+            test, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, size)
+            learn = partial(training_images, inside, root, size, test)
+            found = _scored(task, network, test, others, methods, count, engine or "exact", learn, file, seed, tell)
         rows = list(found)
     if json_lines:
         typer.echo("\n".join(json.dumps(row) for row in rows))
@@ -125,7 +126,7 @@ def _scored(
     methods: str,
     count: int,
     engine: str,
-    train: Images | None,
+    learn: Callable[[], Images | None],
     file: Path,
     seed: int,
     tell: Tell | None,
@@ -133,6 +134,7 @@ def _scored(
     whole = test
     test, *others = (images.subset(count or None) for images in (test, *others))
     wanted = _ablated(test.name) if task == "ablation" else chosen(methods, test.name)
+    train = learn() if any(TRAINING_DATA in method.needs for method in wanted.values()) else None
     good, reasons = usable(network, test, wanted, train)
     yield from reasons
     how: dict[str, Any] = {"seed": seed, "engine": engine, "train": train, "tell": tell}
@@ -167,11 +169,17 @@ def _active(
     wanted: dict[str, Method | None] = {RANDOM: None} if "random" in listed(methods) or methods == "paper" else {}
     wanted |= chosen(",".join(specs), inside) if specs else {}
     about = {"task": "active", "network": name, "plan": repr(plan), "train": train.fingerprint()}
+
+    def build() -> nn.Module:
+        return load_model(name, classes=classes).to(device)
+
+    methods_only = {label: method for label, method in wanted.items() if method is not None}
+    if methods_only:
+        few = train.take(slice(0, 2 * BATCH))
+        good, reasons = usable(Network(name, build(), normalisation), few, methods_only, few)
+        yield from reasons
+        wanted = {label: method for label, method in wanted.items() if method is None or label in good}
     with Rows(file, {**about, "test": test.fingerprint()}) as rows:
-
-        def build() -> Any:
-            return load_model(name, classes=classes).to(device)
-
         yield from active(build, train, test, normalisation, wanted, plan, rows, seed=seed, tell=tell)
 
 
@@ -196,16 +204,37 @@ def _ablated(dataset: str) -> Methods:
     return {**components(dataset), **lambda_sweep(), **sigma_sweep(dataset)}
 
 
-def _images(name: str, root: Path | None, size: int | None) -> Images:
-    return load(name, root, "test", size=size)
+def test_images(names: list[str], root: Path | None, size: int | None) -> list[Images]:
+    """Test images; those whose files have the same name are called by the whole path.
+
+    Files may hold images of several sizes, so those are resized as they are read; named datasets by the network, batch
+    by batch.
+    """
+    found = [load(name, root, "test", size=None if name in DATASETS else size) for name in names]
+    short = [images.name for images in found]
+    return [
+        replace(images, name=name) if short.count(images.name) > 1 else images
+        for name, images in zip(names, found, strict=True)
+    ]
 
 
-def training_images(name: str, root: Path | None, size: int | None) -> Images | None:
-    """Training images, if they are there, for the methods that learn from them."""
+def training_images(name: str, root: Path | None, size: int | None, test: Images) -> Images | None:
+    """Training images, if they are there, for the methods that learn from them.
+
+    A file or folder without parts for training and testing gives the test images for both: those are not for learning.
+    """
     try:
-        return load(name, root, "train", size=size).subset(LEARNT_FROM)
+        train = load(name, root, "train", size=None if name in DATASETS else size)
     except QualmsError:
         return None
+    return None if train.fingerprint() == test.fingerprint() else train.subset(LEARNT_FROM)
+
+
+def _refuse(task: str, options: dict[str, Any]) -> None:
+    """An option that the task would not look at is a mistake."""
+    for name, value in options.items():
+        if value is not None:
+            raise QualmsError(f"{task} takes no --{name}; leave it out.")
 
 
 def _plain(text: str) -> str:

@@ -6,16 +6,15 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.bench import chosen, rows_file, training_images
+from qualms.cli.bench import chosen, rows_file, test_images, training_images
 from qualms.cli.options import Device, Root, Seed, device_of, listed, telling
 from qualms.cli.subject import PUBLISHED, subject
-from qualms.data import load
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
 from qualms.report.page import write_page
 from qualms.report.tables import left_out
 from qualms.tasks.rows import Rows, read
-from qualms.tasks.scoring import scored, usable
+from qualms.tasks.scoring import definite, scored, usable
 
 
 def report(
@@ -48,12 +47,13 @@ def report(
         qualms report --id cifar10 --ood svhn --model cifar10-resnet20 --methods regrad+layers+smooth,energy --open
     """
     name = model or PUBLISHED.get(inside, "")
-    network = subject(inside, name, weights, root, mean, std, device_of(device), random=False)
-    whole = load(inside, root, size=size)
-    known, train = whole.subset(count or None), training_images(inside, root, size)
+    network = subject(inside, name, weights, root, mean, std, size, device_of(device), random=False)
+    whole, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, size)
+    known, train = whole.subset(count or None), training_images(inside, root, size, whole)
     channels, pixels = known.pixels.shape[1:3]
-    others = [load(other, root, size=size).fitted(channels, pixels).subset(count or None) for other in listed(outside)]
+    others = [images.subset(count or None).fitted(channels, pixels) for images in others]
     wanted, reasons = usable(network, known, chosen(methods, inside), train)
+    engine = definite(network, known, wanted, engine)
     groups = []
     with (
         Rows(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,

@@ -38,6 +38,8 @@ def reproduce(
     with telling() as tell:
         place = Place(Path(root or "data"), out / preset, device_of(device), tell)
         rows = list(TABLES[table](chosen, place))
+    if all(row["row"] == "left out" for row in rows):
+        raise QualmsError(f"nothing of {table} can be computed: {rows[0]['why']}")
     if json_lines:
         for row in rows:
             typer.echo(json.dumps(row))

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,9 +46,9 @@ def score(
     if out.suffix not in (".csv", ".parquet"):
         raise QualmsError(f"a table cannot be written to {out}; name a .csv or .parquet file.")
     wanted = chosen(methods, images)
-    network = subject(images, model, weights, root, mean, std, device_of(device), random=False, classes=classes)
+    network = subject(images, model, weights, root, mean, std, size, device_of(device), random=False, classes=classes)
     found = load(images, root, size=size)
-    found = found.fitted(len(network.normalisation.mean), found.pixels.shape[2])
+    network = replace(network, size=found.pixels.shape[2])  # its channels may be others than the images'
     with telling() as tell:
         scores = scored(network, found, wanted, Rows(None, {}), seed=seed, engine=engine, tell=tell).scores
     table = columns(network, found) | {name: values.tolist() for name, values in scores.items()}

@@ -29,6 +29,7 @@ def subject(
     root: Path | None,
     mean: str | None,
     std: str | None,
+    size: int | None,
     device: str,
     random: bool,
     classes: int | None = None,
@@ -53,7 +54,7 @@ def subject(
     if classes is None and entry is not None and data in DATASETS:
         classes = DATASETS[data].classes
     model = load_model(name, weights, classes=classes).to(device)
-    return Network(name, model, _normalisation(data, name, model, weights, mean, std))
+    return Network(name, model, _normalisation(data, name, model, weights, mean, std), size)
 
 
 def _normalisation(

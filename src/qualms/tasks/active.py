@@ -16,11 +16,12 @@ from qualms.data import Images, Normalisation
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.metrics import accuracy, nll, nll_softmax_twice
+from qualms.models.fingerprint import fingerprint
 from qualms.random import generator
-from qualms.selection import select
+from qualms.selection import require_gradients, select
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import CHUNK, Tell, training_batches
+from qualms.tasks.scoring import Inputs, Tell
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation
@@ -70,27 +71,33 @@ def active(
         tell: called with what is done.
     """
     parts = split(train, plan, seed)
-    device = next(build().parameters()).device
+    for method in methods.values():
+        if plan.diversity is not None and method is not None:
+            require_gradients(method)
     cached: dict[tuple[int, ...], Network] = {}
+
+    def fresh() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return build()
 
     def trained(chosen: list[int]) -> Network:
         """The network after labels for these images of the pool; the start's and the newest are kept."""
         if tuple(chosen) not in cached:
             for old in [key for key in cached if key]:
                 del cached[old]
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                model = build().to(device)
-            labelled, validation = train.take(torch.cat([parts.start, torch.tensor(chosen).long()])), parts.validation
+            model, validation = fresh(), parts.validation
+            labelled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
             fit(model, labelled, plan.recipe, normalisation, validation=train.take(validation), seed=seed)
             cached[tuple(chosen)] = Network("active", model, normalisation)
         return cached[tuple(chosen)]
 
-    about = {"data": train.name, "seed": seed}
+    about = {"data": train.name, "seed": seed, "from": f"{fingerprint(fresh())} {normalisation}"}
     for done, (name, method) in enumerate(methods.items()):
         chosen: list[int] = []
         for cycle in range(plan.cycles + 1):
             key = {**about, "method": name if cycle else "start", "cycle": cycle}
+            key |= {"exactly": repr(method)} if cycle else {}
             judged = rows.where(row="cycle", **key)
             if judged:
                 row = judged[0]
@@ -101,7 +108,7 @@ def active(
             if cycle or not done:
                 yield row
             if cycle < plan.cycles:
-                key = {**about, "row": "pick", "method": name, "cycle": cycle}
+                key = {**about, "row": "pick", "method": name, "exactly": repr(method), "cycle": cycle}
                 picked = rows.where(**key) or [
                     rows.add({**key, "chosen": _pick(trained(chosen), train, parts, chosen, method, plan, seed)})
                 ]
@@ -129,8 +136,8 @@ def _pick(
     if method is None:
         return left[torch.randperm(len(left), generator=generator(seed, PICK, len(chosen)))[: plan.more]].tolist()
     labelled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
-    needs = training_batches(network, labelled) if TRAINING_DATA in method.needs else None
-    inputs = list(network.inputs(train.take(left)).split(CHUNK))
+    needs = Inputs(network, labelled) if TRAINING_DATA in method.needs else None
+    inputs = Inputs(network, train.take(left))
     own = network.in_its_units(method)
     return left[
         select(network.model, inputs, plan.more, own, diversity=plan.diversity, seed=seed, train=needs)

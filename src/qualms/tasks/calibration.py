@@ -10,7 +10,7 @@ from qualms.gradients.settings import Sketch
 from qualms.metrics import aurc, interval, raulc, selective_risk
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, Tell, parameters, scored
+from qualms.tasks.scoring import Methods, Tell, definite, parameters, scored
 
 COVERAGES = (0.8, 0.9, 0.95)
 
@@ -30,6 +30,9 @@ def calibration(
 
     Where all predictions are right, or all wrong, there is no rAULC; the row has None and says why.
     """
+    if images.labels is None:
+        raise QualmsError(f"{images.name} has no labels, so it is not known which predictions are right.")
+    engine = definite(network, images, methods, engine)
     found = scored(network, images, methods, rows, seed=seed, engine=engine, train=train, tell=tell)
     for name, method in methods.items():
         key: Row = {"row": "calibration", "in": images.name, "method": name, "exactly": parameters(method, train)}

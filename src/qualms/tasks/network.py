@@ -7,35 +7,48 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.data import Images, Normalisation
+from qualms.data import DATASETS, Images, Normalisation
+from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import checked_logits, run
 from qualms.methods.method import Method
 from qualms.metrics import accuracy
 from qualms.models.fingerprint import fingerprint
+from qualms.version import __version__
 
 AT_ONCE = 500  # images in a plain forward pass
 
 
 @dataclass(frozen=True)
 class Network:
-    """A model, its name, and the normalisation of its inputs; other trainings of it are members of an ensemble."""
+    """A model with what tasks must know of it.
+
+    Args:
+        name: what rows and tables call it.
+        model: the classifier.
+        normalisation: of its inputs.
+        size: of its inputs in pixels; images are resized batch by batch. None takes them as they are.
+        members: other trainings of it, for `ensemble`.
+    """
 
     name: str
     model: nn.Module
     normalisation: Normalisation
+    size: int | None = None
     members: tuple[nn.Module, ...] = ()
 
     @property
     def about(self) -> dict[str, Any]:
         """What identifies it in a run's first row."""
         n = self.normalisation
-        weights = {"weights": fingerprint(self.model), "members": [fingerprint(member) for member in self.members]}
-        return {"network": self.name, **weights, "mean": list(n.mean), "std": list(n.std)}
+        own = {"network": self.name, "weights": fingerprint(self.model), "mean": list(n.mean), "std": list(n.std)}
+        more = {"size": self.size, "members": [fingerprint(member) for member in self.members]}
+        return {"qualms": __version__, **own, **{k: v for k, v in more.items() if v}}
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """What the model receives for these images."""
-        return self.normalisation.apply(images.pixels).to(next(self.model.parameters()).device)
+        """What the model receives for these images, in its own size and number of channels."""
+        own = images.fitted(len(self.normalisation.mean), self.size) if self.size else images
+        return self.normalisation.apply(own.pixels).to(next(self.model.parameters()).device)
 
     def logits(self, images: Images) -> Float[Tensor, "n classes"]:
         """The model's outputs, in evaluation mode."""
@@ -45,7 +58,16 @@ class Network:
 
     def accuracy(self, images: Images) -> float:
         """The share of images that it gets right."""
-        return accuracy(self.logits(images), images.labels)
+        logits, labels = self.logits(images), images.labels
+        known = DATASETS[images.name].classes if images.name in DATASETS else None
+        if labels is None:
+            raise QualmsError(f"{images.name} has no labels, so it is not known which predictions are right.")
+        if int(labels.max()) >= logits.shape[1] or known not in (None, logits.shape[1]):
+            raise QualmsError(
+                f"{self.name} tells {logits.shape[1]} classes apart, and {images.name} has "
+                f"{known or int(labels.max()) + 1}; choose a network for these images."
+            )
+        return accuracy(logits, labels)
 
     def in_its_units(self, method: Method) -> Method:
         """A method whose noise is given in pixels scaled to [0, 1], with the noise in the units of the model's input.

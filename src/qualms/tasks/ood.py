@@ -7,7 +7,7 @@ from qualms.gradients.settings import Sketch
 from qualms.metrics import aupr, auroc, fpr95, interval
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, Tell, parameters, scored
+from qualms.tasks.scoring import Methods, Tell, definite, parameters, scored
 
 
 def ood(
@@ -26,6 +26,7 @@ def ood(
 
     OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
     """
+    engine = definite(network, inside, methods, engine)
     images = [inside, *(o.fitted(inside.pixels.shape[1], inside.pixels.shape[2]) for o in outside)]
     known, *others = (
         scored(network, i, methods, rows, seed=seed, engine=engine, train=train, tell=tell) for i in images

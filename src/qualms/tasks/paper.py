@@ -64,7 +64,7 @@ def _table(text: str) -> dict[str, dict[str, Any]]:
     return columns
 
 
-# Table 1: AUROC/AUPR in percent by in-distribution and OOD dataset; the last rows also from tables 4, 6 and 7.
+# Table 1: AUROC/AUPR in percent by in-distribution and OOD dataset; the last rows also from tables 4 and 6.
 OOD = _table("""
 method           | mnist→omniglot | mnist→fashion-mnist | cifar10→svhn | cifar10→lsun
 NEGrad           | 41.99/43.49    | 40.99/44.41         | 72.80/64.47  | 66.96/58.51

@@ -14,6 +14,7 @@ from typing import IO, Any
 from qualms.errors import QualmsError
 
 Row = dict[str, Any]
+START = b'{"row": "run"'  # how every file of rows begins
 
 
 class Rows(AbstractContextManager["Rows"]):
@@ -84,8 +85,11 @@ def read(path: str | Path) -> list[Row]:
 
 def _locked(path: Path) -> IO[bytes]:
     """The file, open for reading and writing, and for nobody else who asks for it this way."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b")  # noqa: SIM115 (it stays open as long as the rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+b")  # noqa: SIM115 (it stays open as long as the rows)
+    except OSError as error:
+        raise QualmsError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
     try:
         import fcntl
 
@@ -103,7 +107,9 @@ def _read(file: IO[bytes], path: Path) -> list[Row]:
     file.seek(0)
     content = file.read()
     rows = _rows(content, path)
-    file.truncate(content.rfind(b"\n") + 1)
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):  # only now: a file that somebody else wrote stays as it is
+        file.truncate(whole)
     return rows
 
 
@@ -117,4 +123,6 @@ def _rows(content: bytes, path: Path) -> list[Row]:
         except ValueError:
             raise QualmsError(f"line {number} of {path} is not a row of a run; choose another file.") from None
         rows.append(row)
+    if not content.startswith(START) and not START.startswith(content):
+        raise QualmsError(f"{path} is not a file of rows; choose another file.")
     return rows

@@ -1,7 +1,7 @@
 """Images to scores, kept chunk by chunk, so that no chunk is ever scored twice by the same method."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -13,12 +13,12 @@ from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Settings, Sketch
 from qualms.methods.method import LOGITS, TRAINING_DATA, Method
-from qualms.scores import compare, compare_batches
+from qualms.scores import compare, compare_batches, definite_engine
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
 
 CHUNK = 32  # inputs whose scores are written together; what a kill can lose
-TRAINING_BATCH = 256
+BATCH = 256  # images that are normalised at a time, where all are to be read
 Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixels scaled to [0, 1]
 Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
@@ -67,12 +67,13 @@ def scored(
             continue
         run = list(group)
         batches = (network.inputs(parts[start]) for start in run)
+        learn = train if any(TRAINING_DATA in own[name].needs for name in names) else None
         stream = compare_batches(
             network.model,
             batches,
             {name: own[name] for name in names},
             Settings(engine, seed=seed),
-            train=None if train is None else training_batches(network, train),
+            train=None if learn is None else Inputs(network, learn),
             models=network.members,
             first=run[0],
         )
@@ -91,6 +92,12 @@ def scored(
     return Scored(scores, predicted, None if images.labels is None else images.labels.numpy())
 
 
+def definite(network: Network, images: Images, methods: Methods, engine: str | Sketch) -> str | Sketch:
+    """What `auto` picks on the first images, once: scores of two engines must not meet, in one run or in its rows."""
+    own = {name: network.in_its_units(method) for name, method in methods.items()}
+    return definite_engine(network.model, network.inputs(images.take(slice(CHUNK))), own, Settings(engine))
+
+
 def judged(network: Network, images: Images, rows: Rows) -> Row:
     """The network's accuracy on labelled images, computed once."""
     key = {"row": "accuracy", "data": images.name, "n": len(images), "images": images.fingerprint()}
@@ -104,7 +111,7 @@ def usable(
     good: dict[str, Method] = {}
     rows: list[Row] = []
     few = network.inputs(images.take(slice(0, 2)))
-    batches = None if train is None else training_batches(network, train.take(slice(0, 2 * TRAINING_BATCH)))
+    batches = None if train is None else Inputs(network, train.take(slice(0, 2 * BATCH)))
     for name, method in methods.items():
         try:
             if method.needs != (LOGITS,):
@@ -145,6 +152,12 @@ def _quick(method: Any) -> Any:
     return replace(method, draws=2) if hasattr(method, "draws") else method
 
 
-def training_batches(network: Network, train: Images) -> list[torch.Tensor]:
-    """What methods that learn from the training data are given."""
-    return list(network.inputs(train).split(TRAINING_BATCH))
+@dataclass(frozen=True)
+class Inputs:
+    """Batches of what a network receives for some images, made as they are asked for, each time anew."""
+
+    network: Network
+    images: Images
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.network.inputs(self.images.take(part)) for part in torch.arange(len(self.images)).split(BATCH))
