@@ -137,7 +137,6 @@
     method = Number(select.value);
     for (const name of document.querySelectorAll(".chosen")) name.textContent = data.methods[method].name;
     showPictures();
-    drawMethod();
   };
 
   /* Sorting: numbers from the highest, words from A; again turns it round. */
@@ -168,10 +167,13 @@
   for (const heading of byId("methods").tHead.rows[0].cells) {
     heading.firstElementChild.addEventListener("click", () => sortBy(heading));
   }
-  select.addEventListener("change", choose);
+  select.addEventListener("change", () => {
+    choose();
+    drawMethod();
+  });
   slider.addEventListener("input", moveThreshold);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   select.value = "0"; // a browser may remember another choice
-  drawAll();
   choose();
+  drawAll();
 }

@@ -46,6 +46,7 @@ def _html(content: Content, judged: list[Judged]) -> str:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     parts = {name: (files(__package__) / name).read_text("utf-8") for name in ("page.css", "page.js")}
     fixed = _fixed(content, judged)
+    data = _data(content, judged, fixed)
     return environment.from_string((files(__package__) / "page.html.jinja").read_text("utf-8")).render(
         title=content.title,
         about=content.about,
@@ -54,10 +55,10 @@ def _html(content: Content, judged: list[Judged]) -> str:
         rows=[_cells(content, j) for j in judged],
         methods=[j.method for j in judged],
         coverage=COVERAGE,
-        diagrams={key: title for key, title in DIAGRAMS.items() if key in _diagrams(content, judged[0].method)},
+        diagrams={key: title for key, title in DIAGRAMS.items() if key in data["methods"][0]["figures"]},
         fixed=fixed,
         labelled=content.known.correct is not None,
-        data=_data(content, judged, fixed),
+        data=data,
         css=parts["page.css"],
         js=parts["page.js"],
         plotly=get_plotlyjs(),
