@@ -1,1 +1,1 @@
-"""Rows in, tables out."""
+"""Rows in, tables out; scores and images in, one HTML page out."""

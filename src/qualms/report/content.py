@@ -84,7 +84,7 @@ class Content:
     known: Group
     unknown: Sequence[Group] = ()
     about: Mapping[str, str] = field(default_factory=dict)
-    costs: Mapping[str, float | str] = field(default_factory=dict)
+    costs: Mapping[str, int | float | str] = field(default_factory=dict)
     layers: Layers | None = None
     cycles: Sequence[Row] = ()
 

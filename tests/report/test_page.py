@@ -1,0 +1,199 @@
+"""The report is one well-formed file: sections where there is something to say, names as text, nothing fetched."""
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qualms
+from qualms import metrics
+from qualms.data import Images
+from qualms.report.content import Content, Group
+from qualms.report.gallery import png
+from qualms.report.page import packed, write_page
+from tests.report.contents import NASTY, bare, full, group
+
+VOID = {"meta", "link", "input", "br", "img"}
+Write = Callable[[Content], "Page"]
+
+
+class Page(HTMLParser):
+    """The elements of a page, with the tags that were closed wrongly."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.scripts: list[str] = []
+        # Plotly's five million letters are not ours to check, and slow to read.
+        before, script, rest = text.partition('<script id="plotly">')
+        assert script
+        self.plotly, end, after = rest.partition("</script>")
+        self.source = before + script + end + after
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        inside = self.open[-1] if self.open else ""
+        (self.scripts if inside == "script" else self.words).append(data)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return json.loads(self.scripts[0])
+
+    @property
+    def ids(self) -> list[str]:
+        return [str(attrs["id"]) for _, attrs in self.elements if "id" in attrs]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    return lambda content: Page(write_page(content, tmp_path / "report.html", resamples=10).read_text("utf-8"))
+
+
+@pytest.mark.parametrize("content", [full(), bare()], ids=["full", "bare"])
+def test_the_page_is_well_formed(write: Write, content: Content) -> None:
+    page = write(content)
+    assert page.wrong == []
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    assert page.source.lstrip().startswith("<!DOCTYPE html>")
+    assert "plotly.js v" in page.plotly[:100]
+    for _, attrs in page.elements:
+        for name in ("aria-labelledby", "aria-describedby", "for"):
+            assert set((attrs.get(name) or "").split()) <= set(page.ids)
+
+
+def test_nothing_comes_from_elsewhere(write: Write) -> None:
+    page = write(full())
+    assert "http:" not in page.source
+    assert "https:" not in page.source
+    addresses = [str(attrs[k]) for _, attrs in page.elements for k in ("src", "href") if k in attrs]
+    assert addresses
+    assert all(a.startswith(("#", "data:")) for a in addresses)
+    policy = next(str(a["content"]) for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+
+
+def test_names_are_text_and_never_markup(write: Write) -> None:
+    content = full(known=NASTY, title=NASTY)
+    nasty_method = {NASTY: content.known.scores["exact"]}
+    others = [replace(g, name=f"{g.name}{NASTY}", scores={NASTY: g.scores["exact"]}) for g in content.unknown]
+    rows = [{**row, "method": NASTY, "data": NASTY} for row in content.cycles]
+    known = replace(content.known, scores=nasty_method)
+    page = write(Content(NASTY, known, others, {NASTY: NASTY}, {NASTY: NASTY}, cycles=rows))
+    assert "<script>alert" not in page.source
+    assert [attrs.get("id") for tag, attrs in page.elements if tag == "script"] == ["data", "plotly", None]
+    assert "b" not in {tag for tag, _ in page.elements}
+    assert page.words.count(NASTY) >= 5
+    assert page.data["groups"][0] == NASTY
+    assert page.data["methods"][0]["figures"]["histogram"]["figure"]["data"][0]["name"].startswith("&lt;script&gt;")
+
+
+def test_sections_without_content_are_left_out(write: Write) -> None:
+    everything = {"glance", "closer", "gallery", "layers", "learning", "roc", "lift", "accuracy", "let-through-2"}
+    assert everything <= set(write(full()).ids)
+    page = write(bare())
+    assert everything & set(page.ids) == {"glance", "closer", "gallery"}
+    assert not {"#layers", "#learning"} & {attrs.get("href") for _, attrs in page.elements}
+
+
+def test_a_network_that_is_always_wrong_has_no_lift(write: Write) -> None:
+    known = full().known
+    page = write(Content("t", replace(known, labels=known.predicted + 1)))
+    assert "lift" not in page.ids
+    assert "accuracy" in page.ids
+
+
+def test_a_network_that_is_always_right_has_a_lift_and_no_raulc(write: Write) -> None:
+    known = full().known
+    page = write(Content("t", replace(known, labels=known.predicted)))
+    assert "lift" in page.ids
+    assert "there is no rAULC" in page.data["methods"][0]["figures"]["lift"]["summary"]
+
+
+def test_the_table_shows_the_metrics(write: Write) -> None:
+    content = full()
+    words = " ".join(write(content).words)
+    for method, scores in content.known.scores.items():
+        for g in content.unknown:
+            assert f"{100 * metrics.auroc(scores, g.scores[method]):.1f}" in words
+            assert f"{100 * metrics.aupr(scores, g.scores[method]):.1f}" in words
+        assert f"{metrics.raulc(scores, content.known.correct):.3f}" in words
+
+
+def test_scores_arrive_without_a_digit_lost(write: Write) -> None:
+    content = full()
+    for method in write(content).data["methods"]:
+        for g, found in zip(content.groups, method["scores"], strict=True):
+            values = np.frombuffer(base64.b64decode(found["bytes"]), f"<{found['kind']}")
+            assert (values == np.sort(g.scores[method["name"]])).all()
+    assert packed(np.array([0.5, 2.0]))["kind"] == "f4"
+    assert packed(np.array([0.1]))["kind"] == "f8"
+    assert packed(np.array([1e300]))["kind"] == "f8"
+
+
+def test_large_samples_are_thinned_for_drawing(write: Write) -> None:
+    content = Content("t", group("digits", 5000, 0, labelled=True), [group("letters", 5000, 1)])
+    page = write(content)
+    for method in page.data["methods"]:
+        for each in method["figures"].values():
+            assert all(len(trace["x"]) <= 300 for trace in each["figure"]["data"])
+    assert len(page.source) < 1_000_000
+
+
+def test_each_image_is_in_the_file_once(write: Write) -> None:
+    data = write(full()).data
+    shown = [p["image"] for m in data["methods"] for group_ in m["gallery"] for end in group_ for p in end]
+    assert len(shown) == 4 * 3 * 2 * 8
+    assert set(shown) == set(data["images"])
+    assert len(data["images"]) < len(shown)
+
+
+def test_images_are_small_png_files_of_the_right_pixels() -> None:
+    from io import BytesIO
+
+    from PIL import Image
+
+    def decoded(images: Images, i: int) -> Image.Image:
+        head, content = png(images, i).split(",")
+        assert head == "data:image/png;base64"
+        return Image.open(BytesIO(base64.b64decode(content)))
+
+    colour = full().unknown[1].images
+    assert (np.asarray(decoded(colour, 3)) == colour.pixels[3].permute(1, 2, 0).numpy()).all()
+    large = Images("large", torch.zeros(1, 1, 300, 200, dtype=torch.uint8), None)
+    assert decoded(large, 0).size == (64, 96)
+    with pytest.raises(qualms.QualmsError, match="odd has 4 channels"):
+        png(Images("odd", torch.zeros(1, 4, 2, 2, dtype=torch.uint8), None), 0)
+
+
+def test_a_single_image_makes_a_page(write: Write) -> None:
+    images = Images("one", torch.zeros(1, 1, 4, 4, dtype=torch.uint8), None)
+    page = write(Content("t", Group("one", images, {"m": np.array([1.0])}, np.array([0]), np.array([0]))))
+    assert page.wrong == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(qualms.QualmsError, match=r"report\.html cannot be written"):
+        write_page(bare(), tmp_path / "file" / "report.html", resamples=5)
+    assert write_page(bare(), str(tmp_path / "new" / "report.html"), resamples=5).exists()
