@@ -15,7 +15,7 @@ import torch
 from propositions import bound, exchange, posterior, vanishing
 
 Results = dict[str, Any]
-Row = tuple[str, str, str]  # holds, fails or what is said; of what; the numbers
+Row = tuple[str, str, str]  # holds or stops, what, the numbers
 HOLDS, STOPS = "holds", "stops"
 
 
@@ -24,6 +24,7 @@ def of_posterior() -> Results:
     return {
         "growing": posterior.growing_data(),
         "isotropic": posterior.isotropic(),
+        "standardised": posterior.isotropic(view=posterior.STANDARDISED),
         "separable": posterior.separable(),
         "misspecified": posterior.misspecified(),
         "dimension": {power: posterior.growing_dimension(power) for power in (1, 2, 3)},
@@ -32,7 +33,7 @@ def of_posterior() -> Results:
 
 def posterior_rows(r: Results) -> list[Row]:
     """What Proposition 1 comes to."""
-    sizes, growing, iso = list(posterior.SIZES), r["growing"], r["isotropic"]
+    sizes, growing, iso = posterior.SIZES, r["growing"], r["isotropic"]
     gaps = {name: posterior.slope(sizes, growing[name]) for name in ("laplace", "density", "gap")}
     by_power = {power: series(rows["hellinger"]) for power, rows in r["dimension"].items()}
     linear = r["dimension"][1]["gap"]
@@ -45,6 +46,8 @@ def posterior_rows(r: Results) -> list[Row]:
         ("", "... that σ", series(iso["sigma"])),
         (STOPS, "rank correlation of perturb-theta at that σ with exact U", series(iso["rank"])),
         ("", "... of noise with covariance -H⁻¹", series(iso["rank_laplace"])),
+        (STOPS, "the same with standardised inputs: TV stays", series(r["standardised"]["distance"])),
+        ("", "... rank correlation of perturb-theta", series(r["standardised"]["rank"])),
         (STOPS, "separable labels: TV(posterior, Laplace) stays", series(r["separable"]["laplace"])),
         ("", "... θ* moves away", series(r["separable"]["mode"])),
         ("", "... U under Laplace / exact U", series(r["separable"]["ratio"])),
@@ -162,11 +165,11 @@ def bound_rows(r: Results) -> list[Row]:
         sweep, between = found["sweep"], found["sandwich"]
         extremes = f"{between['exgrad_most']:.2f}; {between['regrad_least']:.2f} to {between['regrad_most']:.2f}"
         rows += [
-            (HOLDS, f"{name}: first-order term / ExGrad", f"{found['first']:.0e}"),
+            (HOLDS, f"{name}: first-order term / UNGrad", f"{found['first']:.0e}"),
             (HOLDS, "... divergence / bound, median over inputs", series(sweep["share"])),
             (STOPS, "... share of inputs above the bound", series(sweep["broken"])),
-            (HOLDS, "... divergence / (σ²T/2)", series(sweep["second"])),
-            (HOLDS, "... perturb-theta / (σ²T/2)", series(sweep["forward"])),
+            (HOLDS, "... divergence / (σ²T/2), 1 as σ → 0", series(sweep["second"])),
+            (HOLDS, "... perturb-theta / (σ²T/2), 1 as σ → 0", series(sweep["forward"])),
             (HOLDS, "... largest ExGrad²/T; range of REGrad²/T", extremes),
             (HOLDS, "... rank of perturb-theta(0.003) with T, ExGrad, REGrad", ranks(found["small"])),
             (STOPS, "... of perturb-theta(0.3)", ranks(found["large"])),
@@ -181,7 +184,7 @@ def ranks(found: dict[str, float]) -> str:
 
 def series(values: Any) -> str:
     """Numbers in a row, three digits each."""
-    return "  ".join(f"{v:.3g}" for v in values)
+    return "  ".join(str(v) if isinstance(v, int) else f"{v:.3g}" for v in values)
 
 
 PARTS = {

@@ -1,7 +1,7 @@
 """Proposition 2: a small change of the weights can be had by a small change of the input instead, and the reverse.
 
-From the input to the first layer: W (x + Δx) = (W + ΔW) x. From the first layer to the input, the same equation read the
-other way. And by the outputs alone: f(x + Δx, θ) = f(x, θ + Δθ) for Δθ on all layers.
+At the first layer, W (x + Δx) = (W + ΔW) x is solved for ΔW, or for Δx. By the outputs alone, it is
+f(x + Δx, θ) = f(x, θ + Δθ) for Δθ on all layers.
 """
 
 from collections.abc import Callable
@@ -116,7 +116,7 @@ def same_output(model: nn.Module, x: Tensor, size: float = 1e-3, steps: int = 20
 
 
 def first_layer_rank(model: nn.Module, x: Tensor, first: str) -> int:
-    """The least rank over inputs of ∂ log p / ∂(first layer): C - 1 where its weights can make any small change of p."""
+    """The least rank over inputs of ∂ log p / ∂(first layer): with C - 1, its weights can move p in every direction."""
     found = qualms.class_gradient_gram(model, x, params=first)
     probs = found.logits.softmax(-1)
     apart = torch.eye(probs.shape[-1], dtype=probs.dtype) - probs[:, None]  # log p moves by (e_c - p)ᵀ J Δθ

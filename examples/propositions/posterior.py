@@ -5,6 +5,7 @@ grid, in one or two dimensions), the Laplace Gaussian N(θ*, -H⁻¹), and N(θ*
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ SIZES = (24, 96, 384, 1536, 6144, 24576)
 FEATURES = torch.stack([torch.ones(12), torch.linspace(1, 4, 12)], 1).double()  # an intercept, and x off centre
 TRUE_WEIGHTS = torch.tensor([-2.0, 1.0], dtype=torch.double)
 PROBES = torch.stack([torch.ones(21), torch.linspace(-2, 8, 21)], 1).double()  # where U is asked for: also off the data
+AS_GIVEN = torch.eye(2, dtype=torch.double)
+STANDARDISED = torch.tensor([[1.0, -2.5], [0.0, 1.0]], dtype=torch.double) / torch.tensor([1.0, 0.94])  # mean 0, sd 1
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,17 @@ def posterior(
     return Posterior(theta, root, grid, exact, (-(grid**2).sum(1) / 2).softmax(0))
 
 
-def fitted(size: int, seed: int, chance: Tensor | None = None, span: float = 8, side: int = 161) -> Posterior:
-    """The posterior after `size` labels, drawn with the model's own probabilities or with `chance` instead."""
+def fitted(
+    size: int, seed: int, chance: Tensor | None = None, view: Tensor = AS_GIVEN, span: float = 8, side: int = 161
+) -> Posterior:
+    """The posterior after `size` labels, drawn with the model's own probabilities or with `chance` instead.
+
+    `view` multiplies the features that the model sees; the labels do not depend on it.
+    """
     chance = (FEATURES @ TRUE_WEIGHTS).sigmoid() if chance is None else chance
     trials = torch.full((len(FEATURES),), size / len(FEATURES), dtype=torch.double)
     ones = torch.binomial(trials, chance, generator=generator(seed, size))
-    return posterior(FEATURES, ones, trials, 10.0, span, side)
+    return posterior(FEATURES @ view, ones, trials, 10.0, span, side)
 
 
 def distance(p: Tensor, q: Tensor) -> float:
@@ -96,7 +104,7 @@ def uncertainty(found: Posterior, density: Tensor, probes: Tensor) -> Tensor:
     return density @ kl
 
 
-def slope(x: list[float], y: list[float]) -> float:
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """The exponent b of the power law y ~ x^b, by least squares of the logarithms."""
     a, b = torch.tensor(x).double().log(), torch.tensor(y).double().log()
     return float(((a - a.mean()) * (b - b.mean())).sum() / ((a - a.mean()) ** 2).sum())
@@ -121,7 +129,9 @@ def growing_data(sizes: tuple[int, ...] = SIZES, datasets: int = 6) -> dict[str,
     return rows
 
 
-def isotropic(sizes: tuple[int, ...] = SIZES, seed: int = 0, draws: int = 300) -> dict[str, list[float]]:
+def isotropic(
+    sizes: tuple[int, ...] = SIZES, view: Tensor = AS_GIVEN, seed: int = 0, draws: int = 300
+) -> dict[str, list[float]]:
     """The best that N(θ*, σ²I) can do at each size: its total variation, its σ, and how it ranks the probes by U.
 
     `rank` is Spearman's correlation between the exact U and `perturb-theta` at that σ; `rank_laplace` is the same for
@@ -129,20 +139,26 @@ def isotropic(sizes: tuple[int, ...] = SIZES, seed: int = 0, draws: int = 300) -
     """
     rows: dict[str, list[float]] = {"distance": [], "sigma": [], "rank": [], "rank_laplace": []}
     for size in sizes:
-        found = fitted(size, seed, span=18, side=241)  # the widest of these Gaussians reaches three times as far
+        found = fitted(
+            size, seed, view=view, span=18, side=241
+        )  # the widest of these Gaussians reaches three times as far
         narrow, wide = torch.linalg.svdvals(found.root).flip(0).tolist()
         sigmas = torch.linspace(math.log(narrow), math.log(wide), 15).exp().tolist()
         tv, sigma = min((distance(found.exact, found.isotropic(s)), s) for s in sigmas)
-        exact = uncertainty(found, found.exact, PROBES)
+        probes = PROBES @ view
+        exact = uncertainty(found, found.exact, probes)
         rows["distance"].append(tv)
         rows["sigma"].append(sigma)
-        rows["rank"].append(rank_agreement(by_perturbation(found, sigma, draws), exact))
-        rows["rank_laplace"].append(rank_agreement(by_perturbation(found, None, draws), exact))
+        rows["rank"].append(rank_agreement(by_perturbation(found, probes, sigma, draws), exact))
+        rows["rank_laplace"].append(rank_agreement(by_perturbation(found, probes, None, draws), exact))
     return rows
 
 
 class Whitened(nn.Module):
     """The regression at θ* + A w, with w = 0 its only weights: noise of σ = 1 on w is a draw from N(θ*, A Aᵀ)."""
+
+    mode: Tensor
+    root: Tensor
 
     def __init__(self, mode: Tensor, root: Tensor) -> None:
         super().__init__()
@@ -156,10 +172,10 @@ class Whitened(nn.Module):
         return torch.stack([torch.zeros_like(z), z], -1)
 
 
-def by_perturbation(found: Posterior, sigma: float | None = None, draws: int = 2000) -> Tensor:
+def by_perturbation(found: Posterior, probes: Tensor, sigma: float | None, draws: int) -> Tensor:
     """U at the probes by `perturb-theta`: under N(θ*, -H⁻¹), or under N(θ*, σ²I) if σ is given."""
     root = found.root if sigma is None else sigma * torch.eye(len(found.mode), dtype=torch.double)
-    return qualms.score(Whitened(found.mode, root), PROBES, PerturbTheta(1.0, draws))
+    return qualms.score(Whitened(found.mode, root), probes, PerturbTheta(1.0, draws))
 
 
 def rank_agreement(a: Tensor, b: Tensor) -> float:
