@@ -136,14 +136,16 @@ class FirstLayerOnly(nn.Module):
         return self._rest[0](x @ self.weight.T)
 
 
-def expectations(decades: float, inputs: int = 20, width: int = 10, sigma: float = 0.02) -> dict[str, float]:
+def expectations(
+    decades: float, inputs: int = 20, width: int = 10, sigma: float = 0.02, draws: int = 400
+) -> dict[str, float]:
     """Does E_Δθ KL equal E_Δx KL? ΔW ~ N(0, σ²I) against the matched Δx = W⁺ ΔW x, and against Δx ~ N(0, s²I).
 
     `matched` is the largest relative difference over inputs, draw by draw. For isotropic Δx, s is chosen so that the
     medians agree: `spread` is then the ratio of the largest to the smallest of perturb-x / perturb-theta over inputs,
     `rank` Spearman's correlation of the two. The inputs' norms span `decades` powers of ten.
     """
-    draw, draws, count = normal(0, 2), 400, 60
+    draw, count = normal(0, 2), 60
     norms = inputs**0.5 * torch.logspace(-decades / 2, decades / 2, count, dtype=torch.double)
     weight, head, x = draw(width, inputs) / inputs**0.5, draw(5, width), draw(count, inputs)
     x = x / x.norm(dim=1, keepdim=True) * norms[:, None]

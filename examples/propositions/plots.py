@@ -33,15 +33,15 @@ def draw(results: dict[str, Any], folder: Path) -> None:
 def of_posterior(r: dict[str, Any], left: Any, right: Any) -> None:
     """Distances to the posterior as data grows; ranks of the inputs by U."""
     sizes = posterior.SIZES
-    left.loglog(sizes, r["isotropic"]["distance"], "-s", label="N(θ*, σ²I), best σ")
-    left.loglog(sizes, r["separable"]["laplace"], "-^", label="Laplace, separable labels")
-    left.loglog(sizes, r["standardised"]["distance"], "--s", label="N(θ*, σ²I), standardised inputs")
-    left.loglog(sizes, r["growing"]["laplace"], "-o", label="Laplace")
+    left.loglog(sizes, r["isotropic"]["distance"], "-s", color="C1", label="N(θ*, σ²I), best σ")
+    left.loglog(sizes, r["separable"]["laplace"], "-^", color="C3", label="Laplace, separable labels")
+    left.loglog(sizes, r["standardised"]["distance"], "--s", color="C2", label="N(θ*, σ²I), standardised inputs")
+    left.loglog(sizes, r["growing"]["laplace"], "-o", color="C0", label="Laplace")
     left.loglog(sizes, [0.5 / n**0.5 for n in sizes], ":", color="grey", label="1 / (2 √n)")
     left.set(xlabel="labels n", ylabel="total variation to the posterior")
-    right.semilogx(sizes, r["isotropic"]["rank_laplace"], "-o", label="covariance -H⁻¹")
-    right.semilogx(sizes, r["standardised"]["rank"], "--s", label="σ²I, standardised inputs")
-    right.semilogx(sizes, r["isotropic"]["rank"], "-s", label="σ²I")
+    right.semilogx(sizes, r["isotropic"]["rank_laplace"], "-o", color="C0", label="covariance -H⁻¹")
+    right.semilogx(sizes, r["standardised"]["rank"], "--s", color="C2", label="σ²I, standardised inputs")
+    right.semilogx(sizes, r["isotropic"]["rank"], "-s", color="C1", label="σ²I")
     right.set(xlabel="labels n", ylabel="rank correlation of perturb-theta with U", ylim=(-1.05, 1.05))
 
 
@@ -59,11 +59,11 @@ def of_exchange(r: dict[str, Any], left: Any, right: Any) -> None:
 
 def of_vanishing(r: dict[str, Any], left: Any, right: Any) -> None:
     """Scores at known points as training goes on, and scores of inputs ever further away."""
-    for name, marker in (("ungrad", "^"), ("regrad", "s"), ("exgrad", "o")):
+    for name, marker in (("exgrad", "o"), ("regrad", "s"), ("ungrad", "^")):
         left.loglog(vanishing.STEPS, r["training"][name], f"-{marker}", label=name)
     left.set(xlabel="training steps", ylabel="median score at fresh known points")
     shown = [i for i, value in enumerate(r["far"]["exgrad"]) if value > 1e-60]
-    for name, marker in (("regrad", "s"), ("exgrad", "o")):
+    for name, marker in (("exgrad", "o"), ("regrad", "s")):
         right.loglog(
             [vanishing.DISTANCES[i] for i in shown], [r["far"][name][i] for i in shown], f"-{marker}", label=name
         )
