@@ -115,9 +115,10 @@ def growing_data(sizes: tuple[int, ...] = SIZES, datasets: int = 6) -> dict[str,
 
     `laplace` is the total variation between posterior and Laplace Gaussian, `density` the largest difference between
     their densities, sup_θ |p(θ|D) - N(θ; θ*, -H⁻¹)|; `gap` is the relative error of U under the Laplace Gaussian and
-    `level` is U itself, both averaged over the probes.
+    `level` is U itself, both averaged over the probes; `rank` is the least Spearman correlation of the two U in any of
+    the datasets.
     """
-    rows: dict[str, list[float]] = {"laplace": [], "density": [], "gap": [], "level": []}
+    rows: dict[str, list[float]] = {"laplace": [], "density": [], "gap": [], "level": [], "rank": []}
     for size in sizes:
         found = [fitted(size, seed) for seed in range(datasets)]
         exact = torch.stack([uncertainty(f, f.exact, PROBES) for f in found])
@@ -126,6 +127,7 @@ def growing_data(sizes: tuple[int, ...] = SIZES, datasets: int = 6) -> dict[str,
         rows["density"].append(sum(float((f.exact - f.laplace).abs().max()) / f.cell() for f in found) / datasets)
         rows["gap"].append(float(((laplace - exact).abs() / exact).mean()))
         rows["level"].append(float(exact.mean()))
+        rows["rank"].append(min(rank_agreement(a, b) for a, b in zip(laplace, exact, strict=True)))
     return rows
 
 
@@ -135,9 +137,13 @@ def isotropic(
     """The best that N(θ*, σ²I) can do at each size: its total variation, its σ, and how it ranks the probes by U.
 
     `rank` is Spearman's correlation between the exact U and `perturb-theta` at that σ; `rank_laplace` is the same for
-    noise of covariance -H⁻¹.
+    noise of covariance -H⁻¹. `place` is where the middle of the data comes in the order by exact U, from the lowest,
+    and `place_equal` in that by `perturb-theta`.
     """
-    rows: dict[str, list[float]] = {"distance": [], "sigma": [], "rank": [], "rank_laplace": []}
+    rows: dict[str, list[float]] = {
+        key: [] for key in ("distance", "sigma", "rank", "rank_laplace", "place", "place_equal")
+    }
+    middle = int((PROBES[:, 1] == 2.5).nonzero())
     for size in sizes:
         found = fitted(
             size, seed, view=view, span=18, side=241
@@ -149,7 +155,10 @@ def isotropic(
         exact = uncertainty(found, found.exact, probes)
         rows["distance"].append(tv)
         rows["sigma"].append(sigma)
-        rows["rank"].append(rank_agreement(by_perturbation(found, probes, sigma, draws), exact))
+        equal = by_perturbation(found, probes, sigma, draws)
+        rows["rank"].append(rank_agreement(equal, exact))
+        rows["place"].append(1 + int((exact < exact[middle]).sum()))
+        rows["place_equal"].append(1 + int((equal < equal[middle]).sum()))
         rows["rank_laplace"].append(rank_agreement(by_perturbation(found, probes, None, draws), exact))
     return rows
 
