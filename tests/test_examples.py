@@ -11,6 +11,7 @@ SAYS = {"quickstart.py": "AUROC", "theory.py": "Proposition 4"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the checks of shapes that the tests switch on make thousands of small calls slow
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [name])
