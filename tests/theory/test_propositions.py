@@ -7,7 +7,7 @@ import torch
 from propositions import bound, exchange, posterior, vanishing
 from torch import Tensor, nn
 
-SIZES = (96, 384, 1536, 6144)
+SIZES = (96, 384, 1536)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def models() -> tuple[dict[str, nn.Module], Tensor]:
 class TestNoiseOnTheWeightsAndThePosterior:
     def test_the_laplace_gaussian_nears_the_posterior_as_one_over_root_n(self, growing: dict[str, list[float]]) -> None:
         assert posterior.slope(SIZES, growing["laplace"]) == pytest.approx(-0.5, abs=0.08)
-        assert growing["laplace"][-1] < 0.008
+        assert growing["laplace"][-1] < 0.015
 
     def test_its_uncertainty_is_right_to_one_over_n(self, growing: dict[str, list[float]]) -> None:
         assert posterior.slope(SIZES, growing["gap"]) == pytest.approx(-1.0, abs=0.15)
@@ -40,7 +40,7 @@ class TestNoiseOnTheWeightsAndThePosterior:
     def test_perturb_theta_is_the_laplace_quantity_when_its_noise_has_that_covariance(self) -> None:
         found = posterior.fitted(1536, 0)
         exact = posterior.uncertainty(found, found.laplace, posterior.PROBES)
-        drawn = posterior.by_perturbation(found, posterior.PROBES, None, draws=400)
+        drawn = posterior.by_perturbation(found, posterior.PROBES, None, draws=250)
         assert float(((drawn - exact) / exact).abs().mean()) < 0.15
 
     def test_equal_noise_on_all_weights_never_becomes_the_posterior(self) -> None:
@@ -175,7 +175,7 @@ class TestGradientNormsBoundPerturbations:
     def test_the_bound_holds_for_small_noise_and_is_of_another_order(
         self, models: tuple[dict[str, nn.Module], Tensor], name: str
     ) -> None:
-        found = bound.sweep(models[0][name], models[1], (0.001, 0.01), draws=50)
+        found = bound.sweep(models[0][name], models[1], (0.001, 0.01), draws=30)
         assert found["broken"] == [0, 0]
         assert found["worst"][0] < 0.001
         assert found["share"][1] / found["share"][0] == pytest.approx(10, rel=0.2), "σ² against σ"
@@ -208,7 +208,7 @@ class TestGradientNormsBoundPerturbations:
         torch.testing.assert_close(bound.gradient_scores(model, x)["trace"][0], curvature, rtol=1e-9, atol=0)
 
     def test_perturb_theta_nears_that_trace_as_noise_shrinks(self) -> None:
-        found = bound.sweep(bound.networks()["tanh network"], bound.digits()[0][:3], (0.001,), draws=250)
+        found = bound.sweep(bound.networks()["tanh network"], bound.digits()[0][:3], (0.001,), draws=200)
         assert found["second"][0] == pytest.approx(1, abs=0.1)
         assert found["forward"][0] == pytest.approx(1, abs=0.1)
 
