@@ -9,6 +9,7 @@ Weights are random, so that nothing is downloaded; yours come from `from_pretrai
 # %% A vision transformer of Hugging Face: its output has `.logits`, and that is all that is asked.
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
@@ -17,7 +18,7 @@ import qualms
 from qualms.models import load_model
 
 torch.manual_seed(0)
-small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 vit = ViTForImageClassification(ViTConfig(**small, image_size=32, patch_size=8, num_labels=10))
 images = torch.rand(4, 3, 32, 32)
 print("a vision transformer:", qualms.score(vit, {"pixel_values": images}))

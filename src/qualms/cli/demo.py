@@ -10,7 +10,7 @@ import typer
 from qualms.cli.options import Json, Seed, telling
 from qualms.demo import evaluate, prepare
 from qualms.report.page import write_page
-from qualms.report.tables import content_table, left_out
+from qualms.report.tables import glance_table, left_out
 
 
 def demo(
@@ -32,6 +32,6 @@ def demo(
         typer.echo(json.dumps({"page": str(page), **content.about, "methods": content.methods}))
     else:
         typer.echo("\n".join(f"{name}: {value}" for name, value in content.about.items()))
-        typer.echo(f"\n{content_table(content)}\n\n{left_out(reasons)}\n\nThe page: {page.resolve()}")
+        typer.echo(f"\n{glance_table(content)}\n\n{left_out(reasons)}\n\nThe page: {page.resolve()}")
     if open_page:
         webbrowser.open(page.resolve().as_uri())

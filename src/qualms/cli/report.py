@@ -53,14 +53,14 @@ def report(
     channels, pixels = known.pixels.shape[1:3]
     others = [images.subset(count or None).fitted(channels, pixels) for images in others]
     wanted, reasons = usable(network, known, chosen(methods, inside), train)
-    engine = definite(network, known, wanted, engine)
+    used = definite(network, known, wanted, engine)
     groups = []
     with (
         Rows(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
         telling() as tell,
     ):
         for images in (known, *others):
-            found = scored(network, images, wanted, kept, seed=seed, engine=engine, train=train, tell=tell)
+            found = scored(network, images, wanted, kept, seed=seed, engine=used, train=train, tell=tell)
             labels = found.labels if images is known else None
             groups.append(Group(images.name, images, found.scores, found.predicted, labels))
     about = {"Network": network.name, "Images": f"{len(known)} of each dataset at most", "Seed": str(seed)}

@@ -6,6 +6,8 @@ from typing import Any
 
 from qualms.errors import QualmsError
 from qualms.methods.registry import parse
+from qualms.report.content import Content
+from qualms.report.numbers import at_a_glance
 from qualms.tasks.paper import ACTIVE, OOD, RAULC, RUNTIME, SWEEPS, VIT, paper_methods, paper_row
 from qualms.tasks.rows import Row
 
@@ -86,6 +88,17 @@ def runtime_table(rows: Iterable[Row]) -> str:
     ]
     head = ["method", "time, Entropy = 1", "seconds", "paper's, Entropy = 1 (ResNet-18, CIFAR-10)"]
     return f"{found[0]['n']} images\n\n{markdown(head, lines)}" if found else ""
+
+
+def glance_table(content: Content) -> str:
+    """Every method of a report: AUROC/AUPR of each unknown group in percent, rAULC, and cost in forward passes."""
+    head = ["method", *(f"{group.name}, AUROC/AUPR" for group in content.unknown), "rAULC", "forward passes"]
+    lines = []
+    for judged in at_a_glance(content):
+        pairs = [f"{100 * a.value:.1f}/{100 * p:.1f}" for a, p in zip(judged.auroc, judged.aupr, strict=True)]
+        cost = f"{judged.cost:.1f}" if isinstance(judged.cost, (int, float)) else str(judged.cost or "")
+        lines.append([judged.method, *pairs, "" if judged.raulc is None else f"{judged.raulc.value:.3f}", cost])
+    return markdown(head, lines)
 
 
 def networks(rows: Iterable[Row]) -> str:
