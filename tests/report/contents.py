@@ -48,7 +48,7 @@ def full(known: str = "digits", title: str = "A report") -> Content:
     random = np.random.default_rng(0)
     layers = Layers(
         ["conv1", "conv2", "fc"],
-        random.uniform(0, 1, (40, 3)) * [1, 2, 5],
+        (random.uniform(0, 1, (40, 3)) * [1, 2, 5]).astype(np.float32),  # as gradients are
         [known] * 25 + ["letters"] * 15,
         np.concatenate([np.arange(25), np.arange(15)]),
     )

@@ -20,7 +20,7 @@ from qualms.report.gallery import png
 from qualms.report.page import packed, write_page
 from tests.report.contents import NASTY, bare, full, group
 
-VOID = {"meta", "link", "input", "br", "img"}
+VOID = {"meta", "link", "input", "br", "wbr", "img"}
 Write = Callable[[Content], "Page"]
 
 

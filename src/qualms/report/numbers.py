@@ -135,8 +135,9 @@ class LayerShares:
 
 def layer_shares(content: Content, layers: Layers, most: int = COLUMNS) -> list[LayerShares]:
     """For each group that the layers tell of; beyond `most` inputs, every so manieth by the first method's score."""
-    total = layers.contributions.sum(1, keepdims=True)
-    shares = np.divide(layers.contributions, total, out=np.zeros_like(layers.contributions), where=total > 0)
+    contributions = layers.contributions.astype(np.float64)
+    total = contributions.sum(1, keepdims=True)
+    shares = np.divide(contributions, total, out=np.zeros_like(contributions), where=total > 0)
     found = []
     for group in content.groups:
         rows = np.array([i for i, name in enumerate(layers.groups) if name == group.name], dtype=np.int64)
