@@ -19,12 +19,12 @@ from qualms.models import load_model
 
 torch.manual_seed(0)
 small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-vit = ViTForImageClassification(ViTConfig(**small, image_size=32, patch_size=8, num_labels=10))
+vit = ViTForImageClassification(ViTConfig(**small, image_size=32, patch_size=8))  # two classes, its default
 images = torch.rand(4, 3, 32, 32)
 print("a vision transformer:", qualms.score(vit, {"pixel_values": images}))
 
 # %% A text classifier: token ids cannot be perturbed, so smoothing perturbs their embeddings.
-bert = BertForSequenceClassification(BertConfig(**small, vocab_size=100, num_labels=3))
+bert = BertForSequenceClassification(BertConfig(**small, vocab_size=100))
 batch = {"input_ids": torch.randint(0, 100, (4, 7)), "attention_mask": torch.ones(4, 7, dtype=torch.long)}
 print("a text classifier:", qualms.score(bert, batch))
 

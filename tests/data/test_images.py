@@ -1,10 +1,13 @@
 """Images in memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import qualms
-from qualms.data import Images
+from qualms.data import Images, load
+from tests.data.layouts import write_folder
 
 
 def images(count: int = 20, channels: int = 3, size: int = 8) -> Images:
@@ -104,3 +107,12 @@ def test_errors() -> None:
         images().fitted(2, 8)
     with pytest.raises(qualms.QualmsError, match="resized to 0 pixels"):
         images().fitted(3, 0)
+
+
+def test_files_keep_their_names_through_every_choice(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    images = load("things", tmp_path)
+    assert len(images.ids) == len(images)
+    assert images.take(slice(1, None)).ids == images.ids[1:]
+    order = torch.tensor([2, 0])
+    assert images.take(order).ids == (images.ids[2], images.ids[0])

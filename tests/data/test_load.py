@@ -83,11 +83,11 @@ def test_digits_need_no_file(tmp_path: Path) -> None:
 
 def test_the_catalogue_agrees_with_itself() -> None:
     assert set(DATASETS) == {
-        "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "omniglot", "lsun", "digits",
+        "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "omniglot", "lsun", "digits", "letters", "photos",
     }  # fmt: skip
     for name, dataset in DATASETS.items():
         assert len(dataset.normalisation.mean) == dataset.channels, name
-        assert "http" in dataset.get or name == "digits"
+        assert "http" in dataset.get or name in ("digits", "letters", "photos")
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,30 @@ def test_importing_needs_no_package_of_the_extra() -> None:
                 module = node.names[0].name if isinstance(node, ast.Import) else str(node.module)
                 known = {*sys.stdlib_module_names, "jaxtyping", "numpy", "qualms", "torch"}
                 assert module.split(".")[0] in known, (file.name, module)
+
+
+@pytest.mark.parametrize(("name", "count", "shape"), [("letters", 208, (1, 28, 28)), ("photos", 260, (3, 32, 32))])
+def test_letters_and_photos_need_no_file(tmp_path: Path, name: str, count: int, shape: tuple[int, ...]) -> None:
+    train, test = (load(name, tmp_path, split) for split in ("train", "test"))
+    assert tuple(train.pixels.shape) == tuple(test.pixels.shape) == (count, *shape)
+    assert test.labels is not None
+    assert int(test.labels.max()) + 1 == len(test.classes) == DATASETS[name].classes
+    seen = {bytes(image.numpy()) for image in train.pixels.flatten(1)}
+    again = [bytes(image.numpy()) in seen for image in test.pixels.flatten(1)]
+    assert sum(again) <= (4 if name == "letters" else 0)  # a small l may look like a larger one
+
+
+def test_letters_are_bright_on_dark_and_in_the_middle(tmp_path: Path) -> None:
+    letters = load("letters", tmp_path).pixels.double()[:, 0]
+    assert float(letters[:, 0, 0].max()) == 0
+    places = torch.arange(28.0).double()
+    centre = (letters.sum(1) * places).sum(1) / letters.sum((1, 2))
+    assert float((centre - 13.5).abs().max()) < 4
+
+
+def test_photos_are_patches_as_they_stand_in_the_photograph(tmp_path: Path) -> None:
+    from sklearn.datasets import load_sample_image
+
+    china = load_sample_image("china.jpg")
+    train = load("photos", tmp_path, "train")
+    np.testing.assert_array_equal(train.pixels[0].permute(1, 2, 0).numpy(), china[:32, :32])

@@ -12,6 +12,8 @@ from qualms.demo import evaluate, prepare
 from qualms.report.page import write_page
 from qualms.report.tables import glance_table, left_out
 
+RESAMPLES = 200  # for the intervals: enough for a picture, in seconds
+
 
 def demo(
     out: Annotated[Path, typer.Option(help="The page.")] = Path("demo/report.html"),
@@ -27,11 +29,11 @@ def demo(
     """
     with telling() as tell:
         content, reasons = evaluate(prepare(seed, tell), seed, tell)
-    page = write_page(content, out)
+    page = write_page(content, out, resamples=RESAMPLES)
     if json_lines:
         typer.echo(json.dumps({"page": str(page), **content.about, "methods": content.methods}))
     else:
         typer.echo("\n".join(f"{name}: {value}" for name, value in content.about.items()))
-        typer.echo(f"\n{glance_table(content)}\n\n{left_out(reasons)}\n\nThe page: {page.resolve()}")
+        typer.echo(f"\n{glance_table(content, RESAMPLES)}\n\n{left_out(reasons)}\n\nThe page: {page.resolve()}")
     if open_page:
         webbrowser.open(page.resolve().as_uri())

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float
@@ -44,6 +45,7 @@ class Judged:
         return statistics.fmean(m.value for m in self.auroc) if self.auroc else None
 
 
+@lru_cache(maxsize=1)  # a table and a page of the same content share it
 def at_a_glance(content: Content, resamples: int = 1000) -> list[Judged]:
     """Every method, the best mean AUROC first; without unknown groups the best rAULC first."""
     found = [_judged(content, method, resamples) for method in content.methods]

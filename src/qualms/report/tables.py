@@ -90,11 +90,11 @@ def runtime_table(rows: Iterable[Row]) -> str:
     return f"{found[0]['n']} images\n\n{markdown(head, lines)}" if found else ""
 
 
-def glance_table(content: Content) -> str:
+def glance_table(content: Content, resamples: int = 1000) -> str:
     """Every method of a report: AUROC/AUPR of each unknown group in percent, rAULC, and cost in forward passes."""
     head = ["method", *(f"{group.name}, AUROC/AUPR" for group in content.unknown), "rAULC", "forward passes"]
     lines = []
-    for judged in at_a_glance(content):
+    for judged in at_a_glance(content, resamples):
         pairs = [f"{100 * a.value:.1f}/{100 * p:.1f}" for a, p in zip(judged.auroc, judged.aupr, strict=True)]
         cost = f"{judged.cost:.1f}" if isinstance(judged.cost, (int, float)) else str(judged.cost or "")
         lines.append([judged.method, *pairs, "" if judged.raulc is None else f"{judged.raulc.value:.3f}", cost])

@@ -1,0 +1,168 @@
+"""The commands for a user's own images: score, report, demo, and those that tell what there is."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import qualms
+from qualms.cli import doctor as doctor_module
+from qualms.data import DATASETS, load
+from qualms.models import load_model
+from tests.cli.test_commands import run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QUALMS_DATA", raising=False)
+    torch.manual_seed(0)
+    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
+    (tmp_path / "pictures").mkdir()
+    for i, image in enumerate(load("digits").pixels[:6]):
+        Image.fromarray(image[0].numpy()).save(tmp_path / "pictures" / f"{i:02d}.png")
+    return tmp_path
+
+
+def own(*more: str) -> tuple[str, ...]:
+    return ("--model", "digits-cnn", "--weights", "weights.pt", "--mean", "0.3053", "--std", "0.376", *more)
+
+
+def test_scores_of_a_folder_are_those_of_the_library(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = ("--methods", "regrad+layers(0.2)+smooth(0.02,4),entropy", "--out", "out/scores.csv")
+    assert run(monkeypatch, "score", "pictures", *own(), *methods) == 0
+    with open(here / "out" / "scores.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == [f"{i:02d}.png" for i in range(6)]
+    model, normalisation = load_model("digits-cnn", "weights.pt"), DATASETS["digits"].normalisation
+    x = normalisation.apply(load("digits").pixels[:6])
+    smooth = qualms.Smoothing(0.02 / 0.376, 4)
+    want = qualms.compare(
+        model,
+        x,
+        {"a": type(qualms.methods()[0])(layers=0.2, smooth=smooth), "b": "entropy"},  # type: ignore[call-arg]
+    )
+    have = [[float(row[name]) for row in rows] for name in ("regrad+layers(0.2)+smooth(0.02,4)", "entropy")]
+    np.testing.assert_allclose(have[0], want["a"].numpy(), rtol=1e-3)
+    np.testing.assert_allclose(have[1], want["b"].numpy(), rtol=1e-4)
+    probs = model(x).softmax(1)
+    assert [int(row["prediction"]) for row in rows] == probs.argmax(1).tolist()
+    np.testing.assert_allclose([float(row["confidence"]) for row in rows], probs.max(1).values.tolist(), rtol=1e-4)
+
+
+def test_scores_can_be_parquet_or_json_and_come_from_arrays(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow.parquet
+
+    np.savez(here / "some.npz", x=load("digits").pixels[:3, 0].numpy())
+    assert run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--out", "scores.parquet")) == 0
+    table = pyarrow.parquet.read_table(here / "scores.parquet").to_pydict()
+    assert list(table) == ["id", "prediction", "confidence", "gen"]
+    assert table["id"] == [0, 1, 2]
+    capsys.readouterr()
+    assert run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--json")) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["gen"] for row in rows] == table["gen"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("score", "pictures", *own("--out", "scores.xlsx")), "name a .csv or .parquet file"),
+        (("score", "nowhere", *own()), "nowhere is neither a dataset"),
+        (("score", "pictures", "--model", "digits-cnn"), "digits-cnn has no weights"),
+        (("score", "pictures", "--model", "digits-cnn", "--weights", "weights.pt"), "pass --mean and --std"),
+        (("score", "pictures", *own("--methods", "ensemble")), "ensemble needs several models"),
+        (
+            ("report", "--id", "digits", "--weights", "weights.pt", "--cycles", "none.jsonl"),
+            "none.jsonl cannot be read",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
+    assert run(monkeypatch, *words) == 1
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_methods_lists_the_registry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "methods") == 0
+    out = capsys.readouterr().out
+    assert all(f"| {method.name} " in out for method in qualms.methods())
+    assert run(monkeypatch, "methods", "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["name"] for row in rows] == [method.name for method in qualms.methods()]
+
+
+def test_doctor_says_what_is_there_and_what_is_not(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert run(monkeypatch, "doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    states = {row["package"]: row["state"] for row in found["packages"]}
+    assert states["pyarrow"] == "missing"
+    assert states["torch"] == torch.__version__
+    assert found["a score"] == "works"
+    assert {row["dataset"]: row["state"] for row in found["datasets"]}["digits"] == "360"
+
+
+def test_doctor_fails_when_scores_do(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(doctor_module, "score", broken)
+    assert run(monkeypatch, "doctor") == 1
+    assert "a score: fails: no kernel" in capsys.readouterr().out
+
+
+def test_a_report_keeps_its_scores_where_bench_finds_them(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = (
+        "--id",
+        "digits",
+        "--ood",
+        "letters",
+        "--weights",
+        "weights.pt",
+        "--count",
+        "40",
+        "--methods",
+        "regrad,msp",
+    )
+    assert run(monkeypatch, "report", *common, "--out", "page.html") == 0
+    page = (here / "page.html").read_text()
+    assert all(word in page for word in ("What digits-cnn does not know", "letters", "regrad", "Layers"))
+    (rows,) = (here / "runs").glob("*.jsonl")
+    before = [line for line in rows.read_text().splitlines() if '"scores"' in line]
+    assert run(monkeypatch, "bench", "ood", *common) == 0
+    assert [line for line in rows.read_text().splitlines() if '"scores"' in line] == before
+
+
+@pytest.mark.slow
+def test_the_demo_writes_a_page_and_a_table(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "demo") == 0
+    out = capsys.readouterr().out
+    rows = {line.split("|")[1].strip(): line for line in out.splitlines() if line.startswith("| ")}
+    left_out = {"mc-dropout", "mc-batchnorm"}
+    assert {method.name for method in qualms.methods()} - left_out <= set(rows)
+    assert "- mc-dropout: the model has no dropout layer" in out
+    known_well = float(rows["regrad+layers+smooth"].split("|")[2].split("/")[0])
+    assert known_well > 80
+    page = here / "demo" / "report.html"
+    assert f"The page: {page}" in out
+    assert page.stat().st_size > 1e6
