@@ -12,9 +12,9 @@ demo: $(INSTALLED)
 	$(BIN)/qualms demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not data and not browser and not ray"
 
-# What CI runs: also the slow tests, and those on real data where QUALMS_DATA names its folder.
+# What CI runs: also the slow tests, those in a browser, and those on real data where QUALMS_DATA names its folder.
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2
 

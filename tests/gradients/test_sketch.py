@@ -27,7 +27,9 @@ DIRECTIONS = ("classes", "uniform")
 BY_DIFFERENCES = {"weight-norm", "hidden-from-function-modes"}  # no forward-mode rule
 
 
-@pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
+@pytest.mark.parametrize(
+    "smoothing", [None, pytest.param(SMOOTHINGS["smoothed"], marks=pytest.mark.slow)], ids=list(SMOOTHINGS)
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Smoothing | None) -> None:
     model, x = case.make()

@@ -40,7 +40,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("engine", ["exact", "reference", qualms.Sketch(2)], ids=["exact", "reference", "sketch"])
+@pytest.mark.parametrize(
+    "engine",
+    ["exact", "reference", pytest.param(qualms.Sketch(2), marks=pytest.mark.slow)],
+    ids=["exact", "reference", "sketch"],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_changes(case: Case, engine: str | qualms.Sketch) -> None:
     model, x = case.make()

@@ -46,6 +46,7 @@ def report(
 
         qualms report --id cifar10 --ood svhn --model cifar10-resnet20 --methods regrad+layers+smooth,energy --open
     """
+    curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
     name = model or PUBLISHED.get(inside, "")
     network = subject(inside, name, weights, root, mean, std, size, device_of(device), random=False)
     whole, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, size)
@@ -73,7 +74,7 @@ def report(
         about=about,
         costs={label: method.cost for label, method in wanted.items()},
         layers=layers_of(network, groups),
-        cycles=[row for row in read(cycles) if row.get("row") == "cycle"] if cycles else [],
+        cycles=curves,
     )
     page = write_page(content, out)
     typer.echo("\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part))

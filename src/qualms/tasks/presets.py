@@ -78,8 +78,9 @@ CPU = Preset(
         "images for LA; MNIST and SVHN CNNs trained for 3 epochs; ResNet-20 and -56 in place of -18 and -152, with "
         "published weights where the folder `weights` has them, else trained for 3 epochs on 5000 images; a ViT of 4 "
         "blocks, 5 epochs on 5000 images, 64 test images of each dataset; active learning with 3 cycles, at most 20 "
-        "epochs of batches of 32 (MNIST: 200 epochs), 500 images to validate on, a pool of 500 (MNIST: 1000), a start "
-        "of 500 and 100 more a cycle for CIFAR-100, 2000 test images and 4 methods"
+        "epochs of batches of 32 (MNIST: 200 epochs), 500 images to validate on, a pool of 500 (MNIST: 1000), 2000 "
+        "test images and 4 methods, and for CIFAR-100 500 images to start with and 100 more in each cycle instead of "
+        "1000 and 500"
     ),
     seeds=(0,),
     smooth=Smoothing(SIGMA),
