@@ -11,18 +11,10 @@ import json
 import os
 from pathlib import Path
 
-import torch
-
-from qualms.data import load
-from qualms.models import load_model
-from qualms.models.zoo import IMAGENET
-from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table, runtime_table
-from qualms.tasks.network import Network
-from qualms.tasks.paper import paper_methods
+from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table
 from qualms.tasks.presets import PRESETS
 from qualms.tasks.reproduce import TABLES, Place
-from qualms.tasks.rows import Row, Rows
-from qualms.tasks.runtime import runtime
+from qualms.tasks.rows import Row
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
@@ -34,16 +26,6 @@ TITLES = {
     "table5": "λ and σ (table 5)",
     "vit": "A vision transformer",
 }
-TIMED = 32  # images; the paper times 1000
-
-
-def timed(root: Path, out: Path) -> list[Row]:
-    """Each method on a ResNet-18, as the paper times them; random weights, as the time does not depend on them."""
-    torch.manual_seed(0)
-    network = Network("resnet18", load_model("resnet18"), IMAGENET)
-    images, train = load("cifar10", root).subset(TIMED), load("cifar10", root, "train").subset(256)
-    with Rows(out / "runtime-resnet18.jsonl", network.about) as rows:
-        return list(runtime(network, images, paper_methods("cifar10"), rows, train=train, rounds=3))
 
 
 def section(table: str, rows: list[Row]) -> str:
@@ -72,13 +54,10 @@ def main() -> None:
     preset, root = PRESETS[chosen.preset], Path(os.environ["QUALMS_DATA"])
     place = Place(root, chosen.out / chosen.preset)
     found = {table: list(make(preset, place)) for table, make in TABLES.items()}
-    times = timed(root, place.out)
     lines = [json.dumps({"table": table, **row}) for table, rows in found.items() for row in rows]
-    lines += [json.dumps({"table": "runtime", **row}) for row in times]
     (HERE / "results" / f"tables-{preset.name}.jsonl").write_text("\n".join(lines).replace(str(root), "data") + "\n")
     cuts = f"Preset `{preset.name}`, seeds {', '.join(map(str, preset.seeds))}. What it cuts: {preset.cuts}."
-    speed = "## Runtime\n\n`qualms bench runtime --id cifar10 --model resnet18` times one network in this way.\n\n"
-    parts = [cuts, *(section(table, rows) for table, rows in found.items()), speed + runtime_table(times)]
+    parts = [cuts, *(section(table, rows) for table, rows in found.items())]
     fill(PAGE, "\n\n".join(parts).replace(str(root), "data"))
 
 
