@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,45 @@ def test_debug_shows_where_it_happened(here: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", ["qualms", "--debug", "reproduce", "table9"])
     with pytest.raises(ValueError, match="table9"):
         main()
+
+
+def test_a_defect_is_told_in_one_sentence_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from qualms.cli import methods
+
+    def broken() -> None:
+        raise RuntimeError("a nut\nand a bolt")
+
+    monkeypatch.setattr(methods, "registry", broken)
+    assert run(monkeypatch, "methods") == 3
+    assert capsys.readouterr().err == "qualms: something went wrong, RuntimeError: a nut; --debug shows where.\n"
+    assert run(monkeypatch, "methods", "--no-such-option") == 2
+
+
+def test_on_a_terminal_bars_tell_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from qualms.cli import options
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with options.telling() as tell:
+        assert tell is not None
+        for i in range(1, 4):
+            tell("images scored", i, 9)
+            time.sleep(0.15)
+    assert "images scored" in screen.getvalue()
+    assert "3/9" in screen.getvalue()
+    assert re.search(r"\d/s", screen.getvalue())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with options.telling() as tell:
+        assert tell is None
 
 
 def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

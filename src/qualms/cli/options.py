@@ -10,7 +10,17 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from qualms.errors import QualmsError
 from qualms.training.fit import Tell
@@ -41,14 +51,25 @@ def listed(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
+class Rate(ProgressColumn):
+    """How many are done in a second."""
+
+    def render(self, task: Task) -> Text:
+        """Nothing until that can be told."""
+        return Text(
+            "" if not task.speed else f"{task.speed:.1f}/s" if task.speed >= 1 else f"{1 / task.speed:.0f} s each"
+        )
+
+
 @contextmanager
 def telling() -> Iterator[Tell | None]:
     """A bar for each kind of work, on a terminal; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+    done = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (Rate(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*done, *times, console=Console(stderr=True), transient=True) as progress:
         bars: dict[str, int] = {}
 
         def tell(what: str, done: int, total: int) -> None:

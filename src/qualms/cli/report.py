@@ -1,5 +1,6 @@
 """`qualms report`: one page about a network, its data and the methods."""
 
+import json
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qualms.cli.bench import chosen, rows_file, test_images, training_images
-from qualms.cli.options import Device, Root, Seed, device_of, listed, telling
+from qualms.cli.options import Device, Json, Root, Seed, device_of, listed, telling
 from qualms.cli.subject import PUBLISHED, subject
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
@@ -39,6 +40,7 @@ def report(
     root: Root = None,
     seed: Seed = 0,
     device: Device = "auto",
+    json_lines: Json = False,
 ) -> None:
     """Write a page that works offline: methods compared, histograms, curves, a threshold to move, images, layers.
 
@@ -77,6 +79,9 @@ def report(
         cycles=curves,
     )
     page = write_page(content, out)
-    typer.echo("\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part))
+    if json_lines:
+        typer.echo(json.dumps({"page": str(page), **about, "methods": content.methods, "left out": reasons}))
+    else:
+        typer.echo("\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part))
     if open_page:
         webbrowser.open(page.resolve().as_uri())

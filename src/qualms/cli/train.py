@@ -1,5 +1,6 @@
 """`qualms train`: one of the paper's networks by the paper's recipe."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from qualms.cli.options import Device, Root, Seed, device_of, telling
+from qualms.cli.options import Device, Json, Root, Seed, device_of, telling
 from qualms.data import DATASETS, load
 from qualms.errors import QualmsError
 from qualms.models import load_model
@@ -33,6 +34,7 @@ def train(
     root: Root = None,
     seed: Seed = 0,
     device: Device = "auto",
+    json_lines: Json = False,
 ) -> None:
     """Train a network by the paper's recipe; the best epoch on validation images is kept.
 
@@ -58,6 +60,10 @@ def train(
     with telling() as tell:
         fitted = fit(network, images, recipe, normalisation, seed=seed, checkpoint=file, about=about, tell=tell)
     share = Network(name, network, normalisation).accuracy(test)
+    if json_lines:
+        row = {"network": name, "data": data, "accuracy": share, "test_images": len(test), "weights": str(file)}
+        typer.echo(json.dumps({**row, "best_epoch": fitted.best_epoch, "epochs": fitted.history}))
+        return
     typer.echo(
         f"{name} on {data}: {100 * share:.2f} % of {len(test)} test images right after epoch {fitted.best_epoch} of "
         f"{recipe.epochs} (validation: {100 * fitted.validation_accuracy:.2f} %). Weights: {file}"
