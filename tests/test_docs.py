@@ -53,6 +53,8 @@ def test_every_link_between_pages_leads_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
+            if page.is_relative_to(ROOT / "docs"):  # the site has nothing else
+                assert (page.parent / target).resolve().is_relative_to(ROOT / "docs"), (page.name, target)
 
 
 def test_the_methods_page_lists_every_method() -> None:
