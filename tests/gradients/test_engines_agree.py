@@ -12,7 +12,7 @@ SMOOTHINGS = {"plain": None, "smoothed": qualms.Smoothing(0.1, draws=3)}
 
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
-@pytest.mark.parametrize("norm", ["l2", "l1"])
+@pytest.mark.parametrize("norm", ["l2", pytest.param("l1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_equals_reference(case: Case, norm: str, smoothing: qualms.Smoothing | None) -> None:
     model, x = case.make()

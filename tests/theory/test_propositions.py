@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 SIZES = (96, 384, 1536)
 
+pytestmark = pytest.mark.slow  # half a minute
+
 
 @pytest.fixture(scope="module")
 def growing() -> dict[str, list[float]]:
