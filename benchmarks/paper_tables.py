@@ -1,6 +1,6 @@
 """The paper's tables beside ours, on the real datasets: runs every `qualms reproduce` and fills docs/results.md.
 
-    QUALMS_DATA=folder python benchmarks/paper_tables.py [--preset cpu] [--out runs]
+    QUALMS_DATA=folder python benchmarks/paper_tables.py [--preset cpu] [--out runs] [--tables table1,table2]
 
 What is on disk in `runs` is not computed again, so a killed run goes on, and a complete one only writes the page. The
 measured rows, without the scores of single images, go to `results/tables-PRESET.jsonl`.
@@ -48,16 +48,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
     parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--tables", default=",".join(TABLES), help="which ones the page gets")
     chosen = parser.parse_args()
     if "QUALMS_DATA" not in os.environ:
         raise SystemExit("QUALMS_DATA is not set: name the folder with the datasets and checkpoints in it.")
     preset, root = PRESETS[chosen.preset], Path(os.environ["QUALMS_DATA"])
     place = Place(root, chosen.out / chosen.preset)
-    found = {table: list(make(preset, place)) for table, make in TABLES.items()}
+    found = {table: list(TABLES[table](preset, place)) for table in chosen.tables.split(",")}
     lines = [json.dumps({"table": table, **row}) for table, rows in found.items() for row in rows]
     (HERE / "results" / f"tables-{preset.name}.jsonl").write_text("\n".join(lines).replace(str(root), "data") + "\n")
     cuts = f"Preset `{preset.name}`, seeds {', '.join(map(str, preset.seeds))}. What it cuts: {preset.cuts}."
-    parts = [cuts, *(section(table, rows) for table, rows in found.items())]
+    missing = [f"`{table}`" for table in TABLES if table not in found]
+    not_run = f"Not run for this page: {', '.join(missing)}." if missing else ""
+    parts = [part for part in (cuts, not_run, *(section(table, rows) for table, rows in found.items())) if part]
     fill(PAGE, "\n\n".join(parts).replace(str(root), "data"))
 
 
