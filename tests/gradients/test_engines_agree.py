@@ -31,6 +31,7 @@ def assert_norms_equal(have: Tensor, want: Tensor) -> None:
     assert ((have - want).abs() <= 1e-9 * want + rounding).all(), float(((have - want).abs() / want).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_batch_size_does_not_matter(case: Case) -> None:
     model, x = case.make()
