@@ -17,8 +17,9 @@ from qualms.report.layers import layers_of
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import Tell, scored, usable
+from qualms.tasks.scoring import scored, usable
 from qualms.training import RECIPES, fit
+from qualms.training.fit import Tell
 
 KNOWN = 7  # the digits 0 to 6 are learnt
 SIZE = 16

@@ -10,7 +10,24 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from qualms.cli.options import Device, Json, Root, Seed, device_of, listed, telling
+from qualms.cli.options import (
+    Chosen,
+    Count,
+    Device,
+    Engine,
+    Inside,
+    Json,
+    Mean,
+    Published,
+    Root,
+    Seed,
+    Size,
+    Std,
+    Weights,
+    device_of,
+    listed,
+    telling,
+)
 from qualms.cli.subject import PUBLISHED, subject
 from qualms.data import DATASETS, Images, load
 from qualms.errors import QualmsError
@@ -27,8 +44,9 @@ from qualms.tasks.paper import paper_methods
 from qualms.tasks.reproduce import LEARNT_FROM
 from qualms.tasks.rows import Row, Rows
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import BATCH, Methods, Tell, judged, usable
+from qualms.tasks.scoring import BATCH, Methods, judged, usable
 from qualms.training import RECIPES
+from qualms.training.fit import Tell
 
 TASKS: dict[str, Callable[[Iterable[Row]], str]] = {
     "ood": ood_table,
@@ -42,20 +60,16 @@ BESIDE = ("energy", "gen", "coherence")  # what users would pick instead of the 
 
 def bench(
     task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")],
-    inside: Annotated[str, typer.Option("--id", help="The dataset that the network knows, by name or path.")],
+    inside: Inside,
     outside: Annotated[str, typer.Option("--ood", help="Other datasets, with commas between (ood, ablation).")] = "",
-    model: Annotated[
-        str | None, typer.Option(help="As for load_model.", show_default="a published network for the dataset")
-    ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Its checkpoint.", show_default="from ROOT/weights")] = None,
-    methods: Annotated[str, typer.Option(help="Specs with commas between, or `paper`, or `all`.")] = "paper",
-    count: Annotated[int, typer.Option(help="Test images of each dataset; 0 for all.")] = 500,
-    engine: Annotated[
-        str | None, typer.Option(help="Of the gradient scores: exact, sketch, auto or reference.", show_default="exact")
-    ] = None,
-    size: Annotated[int | None, typer.Option(help="Resize images to so many pixels.")] = None,
-    mean: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
-    std: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    model: Published = None,
+    weights: Weights = None,
+    methods: Chosen = "paper",
+    count: Count = 500,
+    engine: Engine = None,
+    size: Size = None,
+    mean: Mean = None,
+    std: Std = None,
     start: Annotated[int | None, typer.Option(help="active: images to start with.", show_default="20")] = None,
     more: Annotated[int | None, typer.Option(help="active: images that each cycle adds.", show_default="20")] = None,
     cycles: Annotated[int | None, typer.Option(help="active: how many.", show_default="10")] = None,

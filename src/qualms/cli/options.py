@@ -28,6 +28,20 @@ from qualms.training.fit import Tell
 Root = Annotated[
     Path | None, typer.Option("--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data")
 ]
+Inside = Annotated[str, typer.Option("--id", help="The dataset that the network knows, by name or path.")]
+Published = Annotated[
+    str | None, typer.Option("--model", help="As for load_model.", show_default="a published network for the dataset")
+]
+Weights = Annotated[Path | None, typer.Option("--weights", help="Its checkpoint.", show_default="from ROOT/weights")]
+Chosen = Annotated[str, typer.Option("--methods", help="Specs with commas between, or `paper`, or `all`.")]
+Count = Annotated[int, typer.Option("--count", help="Test images of each dataset; 0 for all.")]
+Engine = Annotated[
+    str | None,
+    typer.Option("--engine", help="Of the gradient scores: exact, sketch, auto or reference.", show_default="exact"),
+]
+Size = Annotated[int | None, typer.Option("--size", help="Resize images to so many pixels.")]
+Mean = Annotated[str | None, typer.Option("--mean", help="Normalisation, one number a channel, pixels from 0 to 1.")]
+Std = Annotated[str | None, typer.Option("--std", help="As --mean.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest there is.")]
 Seed = Annotated[int, typer.Option("--seed", help="Decides every random draw.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON lines instead of tables.")]

@@ -8,7 +8,24 @@ from typing import Annotated
 import typer
 
 from qualms.cli.bench import chosen, rows_file, test_images, training_images
-from qualms.cli.options import Device, Json, Root, Seed, device_of, listed, telling
+from qualms.cli.options import (
+    Chosen,
+    Count,
+    Device,
+    Engine,
+    Inside,
+    Json,
+    Mean,
+    Published,
+    Root,
+    Seed,
+    Size,
+    Std,
+    Weights,
+    device_of,
+    listed,
+    telling,
+)
 from qualms.cli.subject import PUBLISHED, subject
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
@@ -19,18 +36,16 @@ from qualms.tasks.scoring import definite, scored, usable
 
 
 def report(
-    inside: Annotated[str, typer.Option("--id", help="The dataset that the network knows, by name or path.")],
+    inside: Inside,
     outside: Annotated[str, typer.Option("--ood", help="Other datasets, with commas between.")] = "",
-    model: Annotated[
-        str | None, typer.Option(help="As for load_model.", show_default="a published network for the dataset")
-    ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Its checkpoint.", show_default="from ROOT/weights")] = None,
-    methods: Annotated[str, typer.Option(help="Specs with commas between, or `paper`, or `all`.")] = "paper",
-    count: Annotated[int, typer.Option(help="Test images of each dataset; 0 for all.")] = 500,
-    engine: Annotated[str, typer.Option(help="Of the gradient scores: exact, sketch, auto or reference.")] = "exact",
-    size: Annotated[int | None, typer.Option(help="Resize images to so many pixels.")] = None,
-    mean: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
-    std: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    model: Published = None,
+    weights: Weights = None,
+    methods: Chosen = "paper",
+    count: Count = 500,
+    engine: Engine = None,
+    size: Size = None,
+    mean: Mean = None,
+    std: Std = None,
     cycles: Annotated[Path | None, typer.Option(help="Rows of `qualms bench active`, for their curves.")] = None,
     rows: Annotated[
         Path | None, typer.Option(help="Where scores are kept.", show_default="runs/ood-ID-MODEL-seedN.jsonl")
@@ -56,7 +71,7 @@ def report(
     channels, pixels = known.pixels.shape[1:3]
     others = [images.subset(count or None).fitted(channels, pixels) for images in others]
     wanted, reasons = usable(network, known, chosen(methods, inside), train)
-    used = definite(network, known, wanted, engine)
+    used = definite(network, known, wanted, engine or "exact")
     groups = []
     with (
         Rows(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from qualms.cli.bench import chosen
-from qualms.cli.options import Device, Json, Root, Seed, device_of, telling
+from qualms.cli.options import Device, Engine, Json, Mean, Root, Seed, Size, Std, Weights, device_of, telling
 from qualms.cli.subject import subject
 from qualms.data import Images, load
 from qualms.errors import QualmsError
@@ -24,14 +24,14 @@ Columns = dict[str, list[Any]]
 def score(
     images: Annotated[str, typer.Argument(help="A folder of images, a .npz or .parquet file, or a dataset's name.")],
     model: Annotated[str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")],
-    weights: Annotated[Path | None, typer.Option(help="Its checkpoint.")] = None,
+    weights: Weights = None,
     methods: Annotated[str, typer.Option(help="Specs with commas between.")] = DEFAULT,
     out: Annotated[Path, typer.Option(help="The table: .parquet or .csv.")] = Path("scores.csv"),
     classes: Annotated[int | None, typer.Option(help="How many, where the network leaves that open.")] = None,
-    engine: Annotated[str, typer.Option(help="Of the gradient scores: exact, sketch, auto or reference.")] = "exact",
-    size: Annotated[int | None, typer.Option(help="Resize images to so many pixels.")] = None,
-    mean: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
-    std: Annotated[str | None, typer.Option(help="Normalisation, one number a channel, pixels from 0 to 1.")] = None,
+    engine: Engine = None,
+    size: Size = None,
+    mean: Mean = None,
+    std: Std = None,
     root: Root = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -50,7 +50,7 @@ def score(
     found = load(images, root, size=size)
     network = replace(network, size=found.pixels.shape[2])  # its channels may be others than the images'
     with telling() as tell:
-        scores = scored(network, found, wanted, Rows(None, {}), seed=seed, engine=engine, tell=tell).scores
+        scores = scored(network, found, wanted, Rows(None, {}), seed=seed, engine=engine or "exact", tell=tell).scores
     table = columns(network, found) | {name: values.tolist() for name, values in scores.items()}
     if json_lines:
         for row in zip(*table.values(), strict=True):

@@ -21,8 +21,9 @@ from qualms.random import generator
 from qualms.selection import require_gradients, select
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Inputs, Tell
+from qualms.tasks.scoring import Inputs
 from qualms.training import Recipe, fit
+from qualms.training.fit import Tell
 
 BLOCK = 10_000  # images to start from, and as many for validation
 START, PICK = range(2)  # purposes of random numbers

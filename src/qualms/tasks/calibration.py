@@ -10,7 +10,8 @@ from qualms.gradients.settings import Sketch
 from qualms.metrics import aurc, interval, raulc, selective_risk
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, Tell, definite, parameters, scored
+from qualms.tasks.scoring import Methods, definite, parameters, scored
+from qualms.training.fit import Tell
 
 COVERAGES = (0.8, 0.9, 0.95)
 

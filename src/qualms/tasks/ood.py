@@ -7,7 +7,8 @@ from qualms.gradients.settings import Sketch
 from qualms.metrics import aupr, auroc, fpr95, interval
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, Tell, definite, parameters, scored
+from qualms.tasks.scoring import Methods, definite, parameters, scored
+from qualms.training.fit import Tell
 
 
 def ood(

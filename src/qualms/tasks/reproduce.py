@@ -25,8 +25,9 @@ from qualms.tasks.ood import ood
 from qualms.tasks.paper import VIT, paper_methods
 from qualms.tasks.presets import Preset, Setup
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, Tell, judged, usable
+from qualms.tasks.scoring import Methods, judged, usable
 from qualms.training import fit
+from qualms.training.fit import Tell
 
 # What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it is on disk.
 PAIRS = {

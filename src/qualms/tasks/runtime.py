@@ -13,7 +13,8 @@ from qualms.methods.entropy import Entropy
 from qualms.scores import compare
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Inputs, Methods, Tell, parameters
+from qualms.tasks.scoring import Inputs, Methods, parameters
+from qualms.training.fit import Tell
 
 BATCH = 32
 UNIT = "Entropy"

@@ -1,7 +1,7 @@
 """Images to scores, kept chunk by chunk, so that no chunk is ever scored twice by the same method."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -16,11 +16,11 @@ from qualms.methods.method import LOGITS, TRAINING_DATA, Method
 from qualms.scores import compare, compare_batches, definite_engine
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
+from qualms.training.fit import Tell
 
 CHUNK = 32  # inputs whose scores are written together; what a kill can lose
 BATCH = 256  # images that are normalised at a time, where all are to be read
 Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixels scaled to [0, 1]
-Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
 @dataclass(frozen=True)
