@@ -174,3 +174,13 @@ def test_augmentation_mirrors_turns_and_moves_a_dot_by_as_much_as_it_says() -> N
     assert 2.7 < across.abs().min() < 4.5  # at least (8 - 4) cos 15° - 4 sin 15°
     assert 11 < across.abs().max() < 12.7  # at most the length of (8 + 4, 4)
     assert 5 < down.abs().max() < 7  # at most (8 + 4) sin 15° + 4 cos 15°
+
+
+def test_every_epoch_shows_every_image_once_in_an_order_of_its_own() -> None:
+    model, seen = network(), list[Tensor]()
+    model.register_forward_pre_hook(lambda m, args: seen.append(args[0].sum((1, 2, 3))) if m.training else None)
+    fit(model, some(120), Recipe(epochs=2, rate=1e-6, batch=120, validation=0.1), NORMALISATION)
+    first, second = seen
+    assert len(first) == 108
+    torch.testing.assert_close(first.sort().values, second.sort().values)
+    assert not torch.equal(first, second)
