@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients.guard import untouched
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch import sketch_totals
-from qualms.gradients.stable import Sample
+from qualms.gradients.sketch.engine import sketch_totals
+from qualms.gradients.sketch.stable import Sample
 from qualms.methods.regrad import REGrad, regrad
 
 RESULTS = Path(__file__).parent / "results" / "ranking.jsonl"

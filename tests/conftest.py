@@ -1,8 +1,14 @@
 """Shapes are enforced in the tests: every annotated function of qualms checks what it takes and returns."""
 
+import os
+
 import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
+
+# Some virtual machines announce AMX and trap on it: torch itself then dies on a product of bfloat16 matrices. oneDNN
+# reads this at its first product; the commands that tests start inherit it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 install_import_hook("qualms", "beartype.beartype")
 torch.set_num_threads(1)  # the tests run in parallel processes

@@ -13,10 +13,10 @@ from qualms.gradients.choice import settled
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import Batch
 from qualms.gradients.layers import Params
-from qualms.gradients.norms import numbered
+from qualms.gradients.norms import numbered_batches
 from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.evidence import Evidence, Study
+from qualms.methods.passes import Passes, Subject
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, parse, spec_of
 
@@ -133,16 +133,16 @@ def compare_batches(
     chosen = _named(methods)
     with untouched(model) as inner:
         wanted = _directions(chosen.values())
-        study = Study(
+        subject = Subject(
             inner, settings, train, tuple(models), wanted, _smallest_lambda(chosen.values()), errors is not None
         )
-        for start, batch in numbered(x):
+        for start, batch in numbered_batches(x):
             if wanted and start == 0:
-                study.settings = _settled(settings, inner, batch, wanted)
-            seen = Evidence(study, batch, first + start)
-            scores = {name: method.score(seen).detach().to(seen.dtype) for name, method in chosen.items()}
+                subject.settings = _settled(settings, inner, batch, wanted)
+            passes = Passes(subject, batch, first + start)
+            scores = {name: method.score(passes).detach().to(passes.dtype) for name, method in chosen.items()}
             if errors is not None:
-                errors.append({name: seen.standard_error(m).to(seen.dtype) for name, m in chosen.items()})
+                errors.append({name: passes.standard_error(m).to(passes.dtype) for name, m in chosen.items()})
             yield scores
 
 
@@ -152,7 +152,7 @@ def definite_engine(model: nn.Module, x: Any, methods: Methods, settings: Settin
     if settings.engine != "auto" or not wanted:
         return settings.engine
     with untouched(model) as inner:
-        _, batch = next(iter(numbered(x)))
+        _, batch = next(iter(numbered_batches(x)))
         return _settled(settings, inner, batch, wanted).engine
 
 

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
-from qualms.gradients.norms import numbered
+from qualms.gradients.norms import numbered_batches
 from qualms.gradients.settings import Settings, Sketch
-from qualms.gradients.sketch import sketch_totals
-from qualms.methods.evidence import Evidence, Study
+from qualms.gradients.sketch.engine import sketch_totals
+from qualms.methods.passes import Passes, Subject
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, parse
 from qualms.scores import score
@@ -115,7 +115,7 @@ def gradient_features(
     parts: list[Tensor] = []
     with untouched(model) as inner:
         for some, batch in _gathered(pool, set(chosen)):
-            probs = Evidence(Study(inner, settings), batch).probs
+            probs = Passes(Subject(inner, settings), batch).probs
             one_gradient = method.direction != "classes"
             weights = torch.ones_like(probs[:, :1]) if one_gradient else method.class_weights(probs)
             wanted = (method.direction,), method.smooth, method.layers
@@ -132,7 +132,7 @@ def gradient_features(
 def _gathered(pool: Any, chosen: set[int]) -> Iterator[tuple[list[int], Batch]]:
     """The chosen inputs with their numbers, those of equal shapes in one batch: tangents are drawn anew for each."""
     found: dict[Any, list[tuple[list[int], Batch]]] = {}
-    for first, batch in numbered(pool):
+    for first, batch in numbered_batches(pool):
         here = [i for i in range(count(batch)) if first + i in chosen]
         if here:
             part = take(batch, here)

@@ -5,14 +5,14 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.headfirst import Head
+from qualms.gradients.exact.by_features import LastProduct
 from tests import networks as net
 from tests.gradients.test_engines_agree import SMOOTHINGS, assert_norms_equal
 
 
 def with_all_passes(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor, **more: object) -> Tensor:
     with monkeypatch.context() as patched:
-        patched.setattr(Head, "pays", lambda *_: False)
+        patched.setattr(LastProduct, "pays", lambda *_: False)
         return qualms.class_gradient_norms(model, x, **more).norms
 
 

@@ -11,14 +11,14 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.directions import Stacked
+from qualms.gradients.autograd import row_gradients
+from qualms.gradients.directions import Directions
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import batches, count
 from qualms.gradients.layers import layer_weights
-from qualms.gradients.plain import row_gradients
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch import Work, tangent
-from qualms.gradients.stable import Sample, cauchy_scale, normal_scale
+from qualms.gradients.sketch.engine import Work, tangent
+from qualms.gradients.sketch.stable import Sample, cauchy_scale, normal_scale
 from tests import networks as net
 from tests.cases import CASES, Case
 from tests.gradients.test_engines_agree import SMOOTHINGS
@@ -40,7 +40,7 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
         ((sample, logits),) = work.samples(tangents.__getitem__, 2, "normal")
         have = sample.projections
         for i in range(len(logits)):
-            on = work.rows_of(slice(i, i + 1))
+            on = work.rows_for(slice(i, i + 1))
             total: dict[str, Tensor] = {}
             for r in range(on.per_input):
                 z, found = row_gradients(inner, on.take([r]), work.selected, lambda z: _along(z).flatten(1, 2))
@@ -55,7 +55,7 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
 
 
 def _along(logits: Tensor) -> Tensor:
-    return Stacked(DIRECTIONS)(logits[:, None])
+    return Directions(DIRECTIONS)(logits[:, None])
 
 
 @pytest.mark.parametrize("norm", ["l2", "l1"])

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.methods.registry import parse
-from qualms.scores import Evidence, Study
+from qualms.scores import Passes, Subject
 
 
 def linear() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
@@ -81,5 +81,5 @@ def test_mutual_information_of_laplace_matches_more_samples() -> None:
 
 def test_evidence_is_what_compare_uses() -> None:
     model, x, p, _ = linear()
-    seen = Evidence(Study(model), x)
-    torch.testing.assert_close(parse("msp").score(seen), 1 - p.max(1).values)
+    passes = Passes(Subject(model), x)
+    torch.testing.assert_close(parse("msp").score(passes), 1 - p.max(1).values)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.combine import Kind, measure
-from qualms.gradients.directions import Stacked
+from qualms.gradients.autograd import row_gradients
+from qualms.gradients.directions import Directions
+from qualms.gradients.exact.measure import Kind, measure
+from qualms.gradients.exact.probe import Probe, along, recorded
 from qualms.gradients.inputs import Batch, count, take
 from qualms.gradients.layers import grouped
-from qualms.gradients.plain import row_gradients
-from qualms.gradients.probe import Probe, along, recorded
 from qualms.gradients.settings import Settings, Sketch
-from qualms.gradients.sketch import Work, tangent
+from qualms.gradients.sketch.engine import Work, tangent
 from qualms.gradients.smoothing import Smoothing
 
 log = logging.getLogger("qualms")
@@ -75,7 +75,7 @@ def choose(
     work = Work.on(model, some, range(count(some)), settings, directions, smoothing)
     exact = _exact_seconds(work, directions, "l1" if settings.norm == "l1" else "l2")
     try:
-        tangents = Sketch().tangents * (len(grouped(model, work.look.used, settings.layers)) if each_layer else 1)
+        tangents = Sketch().tangents * (len(grouped(model, work.probe.used, settings.layers)) if each_layer else 1)
         sketch = _sketch_seconds(work, tangents, count(batch))
     except QualmsError as reason:
         log.info("%s", reason)
@@ -84,29 +84,29 @@ def choose(
 
 
 def _exact_seconds(work: Work, directions: Sequence[str], kind: Kind) -> float:
-    passes = sum(work.look.classes if name in ("classes", "logits") else 1 for name in directions)
-    on = work.rows_of(slice(0, work.inputs))
+    passes = sum(work.probe.classes if name in ("classes", "logits") else 1 for name in directions)
+    on = work.rows_for(slice(0, work.inputs))
     probe = Probe.of(work.model, on, work.selected)
     if probe is None:
         one = on.take([0])
         return passes * on.per_input * _seconds(lambda: row_gradients(work.model, one, work.selected, along))
-    if probe.by_head(work.budget, on.per_input, kind, directions) and probe.head is not None:
+    if probe.by_features(work.budget, on.per_input, kind, directions) and probe.head is not None:
         passes = probe.head.weight.shape[1] + 2 + len(directions) - 1
     inputs = min(work.inputs, probe.inputs_in(work.budget, on.per_input, kind))
-    on = probe.formatted(work.rows_of(slice(0, inputs)))
-    plan = probe.plan if count(on.batch) > 1 else None
-    forward = _seconds(lambda: recorded(work.model, on, probe.weights, plan))
-    logits, recorder = recorded(work.model, on, probe.weights, plan)
-    cotangents = Stacked(("uniform", "uniform"))(logits.unflatten(0, (inputs, -1))).flatten(1, 2)
+    on = probe.formatted(work.rows_for(slice(0, inputs)))
+    twins = probe.twins if count(on.batch) > 1 else None
+    forward = _seconds(lambda: recorded(work.model, on, probe.weights, twins))
+    logits, recorder = recorded(work.model, on, probe.weights, twins)
+    cotangents = Directions(("uniform", "uniform"))(logits.unflatten(0, (inputs, -1))).flatten(1, 2)
     a_pass = _seconds(partial(measure, logits, cotangents, recorder.pieces, probe.weights, inputs, kind)) / 2
     return (2 * forward + passes * a_pass) / inputs
 
 
 def _sketch_seconds(work: Work, tangents: int, inputs: int) -> float:
-    on = work.look.formatted(work.rows_of(slice(0, min(work.inputs, work.at_once))))
+    on = work.probe.formatted(work.rows_for(slice(0, min(work.inputs, work.at_once))))
     draw = partial(tangent, work.selected, [(list(work.selected), 1.0)], "normal", False, 0, 0)
     s = draw()
-    push = work.look.push(work.model, s)
+    push = work.probe.push(work.model, s)
     pushed = _seconds(lambda: push(work.model, on, s)) * on.per_input / count(on.batch)
     return tangents * (pushed + _seconds(draw) / inputs)
 

@@ -78,7 +78,7 @@ DIRECTIONS: dict[str, Callable[[Logits], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Directions:
     """Several sets of directions, one after the other."""
 
     names: tuple[str, ...]

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.layout import Unclear
+from qualms.gradients.watch.layout import Unclear
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 LABEL_KEYS = ("label", "labels")

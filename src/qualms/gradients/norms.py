@@ -10,20 +10,20 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.gradients.choice import settled
-from qualms.gradients.combine import Kind
-from qualms.gradients.cutoff import Cutoff
-from qualms.gradients.directions import Stacked
-from qualms.gradients.exact import exact
+from qualms.gradients.directions import Directions
+from qualms.gradients.exact.early_layers import Cutoff
+from qualms.gradients.exact.engine import exact
+from qualms.gradients.exact.measure import Kind
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import Batch, batches, count, tensors
 from qualms.gradients.layers import Granularity, Params, grouped, select
 from qualms.gradients.measured import Measured
 from qualms.gradients.memory import default_budget
-from qualms.gradients.pieces import accurate
 from qualms.gradients.reference import reference
 from qualms.gradients.settings import Settings, Sketch
-from qualms.gradients.sketch import sketch_layers
+from qualms.gradients.sketch.engine import sketch_layers
 from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.watch.pieces import accurate
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def class_gradient_norms(
     )
     smooth = Smoothing.of(smoothing)
     with untouched(model) as inner:
-        inputs = numbered(x)
+        inputs = numbered_batches(x)
         if settings.engine == "auto":
             begin = next(inputs)
             settings = settled(settings, inner, begin[1], ("classes",), smooth, each_layer=True)
@@ -108,7 +108,7 @@ def class_gradient_gram(
     """
     settings = Settings(layers=layers, params=params, budget=budget, batch_size=batch_size)
     with untouched(model) as inner:
-        table = layer_table(inner, numbered(x), settings, ("logits",), None, gram=True)
+        table = layer_table(inner, numbered_batches(x), settings, ("logits",), None, gram=True)
     return ClassGradientGram(table.values, table.logits, table.layers, table.general)
 
 
@@ -153,7 +153,7 @@ def layer_table(
             continue
         budget = settings.budget or default_budget(tensors(batch)[0].device)
         more: dict[str, Any] = {"budget": budget, "batch_size": settings.batch_size, "cutoff": cutoff}
-        done.append(exact(model, batch, selected, directions=Stacked(tuple(directions)), **common, **more))
+        done.append(exact(model, batch, selected, directions=Directions(tuple(directions)), **common, **more))
     whole = Measured.joined(done)
     groups = grouped(model, list(whole.values), settings.layers)
     sums = [torch.stack([whole.values[name] for name in names]).sum(0) for names in groups.values()]
@@ -182,7 +182,7 @@ def _sketched_table(
     return LayerTable(tables[0], whole.logits, list(whole.values), [], tables[1])
 
 
-def numbered(x: Any) -> Iterator[tuple[int, Batch]]:
+def numbered_batches(x: Any) -> Iterator[tuple[int, Batch]]:
     """Batches with the number of their first input."""
     first = 0
     for batch in batches(x):

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
+from qualms.gradients.autograd import NO_PATH, gradients_of
+from qualms.gradients.exact.probe import first_use
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import Batch, count
 from qualms.gradients.measured import Measured
-from qualms.gradients.plain import NO_PATH, gradients_of
-from qualms.gradients.probe import first_use
 from qualms.gradients.smoothing import Smoothing, logits_of, rows
 
 

@@ -5,9 +5,9 @@ G_cc'² / (G_cc G_c'c') between the gradients of two logits, G = J Jᵀ over the
 or transformer block, or hidden layer, and the classifier). Inputs far from what a model knows make the gradients of
 its classes collinear. There is no pass through the early layers, so it costs less than REGrad.
 
-The study behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over the other 32
+The subject behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over the other 32
 (AUROC/AUPR): coherence 88.7/87.4, GEN 87.6/84.8, energy 87.0/84.1, entropy 86.7/84.3, REGrad with layers 85.9/82.0.
-These numbers are from that first study and have not been reproduced by a command of this repository yet.
+These numbers are from that first subject and have not been reproduced by a command of this repository yet.
 Where it is weak: near-OOD pairs, and calibration (rAULC), where entropy leads. A shift of all logits changes it. It has
 not been reviewed by anybody else: do not rely on it alone.
 """
@@ -20,13 +20,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.directions import classes
+from qualms.gradients.exact.probe import first_use
 from qualms.gradients.inputs import take
 from qualms.gradients.layers import grouped, select
 from qualms.gradients.norms import layer_table
-from qualms.gradients.probe import first_use
 from qualms.gradients.settings import Settings
 from qualms.gradients.smoothing import Rows
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import GRADIENTS
 
 
@@ -39,13 +39,13 @@ class Coherence:
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
     cost: ClassVar[str] = "2 + C passes through the last two blocks"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        late = _last_two_blocks(seen)
-        own = seen.study.settings
+        late = _last_two_blocks(passes)
+        own = passes.subject.settings
         settings = Settings(params=late.__contains__, budget=own.budget, batch_size=own.batch_size)
-        table = layer_table(seen.model, [(0, seen.batch)], settings, ("logits",), None, gram=True)
-        return coherence(seen.logits, table.values.double().sum(1))
+        table = layer_table(passes.model, [(0, passes.batch)], settings, ("logits",), None, gram=True)
+        return coherence(passes.logits, table.values.double().sum(1))
 
 
 def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
@@ -65,13 +65,13 @@ def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
     return (cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)) / (c * (c - 1))
 
 
-def _last_two_blocks(seen: Evidence) -> frozenset[str]:
+def _last_two_blocks(passes: Passes) -> frozenset[str]:
     """The parameters of the last two blocks that have a matrix or kernel, and of what stands between or behind them."""
-    fitted = seen.study.fitted
+    fitted = passes.subject.fitted
     if Coherence not in fitted:
-        selected = select(seen.model, seen.study.settings.params)
-        order = first_use(seen.model, Rows(take(seen.batch, slice(0, 1))), selected)
-        blocks = list(grouped(seen.model, order, "block").values())
+        selected = select(passes.model, passes.subject.settings.params)
+        order = first_use(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
+        blocks = list(grouped(passes.model, order, "block").values())
         heavy = [i for i, names in enumerate(blocks) if any(selected[name].ndim > 1 for name in names)]
         start = heavy[-2:][0] if heavy else 0
         fitted[Coherence] = frozenset(name for block in blocks[start:] for name in block)

@@ -1,6 +1,6 @@
 """Gradients of a confounding label: minus ‖∇θ L(x, every class on)‖, L the binary cross-entropy of the logits.
 
-The label that turns every class on at once was never seen in training, and the update that it asks for depends on what
+The label that turns every class on at once was never passes in training, and the update that it asks for depends on what
 the model knows of the input. Lee & AlRegib train a detector on such magnitudes, which leaves their sign to the fit. On
 classifiers trained with softmax a confident input asks for the larger update, since all other logits are far down:
 hence the minus. A shift of all logits changes it.
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.layered import gradient_norms
 from qualms.methods.method import GRADIENTS
 
@@ -31,6 +31,6 @@ class ConfoundingLabel:
     cost: ClassVar[str] = "3, and 1 backward"
     direction: ClassVar[str] = "confounding"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return -gradient_norms(seen, self.direction, self.layers, self.smooth).squeeze(1)
+        return -gradient_norms(passes, self.direction, self.layers, self.smooth).squeeze(1)

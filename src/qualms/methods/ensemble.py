@@ -11,7 +11,7 @@ from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import MODELS
 
 
@@ -27,17 +27,17 @@ class Ensemble:
     needs: ClassVar[tuple[str, ...]] = (MODELS,)
     cost: ClassVar[str] = "1 for each model"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        if not seen.study.members:
+        if not passes.subject.members:
             raise QualmsError("ensemble needs several models; pass models=, the members beside the model itself.")
-        log_q = [seen.log_probs]
-        for member in seen.study.members:
+        log_q = [passes.log_probs]
+        for member in passes.subject.members:
             with untouched(member) as inner, torch.no_grad():
-                z = torch.cat([logits_of(inner, Rows(part)) for part in seen.chunks(seen.batch)])
-            if z.shape != seen.logits.shape:
+                z = torch.cat([logits_of(inner, Rows(part)) for part in passes.chunks(passes.batch)])
+            if z.shape != passes.logits.shape:
                 raise QualmsError(
-                    f"a member of the ensemble has {z.shape[1]} classes and the model {seen.logits.shape[1]}; "
+                    f"a member of the ensemble has {z.shape[1]} classes and the model {passes.logits.shape[1]}; "
                     "all must have the same."
                 )
             log_q.append(z.double().log_softmax(-1))

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.divergence import entropy_of
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import LOGITS
 
 
@@ -20,6 +20,6 @@ class Entropy:
     needs: ClassVar[tuple[str, ...]] = (LOGITS,)
     cost: ClassVar[str] = "1"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return entropy_of(seen.log_probs)
+        return entropy_of(passes.log_probs)

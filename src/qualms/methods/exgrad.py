@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.layered import gradient_norms
 from qualms.methods.method import GRADIENTS
 
@@ -28,9 +28,9 @@ class ExGrad:
     cost: ClassVar[str] = "3, and C backward"
     direction: ClassVar[str] = "classes"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return exgrad(seen.probs, gradient_norms(seen, self.direction, self.layers, self.smooth))
+        return exgrad(passes.probs, gradient_norms(passes, self.direction, self.layers, self.smooth))
 
     @staticmethod
     def class_weights(probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:

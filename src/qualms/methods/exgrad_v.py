@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import LOGITS
 
 
@@ -22,6 +22,6 @@ class ExGradV:
     needs: ClassVar[tuple[str, ...]] = (LOGITS,)
     cost: ClassVar[str] = "1"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return -(seen.probs - 1 / seen.probs.shape[1]).abs().sum(-1)
+        return -(passes.probs - 1 / passes.probs.shape[1]).abs().sum(-1)

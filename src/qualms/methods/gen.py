@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import LOGITS
 
 
@@ -22,7 +22,7 @@ class GEN:
     needs: ClassVar[tuple[str, ...]] = (LOGITS,)
     cost: ClassVar[str] = "1"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        p = seen.probs.topk(min(self.top, seen.probs.shape[1]), dim=-1).values
+        p = passes.probs.topk(min(self.top, passes.probs.shape[1]), dim=-1).values
         return (p**self.gamma * (1 - p) ** self.gamma).sum(-1)

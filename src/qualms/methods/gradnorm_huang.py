@@ -10,7 +10,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import LOGITS
 
 
@@ -25,7 +25,7 @@ class GradNormHuang:
     needs: ClassVar[tuple[str, ...]] = (LOGITS,)
     cost: ClassVar[str] = "1"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        features = seen.head.features.double()
-        return -(seen.probs - 1 / seen.probs.shape[1]).abs().sum(-1) * features.abs().sum(-1)
+        features = passes.head.features.double()
+        return -(passes.probs - 1 / passes.probs.shape[1]).abs().sum(-1) * features.abs().sum(-1)

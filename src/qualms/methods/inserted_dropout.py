@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.divergence import mutual_information
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES
 from qualms.random import generator
 
@@ -29,10 +29,10 @@ class InsertedDropout:
     needs: ClassVar[tuple[str, ...]] = (PASSES,)
     cost: ClassVar[str] = "1 + N heads"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        head = seen.head
+        head = passes.head
         size = (self.draws, head.features.shape[1])
-        kept = torch.rand(size, generator=generator(seen.seed, 0)).to(head.features.device) >= self.p
+        kept = torch.rand(size, generator=generator(passes.seed, 0)).to(head.features.device) >= self.p
         log_q = [head.logits(head.features * mask / (1 - self.p)).double().log_softmax(-1) for mask in kept]
         return mutual_information(torch.stack(log_q, dim=1))

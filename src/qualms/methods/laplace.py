@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.methods.divergence import mutual_information
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.head import with_head
 from qualms.methods.head_posterior import HeadPosterior, fit_head
 from qualms.methods.method import TRAINING_DATA
@@ -33,28 +33,28 @@ class Laplace:
     needs: ClassVar[tuple[str, ...]] = (TRAINING_DATA,)
     cost: ClassVar[str] = "1 + N heads, and 1 for each training input"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        weights, biases = self._posterior(seen).sample(self.draws, seen.seed)
-        features = seen.head.features.to(weights)
+        weights, biases = self._posterior(passes).sample(self.draws, passes.seed)
+        features = passes.head.features.to(weights)
         log_q = [
             F.linear(features, weight, None if biases is None else biases[i]).double().log_softmax(-1)
             for i, weight in enumerate(weights)
         ]
         return mutual_information(torch.stack(log_q, dim=1))
 
-    def _posterior(self, seen: Evidence) -> HeadPosterior:
+    def _posterior(self, passes: Passes) -> HeadPosterior:
         """Fitted once for a model."""
-        fitted = seen.study.fitted
+        fitted = passes.subject.fitted
         if self not in fitted:
-            head = seen.head
-            fitted[self] = fit_head(self._training(seen), head.weight, head.bias, self.prior_precision)
+            head = passes.head
+            fitted[self] = fit_head(self._training(passes), head.weight, head.bias, self.prior_precision)
         return fitted[self]
 
-    def _training(self, seen: Evidence) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in seen.study.training_batches(self.name):
-            for part in seen.chunks(batch):
-                logits, head = with_head(seen.model, part)
+    def _training(self, passes: Passes) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in passes.subject.training_batches(self.name):
+            for part in passes.chunks(batch):
+                logits, head = with_head(passes.model, part)
                 if isinstance(head, QualmsError):
                     raise head
                 yield head.features, logits

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from qualms.gradients.layers import layer_weights
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 
 LAMBDA = 0.3
 
@@ -18,9 +18,9 @@ def total_norms(norms: Float[Tensor, "b m l"], layers: float | None, norm: str) 
 
 
 def gradient_norms(
-    seen: Evidence, direction: str, layers: float | None, smooth: Smoothing | None
+    passes: Passes, direction: str, layers: float | None, smooth: Smoothing | None
 ) -> Float[Tensor, "b m"]:
     """The norms that a gradient score asks for: direction `classes` gives one for each class, others one."""
-    if seen.study.settings.sketch is not None:
-        return seen.sketched_norms(direction, smooth, layers)
-    return total_norms(seen.norms(direction, smooth), layers, seen.study.settings.norm)
+    if passes.subject.settings.sketch is not None:
+        return passes.sketched_norms(direction, smooth, layers)
+    return total_norms(passes.norms(direction, smooth), layers, passes.subject.settings.norm)

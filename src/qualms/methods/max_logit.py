@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import LOGITS
 
 
@@ -19,6 +19,6 @@ class MaxLogit:
     needs: ClassVar[tuple[str, ...]] = (LOGITS,)
     cost: ClassVar[str] = "1"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return -seen.logits.amax(-1)
+        return -passes.logits.amax(-1)

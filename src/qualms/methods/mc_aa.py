@@ -11,7 +11,7 @@ from torch import Tensor
 from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES
 from qualms.random import generator
 
@@ -28,21 +28,21 @@ class MCAA:
     needs: ClassVar[tuple[str, ...]] = (PASSES,)
     cost: ClassVar[str] = "3 + N"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        per_chunk = max(1, seen.study.rows_at_once // self.draws)
+        per_chunk = max(1, passes.subject.rows_at_once // self.draws)
         parts = []
-        for start in range(0, count(seen.batch), per_chunk):
-            part = take(seen.batch, slice(start, start + per_chunk))
+        for start in range(0, count(passes.batch), per_chunk):
+            part = take(passes.batch, slice(start, start + per_chunk))
             uniform = [
-                2 * torch.rand(self.draws, generator=generator(seen.seed, seen.first_index + start + i)) - 1
+                2 * torch.rand(self.draws, generator=generator(passes.seed, passes.first_index + start + i)) - 1
                 for i in range(count(part))
             ]
-            parts.append(self._log_probs(seen, part, torch.stack(uniform)))
+            parts.append(self._log_probs(passes, part, torch.stack(uniform)))
         return mutual_information(torch.cat(parts))
 
-    def _log_probs(self, seen: Evidence, part: Batch, uniform: Float[Tensor, "b n"]) -> Float[Tensor, "b n c"]:
-        sign = _attack_direction(seen, part)
+    def _log_probs(self, passes: Passes, part: Batch, uniform: Float[Tensor, "b n"]) -> Float[Tensor, "b n c"]:
+        sign = _attack_direction(passes, part)
         scale = torch.as_tensor(self.a).reshape(-1, *[1] * (sign.ndim - 2)) if isinstance(self.a, tuple) else self.a
         steps = uniform.reshape(*uniform.shape, *[1] * (sign.ndim - 1)).to(sign) * (scale * sign)[:, None]
         flat = steps.flatten(0, 1)
@@ -51,24 +51,24 @@ class MCAA:
             on = Rows(with_tensors(part, [first + flat, *others]))
         else:
             on = Rows(with_tensors(part, [first, *others]), embedding_noise=lambda _: flat)
-        return seen.forward(on).double().log_softmax(-1).unflatten(0, uniform.shape)
+        return passes.forward(on).double().log_softmax(-1).unflatten(0, uniform.shape)
 
 
-def _attack_direction(seen: Evidence, part: Batch) -> Float[Tensor, "b ..."]:
+def _attack_direction(passes: Passes, part: Batch) -> Float[Tensor, "b ..."]:
     """sign(∇x NLL of the predicted class); for discrete inputs at the embeddings' output."""
     first, *others = tensors(part)
     shifts: list[Tensor] = []
     if first.is_floating_point():
         shifts.append(first.detach().clone().requires_grad_())
-        logits = logits_of(seen.model, Rows(with_tensors(part, [shifts[0], *others])))
+        logits = logits_of(passes.model, Rows(with_tensors(part, [shifts[0], *others])))
     else:
 
         def zero(shape: tuple[int, ...]) -> Tensor:
-            kind = next(seen.model.parameters())
+            kind = next(passes.model.parameters())
             shifts.append(torch.zeros(count(part), *shape, dtype=kind.dtype, device=kind.device, requires_grad=True))
             return shifts[0]
 
-        logits = logits_of(seen.model, Rows(part, embedding_noise=zero))
+        logits = logits_of(passes.model, Rows(part, embedding_noise=zero))
     loss = F.cross_entropy(logits, logits.argmax(-1), reduction="sum")
     (gradient,) = torch.autograd.grad(loss, shifts)
     return gradient.sign()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.smoothing import Rows
 from qualms.methods.divergence import mutual_information
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES, TRAINING_DATA
 
 
@@ -31,25 +31,25 @@ class MCBatchNorm:
     needs: ClassVar[tuple[str, ...]] = (PASSES, TRAINING_DATA)
     cost: ClassVar[str] = "1 + N, and N training batches"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         log_q = []
-        for statistics in self._statistics(seen):
+        for statistics in self._statistics(passes):
             with _using(statistics):
-                log_q.append(seen.forward_all().double().log_softmax(-1))
+                log_q.append(passes.forward_all().double().log_softmax(-1))
         return mutual_information(torch.stack(log_q, dim=1))
 
-    def _statistics(self, seen: Evidence) -> "list[Statistics]":
+    def _statistics(self, passes: Passes) -> "list[Statistics]":
         """Mean and variance of every layer's input for each training batch, found once."""
-        fitted = seen.study.fitted
+        fitted = passes.subject.fitted
         if self not in fitted:
-            layers = [m for m in seen.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            layers = [m for m in passes.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             if not any(m.running_mean is not None for m in layers):
                 raise QualmsError("the model has no batch normalisation, which mc-batchnorm needs; use perturb-theta.")
             found = []
-            for batch in islice(seen.study.training_batches(self.name), self.draws):
+            for batch in islice(passes.subject.training_batches(self.name), self.draws):
                 with _learning(layers):
-                    seen.forward(Rows(batch))
+                    passes.forward(Rows(batch))
                     found.append([(m, _copy(m)) for m in layers])
             fitted[self] = list(islice(cycle(found), self.draws))
         return fitted[self]

@@ -19,7 +19,7 @@ from qualms.gradients.inputs import Batch, count
 from qualms.gradients.nested import tensors_in
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES
 from qualms.random import generator
 
@@ -39,21 +39,21 @@ class MCDropout:
     needs: ClassVar[tuple[str, ...]] = (PASSES,)
     cost: ClassVar[str] = "1 + N tails"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        layers = [m for m in seen.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
+        layers = [m for m in passes.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
         if not layers:
             raise QualmsError("the model has no dropout layer, which mc-dropout needs; use inserted-dropout.")
-        parts = [self._log_probs(seen, layers, part) for part in seen.chunks(seen.batch)]
+        parts = [self._log_probs(passes, layers, part) for part in passes.chunks(passes.batch)]
         return mutual_information(torch.cat(parts))
 
     @torch.no_grad()
-    def _log_probs(self, seen: Evidence, layers: Layers, part: Batch) -> Float[Tensor, "b n c"]:
+    def _log_probs(self, passes: Passes, layers: Layers, part: Batch) -> Float[Tensor, "b n c"]:
         replay = Replay()
         log_q = []
         for draw in range(self.draws):
-            with _masked(layers, count(part), generator(seen.seed, draw), replay), replay.run():
-                log_q.append(logits_of(seen.model, Rows(part)).double().log_softmax(-1))
+            with _masked(layers, count(part), generator(passes.seed, draw), replay), replay.run():
+                log_q.append(logits_of(passes.model, Rows(part)).double().log_softmax(-1))
         return torch.stack(log_q, dim=1)
 
 

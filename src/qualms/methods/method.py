@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 
 # What a method may need beside the model and the inputs.
 LOGITS, GRADIENTS, PASSES, TRAINING_DATA, MODELS = (
@@ -43,6 +43,6 @@ class Method(Protocol):
         """In forward passes; C is the number of classes, N of draws."""
         ...
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         ...

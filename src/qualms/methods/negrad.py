@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.layered import gradient_norms
 from qualms.methods.method import GRADIENTS, WANG_JI
 
@@ -31,6 +31,6 @@ class NEGrad:
     cost: ClassVar[str] = "3, and 1 backward"
     direction: ClassVar[str] = "expected"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return gradient_norms(seen, self.direction, self.layers, self.smooth).squeeze(1)
+        return gradient_norms(passes, self.direction, self.layers, self.smooth).squeeze(1)

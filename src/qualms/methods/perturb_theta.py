@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.nested import each_tensor
 from qualms.methods.divergence import expected_kl
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES, WANG_JI
 from qualms.random import generator
 
@@ -28,21 +28,21 @@ class PerturbTheta:
     needs: ClassVar[tuple[str, ...]] = (PASSES,)
     cost: ClassVar[str] = "1 + N"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        parameters = [p for p in seen.model.parameters() if p.is_floating_point()]
+        parameters = [p for p in passes.model.parameters() if p.is_floating_point()]
         log_q = []
         for draw in range(self.draws):
-            noise = generator(seen.seed, draw)
+            noise = generator(passes.seed, draw)
             moved = {id(p): p.detach() + self.sigma * torch.randn(p.shape, generator=noise).to(p) for p in parameters}
             with Replaced(moved) as replaced:
-                log_q.append(seen.forward_all().double().log_softmax(-1))
-            if not replaced.seen:
+                log_q.append(passes.forward_all().double().log_softmax(-1))
+            if not replaced.passes:
                 raise QualmsError(
                     "the model's operations are hidden from torch's function modes (a scripted module?), so its "
                     "weights cannot be perturbed; use perturb-x or regrad."
                 )
-        return expected_kl(torch.stack(log_q, dim=1), seen.log_probs)
+        return expected_kl(torch.stack(log_q, dim=1), passes.log_probs)
 
 
 class Replaced(TorchFunctionMode):
@@ -51,7 +51,7 @@ class Replaced(TorchFunctionMode):
     def __init__(self, instead: dict[int, Tensor]) -> None:
         super().__init__()
         self.instead = instead
-        self.seen: set[int] = set()
+        self.passes: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,5 +62,5 @@ class Replaced(TorchFunctionMode):
     def _other(self, t: Tensor) -> Tensor:
         if id(t) not in self.instead:
             return t
-        self.seen.add(id(t))
+        self.passes.add(id(t))
         return self.instead[id(t)]

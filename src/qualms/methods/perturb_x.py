@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.divergence import expected_kl
-from qualms.methods.evidence import Evidence
+from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES, WANG_JI
 
 
@@ -24,7 +24,7 @@ class PerturbX:
     needs: ClassVar[tuple[str, ...]] = (PASSES,)
     cost: ClassVar[str] = "1 + N"
 
-    def score(self, seen: Evidence) -> Float[Tensor, " b"]:
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         noise = Smoothing(self.sigma, self.draws, antithetic=False)
-        return expected_kl(seen.perturbed_log_probs(noise), seen.log_probs)
+        return expected_kl(passes.perturbed_log_probs(noise), passes.log_probs)

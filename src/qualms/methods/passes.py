@@ -1,6 +1,6 @@
 """What scores are made from. Each expensive pass runs once, when the first score asks for it, and serves them all.
 
-`Study` holds what belongs to the model, `Evidence` what belongs to one batch.
+`Subject` holds what belongs to the model, `Passes` what belongs to one batch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import Batch, batches, count, take, tensors
 from qualms.gradients.norms import LayerTable, layer_table
-from qualms.gradients.pieces import accurate
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch import Sketched, sketch_totals
+from qualms.gradients.sketch.engine import Sketched, sketch_totals
 from qualms.gradients.smoothing import Rows, Smoothing, logits_of, rows
+from qualms.gradients.watch.pieces import accurate
 from qualms.methods.head import Head, with_head
 
 ROWS_AT_ONCE = 256  # in passes that keep nothing for a backward pass
 
 
 @dataclass
-class Study:
+class Subject:
     """One model under examination, for as long as its scores are computed. The model is under `untouched`."""
 
     model: nn.Module
@@ -49,11 +49,11 @@ class Study:
         return self.settings.batch_size or ROWS_AT_ONCE
 
 
-class Evidence:
+class Passes:
     """What the scores of one batch share."""
 
-    def __init__(self, study: Study, batch: Batch, first_index: int = 0) -> None:
-        self.study, self.batch, self.first_index = study, batch, first_index
+    def __init__(self, subject: Subject, batch: Batch, first_index: int = 0) -> None:
+        self.subject, self.batch, self.first_index = subject, batch, first_index
         self._tables: dict[Smoothing | None, LayerTable] = {}
         self._sketches: dict[tuple[Smoothing | None, float | None], Sketched] = {}
         self._without: int | None = None  # the tangent whose influence on the norms is left out
@@ -62,12 +62,12 @@ class Evidence:
     @property
     def model(self) -> nn.Module:
         """The model under examination."""
-        return self.study.model
+        return self.subject.model
 
     @property
     def seed(self) -> int:
         """Decides every random draw, together with an input's number."""
-        return self.study.settings.seed
+        return self.subject.settings.seed
 
     @cached_property
     def _outcome(self) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
@@ -105,20 +105,20 @@ class Evidence:
 
     def norms(self, direction: str, smooth: Smoothing | None) -> Float[Tensor, "b m l"]:
         """Gradient norms per layer along one set of directions, from the one pass that serves all sets."""
-        names = self.study.directions.get(smooth, (direction,))
+        names = self.subject.directions.get(smooth, (direction,))
         if smooth not in self._tables:
             numbered = [(self.first_index, self.batch)]
-            lam = self.study.smallest_lambda.get(smooth)
-            self._tables[smooth] = layer_table(self.model, numbered, self.study.settings, names, smooth, lam=lam)
+            lam = self.subject.smallest_lambda.get(smooth)
+            self._tables[smooth] = layer_table(self.model, numbered, self.subject.settings, names, smooth, lam=lam)
         return self._tables[smooth].values[:, self._columns(direction, names)].double()
 
     def sketched_norms(self, direction: str, smooth: Smoothing | None, layers: float | None) -> Float[Tensor, "b m"]:
         """Norms of whole gradients along one set of directions, layers weighted, from one sketch for all sets."""
-        names = self.study.directions.get(smooth, (direction,))
+        names = self.subject.directions.get(smooth, (direction,))
         if (smooth, layers) not in self._sketches:
             numbers = range(self.first_index, self.first_index + count(self.batch))
-            where = (self.model, self.batch, numbers, self.study.settings)
-            keep = self.study.with_errors
+            where = (self.model, self.batch, numbers, self.subject.settings)
+            keep = self.subject.with_errors
             self._sketches[smooth, layers] = sketch_totals(*where, names, smooth, layers, keep)
         sketched = self._sketches[smooth, layers]
         norms = sketched.norms if self._without is None else sketched.without(self._without)
@@ -126,7 +126,7 @@ class Evidence:
 
     def standard_error(self, method: Any) -> Float[Tensor, " b"]:
         """What the choice of tangents adds to a score's error: sqrt(Σ_j (score - score without tangent j)²)."""
-        sketch = self.study.settings.sketch
+        sketch = self.subject.settings.sketch
         if sketch is None or not hasattr(method, "direction"):
             return torch.zeros(len(self.logits), dtype=torch.double, device=self.device)
         whole = method.score(self)
@@ -145,7 +145,7 @@ class Evidence:
     def perturbed_log_probs(self, noise: Smoothing) -> Float[Tensor, "b n c"]:
         """log p(y | x + Δx) for each draw of Δx, the input itself left out."""
         if noise not in self._draws:
-            per_chunk = max(1, self.study.rows_at_once // (noise.draws + 1))
+            per_chunk = max(1, self.subject.rows_at_once // (noise.draws + 1))
             parts = []
             for start in range(0, count(self.batch), per_chunk):
                 part = take(self.batch, slice(start, start + per_chunk))
@@ -168,7 +168,7 @@ class Evidence:
 
     def chunks(self, batch: Batch) -> Iterable[Batch]:
         """The batch in parts that a plain forward pass takes at once."""
-        size = self.study.rows_at_once
+        size = self.subject.rows_at_once
         return (take(batch, slice(start, start + size)) for start in range(0, count(batch), size))
 
     @property

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.layout import Layout
+from qualms.gradients.watch.layout import Layout
 
 
 def accurate(t: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.gradients.combine import measure
+from qualms.gradients.exact.measure import measure
 from qualms.gradients.inputs import count
-from qualms.gradients.layout import Unclear
-from qualms.gradients.record import Recorder
 from qualms.gradients.smoothing import Rows, logits_of
-from qualms.gradients.weights import Weights, leaves_behind
+from qualms.gradients.watch.layout import Unclear
+from qualms.gradients.watch.record import Recorder
+from qualms.gradients.watch.weights import Weights, leaves_behind
 
 # Rounding, nothing more; 16-bit numbers are coarse.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -68,7 +68,7 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def regrouped_logits(
-    model: nn.Module, inputs: int, rows_of: Callable[[slice], Rows], chunks: int
+    model: nn.Module, inputs: int, rows_for: Callable[[slice], Rows], chunks: int
 ) -> Float[Tensor, "b r c"]:
     """The logits of all rows from plain forward passes in other groups than the chunks of consecutive inputs.
 
@@ -78,7 +78,7 @@ def regrouped_logits(
     step = min(inputs, max(2, chunks))
     logits: Tensor | None = None
     for start in range(step):
-        on = rows_of(slice(start, None, step))
+        on = rows_for(slice(start, None, step))
         members = count(on.batch) // on.per_input
         for parity in range(min(2, on.per_input)):
             group = [m * on.per_input + r for m in range(members) for r in range(parity, on.per_input, 2)]

@@ -19,14 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
+from qualms.gradients.autograd import gradients_of, row_gradients
+from qualms.gradients.exact.checks import COARSE, TOLERANCE, close, close_logits
+from qualms.gradients.exact.probe import along, in_channels_last, recorded, require_no_randomness, wants_channels_last
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import count, tensors, with_tensors
-from qualms.gradients.layout import Unclear
-from qualms.gradients.plain import gradients_of, row_gradients
-from qualms.gradients.probe import along, in_channels_last, recorded, require_no_randomness, wants_channels_last
 from qualms.gradients.smoothing import Rows, logits_of
-from qualms.gradients.trust import COARSE, TOLERANCE, close, close_logits
-from qualms.gradients.weights import Weights
+from qualms.gradients.watch.layout import Unclear
+from qualms.gradients.watch.weights import Weights
 
 log = logging.getLogger("qualms")
 UNSEEN = 2**22  # bytes that are taken for the largest result of a row where no result can be seen
@@ -136,18 +136,18 @@ PUSHES: dict[str, Push] = {"forward mode": forward_mode, "central difference": c
 
 
 @dataclass(frozen=True)
-class Look:
+class PushProbe:
     """What the first rows tell."""
 
     used: list[str]  # parameters that the logits of these rows depend on, in order of first use
     known: list[tuple[Rows, dict[str, Float[Tensor, "1 ..."]]]]  # rows with their gradients along a random direction
     classes: int
-    largest: int  # bytes of the largest result of one row
+    largest_result: int  # bytes of the largest result of one row
     channels_last: bool  # the model takes images in that memory format, in which convolutions are faster
     alone: bool  # rows are compared with what they give alone: the model reads values, or cannot be watched
 
     @classmethod
-    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "Look":
+    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "PushProbe":
         """Runs one row by plain autograd and watched, and the others to see which parameters they use."""
         first = on.take([0])
         logits, gradient = row_gradients(model, first, selected, along)
@@ -223,8 +223,8 @@ def _used_by(model: nn.Module, inputs: Rows, selected: dict[str, Tensor]) -> set
     return {name for name, g in zip(selected, found, strict=True) if g is not None}
 
 
-def trusted(
-    push: Push, model: nn.Module, look: Look, chunks: Sequence[Rows], tangent: Tangent
+def checked_pushes(
+    push: Push, model: nn.Module, probe: PushProbe, chunks: Sequence[Rows], tangent: Tangent
 ) -> list[tuple[Push, tuple[Tensor, Tensor]]]:
     """How to push tangents through each chunk, all rows at once if they do not influence each other, and the first."""
 
@@ -239,7 +239,7 @@ def trusted(
             continue
         try:
             together = push(model, on, tangent)
-            apart = (alone if look.alone else in_halves(push))(model, on, tangent)
+            apart = (alone if probe.alone else in_halves(push))(model, on, tangent)
             if not close_logits(apart[0], together[0]) or not close(apart[1], together[1]):
                 raise Unclear("the inputs of a batch influence each other")
             found.append((push, together))

@@ -9,18 +9,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.combine import Kind, measure
+from qualms.gradients.autograd import NO_PATH, row_gradients
+from qualms.gradients.exact.by_features import LastProduct
+from qualms.gradients.exact.checks import close_logits, require_no_bypass, same_norms
+from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.guard import all_parameters_differentiable
-from qualms.gradients.headfirst import Head
 from qualms.gradients.inputs import count, tensors, with_tensors
-from qualms.gradients.layout import Unclear
 from qualms.gradients.memory import saved_bytes
-from qualms.gradients.pieces import Outer, Piece
-from qualms.gradients.plain import NO_PATH, row_gradients
-from qualms.gradients.record import Meeting, Plan, Recorder
 from qualms.gradients.smoothing import Rows, logits_of
-from qualms.gradients.trust import close_logits, require_no_bypass, same_norms
-from qualms.gradients.weights import Weights
+from qualms.gradients.watch.layout import Unclear
+from qualms.gradients.watch.pieces import Outer, Piece
+from qualms.gradients.watch.record import Meeting, TwinPasses, Recorder
+from qualms.gradients.watch.weights import Weights
 
 log = logging.getLogger("qualms")
 CACHED_BYTES = 2**22
@@ -28,9 +28,9 @@ FEWEST = 4  # rows at once: with fewer, a pass costs more for each than it would
 DOUBLE = 8  # bytes of an entry of the cotangents
 
 
-def recorded(model: nn.Module, on: Rows, weights: Weights, plan: Plan | None) -> tuple[Tensor, Recorder]:
+def recorded(model: nn.Module, on: Rows, weights: Weights, twins: TwinPasses | None) -> tuple[Tensor, Recorder]:
     """One watched forward pass, in which every parameter is known by its stand-in."""
-    recorder = Recorder(weights, tensors(on.batch), count(on.batch), on.per_input, plan)
+    recorder = Recorder(weights, tensors(on.batch), count(on.batch), on.per_input, twins)
     with all_parameters_differentiable(model):
         logits = logits_of(model, on, recorder)
         if not logits.requires_grad:
@@ -60,18 +60,18 @@ def first_use(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> list[s
 
 @dataclass(frozen=True)
 class Probe:
-    """What the first row tells, watched. `plan` is None if there is only one row."""
+    """What the first row tells, watched. `twins` is None if there is only one row."""
 
-    plan: Plan | None
+    twins: TwinPasses | None
     weights: Weights
     first_use: list[str]
     row_bytes: int  # kept by autograd for one row
-    largest: int  # numbers in the largest result of one row
+    largest_result: int  # numbers in the largest result of one row
     pieces: list[Piece]
     itemsize: int
     classes: int
     channels_last: bool
-    head: Head | None
+    head: LastProduct | None
 
     @classmethod
     def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "Probe | None":
@@ -92,13 +92,13 @@ class Probe:
                 raise Unclear("all inputs are the same")
             pair = probe.formatted(on.take([0, second]))
             _, two = recorded(model, pair, probe.weights, None)
-            plan = Plan(meetings, two.meetings)
-            z, both = recorded(model, pair, probe.weights, plan)
+            twins = TwinPasses(meetings, two.meetings)
+            z, both = recorded(model, pair, probe.weights, twins)
             lone = torch.cat([along(z), torch.zeros_like(along(z))], dim=1)
             found = measure(z, lone, both.pieces, probe.weights, 2, "l2")
             if not same_norms({name: value[:1] for name, value in found.items()}, expected, logits.dtype):
                 raise Unclear("in a batch the first input's gradient is another")
-            return replace(probe, plan=plan)
+            return replace(probe, twins=twins)
         except Exception as reason:
             log.info("%s: the model is run by plain autograd, one row at a time", reason)
             return None
@@ -118,7 +118,7 @@ class Probe:
         if not close_logits(z.detach(), logits) or not same_norms(found, expected, logits.dtype):
             raise Unclear("the recorded gradient is not plain autograd's")
         largest = max((t.numel() for m in one.meetings for t in m.results), default=0)
-        size, head = z.element_size(), Head.of(z, one.pieces, weights)
+        size, head = z.element_size(), LastProduct.of(z, one.pieces, weights)
         probe = cls(None, weights, one.first_use, kept, largest, one.pieces, size, z.shape[1], channels_last, head)
         return probe, one.meetings
 
@@ -126,27 +126,27 @@ class Probe:
         """Rows in the memory format that is fastest for this model."""
         return in_channels_last(on) if self.channels_last else on
 
-    def by_head(self, budget: int, per_input: int, kind: Kind, directions: Sequence[str]) -> bool:
+    def by_features(self, budget: int, per_input: int, kind: Kind, directions: Sequence[str]) -> bool:
         """Whether the gradients of all classes come cheaper from those of the last layer's features, and fit."""
         if self.head is None or kind != "l2" or "classes" not in directions or not self.head.pays(per_input):
             return False
         return self._affordable(budget, per_input, kind, True) * per_input >= FEWEST
 
-    def inputs_in(self, budget: int, per_input: int, kind: Kind, by_head: bool = False) -> int:
+    def inputs_in(self, budget: int, per_input: int, kind: Kind, by_features: bool = False) -> int:
         """How many inputs at once keep the work within `budget` bytes."""
-        affordable = self._affordable(budget, per_input, kind, by_head)
+        affordable = self._affordable(budget, per_input, kind, by_features)
         if self.weights.device.type == "cpu":  # beyond this size a tensor leaves the cache, and passes get slower
-            affordable = min(affordable, CACHED_BYTES // max(1, self.largest * self.itemsize * per_input))
+            affordable = min(affordable, CACHED_BYTES // max(1, self.largest_result * self.itemsize * per_input))
         return max(1, affordable)
 
-    def _affordable(self, budget: int, per_input: int, kind: Kind, by_head: bool) -> int:
+    def _affordable(self, budget: int, per_input: int, kind: Kind, by_features: bool) -> int:
         outers = [p.gradient for p in self.pieces if isinstance(p.gradient, Outer)]
         numels = [p.gradient.numel for p in self.pieces]
         passes = self.classes + 1 if kind == "gram" else 1
         rows = per_input * self.row_bytes * (1 + passes)
         shared = self.itemsize * sum(outer.held(per_input, self.classes) for outer in outers)
         written = self.itemsize * max(numels, default=0) * (self.classes if kind == "gram" else 2)
-        if by_head and self.head is not None:
+        if by_features and self.head is not None:
             cotangents = self.itemsize * self.head.held(per_input)
         else:
             cotangents = 2 * DOUBLE * per_input * self.classes**2

@@ -26,11 +26,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qualms.gradients.layout import Layout, Unclear, infer
 from qualms.gradients.nested import each_tensor, tensors_in
-from qualms.gradients.pieces import Piece, Summed
-from qualms.gradients.rules import find_rule
-from qualms.gradients.weights import Weights, roots
+from qualms.gradients.watch.layout import Layout, Unclear, infer
+from qualms.gradients.watch.pieces import Piece, Summed
+from qualms.gradients.watch.rules import find_rule
+from qualms.gradients.watch.weights import Weights, roots
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TwinPasses:
     """The same forward pass on one row and on two: comparing them tells which axis counts the rows."""
 
     one: list[Meeting]
@@ -54,10 +54,10 @@ class Recorder(TorchFunctionMode):
     """Watches one forward pass over `rows` rows, `per_input` of them for each input."""
 
     def __init__(
-        self, weights: Weights, inputs: Sequence[Tensor], rows: int, per_input: int = 1, plan: Plan | None = None
+        self, weights: Weights, inputs: Sequence[Tensor], rows: int, per_input: int = 1, twins: TwinPasses | None = None
     ) -> None:
         super().__init__()
-        self.weights, self.rows, self.per_input, self.plan = weights, rows, per_input, plan
+        self.weights, self.rows, self.per_input, self.twins = weights, rows, per_input, twins
         self.pieces: list[Piece] = []
         self.meetings: list[Meeting] = []
         self.count = 0  # of meetings so far
@@ -107,7 +107,7 @@ class Recorder(TorchFunctionMode):
         name = str(getattr(func, "__name__", func)).split(".")[0]
         meeting = Meeting(name, given)
         self.count += 1
-        if self.plan is None:  # a first look, to be compared with another; later ones need not be remembered
+        if self.twins is None:  # a first look, to be compared with another; later ones need not be remembered
             self.meetings.append(meeting)
         call = Call(self, func, args, kwargs, meeting)
         rule = find_rule(name)
@@ -190,7 +190,7 @@ class Call:
         An input's way around the function mode (a script, numpy, a Python number) ends here.
         """
         alone = self.on_one_row(derived)
-        layout = self.layout(derived) if self.recorder.plan else None
+        layout = self.layout(derived) if self.recorder.twins else None
         parts = [derived] if layout is None else [layout.part(derived, row) for row in range(self.rows)]
         with torch.no_grad():
             if not all(torch.allclose(part, alone, rtol=1e-4, atol=0) for part in parts):
@@ -199,41 +199,41 @@ class Call:
 
     # Which part of a tensor belongs to which row.
 
-    def _twins(self) -> tuple[Meeting, Meeting]:
-        plan = self.recorder.plan
-        assert plan is not None
-        if self._number >= min(len(plan.one), len(plan.two)):
+    def _twin_meetings(self) -> tuple[Meeting, Meeting]:
+        twins = self.recorder.twins
+        assert twins is not None
+        if self._number >= min(len(twins.one), len(twins.two)):
             raise Unclear(f"{self.meeting.name} is not called for every input")
-        one, two = plan.one[self._number], plan.two[self._number]
+        one, two = twins.one[self._number], twins.two[self._number]
         if not self.meeting.name == one.name == two.name or len(one.arguments) != len(self.meeting.arguments):
             raise Unclear(f"{self.meeting.name} is not called for every input")
         return one, two
 
     def on_one_row(self, t: Tensor) -> Tensor:
         """The tensor in t's place when the model runs on a single row."""
-        if self.recorder.plan is None:
+        if self.recorder.twins is None:
             return t
         place = next(i for i, a in enumerate(self.meeting.arguments) if a is t)
-        return self._twins()[0].arguments[place]
+        return self._twin_meetings()[0].arguments[place]
 
     def layout(self, t: Tensor) -> Layout | None:
         """Where t, an argument of this call, keeps its rows; None if it is the same for all rows."""
-        if self.recorder.plan is None:
+        if self.recorder.twins is None:
             return Layout.whole()
         place = next(i for i, a in enumerate(self.meeting.arguments) if a is t)
-        one, two = self._twins()
+        one, two = self._twin_meetings()
         return infer(one.arguments[place], two.arguments[place], t.shape, self.rows)
 
     def result_layout(self, place: int = 0) -> Layout | None:
         """Where the result number `place` keeps its rows."""
-        if self.recorder.plan is None:
+        if self.recorder.twins is None:
             return Layout.whole()
-        one, two = self._twins()
+        one, two = self._twin_meetings()
         return infer(one.results[place], two.results[place], None, self.rows)
 
     def result_ndim(self) -> int:
         """How many axes the result has."""
-        return self._twins()[0].results[0].ndim
+        return self._twin_meetings()[0].results[0].ndim
 
     # The general paths: exact for any operation.
 
@@ -244,7 +244,7 @@ class Call:
         operation runs one row at a time, each with its own copy.
         """
         used = [t for t in self.meeting.arguments if self.tracked(t)]
-        if self.recorder.plan is None or all(self.layout(t) for t in used):
+        if self.recorder.twins is None or all(self.layout(t) for t in used):
             copies = {id(t): t.detach().requires_grad_() for t in used}
             for t in used:
                 layout = self.layout(t)

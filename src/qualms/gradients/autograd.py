@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.guard import all_parameters_differentiable
-from qualms.gradients.pieces import accurate
 from qualms.gradients.smoothing import Rows, logits_of
+from qualms.gradients.watch.pieces import accurate
 
 
 def row_gradients(

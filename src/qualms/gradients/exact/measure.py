@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.pieces import Outer, Piece, accurate
-from qualms.gradients.weights import Weights, roots
+from qualms.gradients.watch.pieces import Outer, Piece, accurate
+from qualms.gradients.watch.weights import Weights, roots
 
 Kind = Literal["l2", "l1", "gram"]
 Cotangents = Sequence[Tensor | None]  # of one direction, at every edge

@@ -29,9 +29,9 @@ from qualms.gradients.inputs import Batch, count, take, tensors
 from qualms.gradients.layers import grouped, layer_weights, select
 from qualms.gradients.memory import default_budget
 from qualms.gradients.settings import Settings, Sketch
+from qualms.gradients.sketch.push import PushProbe, Push, Tangent, checked_pushes
+from qualms.gradients.sketch.stable import Law, Sample
 from qualms.gradients.smoothing import Rows, Smoothing, rows
-from qualms.gradients.stable import Law, Sample
-from qualms.gradients.tangents import Look, Push, Tangent, trusted
 from qualms.random import generator
 
 TANGENTS = 1_000_000_007  # sets the draws of tangents apart from those of inputs
@@ -70,7 +70,7 @@ def sketch_totals(
     how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
     law: Law = "cauchy" if l1 or (how.combine == "sum" and lam is not None) else "normal"
     work = Work.on(model, batch, numbers, settings, directions, smoothing)
-    groups = grouped(model, work.look.used, settings.layers)
+    groups = grouped(model, work.probe.used, settings.layers)
     weights = layer_weights(len(groups), lam or 0.0).tolist()
     group_of = {name: group for group in groups.values() for name in group}
     near = next(iter(groups.values()))
@@ -100,9 +100,9 @@ def sketch_layers(
     how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
     law: Law = "cauchy" if l1 else "normal"
     work = Work.on(model, batch, numbers, settings, directions, smoothing)
-    unused = [name for name in work.selected if name not in work.look.used]
+    unused = [name for name in work.selected if name not in work.probe.used]
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for layer, names in grouped(model, work.look.used + unused, settings.layers).items():
+    for layer, names in grouped(model, work.probe.used + unused, settings.layers).items():
         draw = partial(tangent, work.selected, [(names, 1.0)], law, l1, settings.seed)
         blocks = [(s.scale, s.error(s.scale), z) for s, z in work.samples(draw, how.tangents, law)]
         norms, errors, logits = (torch.cat(parts) for parts in zip(*blocks, strict=True))
@@ -142,9 +142,9 @@ class Work:
 
     model: nn.Module
     selected: dict[str, Tensor]
-    look: Look
+    probe: PushProbe
     inputs: int
-    rows_of: Callable[[slice], Rows]
+    rows_for: Callable[[slice], Rows]
     directions: Sequence[str]
     at_once: int  # inputs in one pass
     budget: int
@@ -162,21 +162,21 @@ class Work:
         """Looks at the first rows and decides how many inputs run at once."""
         inputs, selected = count(batch), select(model, settings.params)
 
-        def rows_of(part: slice) -> Rows:
+        def rows_for(part: slice) -> Rows:
             return rows(take(batch, part), smoothing, numbers[part], settings.seed)
 
-        look = Look.of(model, rows_of(slice(0, LOOKED_AT)), selected)
+        probe = PushProbe.of(model, rows_for(slice(0, LOOKED_AT)), selected)
         budget = settings.budget or default_budget(tensors(batch)[0].device)
-        per_input = max(1, look.largest) * (smoothing.draws + 1 if smoothing else 1)
+        per_input = max(1, probe.largest_result) * (smoothing.draws + 1 if smoothing else 1)
         # A pass holds a handful of results at a time. Larger ones leave the cache, smaller ones wait for the weights.
         at_once = max(1, min(settings.batch_size or inputs, LARGEST // per_input, budget // (8 * per_input)))
-        return cls(model, selected, look, inputs, rows_of, directions, at_once, budget)
+        return cls(model, selected, probe, inputs, rows_for, directions, at_once, budget)
 
     def samples(
         self, draw: Callable[[int], Tangent], tangents: int, law: Law
     ) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
         """The projections of the gradients along the directions on k tangents, and the logits, block by block."""
-        push = self.look.push(self.model, draw(0))
+        push = self.probe.push(self.model, draw(0))
         for block in self._blocks(tangents):
             projections, logits = self._in_block(block, push, draw, tangents)
             if not bool(torch.isfinite(projections).all()):
@@ -187,8 +187,8 @@ class Work:
 
     def _blocks(self, tangents: int) -> Iterator[slice]:
         """Inputs whose rows and projections are held at the same time."""
-        row_bytes = sum(t.nbytes for t in tensors(self.rows_of(slice(0, 1)).batch))
-        bytes_each = row_bytes + 16 * tangents * self.look.classes
+        row_bytes = sum(t.nbytes for t in tensors(self.rows_for(slice(0, 1)).batch))
+        bytes_each = row_bytes + 16 * tangents * self.probe.classes
         size = max(1, self.budget // (2 * bytes_each))
         return (slice(i, min(i + size, self.inputs)) for i in range(0, self.inputs, size))
 
@@ -196,9 +196,9 @@ class Work:
         self, block: slice, push: Push, draw: Callable[[int], Tangent], tangents: int
     ) -> tuple[Tensor, Tensor]:
         chunks = [slice(i, min(i + self.at_once, block.stop)) for i in range(block.start, block.stop, self.at_once)]
-        on = [self.look.formatted(self.rows_of(chunk)) for chunk in chunks]
+        on = [self.probe.formatted(self.rows_for(chunk)) for chunk in chunks]
         s = draw(0)
-        pushes, known = zip(*trusted(push, self.model, self.look, on, s), strict=True)
+        pushes, known = zip(*checked_pushes(push, self.model, self.probe, on, s), strict=True)
         kept: list[list[Tensor]] = [[] for _ in chunks]
         for j in range(tangents):
             s = draw(j) if j else s

@@ -23,16 +23,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.combine import by_parameter, deltas_of, measure, unique_edges, written
 from qualms.gradients.directions import DIRECTIONS, of_class, others
-from qualms.gradients.pieces import CANCELLED, Outer, Piece, accurate, cheaper_by_pairs
-from qualms.gradients.weights import Weights, nodes_behind
+from qualms.gradients.exact.measure import by_parameter, deltas_of, measure, unique_edges, written
+from qualms.gradients.watch.pieces import CANCELLED, Outer, Piece, accurate, cheaper_by_pairs
+from qualms.gradients.watch.weights import Weights, nodes_behind
 
 ROOM = 2**24  # numbers in the gradients that are added up at once
 
 
 @dataclass(frozen=True)
-class Head:
+class LastProduct:
     """The product that ends the forward pass: its weight, where its features come from, its pieces and all others."""
 
     weight: Float[Tensor, "c d"]
@@ -41,7 +41,7 @@ class Head:
     body: list[Piece]
 
     @classmethod
-    def of(cls, logits: Tensor, pieces: Sequence[Piece], weights: Weights) -> "Head | None":
+    def of(cls, logits: Tensor, pieces: Sequence[Piece], weights: Weights) -> "LastProduct | None":
         """The last layer, if the graph ends in one; None if its parameters are used elsewhere or made of others."""
         node, seen = logits.grad_fn, []
         while node is not None and node.name() in VIEWS:
@@ -111,10 +111,10 @@ def _work(piece: Piece, per_input: int, cotangents: int) -> int:
 
 
 @torch.no_grad()
-def measure_by_head(
+def measure_by_features(
     logits: Float[Tensor, "rows c"],
     directions: Sequence[str],
-    head: Head,
+    head: LastProduct,
     weights: Weights,
     inputs: int,
 ) -> dict[str, Float[Tensor, "b m"]]:
@@ -148,7 +148,7 @@ def _body(
     logits: Float[Tensor, "rows c"],
     toward_predicted: Float[Tensor, "rows c"],
     predicted: Int[Tensor, " b"],
-    head: Head,
+    head: LastProduct,
     weights: Weights,
     inputs: int,
 ) -> dict[str, Float[Tensor, "b c"]]:

@@ -13,17 +13,17 @@ import logging
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.gradients.combine import Kind, measure
-from qualms.gradients.cutoff import Cutoff, Late
-from qualms.gradients.directions import Stacked
-from qualms.gradients.headfirst import Head, measure_by_head
+from qualms.gradients.autograd import row_gradients
+from qualms.gradients.directions import Directions
+from qualms.gradients.exact.by_features import LastProduct, measure_by_features
+from qualms.gradients.exact.checks import regrouped_logits, require_independent_rows, require_separate_gradients
+from qualms.gradients.exact.early_layers import Cutoff, EarlyLayers
+from qualms.gradients.exact.measure import Kind, measure
+from qualms.gradients.exact.probe import Probe, first_use, recorded
 from qualms.gradients.inputs import Batch, count, take
 from qualms.gradients.measured import Measured
-from qualms.gradients.pieces import Piece
-from qualms.gradients.plain import row_gradients
-from qualms.gradients.probe import Probe, first_use, recorded
 from qualms.gradients.smoothing import Rows, Smoothing, rows
-from qualms.gradients.trust import regrouped_logits, require_independent_rows, require_separate_gradients
+from qualms.gradients.watch.pieces import Piece
 
 log = logging.getLogger("qualms")
 
@@ -34,7 +34,7 @@ def exact(
     selected: dict[str, Tensor],
     *,
     kind: Kind,
-    directions: Stacked,
+    directions: Directions,
     smoothing: Smoothing | None,
     first_index: int,
     seed: int,
@@ -47,34 +47,34 @@ def exact(
     With a cutoff, those of early layers that cannot matter are zero for all but the first chunk of inputs.
     """
 
-    def rows_of(part: slice) -> Rows:
+    def rows_for(part: slice) -> Rows:
         return rows(take(batch, part), smoothing, range(first_index, first_index + count(batch))[part], seed)
 
-    probe = Probe.of(model, rows_of(slice(0, PROBED)), selected)
+    probe = Probe.of(model, rows_for(slice(0, PROBED)), selected)
     per_input = smoothing.draws + 1 if smoothing else 1
-    by_head = probe is not None and probe.by_head(budget, per_input, kind, directions.names)
-    most = probe.inputs_in(budget, per_input, kind, by_head) if probe else 1
+    by_features = probe is not None and probe.by_features(budget, per_input, kind, directions.names)
+    most = probe.inputs_in(budget, per_input, kind, by_features) if probe else 1
     chunks = _chunks(count(batch), min(batch_size or most, most))
     in_other_company = None
     if probe is not None:
         try:
-            in_other_company = regrouped_logits(model, count(batch), rows_of, len(chunks))
+            in_other_company = regrouped_logits(model, count(batch), rows_for, len(chunks))
         except Exception as reason:  # if the model itself is at fault, plain autograd will say so
             log.info("%s: the inputs are run by plain autograd, one row at a time", reason)
     parts: list[Measured] = []
     early: frozenset[str] = frozenset()
     for chunk in chunks:
-        on = rows_of(chunk)
+        on = rows_for(chunk)
         part = None
         if probe is not None and in_other_company is not None:
-            late = Late(cutoff, early, probe.first_use) if cutoff is not None and early else None
+            early_layers = EarlyLayers(cutoff, early, probe.first_use) if cutoff is not None and early else None
             elsewhere = in_other_company[chunk]
-            part = _by_pieces(model, probe.formatted(on), kind, directions, probe, by_head, elsewhere, late)
+            part = _by_pieces(model, probe.formatted(on), kind, directions, probe, by_features, elsewhere, early_layers)
         if part is not None and probe is not None and cutoff is not None and not parts:
             early = cutoff.early(part.values, probe.first_use)
         parts.append(part or _by_autograd(model, on, selected, kind, directions))
     whole = Measured.joined(parts)
-    used_first = probe.first_use if probe else first_use(model, rows_of(slice(0, 1)), selected)
+    used_first = probe.first_use if probe else first_use(model, rows_for(slice(0, 1)), selected)
     order = [name for name in used_first if name in whole.values]
     order += [name for name in selected if name in whole.values and name not in order]
     whole.values = {name: whole.values[name] for name in order}
@@ -95,27 +95,29 @@ def _by_pieces(
     model: nn.Module,
     on: Rows,
     kind: Kind,
-    directions: Stacked,
+    directions: Directions,
     probe: Probe,
-    by_head: bool,
+    by_features: bool,
     in_other_company: Float[Tensor, "b r c"],
-    late: Late | None,
+    early_layers: EarlyLayers | None,
 ) -> Measured | None:
     """The fast way, or None if it cannot be trusted with these inputs."""
     inputs = count(on.batch) // on.per_input
     try:
-        logits, recorder = recorded(model, on, probe.weights, probe.plan)
+        logits, recorder = recorded(model, on, probe.weights, probe.twins)
         require_independent_rows(model, on, logits.detach(), in_other_company.flatten(0, 1), recorder)
         require_separate_gradients(logits, recorder, probe.weights, inputs)
         apart = logits.unflatten(0, (inputs, on.per_input))
         pieces: list[Piece] = recorder.pieces
-        if late is not None:
-            pieces = late.pieces(logits, directions, pieces, probe.weights, inputs)
-        head = Head.of(logits, pieces, probe.weights) if by_head else None
-        if by_head and head is None:  # nothing but the head is left: its chunks have no room for a pass for each class
-            head = Head.of(logits, recorder.pieces, probe.weights)
+        if early_layers is not None:
+            pieces = early_layers.pieces(logits, directions, pieces, probe.weights, inputs)
+        head = LastProduct.of(logits, pieces, probe.weights) if by_features else None
+        if (
+            by_features and head is None
+        ):  # nothing but the head is left: its chunks have no room for a pass for each class
+            head = LastProduct.of(logits, recorder.pieces, probe.weights)
         if head is not None:
-            values = measure_by_head(logits, directions.names, head, probe.weights, inputs)
+            values = measure_by_features(logits, directions.names, head, probe.weights, inputs)
         else:
             cotangents = directions(apart).flatten(1, 2) / on.per_input
             values = measure(logits, cotangents, pieces, probe.weights, inputs, kind)
@@ -125,7 +127,9 @@ def _by_pieces(
     return Measured(values, apart[:, 0].detach(), recorder.one_by_one)
 
 
-def _by_autograd(model: nn.Module, on: Rows, selected: dict[str, Tensor], kind: Kind, directions: Stacked) -> Measured:
+def _by_autograd(
+    model: nn.Module, on: Rows, selected: dict[str, Tensor], kind: Kind, directions: Directions
+) -> Measured:
     """The general path for a whole model: exact whatever it does, at the price of one row at a time."""
     parts: list[Measured] = []
     for start in range(0, count(on.batch), on.per_input):

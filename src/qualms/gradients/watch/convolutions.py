@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from qualms.gradients.layout import Layout
-from qualms.gradients.pieces import Outer, accurate
-from qualms.gradients.scales import channel_sum, rows_of
-from qualms.gradients.windows import pads, pixel_pairs, windows
+from qualms.gradients.watch.layout import Layout
+from qualms.gradients.watch.pieces import Outer, accurate
+from qualms.gradients.watch.scales import channel_sum, row_layout
+from qualms.gradients.watch.windows import pads, pixel_pairs, windows
 
 if TYPE_CHECKING:
-    from qualms.gradients.record import Call
+    from qualms.gradients.watch.record import Call
 
 
 def convolution_rule(space: int) -> Callable[..., Any]:
@@ -144,7 +144,7 @@ def convolution(
 
 def _image_rows(call: Call, input: Tensor, space: int) -> Layout | None:
     """The layout of images [n, channel, …]: rows on the first axis, or the one image of a single row."""
-    layout = rows_of(call, input)
+    layout = row_layout(call, input)
     batched = input.ndim == space + 2
     return layout if layout is not None and (layout.axis is None or (batched and layout.axis == 0)) else None
 

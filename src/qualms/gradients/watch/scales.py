@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from qualms.gradients.layout import Layout
-from qualms.gradients.pieces import Summed, accurate
+from qualms.gradients.watch.layout import Layout
+from qualms.gradients.watch.pieces import Summed, accurate
 
 if TYPE_CHECKING:
-    from qualms.gradients.record import Call
+    from qualms.gradients.watch.record import Call
 
 
-def rows_of(call: Call, input: Tensor) -> Layout | None:
+def row_layout(call: Call, input: Tensor) -> Layout | None:
     """The layout of an operation's input, or None where it has no rows."""
     return None if call.tracked(input) else call.layout(input)
 
@@ -102,7 +102,7 @@ def prelu(call: Call, input: Tensor, weight: Tensor) -> Any:
     """PReLU: ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all of them."""
     if weight.numel() > 1:
         return _channel_affine(call, input, weight, None, lambda: input.clamp_max(0))
-    layout = rows_of(call, input)
+    layout = row_layout(call, input)
     if layout is None:
         return NotImplemented
     out = call.run()
@@ -122,7 +122,7 @@ def _channel_affine(
     call: Call, input: Tensor, weight: Tensor | None, bias: Tensor | None, scaled: Callable[[], Tensor]
 ) -> Any:
     """Parameters that stand for the channels of [n, channel, …]; `scaled` is what the weight multiplies."""
-    layout = rows_of(call, input)
+    layout = row_layout(call, input)
     if layout is None or layout.axis not in (None, 0):
         return NotImplemented
     out = call.run()
@@ -138,7 +138,7 @@ def _trailing_affine(
     call: Call, input: Tensor, weight: Tensor | None, bias: Tensor | None, scaled: Callable[[], Tensor]
 ) -> Any:
     """Parameters that have the shape of the last axes; `scaled` is what the weight multiplies."""
-    layout = rows_of(call, input)
+    layout = row_layout(call, input)
     last = next(p for p in (weight, bias) if p is not None)
     if layout is None:
         return NotImplemented

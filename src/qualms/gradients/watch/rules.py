@@ -14,22 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from qualms.gradients.convolutions import convolution, convolution_rule, transposed_convolution_rule
-from qualms.gradients.layout import Layout
-from qualms.gradients.pieces import Outer, Summed, accurate
-from qualms.gradients.scales import (
+from qualms.gradients.watch.convolutions import convolution, convolution_rule, transposed_convolution_rule
+from qualms.gradients.watch.layout import Layout
+from qualms.gradients.watch.pieces import Outer, Summed, accurate
+from qualms.gradients.watch.scales import (
     batch_norm,
     group_norm,
     instance_norm,
     layer_norm,
     prelu,
     rms_norm,
-    rows_of,
+    row_layout,
     trailing_sum,
 )
 
 if TYPE_CHECKING:
-    from qualms.gradients.record import Call
+    from qualms.gradients.watch.record import Call
 
 
 def find_rule(name: str) -> Callable[..., Any] | None:
@@ -44,7 +44,7 @@ def find_rule(name: str) -> Callable[..., Any] | None:
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """y = x Wᵀ + b: ∂W = Σ_t δ_t a_tᵀ, ∂b = Σ_t δ_t."""
-    layout = rows_of(call, input)
+    layout = row_layout(call, input)
     if layout is None or weight.ndim != 2 or layout.axis == input.ndim - 1:
         return NotImplemented
     out = call.run()
@@ -61,7 +61,7 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Any:
     """y = x W with the parameter on the right: ∂W = Σ_t a_t δ_tᵀ. A parameter on the left is broadcast over rows."""
     if call.tracked(input) or other.ndim != 2 or input.ndim < 2:
         return broadcasting(call, input, other)
-    layout = rows_of(call, input)
+    layout = row_layout(call, input)
     if layout is None or layout.axis == input.ndim - 1:
         return NotImplemented
     out = call.run()
@@ -72,7 +72,7 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Any:
 
 def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     """y = b + x W, as in a transposed linear layer."""
-    layout = rows_of(call, mat1)
+    layout = row_layout(call, mat1)
     plain = beta == alpha == 1 and input.ndim == 1
     if layout is None or layout.axis == 1 or not plain:
         return NotImplemented
@@ -110,7 +110,7 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """∂W[v] = Σ_t [id_t = v] δ_t: pairs of positions count if they hold the same id. The padding row stays zero."""
-    layout = rows_of(call, input)
+    layout = row_layout(call, input)
     if layout is None or scale_grad_by_freq or not call.tracked(weight):
         return NotImplemented  # with scale_grad_by_freq autograd returns something else than the derivative
     out = call.run()
@@ -142,7 +142,7 @@ def embedding(
 def broadcasting(call: Call, *args: Any, **kwargs: Any) -> Any:
     """Any operation that broadcasts: its own derivative, at a copy expanded along the rows, is the gradient."""
     used = [t for t in call.meeting.arguments if call.tracked(t)]
-    layout = call.result_layout() if call.recorder.plan else None
+    layout = call.result_layout() if call.recorder.twins else None
     if layout is None or layout.axis is None or any(call.layout(t) for t in used):
         return NotImplemented
     ndim = call.result_ndim()

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.combine import Kind, measure
-from qualms.gradients.directions import DIRECTIONS, Stacked, of_class
+from qualms.gradients.directions import DIRECTIONS, Directions, of_class
+from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.layers import layer_weights
-from qualms.gradients.pieces import Piece
-from qualms.gradients.weights import Weights, roots
+from qualms.gradients.watch.pieces import Piece
+from qualms.gradients.watch.weights import Weights, roots
 
 MARGIN = 4  # between what the first inputs show and what the others may do
 
@@ -55,7 +55,7 @@ class Cutoff:
 
 
 @dataclass(frozen=True)
-class Late:
+class EarlyLayers:
     """What the first chunk of inputs found of the early layers, to be confirmed by every other one."""
 
     cutoff: Cutoff
@@ -65,7 +65,7 @@ class Late:
     def pieces(
         self,
         logits: Float[Tensor, "rows c"],
-        directions: Stacked,
+        directions: Directions,
         pieces: list[Piece],
         weights: Weights,
         inputs: int,

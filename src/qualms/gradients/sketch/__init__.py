@@ -1,0 +1,1 @@
+"""The sketch: norms of all class gradients, estimated from random tangents on the weights."""
