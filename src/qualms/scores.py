@@ -16,8 +16,8 @@ from qualms.gradients.layers import Params
 from qualms.gradients.norms import numbered_batches
 from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.passes import Passes, Subject
 from qualms.methods.method import Method
+from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT, parse, spec_of
 
 Progress = bool | Callable[[int], None]

@@ -21,8 +21,8 @@ from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
 from qualms.gradients.norms import numbered_batches
 from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.sketch.engine import sketch_totals
-from qualms.methods.passes import Passes, Subject
 from qualms.methods.method import Method
+from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT, parse
 from qualms.scores import score
 

@@ -26,8 +26,8 @@ from qualms.gradients.layers import grouped, select
 from qualms.gradients.norms import layer_table
 from qualms.gradients.settings import Settings
 from qualms.gradients.smoothing import Rows
-from qualms.methods.passes import Passes
 from qualms.methods.method import GRADIENTS
+from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.passes import Passes
 from qualms.methods.method import MODELS
+from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)

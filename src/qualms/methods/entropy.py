@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.divergence import entropy_of
-from qualms.methods.passes import Passes
 from qualms.methods.method import LOGITS
+from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)

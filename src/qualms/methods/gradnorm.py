@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.passes import Passes
 from qualms.methods.layered import gradient_norms
 from qualms.methods.method import GRADIENTS
+from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.passes import Passes
 from qualms.methods.method import LOGITS
+from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.divergence import mutual_information
-from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES
+from qualms.methods.passes import Passes
 from qualms.random import generator
 
 

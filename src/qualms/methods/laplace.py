@@ -15,10 +15,10 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.methods.divergence import mutual_information
-from qualms.methods.passes import Passes
 from qualms.methods.head import with_head
 from qualms.methods.head_posterior import HeadPosterior, fit_head
 from qualms.methods.method import TRAINING_DATA
+from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)

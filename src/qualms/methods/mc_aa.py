@@ -11,8 +11,8 @@ from torch import Tensor
 from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES
+from qualms.methods.passes import Passes
 from qualms.random import generator
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.smoothing import Rows
 from qualms.methods.divergence import mutual_information
-from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES, TRAINING_DATA
+from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)

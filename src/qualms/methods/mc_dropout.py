@@ -19,8 +19,8 @@ from qualms.gradients.inputs import Batch, count
 from qualms.gradients.nested import tensors_in
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES
+from qualms.methods.passes import Passes
 from qualms.random import generator
 
 WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

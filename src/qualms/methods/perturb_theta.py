@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.nested import each_tensor
 from qualms.methods.divergence import expected_kl
-from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES, WANG_JI
+from qualms.methods.passes import Passes
 from qualms.random import generator
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.divergence import expected_kl
-from qualms.methods.passes import Passes
 from qualms.methods.method import PASSES, WANG_JI
+from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from qualms.gradients.memory import saved_bytes
 from qualms.gradients.smoothing import Rows, logits_of
 from qualms.gradients.watch.layout import Unclear
 from qualms.gradients.watch.pieces import Outer, Piece
-from qualms.gradients.watch.record import Meeting, TwinPasses, Recorder
+from qualms.gradients.watch.record import Meeting, Recorder, TwinPasses
 from qualms.gradients.watch.weights import Weights
 
 log = logging.getLogger("qualms")

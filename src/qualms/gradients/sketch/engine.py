@@ -29,7 +29,7 @@ from qualms.gradients.inputs import Batch, count, take, tensors
 from qualms.gradients.layers import grouped, layer_weights, select
 from qualms.gradients.memory import default_budget
 from qualms.gradients.settings import Settings, Sketch
-from qualms.gradients.sketch.push import PushProbe, Push, Tangent, checked_pushes
+from qualms.gradients.sketch.push import Push, PushProbe, Tangent, checked_pushes
 from qualms.gradients.sketch.stable import Law, Sample
 from qualms.gradients.smoothing import Rows, Smoothing, rows
 from qualms.random import generator
