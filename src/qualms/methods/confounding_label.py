@@ -1,6 +1,6 @@
 """Gradients of a confounding label: minus ‖∇θ L(x, every class on)‖, L the binary cross-entropy of the logits.
 
-The label that turns every class on at once was never passes in training, and the update that it asks for depends on what
+The label that turns every class on at once was never seen in training, and the update that it asks for depends on what
 the model knows of the input. Lee & AlRegib train a detector on such magnitudes, which leaves their sign to the fit. On
 classifiers trained with softmax a confident input asks for the larger update, since all other logits are far down:
 hence the minus. A shift of all logits changes it.

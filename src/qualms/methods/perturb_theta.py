@@ -37,7 +37,7 @@ class PerturbTheta:
             moved = {id(p): p.detach() + self.sigma * torch.randn(p.shape, generator=noise).to(p) for p in parameters}
             with Replaced(moved) as replaced:
                 log_q.append(passes.forward_all().double().log_softmax(-1))
-            if not replaced.passes:
+            if not replaced.seen:
                 raise QualmsError(
                     "the model's operations are hidden from torch's function modes (a scripted module?), so its "
                     "weights cannot be perturbed; use perturb-x or regrad."
@@ -51,7 +51,7 @@ class Replaced(TorchFunctionMode):
     def __init__(self, instead: dict[int, Tensor]) -> None:
         super().__init__()
         self.instead = instead
-        self.passes: set[int] = set()
+        self.seen: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,5 +62,5 @@ class Replaced(TorchFunctionMode):
     def _other(self, t: Tensor) -> Tensor:
         if id(t) not in self.instead:
             return t
-        self.passes.add(id(t))
+        self.seen.add(id(t))
         return self.instead[id(t)]
