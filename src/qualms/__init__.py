@@ -2,12 +2,7 @@
 
 from qualms import data, metrics, models
 from qualms.errors import QualmsError
-from qualms.gradients.norms import (
-    ClassGradientGram,
-    ClassGradientNorms,
-    class_gradient_gram,
-    class_gradient_norms,
-)
+from qualms.gradients.norms import ClassGradientGram, ClassGradientNorms, class_gradient_gram, class_gradient_norms
 from qualms.gradients.settings import Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.registry import methods

@@ -1,8 +1,12 @@
-"""The one exception that qualms raises for anything a user can put right."""
+"""The one exception that qualms raises for anything a user can put right, and the one warning it gives."""
 
 
 class QualmsError(ValueError):
     """One sentence: what is wrong, where, and what to do about it."""
+
+
+class SlowWarning(UserWarning):
+    """Inputs run one at a time: the numbers are right, but they come slowly."""
 
 
 def reason(error: Exception) -> str:

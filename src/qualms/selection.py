@@ -7,7 +7,7 @@ in Ash et al., Deep Batch Active Learning by Diverse, Uncertain Gradient Lower B
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,23 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from qualms.errors import QualmsError
+from qualms.gradients.directions import Directions
 from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
-from qualms.gradients.norms import numbered_batches
-from qualms.gradients.settings import Settings, Sketch
+from qualms.gradients.inputs import Batch, count, numbered_batches, take, tensors, with_tensors
+from qualms.gradients.job import Job
+from qualms.gradients.layers import Granularity, Norm, Params
+from qualms.gradients.learnt import Learnt
+from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.sketch.engine import sketch_totals
+from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT, parse
+from qualms.progress import Progress
 from qualms.scores import score
 
 TANGENTS = 64  # a distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err independently
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-OF_GRADIENTS = ("layers", "params", "seed", "batch_size", "budget")  # the settings of `compare` that features share
 
 
 def select(
@@ -38,13 +42,23 @@ def select(
     method: str | Method = DEFAULT,
     *,
     diversity: int | float | None = None,
-    **more: Any,
+    train: Any = None,
+    models: Iterable[nn.Module] = (),
+    engine: Engine | Sketch = "exact",
+    layers: Granularity = "module",
+    norm: Norm = "l2",
+    params: Params = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    budget: int | None = None,
+    tolerance: float = 0.0,
+    progress: Progress = False,
 ) -> Int[Tensor, " k"]:
     """The numbers of k inputs of the pool to label next, counted from 0 in the pool's order.
 
     Args:
         model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
-        pool: a tensor, a tuple or dict of tensors, or an iterable of batches (labels are ignored).
+        pool: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are ignored).
         k: how many.
         method: a spec or a method object; the paper's REGrad* by default.
         diversity: None takes the k most uncertain, the most uncertain first, equal ones in the pool's order. A number
@@ -52,26 +66,62 @@ def select(
             candidate whose gradients are farthest from those of all picked so far. It needs a gradient score, reads
             the pool twice, runs 64 forward-mode passes over the candidates, and holds 64 numbers for each of them and
             each class.
-        more: as for `compare`.
+        train: training inputs; this and all that follows as for `score`.
+        models: further members, for `ensemble`.
+        engine: how class gradients are computed.
+        layers: what `+layers` counts.
+        norm: of the gradients; for diversity it has to be `l2`.
+        params: which parameters count.
+        seed: decides every random draw.
+        batch_size: at most so many inputs at once.
+        budget: bytes that the work on one chunk of inputs may take.
+        tolerance: the share of a `+layers` score that may be left out.
+        progress: True for a count on the terminal, or a function that is told how many inputs are scored.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        model, pool = torch.nn.Linear(4, 3), torch.randn(50, 4)
+        print(qualms.select(model, pool, k=5))
+        print(qualms.select(model, pool, 5, "regrad+layers", diversity=2))
+        ```
     """
     chosen = parse(method) if isinstance(method, str) else method
-    _check(pool, k, chosen, diversity, more)
+    _check(pool, k, chosen, diversity, norm)
     if isinstance(pool, Tensor):
         _check_size(k, len(pool))  # before the scores, which may take long
-    order = score(model, pool, chosen, **more).argsort(descending=True, stable=True).cpu()
+    scores = score(
+        model,
+        pool,
+        chosen,
+        train=train,
+        models=models,
+        engine=engine,
+        layers=layers,
+        norm=norm,
+        params=params,
+        seed=seed,
+        batch_size=batch_size,
+        budget=budget,
+        tolerance=tolerance,
+        progress=progress,
+    )
+    order = scores.argsort(descending=True, stable=True).cpu()
     _check_size(k, len(order))
-    if diversity is None:
+    if diversity is None or not isinstance(chosen, GradientScore):
         return order[:k]
     # The rounding guard keeps 1.1 * 10 from asking for 12.
     candidates = order[: max(k, math.ceil(diversity * k - 1e-9))]
-    settings = Settings(Sketch(TANGENTS), **{key: more[key] for key in OF_GRADIENTS if key in more})
+    settings = Settings(Sketch(TANGENTS), layers, "l2", params, budget, batch_size, seed)
     features = gradient_features(model, pool, candidates.tolist(), chosen, settings)
     if not bool(features.any()):
         raise QualmsError(f"the gradients of {chosen.name} are zero, so none differ; use another score for diversity.")
     return candidates[k_center(features, k)]
 
 
-def _check(pool: Any, k: int, method: Method, diversity: int | float | None, more: dict[str, Any]) -> None:
+def _check(pool: Any, k: int, method: Method, diversity: int | float | None, norm: Norm) -> None:
     if not isinstance(k, int) or k < 1:
         raise QualmsError(f"k is {k!r}; it is a number of inputs, 1 or more.")
     if isinstance(pool, DataLoader):
@@ -86,15 +136,14 @@ def _check(pool: Any, k: int, method: Method, diversity: int | float | None, mor
         raise QualmsError(f"diversity is {diversity}; it is how many candidates there are for each pick, 1 or more.")
     if isinstance(pool, Iterator):
         raise QualmsError("the pool can be read only once, and diversity reads it twice; pass a list or a loader.")
-    if more.get("norm", "l2") != "l2":
-        raise QualmsError(f"diversity measures L2 distances between gradients, not {more['norm']}; leave norm out.")
+    if norm != "l2":
+        raise QualmsError(f"diversity measures L2 distances between gradients, not {norm}; leave norm out.")
     require_gradients(method)
 
 
 def require_gradients(method: Method) -> None:
     """An error for methods that have no gradients by which inputs could differ."""
-    direction = getattr(method, "direction", None)
-    if direction is None or (direction == "classes" and not hasattr(method, "class_weights")):
+    if not isinstance(method, GradientScore):
         raise QualmsError(f"diversity needs a gradient score, such as {DEFAULT!r}, and {method.name} is not one.")
 
 
@@ -104,7 +153,7 @@ def _check_size(k: int, inputs: int) -> None:
 
 
 def gradient_features(
-    model: nn.Module, pool: Any, chosen: Sequence[int], method: Any, settings: Settings
+    model: nn.Module, pool: Any, chosen: Sequence[int], method: GradientScore, settings: Settings
 ) -> Float[Tensor, "n f"]:
     """φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k) for the chosen inputs, s_j the k random tangents of the sketch.
 
@@ -113,26 +162,23 @@ def gradient_features(
     """
     numbers: list[int] = []
     parts: list[Tensor] = []
+    learnt, directions = Learnt(), Directions((method.direction,))
     with untouched(model) as inner:
-        for some, batch in _gathered(pool, set(chosen)):
-            probs = Passes(Subject(inner, settings), batch).probs
-            one_gradient = method.direction != "classes"
-            weights = torch.ones_like(probs[:, :1]) if one_gradient else method.class_weights(probs)
-            wanted = (method.direction,), method.smooth, method.layers
-            samples = sketch_totals(inner, batch, some, settings, *wanted, keep=True).samples
-            sizes = [s.projections.shape[1] for s in samples]
-            for sample, w in zip(samples, weights.split(sizes), strict=True):
-                projections = w * sample.projections / math.sqrt(len(sample.projections))
+        for some, batch in _gathered(pool, inner, set(chosen)):
+            weights = method.weights(Passes(Subject(inner, settings), batch).probs)
+            job = Job(inner, batch, some, settings, directions, method.smooth)
+            for block, sample in sketch_totals(job, method.layers, learnt):
+                projections = weights[block] * sample.projections / math.sqrt(len(sample.projections))
                 parts.append(projections.movedim(0, -1).flatten(1).float())
             numbers += some
     rows = {number: row for row, number in enumerate(numbers)}
     return torch.cat(parts)[[rows[number] for number in chosen]]
 
 
-def _gathered(pool: Any, chosen: set[int]) -> Iterator[tuple[list[int], Batch]]:
-    """The chosen inputs with their numbers, those of equal shapes in one batch: tangents are drawn anew for each."""
+def _gathered(pool: Any, model: nn.Module, chosen: set[int]) -> Iterator[tuple[list[int], Batch]]:
+    """The chosen inputs with their numbers, those of equal shapes in one batch."""
     found: dict[Any, list[tuple[list[int], Batch]]] = {}
-    for first, batch in numbered_batches(pool):
+    for first, batch in numbered_batches(pool, model):
         here = [i for i in range(count(batch)) if first + i in chosen]
         if here:
             part = take(batch, here)

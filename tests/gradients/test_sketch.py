@@ -15,9 +15,11 @@ from qualms.gradients.autograd import row_gradients
 from qualms.gradients.directions import Directions
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import batches, count
+from qualms.gradients.job import Job
 from qualms.gradients.layers import layer_weights
+from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch.engine import Work, tangent
+from qualms.gradients.sketch.engine import Work
 from qualms.gradients.sketch.stable import Sample, cauchy_scale, normal_scale
 from tests import networks as net
 from tests.cases import CASES, Case
@@ -34,16 +36,19 @@ BY_DIFFERENCES = {"weight-norm", "hidden-from-function-modes"}  # no forward-mod
 def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Smoothing | None) -> None:
     model, x = case.make()
     with untouched(model) as inner:
-        batch = next(batches(x))
-        work = Work.on(inner, batch, range(count(batch)), Settings(engine="sketch"), DIRECTIONS, smoothing)
-        tangents = [tangent(work.selected, [(list(work.selected), 1.0)], "normal", False, 0, j) for j in (0, 1)]
-        ((sample, logits),) = work.samples(tangents.__getitem__, 2, "normal")
+        batch = next(batches(x, inner))
+        settings = Settings(engine=qualms.Sketch(2))
+        job = Job(inner, batch, range(count(batch)), settings, Directions(DIRECTIONS), smoothing)
+        work = Work.on(job, Learnt())
+        drawn = work.tangents([(list(job.selected), 1.0)])
+        tangents = [drawn[j] for j in (0, 1)]
+        ((_, sample, logits),) = work.samples(drawn)
         have = sample.projections
         for i in range(len(logits)):
-            on = work.rows_for(slice(i, i + 1))
+            on = job.rows(slice(i, i + 1))
             total: dict[str, Tensor] = {}
             for r in range(on.per_input):
-                z, found = row_gradients(inner, on.take([r]), work.selected, lambda z: _along(z).flatten(1, 2))
+                z, found = row_gradients(inner, on.take([r]), job.selected, lambda z: _along(z).flatten(1, 2))
                 if r == 0:
                     torch.testing.assert_close(logits[i : i + 1], z)
                 total = {name: total.get(name, 0) + g / on.per_input for name, g in found.items()}

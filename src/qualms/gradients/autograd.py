@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, reason
 from qualms.gradients.guard import all_parameters_differentiable
-from qualms.gradients.smoothing import Rows, logits_of
-from qualms.gradients.watch.pieces import accurate
+from qualms.gradients.precision import accurate
+from qualms.gradients.rows import Rows, logits_of
 
 
 def row_gradients(
@@ -34,12 +34,14 @@ def row_gradients(
     return logits.detach(), gradients
 
 
-def gradients_of(target: Tensor, parameters: list[Tensor], along: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def gradients_of(
+    target: Tensor, parameters: list[Tensor], cotangent: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     """autograd's gradients, None for parameters that the target does not depend on."""
     try:
-        return torch.autograd.grad(target, parameters, along, retain_graph=True, allow_unused=True)
+        return torch.autograd.grad(target, parameters, cotangent, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
-        raise QualmsError(f"the model cannot be differentiated: {str(error).splitlines()[0]}") from error
+        raise QualmsError(f"the model cannot be differentiated: {reason(error)}") from error
 
 
 NO_PATH = (

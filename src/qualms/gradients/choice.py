@@ -19,12 +19,16 @@ from qualms.errors import QualmsError
 from qualms.gradients.autograd import row_gradients
 from qualms.gradients.directions import Directions
 from qualms.gradients.exact.measure import Kind, measure
-from qualms.gradients.exact.probe import Probe, along, recorded
+from qualms.gradients.exact.probe import Probe
+from qualms.gradients.first_look import random_direction
 from qualms.gradients.inputs import Batch, count, take
+from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped
-from qualms.gradients.settings import Settings, Sketch
-from qualms.gradients.sketch.engine import Work, tangent
+from qualms.gradients.learnt import Learnt
+from qualms.gradients.settings import Engine, Settings, Sketch
+from qualms.gradients.sketch.engine import Work
 from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.watch.forward import recorded
 
 log = logging.getLogger("qualms")
 TIMED = 8  # inputs
@@ -35,7 +39,7 @@ WORTH = 2
 class Choice:
     """The engine picked, and the seconds that each would take for one input; infinite if it cannot run the model."""
 
-    engine: str
+    engine: Engine
     exact: float
     sketch: float
 
@@ -45,7 +49,7 @@ class Choice:
         )
 
 
-def settled(
+def choose_engine(
     settings: Settings,
     model: nn.Module,
     batch: Batch,
@@ -56,13 +60,13 @@ def settled(
     """The same settings with a definite engine. `each_layer`: the sketch needs tangents for every layer."""
     if settings.engine != "auto":
         return settings
-    choice = choose(settings, model, batch, directions, smoothing, each_layer)
+    choice = timed(settings, model, batch, directions, smoothing, each_layer)
     # Estimates instead of exact numbers are something to be told of.
     log.log(logging.WARNING if choice.engine == "sketch" else logging.INFO, "%s", choice)
     return replace(settings, engine=choice.engine)
 
 
-def choose(
+def timed(
     settings: Settings,
     model: nn.Module,
     batch: Batch,
@@ -72,43 +76,45 @@ def choose(
 ) -> Choice:
     """Times a pass of each kind on the first inputs."""
     some = take(batch, slice(0, min(TIMED, settings.batch_size or TIMED)))
-    work = Work.on(model, some, range(count(some)), settings, directions, smoothing)
-    exact = _exact_seconds(work, directions, "l1" if settings.norm == "l1" else "l2")
+    job = Job(model, some, range(count(some)), settings, Directions(tuple(directions)), smoothing)
+    work = Work.on(job, Learnt())
+    exact = _exact_seconds(work, settings.norm)
     try:
-        tangents = Sketch().tangents * (len(grouped(model, work.probe.used, settings.layers)) if each_layer else 1)
-        sketch = _sketch_seconds(work, tangents, count(batch))
+        layers = len(grouped(model, work.probe.used, settings.granularity)) if each_layer else 1
+        sketch = _sketch_seconds(work, Sketch().tangents * layers, count(batch))
     except QualmsError as reason:
         log.info("%s", reason)
         sketch = float("inf")
     return Choice("sketch" if WORTH * sketch < exact else "exact", exact, sketch)
 
 
-def _exact_seconds(work: Work, directions: Sequence[str], kind: Kind) -> float:
-    passes = sum(work.probe.classes if name in ("classes", "logits") else 1 for name in directions)
-    on = work.rows_for(slice(0, work.inputs))
-    probe = Probe.of(work.model, on, work.selected)
-    if probe is None:
+def _exact_seconds(work: Work, kind: Kind) -> float:
+    job, names = work.job, work.job.directions.names
+    passes = sum(work.probe.classes if name in ("classes", "logits") else 1 for name in names)
+    on = job.rows(slice(0, job.inputs))
+    probe = Probe.of(job.model, on, job.selected)
+    if isinstance(probe, Exception):
         one = on.take([0])
-        return passes * on.per_input * _seconds(lambda: row_gradients(work.model, one, work.selected, along))
-    if probe.by_features(work.budget, on.per_input, kind, directions) and probe.head is not None:
-        passes = probe.head.weight.shape[1] + 2 + len(directions) - 1
-    inputs = min(work.inputs, probe.inputs_in(work.budget, on.per_input, kind))
-    on = probe.formatted(work.rows_for(slice(0, inputs)))
+        return passes * on.per_input * _seconds(lambda: row_gradients(job.model, one, job.selected, random_direction))
+    if probe.by_features(job.budget, on.per_input, kind, names) and probe.last_product is not None:
+        passes = probe.last_product.weight.shape[1] + 2 + len(names) - 1
+    inputs = min(job.inputs, probe.inputs_in(job.budget, on.per_input, kind))
+    on = probe.formatted(job.rows(slice(0, inputs)))
     twins = probe.twins if count(on.batch) > 1 else None
-    forward = _seconds(lambda: recorded(work.model, on, probe.weights, twins))
-    logits, recorder = recorded(work.model, on, probe.weights, twins)
+    forward = _seconds(lambda: recorded(job.model, on, probe.weights, twins))
+    logits, recorder = recorded(job.model, on, probe.weights, twins)
     cotangents = Directions(("uniform", "uniform"))(logits.unflatten(0, (inputs, -1))).flatten(1, 2)
     a_pass = _seconds(partial(measure, logits, cotangents, recorder.pieces, probe.weights, inputs, kind)) / 2
     return (2 * forward + passes * a_pass) / inputs
 
 
 def _sketch_seconds(work: Work, tangents: int, inputs: int) -> float:
-    on = work.probe.formatted(work.rows_for(slice(0, min(work.inputs, work.at_once))))
-    draw = partial(tangent, work.selected, [(list(work.selected), 1.0)], "normal", False, 0, 0)
-    s = draw()
-    push = work.probe.push(work.model, s)
-    pushed = _seconds(lambda: push(work.model, on, s)) * on.per_input / count(on.batch)
-    return tangents * (pushed + _seconds(draw) / inputs)
+    job = work.job
+    on = work.probe.formatted(job.rows(slice(0, min(job.inputs, work.at_once))))
+    drawn = work.tangents([(list(job.selected), 1.0)])
+    push, s = work.push(drawn), drawn[0]
+    pushed = _seconds(lambda: push(job.model, on, s)) * on.per_input / count(on.batch)
+    return tangents * (pushed + _seconds(lambda: drawn[0]) / inputs)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

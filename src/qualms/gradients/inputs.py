@@ -8,15 +8,20 @@ that smoothing perturbs.
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from qualms.errors import QualmsError
-from qualms.gradients.watch.layout import Unclear
+from qualms.errors import QualmsError, reason
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 LABEL_KEYS = ("label", "labels")
+
+
+class Unclear(Exception):
+    """The rows of the batch cannot be told apart inside the model; each input must be run on its own."""
 
 
 def tensors(batch: Batch) -> list[Tensor]:
@@ -44,21 +49,70 @@ def count(batch: Batch) -> int:
     return tensors(batch)[0].shape[0]
 
 
-def batches(x: Any) -> Iterator[Batch]:
-    """The batches of whatever a user passes as `x`: one batch, or an iterable of them (labels are dropped)."""
-    if isinstance(x, (Tensor, tuple)) or hasattr(x, "keys"):
-        yield checked(_inputs_of(x) if hasattr(x, "keys") else x)
+def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
+    """The batches of `x`, each with the number of its first input."""
+    first = 0
+    for batch in batches(x, model):
+        yield first, batch
+        first += count(batch)
+
+
+def batches(x: Any, model: nn.Module) -> Iterator[Batch]:
+    """The batches of whatever a user passes as `x`: one batch, an iterable of them (labels are dropped), or a dataset.
+
+    NumPy's floats, 64 bits unless somebody said otherwise, become those of the model.
+    """
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    floats = torch.float32 if parameter is None else parameter.dtype
+    if isinstance(x, (Tensor, tuple, np.ndarray)) or hasattr(x, "keys"):
+        yield checked(_as_tensors(_inputs_of(x) if hasattr(x, "keys") else x, floats))
         return
+    if isinstance(x, Dataset):
+        x = DataLoader(x, batch_size=DATASET_BATCH)
     if not isinstance(x, Iterable) or isinstance(x, (str, bytes)):
         raise QualmsError(
-            f"x is a {type(x).__name__}; pass a tensor, a tuple or dict of tensors, or an iterable of batches."
+            f"x is a {type(x).__name__}; pass a tensor or array, a tuple or dict of them, an iterable of batches, or a "
+            "torch dataset."
         )
     empty = True
-    for batch in x:
+    for batch in _collated(x):
         empty = False
-        yield checked(_inputs_of(batch))
+        yield checked(_as_tensors(_inputs_of(batch), floats))
     if empty:
         raise QualmsError("x yields no batch; pass at least one input.")
+
+
+DATASET_BATCH = 64  # inputs that a dataset gives at a time
+
+
+def _collated(x: Iterable[Any]) -> Iterator[Any]:
+    """The batches of an iterable; a dataset whose items do not fit into one batch is told what to do."""
+    iterator = iter(x)
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except (RuntimeError, TypeError) as error:
+            if isinstance(x, DataLoader):
+                raise QualmsError(
+                    f"the items of x cannot be put into one batch ({reason(error)}); pass a DataLoader with a "
+                    "collate_fn of your own."
+                ) from error
+            raise
+        yield batch
+
+
+def _as_tensors(batch: Any, floats: torch.dtype) -> Any:
+    """NumPy arrays as tensors, wherever they stand in a batch."""
+    if isinstance(batch, np.ndarray):
+        if batch.dtype.kind not in "biuf":
+            raise QualmsError(f"an array of x has the type {batch.dtype}; pass numbers.")
+        t = torch.from_numpy(np.array(batch))  # a copy: arrays may be read-only or run backwards
+        return t.to(floats) if t.is_floating_point() else t
+    if isinstance(batch, dict):
+        return {key: _as_tensors(value, floats) for key, value in batch.items()}
+    return tuple(_as_tensors(part, floats) for part in batch) if isinstance(batch, tuple) else batch
 
 
 def _inputs_of(batch: Any) -> Any:
@@ -113,8 +167,7 @@ def run(model: nn.Module, batch: Batch) -> Any:
         raise
     except Exception as error:
         shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors(batch)).replace("torch.", "")
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise QualmsError(f"the model does not accept x of {shapes}: {reason}") from error
+        raise QualmsError(f"the model does not accept x of {shapes}: {reason(error)}.") from error
 
 
 def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:

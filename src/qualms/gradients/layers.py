@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 
 Granularity = Literal["module", "tensor", "block"]
+Norm = Literal["l2", "l1"]
 Params: TypeAlias = str | Callable[[str], bool] | None
-GRANULARITIES = ("module", "tensor", "block")
 
 
 def select(model: nn.Module, params: Params) -> dict[str, Tensor]:
@@ -41,19 +41,19 @@ def select(model: nn.Module, params: Params) -> dict[str, Tensor]:
     return chosen
 
 
-def layer_of(model: nn.Module, name: str, layers: str) -> str:
+def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
     """The layer that a parameter belongs to.
 
     `module` is the module that owns it directly (a parametrised one owns what its parametrisation holds), `tensor` the
     parameter itself, `block` the innermost child of a repeated container: one whose children are all of one class and
     have children themselves, such as the stages of a ResNet or the list of a transformer's layers.
     """
-    if layers == "tensor":
+    if granularity == "tensor":
         return name
     owner = name.rpartition(".")[0].partition(".parametrizations.")[0]
     if owner.startswith("parametrizations."):
         owner = ""
-    if layers == "module":
+    if granularity == "module":
         return owner or "(model)"
     path = owner.split(".") if owner else []
     for depth in range(len(path), 0, -1):
@@ -64,12 +64,19 @@ def layer_of(model: nn.Module, name: str, layers: str) -> str:
     return owner or "(model)"
 
 
-def grouped(model: nn.Module, names: list[str], layers: str) -> dict[str, list[str]]:
+def grouped(model: nn.Module, names: list[str], granularity: Granularity) -> dict[str, list[str]]:
     """Layers in order of first use, each with its parameters."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(layer_of(model, name, layers), []).append(name)
+        groups.setdefault(layer_of(model, name, granularity), []).append(name)
     return groups
+
+
+def total_norms(norms: Float[Tensor, "b m l"], lam: float | None, norm: Norm) -> Float[Tensor, "b m"]:
+    """‖g‖ without a λ; with one, Σ_l a_l ‖g_l‖ (λ = 0 is Σ_l ‖g_l‖, which is not the plain L2 norm)."""
+    if lam is not None:
+        return norms @ layer_weights(norms.shape[-1], lam).to(norms)
+    return norms.sum(-1) if norm == "l1" else norms.square().sum(-1).sqrt()
 
 
 def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:

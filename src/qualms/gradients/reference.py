@@ -1,39 +1,31 @@
 """The reference engine: the paper's way, one input, one class, one backward pass. Slow and obviously right."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.autograd import NO_PATH, gradients_of
-from qualms.gradients.exact.probe import first_use
 from qualms.gradients.guard import all_parameters_differentiable
-from qualms.gradients.inputs import Batch, count
+from qualms.gradients.job import Job
 from qualms.gradients.measured import Measured
-from qualms.gradients.smoothing import Smoothing, logits_of, rows
+from qualms.gradients.rows import logits_of
+from qualms.gradients.layers import Norm
+from qualms.gradients.watch.forward import first_use
 
 
-def reference(
-    model: nn.Module,
-    batch: Batch,
-    selected: dict[str, Tensor],
-    *,
-    kind: str,
-    directions: Sequence[str],
-    smoothing: Smoothing | None,
-    first_index: int,
-    seed: int,
-) -> Measured:
+def reference(job: Job, norm: Norm) -> Measured:
     """Σg² (l2) or Σ|g| (l1) of every parameter's gradient, for each input and direction (classes first)."""
-    on = rows(batch, smoothing, range(first_index, first_index + count(batch)), seed)
+    model, selected = job.model, job.selected
+    on = job.rows(slice(0, job.inputs))
     parameters = list(selected.values())
     used: set[str] = set()
     values: list[list[list[float]]] = []
     all_logits: list[Tensor] = []
     with all_parameters_differentiable(model):
-        for b in range(count(batch)):
+        for b in range(job.inputs):
             # g_c = mean over x_0..x_N of ∇θ log p_c(x_i)
             mean: list[list[Tensor]] = []
             for i in range(on.per_input):
@@ -45,7 +37,7 @@ def reference(
                     all_logits.append(logits.detach())
                     p = logits[0].detach().softmax(dim=0)
                 log_p = logits[0].log_softmax(dim=0)
-                targets = [target for name in directions for target in TARGETS[name](log_p, logits[0], p)]
+                targets = [target for name in job.directions.names for target in TARGETS[name](log_p, logits[0], p)]
                 for c, target in enumerate(targets):
                     found = gradients_of(target, parameters)
                     used |= {name for name, g in zip(selected, found, strict=True) if g is not None}
@@ -55,7 +47,7 @@ def reference(
                         mean.append(g_c)
                     else:
                         mean[c] = [m + g for m, g in zip(mean[c], g_c, strict=True)]
-            values.append([[float((g.abs() if kind == "l1" else g**2).sum()) for g in g_c] for g_c in mean])
+            values.append([[float((g.abs() if norm == "l1" else g**2).sum()) for g in g_c] for g_c in mean])
     table = torch.tensor(values, dtype=all_logits[0].dtype, device=all_logits[0].device)  # [b, c, parameter]
     by_name = {name: table[:, :, i] for i, name in enumerate(selected)}
     order = first_use(model, on, selected)

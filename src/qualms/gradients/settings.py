@@ -1,13 +1,12 @@
 """How gradients are computed, whatever they are for."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from qualms.errors import QualmsError
-from qualms.gradients.layers import GRANULARITIES, Params
+from qualms.gradients.layers import Granularity, Norm, Params
 
-ENGINES = ("exact", "reference", "sketch", "auto")
-NORMS = ("l2", "l1")
+Engine = Literal["exact", "reference", "sketch", "auto"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,9 @@ class Sketch:
 class Settings:
     """How gradients are computed, whatever they are for."""
 
-    engine: str | Sketch = "exact"
-    layers: str = "module"
-    norm: str = "l2"
+    engine: "Engine | Sketch" = "exact"
+    granularity: Granularity = "module"
+    norm: Norm = "l2"
     params: Params = None
     budget: int | None = None
     batch_size: int | None = None
@@ -53,10 +52,10 @@ class Settings:
             raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
         if not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1:
             raise QualmsError(f"tolerance={self.tolerance!r} is not a share from 0 (exact) to below 1.")
-        for argument, known in (("layers", GRANULARITIES), ("norm", NORMS), ("engine", ENGINES)):
-            value = getattr(self, argument)
-            if value not in known and not (argument == "engine" and isinstance(value, Sketch)):
-                raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
+        if not isinstance(self.engine, Sketch):
+            _require_known("engine", self.engine, get_args(Engine))
+        _require_known("layers", self.granularity, get_args(Granularity))
+        _require_known("norm", self.norm, get_args(Norm))
 
     @property
     def sketch(self) -> Sketch | None:
@@ -64,3 +63,13 @@ class Settings:
         if isinstance(self.engine, Sketch):
             return self.engine
         return Sketch() if self.engine == "sketch" else None
+
+    @property
+    def engine_name(self) -> Engine:
+        """The engine without its options."""
+        return "sketch" if isinstance(self.engine, Sketch) else self.engine
+
+
+def _require_known(argument: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")

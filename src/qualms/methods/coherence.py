@@ -20,12 +20,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.directions import classes
-from qualms.gradients.exact.probe import first_use
 from qualms.gradients.inputs import take
 from qualms.gradients.layers import grouped, select
 from qualms.gradients.norms import layer_table
+from qualms.gradients.rows import Rows
 from qualms.gradients.settings import Settings
-from qualms.gradients.smoothing import Rows
+from qualms.gradients.watch.forward import first_use
 from qualms.methods.method import GRADIENTS
 from qualms.methods.passes import Passes
 

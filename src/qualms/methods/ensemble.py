@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
-from qualms.gradients.smoothing import Rows, logits_of
+from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.divergence import mutual_information
 from qualms.methods.method import MODELS
 from qualms.methods.passes import Passes

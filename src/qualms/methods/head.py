@@ -1,17 +1,17 @@
 """The last fully connected layer of any model, and the features that it reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import Batch
-from qualms.gradients.smoothing import Rows, logits_of
+from qualms.gradients.rows import Rows, logits_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Head:
     def logits(self, features: Float[Tensor, "... f"]) -> Float[Tensor, "... c"]:
         """What the layer says of other features."""
         return F.linear(features, self.weight, self.bias)
+
+    def take(self, index: Int[Tensor, " b"]) -> "Head":
+        """The same with some of the inputs' features."""
+        return replace(self, features=self.features[index.to(self.features.device)])
 
     @staticmethod
     def joined(parts: "list[Head | QualmsError]") -> "Head | QualmsError":

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
-from qualms.gradients.smoothing import Rows, logits_of
+from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.divergence import mutual_information
 from qualms.methods.method import PASSES
 from qualms.methods.passes import Passes

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.smoothing import Rows
+from qualms.gradients.rows import Rows
 from qualms.methods.divergence import mutual_information
 from qualms.methods.method import PASSES, TRAINING_DATA
 from qualms.methods.passes import Passes

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import Batch, count
 from qualms.gradients.nested import tensors_in
-from qualms.gradients.smoothing import Rows, logits_of
+from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.divergence import mutual_information
 from qualms.methods.method import PASSES
 from qualms.methods.passes import Passes

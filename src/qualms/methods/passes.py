@@ -1,4 +1,4 @@
-"""What scores are made from. Each expensive pass runs once, when the first score asks for it, and serves them all.
+"""The passes that scores are made from. Each runs once, when the first score asks for it, and serves them all.
 
 `Subject` holds what belongs to the model, `Passes` what belongs to one batch.
 """
@@ -6,62 +6,79 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
+from qualms.gradients.directions import Directions
 from qualms.gradients.inputs import Batch, batches, count, take, tensors
-from qualms.gradients.norms import LayerTable, layer_table
+from qualms.gradients.job import Job
+from qualms.gradients.layers import total_norms
+from qualms.gradients.learnt import Learnt
+from qualms.gradients.precision import accurate
+from qualms.gradients.rows import Rows, logits_of, rows_of
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch.engine import Sketched, sketch_totals
-from qualms.gradients.smoothing import Rows, Smoothing, logits_of, rows
-from qualms.gradients.watch.pieces import accurate
+from qualms.gradients.sketch.engine import sketch_totals
+from qualms.gradients.sketch.stable import Sample
+from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.table import LayerTable, layer_table
 from qualms.methods.head import Head, with_head
+
+if TYPE_CHECKING:
+    from qualms.methods.gradient_score import GradientScore
 
 ROWS_AT_ONCE = 256  # in passes that keep nothing for a backward pass
 
 
 @dataclass
 class Subject:
-    """One model under examination, for as long as its scores are computed. The model is under `untouched`."""
+    """One model, what its scores will ask for, and what is fitted to it once and kept. It is under `untouched`."""
 
     model: nn.Module
     settings: Settings = field(default_factory=Settings)
     train: Any = None  # training inputs, for the methods that need them
     members: tuple[nn.Module, ...] = ()  # further models, for `ensemble`
-    directions: dict[Smoothing | None, tuple[str, ...]] = field(default_factory=dict)  # that will be asked for
-    smallest_lambda: dict[Smoothing | None, float | None] = field(default_factory=dict)  # of the scores to come
-    with_errors: bool = False  # standard errors will be asked for
+    scores: "tuple[GradientScore, ...]" = ()  # gradient scores that will be asked for
+    learnt: Learnt = field(default_factory=Learnt)  # what the engines found out about the model
     fitted: dict[Any, Any] = field(default_factory=dict)  # what methods learnt from the training inputs
 
     def training_batches(self, method: str) -> Iterator[Batch]:
         """The training inputs, labels dropped."""
         if self.train is None:
             raise QualmsError(f"{method} needs training data; pass train=, a loader of training inputs.")
-        return batches(self.train)
+        return batches(self.train, self.model)
 
     @property
     def rows_at_once(self) -> int:
         """How many rows a plain forward pass takes."""
         return self.settings.batch_size or ROWS_AT_ONCE
 
+    def directions(self, smooth: Smoothing | None) -> Directions:
+        """Along which the gradients of one pass are wanted, plain or smoothed."""
+        return Directions(tuple(dict.fromkeys(s.direction for s in self.scores if s.smooth == smooth)))
+
+    def smallest_lambda(self, smooth: Smoothing | None) -> float | None:
+        """The least that early layers are weighted down by any score of one pass; None if one does not weight them."""
+        lambdas = [s.layers for s in self.scores if s.smooth == smooth]
+        known = [lam for lam in lambdas if lam is not None]
+        return min(known) if known and len(known) == len(lambdas) else None
+
 
 class Passes:
-    """What the scores of one batch share."""
+    """What the scores of one batch share; `first` is the number of its first input, which decides its draws."""
 
-    def __init__(self, subject: Subject, batch: Batch, first_index: int = 0) -> None:
-        self.subject, self.batch, self.first_index = subject, batch, first_index
+    def __init__(self, subject: Subject, batch: Batch, first: int = 0) -> None:
+        self.subject, self.batch, self.first = subject, batch, first
         self._tables: dict[Smoothing | None, LayerTable] = {}
-        self._sketches: dict[tuple[Smoothing | None, float | None], Sketched] = {}
-        self._without: int | None = None  # the tangent whose influence on the norms is left out
-        self._draws: dict[Any, Tensor] = {}
+        self._sketched: dict[GradientScore, tuple[Tensor, Tensor]] = {}
+        self._draws: dict[Smoothing, Tensor] = {}
 
     @property
     def model(self) -> nn.Module:
-        """The model under examination."""
+        """The model that is asked."""
         return self.subject.model
 
     @property
@@ -69,11 +86,26 @@ class Passes:
         """Decides every random draw, together with an input's number."""
         return self.subject.settings.seed
 
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return tensors(self.batch)[0].device
+
+    # The one plain forward pass.
+
     @cached_property
     def _outcome(self) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
-        """One plain forward pass: the logits, and what the last linear layer saw."""
-        parts = [with_head(self.model, part) for part in self.chunks(self.batch)]
-        return torch.cat([z for z, _ in parts]), Head.joined([head for _, head in parts])
+        """The logits, and what the last linear layer saw.
+
+        Inputs run in groups of every second one, or fewer: in other company than the consecutive ones that an engine
+        takes, so that these logits also tell whether inputs influence each other.
+        """
+        inputs = count(self.batch)
+        groups = max(min(2, inputs), -(-inputs // self.subject.rows_at_once))
+        parts = [with_head(self.model, take(self.batch, slice(start, None, groups))) for start in range(groups)]
+        places = torch.cat([torch.arange(start, inputs, groups) for start in range(groups)]).argsort()
+        head = Head.joined([head for _, head in parts])
+        return torch.cat([z for z, _ in parts])[places], head.take(places) if isinstance(head, Head) else head
 
     @property
     def logits(self) -> Float[Tensor, "b c"]:
@@ -103,44 +135,60 @@ class Passes:
             raise head
         return head
 
-    def norms(self, direction: str, smooth: Smoothing | None) -> Float[Tensor, "b m l"]:
-        """Gradient norms per layer along one set of directions, from the one pass that serves all sets."""
-        names = self.subject.directions.get(smooth, (direction,))
+    # Gradients.
+
+    def gradient_score(self, score: "GradientScore") -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+        """Σ_m w_m ‖g_m‖ over the gradients along a score's directions, and the standard error a sketch gives it."""
+        if self.subject.settings.sketch is not None:
+            if score not in self._sketched:
+                self._sketch(score)
+            return self._sketched[score]
+        norms = total_norms(self._norms(score), score.layers, self.subject.settings.norm)
+        value = (score.weights(self.probs) * norms).sum(-1)
+        return value, torch.zeros_like(value)
+
+    def _norms(self, score: "GradientScore") -> Float[Tensor, "b m l"]:
+        """Gradient norms per layer along a score's directions, from the one pass that serves all scores."""
+        smooth, wanted = score.smooth, self._wanted(score)
         if smooth not in self._tables:
-            numbered = [(self.first_index, self.batch)]
-            lam = self.subject.smallest_lambda.get(smooth)
-            self._tables[smooth] = layer_table(self.model, numbered, self.subject.settings, names, smooth, lam=lam)
-        return self._tables[smooth].values[:, self._columns(direction, names)].double()
+            lam = self.subject.smallest_lambda(smooth)
+            plain = self._outcome[0]
+            self._tables[smooth] = layer_table([self.job(wanted, smooth)], self.subject.learnt, plain=plain, lam=lam)
+        return self._tables[smooth].values[:, self._columns(score.direction, wanted)].double()
 
-    def sketched_norms(self, direction: str, smooth: Smoothing | None, layers: float | None) -> Float[Tensor, "b m"]:
-        """Norms of whole gradients along one set of directions, layers weighted, from one sketch for all sets."""
-        names = self.subject.directions.get(smooth, (direction,))
-        if (smooth, layers) not in self._sketches:
-            numbers = range(self.first_index, self.first_index + count(self.batch))
-            where = (self.model, self.batch, numbers, self.subject.settings)
-            keep = self.subject.with_errors
-            self._sketches[smooth, layers] = sketch_totals(*where, names, smooth, layers, keep)
-        sketched = self._sketches[smooth, layers]
-        norms = sketched.norms if self._without is None else sketched.without(self._without)
-        return norms[:, self._columns(direction, names)]
+    def _sketch(self, score: "GradientScore") -> None:
+        """All scores of one sketch, block by block: they are linear in the norms, and so are their errors."""
+        wanted = self._wanted(score)
+        like = [s for s in self.subject.scores if (s.smooth, s.layers) == (score.smooth, score.layers)]
+        scores = dict.fromkeys([score, *like])
+        probs, parts = self.probs, {s: list[tuple[Tensor, Tensor]]() for s in scores}
+        for block, sample in sketch_totals(self.job(wanted, score.smooth), score.layers, self.subject.learnt):
+            norms = sample.scale
+            for s in scores:
+                columns = self._columns(s.direction, wanted)
+                own = Sample(sample.projections[:, :, columns], sample.law)
+                weights = s.weights(probs[block])
+                parts[s].append(((weights * norms[:, columns]).sum(-1), own.weighted_error(norms[:, columns], weights)))
+        for s, blocks in parts.items():
+            values, errors = (torch.cat(column) for column in zip(*blocks, strict=True))
+            self._sketched[s] = values, errors
 
-    def standard_error(self, method: Any) -> Float[Tensor, " b"]:
-        """What the choice of tangents adds to a score's error: sqrt(Σ_j (score - score without tangent j)²)."""
-        sketch = self.subject.settings.sketch
-        if sketch is None or not hasattr(method, "direction"):
-            return torch.zeros(len(self.logits), dtype=torch.double, device=self.device)
-        whole = method.score(self)
-        total = torch.zeros_like(whole)
-        for self._without in range(sketch.tangents):
-            total += (method.score(self) - whole).square()
-        self._without = None
-        return total.sqrt()
+    def job(self, directions: Directions, smooth: Smoothing | None) -> Job:
+        """The batch as an engine takes it."""
+        numbers = range(self.first, self.first + count(self.batch))
+        return Job(self.model, self.batch, numbers, self.subject.settings, directions, smooth)
 
-    def _columns(self, direction: str, names: tuple[str, ...]) -> slice:
+    def _wanted(self, score: "GradientScore") -> Directions:
+        found = self.subject.directions(score.smooth)
+        return found if score.direction in found.names else Directions((*found.names, score.direction))
+
+    def _columns(self, direction: str, wanted: Directions) -> slice:
         """Where a set of directions stands among those of one pass."""
-        sizes = [self.logits.shape[1] if name == "classes" else 1 for name in names]
-        start = sum(sizes[: names.index(direction)])
-        return slice(start, start + sizes[names.index(direction)])
+        sizes = [self._outcome[0].shape[1] if name == "classes" else 1 for name in wanted.names]
+        start = sum(sizes[: wanted.names.index(direction)])
+        return slice(start, start + sizes[wanted.names.index(direction)])
+
+    # Further plain forward passes.
 
     def perturbed_log_probs(self, noise: Smoothing) -> Float[Tensor, "b n c"]:
         """log p(y | x + Δx) for each draw of Δx, the input itself left out."""
@@ -149,8 +197,8 @@ class Passes:
             parts = []
             for start in range(0, count(self.batch), per_chunk):
                 part = take(self.batch, slice(start, start + per_chunk))
-                first = self.first_index + start
-                on = rows(part, noise, range(first, first + count(part)), self.seed)
+                first = self.first + start
+                on = rows_of(part, noise, range(first, first + count(part)), self.seed)
                 parts.append(self.forward(on).unflatten(0, (count(part), -1))[:, 1:])
             self._draws[noise] = torch.cat(parts).double().log_softmax(-1)
         return self._draws[noise]
@@ -170,8 +218,3 @@ class Passes:
         """The batch in parts that a plain forward pass takes at once."""
         size = self.subject.rows_at_once
         return (take(batch, slice(start, start + size)) for start in range(0, count(batch), size))
-
-    @property
-    def device(self) -> torch.device:
-        """Where the inputs are."""
-        return tensors(self.batch)[0].device

@@ -25,7 +25,8 @@ from torch.autograd.graph import GradientEdge
 
 from qualms.gradients.directions import DIRECTIONS, of_class, others
 from qualms.gradients.exact.measure import by_parameter, deltas_of, measure, unique_edges, written
-from qualms.gradients.watch.pieces import CANCELLED, Outer, Piece, accurate, cheaper_by_pairs
+from qualms.gradients.precision import accurate
+from qualms.gradients.watch.pieces import CANCELLED, Outer, Piece, cheaper_by_pairs
 from qualms.gradients.watch.weights import Weights, nodes_behind
 
 ROOM = 2**24  # numbers in the gradients that are added up at once

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.watch.pieces import Outer, Piece, accurate
+from qualms.gradients.precision import accurate
+from qualms.gradients.watch.pieces import Outer, Piece
 from qualms.gradients.watch.weights import Weights, roots
 
 Kind = Literal["l2", "l1", "gram"]

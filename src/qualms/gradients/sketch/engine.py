@@ -16,104 +16,82 @@ they give in other company.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.directions import projected
-from qualms.gradients.inputs import Batch, count, take, tensors
-from qualms.gradients.layers import grouped, layer_weights, select
-from qualms.gradients.memory import default_budget
-from qualms.gradients.settings import Settings, Sketch
-from qualms.gradients.sketch.push import Push, PushProbe, Tangent, checked_pushes
+from qualms.gradients.inputs import tensors
+from qualms.gradients.job import Job
+from qualms.gradients.layers import grouped, layer_weights
+from qualms.gradients.learnt import Learnt
+from qualms.gradients.settings import Sketch
+from qualms.gradients.sketch.push import Known, Push, PushProbe, Tangent, checked_pushes, working_push
 from qualms.gradients.sketch.stable import Law, Sample
-from qualms.gradients.smoothing import Rows, Smoothing, rows
 from qualms.random import generator
 
 TANGENTS = 1_000_000_007  # sets the draws of tangents apart from those of inputs
-LARGEST = 2**24  # bytes of one result
+MOST_BYTES = 2**24  # of one result
 LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
+Layer = tuple[Sequence[str], float]  # its parameters and its weight a_l
 
 
-@dataclass(frozen=True)
-class Sketched:
-    """Estimated norms of the gradients along m directions."""
-
-    norms: Float[Tensor, "b m"]
-    samples: list[Sample]  # that they were estimated from, one after the other; empty if they were not to be kept
-
-    def without(self, j: int) -> Float[Tensor, "b m"]:
-        """The norms but for what tangent j added to them, to first order."""
-        sizes = [sample.projections.shape[1] for sample in self.samples]
-        parts = zip(self.samples, self.norms.split(sizes), strict=True)
-        return torch.cat([norms - sample.influence(norms, j) for sample, norms in parts])
-
-
-def sketch_totals(
-    model: nn.Module,
-    batch: Batch,
-    numbers: Sequence[int],
-    settings: Settings,
-    directions: Sequence[str],
-    smoothing: Smoothing | None,
-    lam: float | None,
-    keep: bool = False,
-) -> Sketched:
-    """Norms of whole gradients, layers weighted by exp(λ(l - L)); without a λ, plain norms. `keep` the projections.
-
-    `numbers` are the inputs' own, which decide their draws.
-    """
-    how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
-    law: Law = "cauchy" if l1 or (how.combine == "sum" and lam is not None) else "normal"
-    work = Work.on(model, batch, numbers, settings, directions, smoothing)
-    groups = grouped(model, work.probe.used, settings.layers)
+def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[slice, Sample]]:
+    """Projections of whole gradients, layers weighted by exp(λ(l - L)), block by block; without a λ, unweighted."""
+    work = Work.on(job, learnt)
+    groups = grouped(job.model, work.probe.used, job.settings.granularity)
     weights = layer_weights(len(groups), lam or 0.0).tolist()
     group_of = {name: group for group in groups.values() for name in group}
     near = next(iter(groups.values()))
-    for name in work.selected:  # one that these rows do not use: with the layer before it, so that L stays as it is
+    for name in job.selected:  # one that these rows do not use: with the layer before it, so that L stays as it is
         near = group_of.get(name, near)
         if name not in group_of:
             near.append(name)
+    sums = work.how.combine == "sum" and lam is not None
     parts = list(zip(groups.values(), weights, strict=True))
-    draw = partial(tangent, work.selected, parts, law, l1, settings.seed)
-    norms, samples = [], []
-    for sample, _ in work.samples(draw, how.tangents, law):
-        norms.append(sample.scale)
-        if keep:
-            samples.append(sample)
-    return Sketched(torch.cat(norms), samples)
+    key = ("tangents", lam, tuple(work.probe.used), tuple(job.selected))
+    tangents = learnt.once(key, lambda: work.tangents(parts, sums, job.budget // 4))
+    return ((block, sample) for block, sample, _ in work.samples(tangents))
 
 
-def sketch_layers(
-    model: nn.Module,
-    batch: Batch,
-    numbers: Sequence[int],
-    settings: Settings,
-    directions: Sequence[str],
-    smoothing: Smoothing | None,
-) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
+def sketch_layers(job: Job, learnt: Learnt) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
     """Norms [b, m] of each layer's gradients and their standard errors, from k tangents for every layer."""
-    how, l1 = settings.sketch or Sketch(), settings.norm == "l1"
-    law: Law = "cauchy" if l1 else "normal"
-    work = Work.on(model, batch, numbers, settings, directions, smoothing)
-    unused = [name for name in work.selected if name not in work.probe.used]
+    work = Work.on(job, learnt)
+    unused = [name for name in job.selected if name not in work.probe.used]
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for layer, names in grouped(model, work.probe.used + unused, settings.layers).items():
-        draw = partial(tangent, work.selected, [(names, 1.0)], law, l1, settings.seed)
-        blocks = [(s.scale, s.error(s.scale), z) for s, z in work.samples(draw, how.tangents, law)]
+    for layer, names in grouped(job.model, work.probe.used + unused, job.settings.granularity).items():
+        blocks = [(s.scale, s.error(s.scale), z) for _, s, z in work.samples(work.tangents([(names, 1.0)]))]
         norms, errors, logits = (torch.cat(parts) for parts in zip(*blocks, strict=True))
         if bool(norms.any()) or not set(names) <= set(unused):
             found[layer] = norms, errors
     return found, logits
 
 
-def tangent(
-    like: dict[str, Tensor], layers: Sequence[tuple[Sequence[str], float]], law: Law, l1: bool, seed: int, j: int
-) -> Tangent:
+@dataclass
+class Tangents:
+    """k random tangents, drawn when they are asked for; as many as fit into `room` bytes are kept."""
+
+    draw: Callable[[int], Tangent]
+    law: Law
+    room: int = 0
+    kept: dict[int, Tangent] = field(default_factory=dict)
+
+    def __getitem__(self, j: int) -> Tangent:
+        if j in self.kept:
+            return self.kept[j]
+        drawn = self.draw(j)
+        size = sum(s.nbytes for s in drawn.values())
+        if size <= self.room:
+            self.kept[j] = drawn
+            self.room -= size
+        return drawn
+
+
+def tangent(like: dict[str, Tensor], layers: Sequence[Layer], law: Law, l1: bool, seed: int, j: int) -> Tangent:
     """Tangent number j: s_l for each layer, given by its parameters and its weight a_l. Names decide the draws."""
     drawn: Tangent = {}
     for names, weight in layers:
@@ -136,75 +114,75 @@ def _digits(name: str) -> tuple[int, ...]:
     return tuple(name.encode())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """One batch, ready to have tangents pushed through the model."""
+    """One job, ready to have tangents pushed through the model."""
 
-    model: nn.Module
-    selected: dict[str, Tensor]
+    job: Job
+    how: Sketch
+    learnt: Learnt
     probe: PushProbe
-    inputs: int
-    rows_for: Callable[[slice], Rows]
-    directions: Sequence[str]
+    known: list[Known]  # rows with their gradients; empty if the look was taken on another batch
     at_once: int  # inputs in one pass
-    budget: int
 
     @classmethod
-    def on(
-        cls,
-        model: nn.Module,
-        batch: Batch,
-        numbers: Sequence[int],
-        settings: Settings,
-        directions: Sequence[str],
-        smoothing: Smoothing | None,
-    ) -> "Work":
-        """Looks at the first rows and decides how many inputs run at once."""
-        inputs, selected = count(batch), select(model, settings.params)
-
-        def rows_for(part: slice) -> Rows:
-            return rows(take(batch, part), smoothing, numbers[part], settings.seed)
-
-        probe = PushProbe.of(model, rows_for(slice(0, LOOKED_AT)), selected)
-        budget = settings.budget or default_budget(tensors(batch)[0].device)
-        per_input = max(1, probe.largest_result) * (smoothing.draws + 1 if smoothing else 1)
+    def on(cls, job: Job, learnt: Learnt) -> "Work":
+        """Looks at the first rows, unless such rows are known, and decides how many inputs run at once."""
+        key, known = ("push probe", job.shapes, tuple(job.selected)), list[Known]()
+        if key not in learnt.found:
+            learnt.found[key], known = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
+        probe: PushProbe = learnt.found[key]
+        per_input = max(1, probe.largest_result) * job.per_input
         # A pass holds a handful of results at a time. Larger ones leave the cache, smaller ones wait for the weights.
-        at_once = max(1, min(settings.batch_size or inputs, LARGEST // per_input, budget // (8 * per_input)))
-        return cls(model, selected, probe, inputs, rows_for, directions, at_once, budget)
+        most = min(MOST_BYTES // per_input, job.budget // (8 * per_input))
+        at_once = max(1, min(job.settings.batch_size or job.inputs, most))
+        return cls(job, job.settings.sketch or Sketch(), learnt, probe, known, at_once)
 
-    def samples(
-        self, draw: Callable[[int], Tangent], tangents: int, law: Law
-    ) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
+    def tangents(self, layers: Sequence[Layer], sums: bool = False, room: int = 0) -> Tangents:
+        """Tangents on these layers whose projections add up layers in quadrature, or as the `sums` of their norms."""
+        l1 = self.job.settings.norm == "l1"
+        law: Law = "cauchy" if l1 or sums else "normal"
+        return Tangents(partial(tangent, self.job.selected, layers, law, l1, self.job.settings.seed), law, room)
+
+    def samples(self, tangents: Tangents) -> Iterator[tuple[slice, Sample, Float[Tensor, "b c"]]]:
         """The projections of the gradients along the directions on k tangents, and the logits, block by block."""
-        push = self.probe.push(self.model, draw(0))
-        for block in self._blocks(tangents):
-            projections, logits = self._in_block(block, push, draw, tangents)
+        push = self.push(tangents)
+        for block in self._blocks():
+            projections, logits = self._in_block(block, push, tangents)
             if not bool(torch.isfinite(projections).all()):
                 raise QualmsError(
                     "engine='sketch' met numbers too large for the model's precision; use float32, or engine='exact'."
                 )
-            yield Sample(projections, law), logits
+            yield block, Sample(projections, tangents.law), logits
 
-    def _blocks(self, tangents: int) -> Iterator[slice]:
+    def push(self, tangents: Tangents) -> Push:
+        """The way of pushing tangents that plain autograd confirms on the first rows, found once for each kind."""
+
+        def find() -> Push:
+            if not self.known:
+                _, self.known = PushProbe.of(self.job.model, self.job.rows(slice(0, LOOKED_AT)), self.job.selected)
+            return working_push(self.job.model, self.probe, self.known, tangents[0])
+
+        return self.learnt.once(("push", self.job.shapes, tuple(tangents[0])), find)
+
+    def _blocks(self) -> Iterator[slice]:
         """Inputs whose rows and projections are held at the same time."""
-        row_bytes = sum(t.nbytes for t in tensors(self.rows_for(slice(0, 1)).batch))
-        bytes_each = row_bytes + 16 * tangents * self.probe.classes
-        size = max(1, self.budget // (2 * bytes_each))
-        return (slice(i, min(i + size, self.inputs)) for i in range(0, self.inputs, size))
+        row_bytes = sum(t.nbytes for t in tensors(self.job.rows(slice(0, 1)).batch))
+        bytes_each = row_bytes + 16 * self.how.tangents * self.probe.classes
+        size = max(1, self.job.budget // (2 * bytes_each))
+        return (slice(i, min(i + size, self.job.inputs)) for i in range(0, self.job.inputs, size))
 
-    def _in_block(
-        self, block: slice, push: Push, draw: Callable[[int], Tangent], tangents: int
-    ) -> tuple[Tensor, Tensor]:
+    def _in_block(self, block: slice, push: Push, tangents: Tangents) -> tuple[Tensor, Tensor]:
         chunks = [slice(i, min(i + self.at_once, block.stop)) for i in range(block.start, block.stop, self.at_once)]
-        on = [self.probe.formatted(self.rows_for(chunk)) for chunk in chunks]
-        s = draw(0)
-        pushes, known = zip(*checked_pushes(push, self.model, self.probe, on, s), strict=True)
+        on = [self.probe.formatted(self.job.rows(chunk)) for chunk in chunks]
+        model = self.job.model
+        pushes, known = zip(*checked_pushes(push, model, self.probe, on, tangents[0], self.learnt), strict=True)
         kept: list[list[Tensor]] = [[] for _ in chunks]
-        for j in range(tangents):
-            s = draw(j) if j else s
+        for j in range(self.how.tangents):
+            s = tangents[j]
             for i, chunk in enumerate(on):
-                z, dz = pushes[i](self.model, chunk, s) if j else known[i]
+                z, dz = pushes[i](model, chunk, s) if j else known[i]
                 apart = z.unflatten(0, (-1, chunk.per_input)), dz.unflatten(0, (-1, chunk.per_input))
-                kept[i].append(projected(self.directions, *apart))
+                kept[i].append(projected(self.job.directions.names, *apart))
         logits = [z[:: chunk.per_input] for (z, _), chunk in zip(known, on, strict=True)]
         return torch.cat([torch.stack(of_chunk) for of_chunk in kept], dim=1), torch.cat(logits)

@@ -18,20 +18,23 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, reason
 from qualms.gradients.autograd import gradients_of, row_gradients
-from qualms.gradients.exact.checks import COARSE, TOLERANCE, close, close_logits
-from qualms.gradients.exact.probe import along, in_channels_last, recorded, require_no_randomness, wants_channels_last
+from qualms.gradients.first_look import NOTHING_USED, FirstLook, FirstRow, random_direction
 from qualms.gradients.guard import all_parameters_differentiable
-from qualms.gradients.inputs import count, tensors, with_tensors
-from qualms.gradients.smoothing import Rows, logits_of
-from qualms.gradients.watch.layout import Unclear
+from qualms.gradients.inputs import Unclear, count, tensors, with_tensors
+from qualms.gradients.learnt import Learnt
+from qualms.gradients.precision import COARSE, TOLERANCE, close, close_logits
+from qualms.gradients.rows import Rows, in_channels_last, logits_of, wants_channels_last
+from qualms.gradients.watch.forward import recorded
+from qualms.gradients.watch.record import largest_result
 from qualms.gradients.watch.weights import Weights
 
 log = logging.getLogger("qualms")
 UNSEEN = 2**22  # bytes that are taken for the largest result of a row where no result can be seen
 DIFFERENCE = 1e-3  # relative error allowed to a central difference, which steps over kinks: far below a sketch's noise
 Tangent = dict[str, Tensor]  # by the parameter's name
+Known = tuple[Rows, dict[str, Float[Tensor, "1 ..."]]]  # a row, and its gradient along a random direction
 Push = Callable[[nn.Module, Rows, Tangent], tuple[Float[Tensor, "rows c"], Float[Tensor, "rows c"]]]
 
 
@@ -45,10 +48,10 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Tensor, 
         return t.contiguous(memory_format=torch.channels_last) if last and t.ndim == 4 else t
 
     theta = {f"model.{name}": formatted(model.get_parameter(name).detach()) for name in tangent}
-    along = {f"model.{name}": formatted(s) for name, s in tangent.items()}
+    tangents = {f"model.{name}": formatted(s) for name, s in tangent.items()}
     with torch.no_grad(), _differentiable_kernels(), ConstantPadding(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of the rules it compiles on first use
-        pair: Any = torch.func.jvp(lambda t: torch.func.functional_call(inner, t, (on,)), (theta,), (along,))
+        pair: Any = torch.func.jvp(lambda t: torch.func.functional_call(inner, t, (on,)), (theta,), (tangents,))
     return pair[0].detach(), pair[1].detach()
 
 
@@ -136,81 +139,75 @@ PUSHES: dict[str, Push] = {"forward mode": forward_mode, "central difference": c
 
 
 @dataclass(frozen=True)
-class PushProbe:
+class PushProbe(FirstLook):
     """What the first rows tell."""
 
     used: list[str]  # parameters that the logits of these rows depend on, in order of first use
-    known: list[tuple[Rows, dict[str, Float[Tensor, "1 ..."]]]]  # rows with their gradients along a random direction
-    classes: int
-    largest_result: int  # bytes of the largest result of one row
-    channels_last: bool  # the model takes images in that memory format, in which convolutions are faster
     alone: bool  # rows are compared with what they give alone: the model reads values, or cannot be watched
 
     @classmethod
-    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "PushProbe":
-        """Runs one row by plain autograd and watched, and the others to see which parameters they use."""
-        first = on.take([0])
-        logits, gradient = row_gradients(model, first, selected, along)
-        require_no_randomness(model, first, logits)
+    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "tuple[PushProbe, list[Known]]":
+        """Runs one row by plain autograd and watched, and others to see which parameters they use."""
+        first = FirstRow.of(model, on, selected)
         inputs = list(range(0, count(on.batch), on.per_input))
         others = [on.take([i]) for i in sorted({inputs[len(inputs) // 2], count(on.batch) - 1} - {0})]
-        known = [(first, gradient), *((row, row_gradients(model, row, selected, along)[1]) for row in others)]
+        known = [(first.rows, first.gradient)]
+        known += [(row, row_gradients(model, row, selected, random_direction)[1]) for row in others]
         anywhere = {name for _, found in known for name in found} | _used_by(model, on.take(inputs), selected)
         used = [name for name in selected if name in anywhere]
         if not used:
-            raise QualmsError("none of the selected parameters takes part in the forward pass; widen `params`.")
+            raise QualmsError(NOTHING_USED)
+        classes, nbytes = first.logits.shape[1], first.logits.nbytes
         try:
-            _, recorder = recorded(model, first, Weights.of(selected, model.parameters()), None)
-        except Exception as reason:
-            log.info("%s: each row is compared with what it gives alone", reason)
-            return cls(used, known, logits.shape[1], max(UNSEEN, logits.nbytes), False, True)
+            _, recorder = recorded(model, first.rows, Weights.of(selected, model.parameters()), None)
+        except Exception as error:
+            log.info("%s: each row is compared with what it gives alone", error)
+            return cls(classes, max(UNSEEN, nbytes), False, used, True), known
         order = [name for name in recorder.first_use if name in used]
         order += [name for name in used if name not in order]
-        largest = max((t.numel() * t.element_size() for m in recorder.meetings for t in m.results), default=0)
-        last = _takes_channels_last(model, first, logits, selected)
-        return cls(order, known, logits.shape[1], max(largest, logits.nbytes), last, recorder.reads_values)
-
-    def push(self, model: nn.Module, tangent: Tangent) -> Push:
-        """The first way of pushing a tangent that gives plain autograd's derivative, for all rows where it is known."""
-        reasons = []
-        for name, push in PUSHES.items():
-            try:
-                wrong = next(filter(None, (self._wrong(push, model, *known, tangent) for known in self.known)), None)
-            except Exception as error:
-                wrong = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if wrong is None:
-                return push
-            reasons.append(f"{name}: {wrong}")
-        raise QualmsError(
-            f"engine='sketch' cannot push tangents through this model ({'; '.join(reasons)}); use engine='exact'."
-        )
-
-    def _wrong(
-        self, push: Push, model: nn.Module, row: Rows, gradient: dict[str, Tensor], tangent: Tangent
-    ) -> str | None:
-        z, dz = push(model, self.formatted(row), tangent)
-        have = float((along(z).flatten() * dz.double().flatten()).sum())
-        terms = [g.double().flatten() * tangent[n].double().flatten() for n, g in gradient.items() if n in tangent]
-        want = float(sum(term.sum() for term in terms))
-        size = float(sum(term.square().sum() for term in terms)) ** 0.5
-        tolerance = TOLERANCE.get(dz.dtype, COARSE) if push is forward_mode else DIFFERENCE
-        right = abs(have - want) <= tolerance * max(size, abs(want))
-        return None if right else f"{have:.3g} where plain autograd gives {want:.3g}"
-
-    def formatted(self, on: Rows) -> Rows:
-        """Rows in the memory format that is fastest for this model."""
-        return in_channels_last(on) if self.channels_last else on
+        last = _takes_channels_last(model, first, selected)
+        largest = max(largest_result(recorder.meetings), nbytes)
+        return cls(classes, largest, last, order, recorder.reads_values), known
 
 
-def _takes_channels_last(model: nn.Module, first: Rows, logits: Tensor, selected: dict[str, Tensor]) -> bool:
+def working_push(model: nn.Module, probe: PushProbe, known: list[Known], tangent: Tangent) -> Push:
+    """The first way of pushing a tangent that gives plain autograd's derivative, for all rows where it is known."""
+    reasons = []
+    for name, push in PUSHES.items():
+        try:
+            wrong = next(filter(None, (_wrong(push, model, probe, *one, tangent) for one in known)), None)
+        except Exception as error:
+            wrong = reason(error)
+        if wrong is None:
+            return push
+        reasons.append(f"{name}: {wrong}")
+    raise QualmsError(
+        f"engine='sketch' cannot push tangents through this model ({'; '.join(reasons)}); use engine='exact'."
+    )
+
+
+def _wrong(
+    push: Push, model: nn.Module, probe: PushProbe, row: Rows, gradient: dict[str, Tensor], tangent: Tangent
+) -> str | None:
+    z, dz = push(model, probe.formatted(row), tangent)
+    have = float((random_direction(z).flatten() * dz.double().flatten()).sum())
+    terms = [g.double().flatten() * tangent[n].double().flatten() for n, g in gradient.items() if n in tangent]
+    want = float(sum(term.sum() for term in terms))
+    size = float(sum(term.square().sum() for term in terms)) ** 0.5
+    tolerance = TOLERANCE.get(dz.dtype, COARSE) if push is forward_mode else DIFFERENCE
+    right = abs(have - want) <= tolerance * max(size, abs(want))
+    return None if right else f"{have:.3g} where plain autograd gives {want:.3g}"
+
+
+def _takes_channels_last(model: nn.Module, first: FirstRow, selected: dict[str, Tensor]) -> bool:
     """Whether it is an image model that forward mode can run so; views of what a convolution returns may fail."""
-    if not wants_channels_last(first):
+    if not wants_channels_last(first.rows):
         return False
     try:
-        z, _ = forward_mode(model, in_channels_last(first), {name: p.detach() for name, p in selected.items()})
+        z, _ = forward_mode(model, in_channels_last(first.rows), {name: p.detach() for name, p in selected.items()})
     except Exception:
         return False
-    return close_logits(z, logits)
+    return close_logits(z, first.logits)
 
 
 def _used_by(model: nn.Module, inputs: Rows, selected: dict[str, Tensor]) -> set[str]:
@@ -224,7 +221,7 @@ def _used_by(model: nn.Module, inputs: Rows, selected: dict[str, Tensor]) -> set
 
 
 def checked_pushes(
-    push: Push, model: nn.Module, probe: PushProbe, chunks: Sequence[Rows], tangent: Tangent
+    push: Push, model: nn.Module, probe: PushProbe, chunks: Sequence[Rows], tangent: Tangent, learnt: Learnt
 ) -> list[tuple[Push, tuple[Tensor, Tensor]]]:
     """How to push tangents through each chunk, all rows at once if they do not influence each other, and the first."""
 
@@ -243,8 +240,8 @@ def checked_pushes(
             if not close_logits(apart[0], together[0]) or not close(apart[1], together[1]):
                 raise Unclear("the inputs of a batch influence each other")
             found.append((push, together))
-        except Exception as reason:  # if the model itself is at fault, a row alone will say so
-            log.info("%s: these inputs are run one row at a time", reason)
+        except Exception as error:  # if the model itself is at fault, a row alone will say so
+            learnt.warn_slow(error)
             found.append((alone, alone(model, on, tangent)))
     return found
 

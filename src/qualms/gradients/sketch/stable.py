@@ -38,8 +38,13 @@ class Sample:
         # The derivative of log p by log γ is (t² - γ²)/(t² + γ²), of variance 1/2.
         return scale * 2 / k * (square - scale_square) / (square + scale_square).clamp_min(TINY)
 
+    def weighted_error(self, scale: Float[Tensor, "b m"], weights: Float[Tensor, "b m"]) -> Float[Tensor, " b"]:
+        """The standard error of Σ_m w_m scale_m; each tangent moves all m estimates at once."""
+        each = ((weights * self.influence(scale, j)).sum(-1).square() for j in range(len(self.projections)))
+        return sum(each, torch.zeros_like(scale[:, 0])).sqrt()
+
     def error(self, scale: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
-        """The standard error of the estimates."""
+        """The standard error of each estimate."""
         each = (self.influence(scale, j).square() for j in range(len(self.projections)))
         return sum(each, torch.zeros_like(scale)).sqrt()
 

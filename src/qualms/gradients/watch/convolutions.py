@@ -1,4 +1,7 @@
-"""Rules for convolutions: the same sum over positions as for linear layers, with a's window at each position."""
+"""Rules for convolutions: the same sum over positions as for linear layers, with a's window at each position.
+
+A transposed convolution is one run backwards: windows of δ on a's positions.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from qualms.gradients.precision import accurate
 from qualms.gradients.watch.layout import Layout
-from qualms.gradients.watch.pieces import Outer, accurate
+from qualms.gradients.watch.pieces import Outer
 from qualms.gradients.watch.scales import channel_sum, row_layout
-from qualms.gradients.watch.windows import pads, pixel_pairs, windows
+from qualms.gradients.watch.windows import Geometry, pads, pixel_pairs, windows
 
 if TYPE_CHECKING:
     from qualms.gradients.watch.record import Call
+
+# From an operation's arguments and result to the gradient of its weight.
+WeightGradient = Callable[[Tensor, Tensor, Tensor, Geometry, Callable[[Tensor], Tensor], int], Outer]
 
 
 def convolution_rule(space: int) -> Callable[..., Any]:
@@ -31,50 +38,13 @@ def convolution_rule(space: int) -> Callable[..., Any]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        layout = _image_rows(call, input, space)
-        if layout is None:
-            return NotImplemented
-        kernel, inputs = weight.shape[2:], call.inputs
-        stride, dilation = _each(stride, space), _each(dilation, space)
-        around = pads(padding, kernel, dilation)
-        out = call.run()
-        edge = get_gradient_edge(out)
-        features, positions = weight.shape[0] // groups, math.prod(out.shape[-space:])
-        if call.tracked(weight):
-            images = math.prod(out.shape[: -space - 1]) // inputs
-            per_window = weight.shape[1] * kernel.numel()
-
-            def image(t: Tensor) -> Tensor:
-                return layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
-
-            def moving(d: Tensor) -> Tensor:
-                d = image(d).movedim(1, -1)  # [n, *positions, o]
-                return d.reshape(d.shape[0], positions, groups, features)
-
-            def still() -> Tensor:
-                return windows(image(input), kernel, stride, dilation, around, groups)
-
-            def pairs() -> Tensor:
-                return pixel_pairs(accurate(image(input)), kernel, stride, dilation, around, inputs)
-
-            def arrange(grad: Tensor) -> Tensor:  # [b, g, o, k·i] -> [b, g·o, i, *k]
-                grad = grad.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
-                return grad.movedim(-1, 2)
-
-            sizes = (images * positions, features, per_window, groups)
-            padded = math.prod(n + sum(p) for n, p in zip(input.shape[-space:], around, strict=True))
-            by_pixels = groups == 1 and padded**2 < positions**2 * kernel.numel()
-            outer = Outer(moving, still, arrange, inputs, sizes, pairs if by_pixels else None)
-            call.leave(weight, [edge], outer)
-        if bias is not None and call.tracked(bias):
-            call.leave(bias, [edge], channel_sum(inputs, layout, bias, space, None))
-        return out
+        return _rule(call, input, weight, bias, space, (stride, padding, dilation, groups), _windows_of_input)
 
     return conv
 
 
 def transposed_convolution_rule(space: int) -> Callable[..., Any]:
-    """A convolution run backwards, windows of δ on a's positions: ∂W[i, o, k] = Σ_t a[i, t] δ[o, window k of t]."""
+    """∂W[i, o, k] = Σ_t a[i, t] δ[o, window k of position t], group by group; ∂b[o] = Σ_t δ[o, t]."""
 
     def conv_transpose(
         call: Call,
@@ -87,37 +57,7 @@ def transposed_convolution_rule(space: int) -> Callable[..., Any]:
         groups: int = 1,
         dilation: Any = 1,
     ) -> Any:
-        layout = _image_rows(call, input, space)
-        if layout is None:
-            return NotImplemented
-        kernel, inputs = weight.shape[2:], call.inputs
-        stride, dilation = _each(stride, space), _each(dilation, space)
-        around = pads(padding, kernel, dilation)
-        out = call.run()
-        edge = get_gradient_edge(out)
-        positions = input.shape[-space:]
-        if call.tracked(weight):
-            images = math.prod(input.shape[: -space - 1]) // inputs
-
-            def image(t: Tensor) -> Tensor:
-                return layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
-
-            def moving(d: Tensor) -> Tensor:
-                return windows(image(d), kernel, stride, dilation, around, groups, positions)
-
-            def still() -> Tensor:
-                a = image(input).movedim(1, -1)
-                return a.reshape(a.shape[0], positions.numel(), groups, -1)
-
-            def arrange(grad: Tensor) -> Tensor:  # [b, g, k·o, i] -> [b, g·i, o, *k]
-                grad = grad.mT.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
-                return grad.movedim(-1, 2)
-
-            sizes = (images * positions.numel(), weight.shape[1] * kernel.numel(), weight.shape[0] // groups, groups)
-            call.leave(weight, [edge], Outer(moving, still, arrange, inputs, sizes))
-        if bias is not None and call.tracked(bias):
-            call.leave(bias, [edge], channel_sum(inputs, layout, bias, space, None))
-        return out
+        return _rule(call, input, weight, bias, space, (stride, padding, dilation, groups), _windows_of_cotangent)
 
     return conv_transpose
 
@@ -135,11 +75,85 @@ def convolution(
     groups: int,
 ) -> Any:
     """aten's common form of all convolutions, which exported graphs use."""
-    space = weight.ndim - 2
-    if transposed:
-        rule = transposed_convolution_rule(space)
-        return rule(call, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    return convolution_rule(space)(call, input, weight, bias, stride, padding, dilation, groups)
+    gradient = _windows_of_cotangent if transposed else _windows_of_input
+    return _rule(call, input, weight, bias, weight.ndim - 2, (stride, padding, dilation, groups), gradient)
+
+
+def _rule(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    space: int,
+    how: tuple[Any, Any, Any, int],
+    gradient: WeightGradient,
+) -> Any:
+    layout = _image_rows(call, input, space)
+    if layout is None:
+        return NotImplemented
+    stride, padding, dilation, groups = how
+    kernel, steps = weight.shape[2:], _each(dilation, space)
+    geometry = Geometry(kernel, _each(stride, space), steps, pads(padding, kernel, steps), groups)
+    out = call.run()
+    edge = get_gradient_edge(out)
+    if call.tracked(weight):
+
+        def image(t: Tensor) -> Tensor:
+            return layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
+
+        call.leave(weight, [edge], gradient(input, weight, out, geometry, image, call.inputs))
+    if bias is not None and call.tracked(bias):
+        call.leave(bias, [edge], channel_sum(call.inputs, layout, bias, space, None))
+    return out
+
+
+def _windows_of_input(
+    input: Tensor, weight: Tensor, out: Tensor, geometry: Geometry, image: Callable[[Tensor], Tensor], inputs: int
+) -> Outer:
+    """Σ_t δ_t ⊗ (a's window at t)."""
+    kernel, groups, space = geometry.kernel, geometry.groups, len(geometry.kernel)
+    features, positions = weight.shape[0] // groups, math.prod(out.shape[-space:])
+
+    def moving(d: Tensor) -> Tensor:
+        d = image(d).movedim(1, -1)  # [n, *positions, o]
+        return d.reshape(d.shape[0], positions, groups, features)
+
+    def still() -> Tensor:
+        return windows(image(input), geometry)
+
+    def pairs() -> Tensor:
+        return pixel_pairs(accurate(image(input)), geometry, inputs)
+
+    def arrange(grad: Tensor) -> Tensor:  # [b, g, o, k·i] -> [b, g·o, i, *k]
+        return grad.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1])).movedim(-1, 2)
+
+    images = math.prod(out.shape[: -space - 1]) // inputs
+    sizes = (images * positions, features, weight.shape[1] * math.prod(kernel), groups)
+    padded = math.prod(n + sum(p) for n, p in zip(input.shape[-space:], geometry.around, strict=True))
+    by_pixels = groups == 1 and padded**2 < positions**2 * math.prod(kernel)
+    return Outer(moving, still, arrange, inputs, sizes, pairs if by_pixels else None)
+
+
+def _windows_of_cotangent(
+    input: Tensor, weight: Tensor, out: Tensor, geometry: Geometry, image: Callable[[Tensor], Tensor], inputs: int
+) -> Outer:
+    """Σ_t (δ's window at t) ⊗ a_t."""
+    kernel, groups, space = geometry.kernel, geometry.groups, len(geometry.kernel)
+    positions = input.shape[-space:]
+
+    def moving(d: Tensor) -> Tensor:
+        return windows(image(d), geometry, positions)
+
+    def still() -> Tensor:
+        a = image(input).movedim(1, -1)
+        return a.reshape(a.shape[0], positions.numel(), groups, -1)
+
+    def arrange(grad: Tensor) -> Tensor:  # [b, g, k·o, i] -> [b, g·i, o, *k]
+        return grad.mT.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1])).movedim(-1, 2)
+
+    images = math.prod(input.shape[: -space - 1]) // inputs
+    sizes = (images * positions.numel(), weight.shape[1] * math.prod(kernel), weight.shape[0] // groups, groups)
+    return Outer(moving, still, arrange, inputs, sizes)
 
 
 def _image_rows(call: Call, input: Tensor, space: int) -> Layout | None:

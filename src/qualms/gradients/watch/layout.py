@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-class Unclear(Exception):
-    """The rows of the batch cannot be told apart inside the model; each input must be run on its own."""
+from qualms.gradients.inputs import Unclear
 
 
 @dataclass(frozen=True)

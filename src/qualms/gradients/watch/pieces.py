@@ -21,12 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from qualms.gradients.precision import accurate
 from qualms.gradients.watch.layout import Layout
-
-
-def accurate(t: Tensor) -> Tensor:
-    """Sums over positions of 16-bit numbers are taken in 32 bits."""
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 @dataclass(frozen=True)

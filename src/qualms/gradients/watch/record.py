@@ -26,8 +26,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from qualms.gradients.inputs import Unclear
 from qualms.gradients.nested import each_tensor, tensors_in
-from qualms.gradients.watch.layout import Layout, Unclear, infer
+from qualms.gradients.watch.layout import Layout, infer
 from qualms.gradients.watch.pieces import Piece, Summed
 from qualms.gradients.watch.rules import find_rule
 from qualms.gradients.watch.weights import Weights, roots
@@ -40,6 +41,11 @@ class Meeting:
     name: str
     arguments: list[Tensor]
     results: list[Tensor] = field(default_factory=list)
+
+
+def largest_result(meetings: Iterable[Meeting]) -> int:
+    """Bytes of the largest result among them."""
+    return max((t.numel() * t.element_size() for meeting in meetings for t in meeting.results), default=0)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from qualms.gradients.precision import accurate
 from qualms.gradients.watch.convolutions import convolution, convolution_rule, transposed_convolution_rule
 from qualms.gradients.watch.layout import Layout
-from qualms.gradients.watch.pieces import Outer, Summed, accurate
+from qualms.gradients.watch.pieces import Outer, Summed
 from qualms.gradients.watch.scales import (
     batch_norm,
     group_norm,

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from qualms.gradients.precision import accurate
 from qualms.gradients.watch.layout import Layout
-from qualms.gradients.watch.pieces import Summed, accurate
+from qualms.gradients.watch.pieces import Summed
 
 if TYPE_CHECKING:
     from qualms.gradients.watch.record import Call

@@ -3,11 +3,28 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a convolution: sizes on each spatial axis, and the zeros before and after it."""
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    around: list[tuple[int, int]]
+    groups: int
+
+    def positions(self, space: Sequence[int]) -> list[int]:
+        """How many windows fit on each axis of a padded image."""
+        sizes = zip(space, self.kernel, self.stride, self.dilation, strict=True)
+        return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in sizes]
 
 
 def pads(padding: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
@@ -25,29 +42,24 @@ def pads(padding: str | int | Sequence[int], kernel: Sequence[int], dilation: Se
 
 
 def windows(
-    image: Float[Tensor, "n c *space"],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    around: list[tuple[int, int]],
-    groups: int,
-    positions: Sequence[int] | None = None,
+    image: Float[Tensor, "n c *space"], geometry: Geometry, positions: Sequence[int] | None = None
 ) -> Float[Tensor, "n t g f"]:
     """What each output position sees, f = kernel · channels of the group.
 
     `positions` is their number on each axis; by default all that fit.
     """
-    x = _padded(image, around).movedim(1, -1)
+    x = _padded(image, geometry.around).movedim(1, -1)
     n, *space, channels = x.shape
+    kernel, groups = geometry.kernel, geometry.groups
     if positions is None:
-        positions = _positions(space, kernel, stride, dilation)
+        positions = geometry.positions(space)
     steps = x.stride()[1:-1]
     view = x.as_strided(
         (n, *positions, *kernel, channels),
         (
             x.stride(0),
-            *(s * by for s, by in zip(steps, stride, strict=True)),
-            *(s * by for s, by in zip(steps, dilation, strict=True)),
+            *(s * by for s, by in zip(steps, geometry.stride, strict=True)),
+            *(s * by for s, by in zip(steps, geometry.dilation, strict=True)),
             x.stride(-1),
         ),
     )
@@ -55,30 +67,23 @@ def windows(
     return view.transpose(2, 3).flatten(3)
 
 
-def pixel_pairs(
-    image: Float[Tensor, "n c *space"],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    around: list[tuple[int, int]],
-    inputs: int,
-) -> Float[Tensor, "b t t"]:
+def pixel_pairs(image: Float[Tensor, "n c *space"], geometry: Geometry, inputs: int) -> Float[Tensor, "b t t"]:
     """The inner products between all windows of an input, from those between its pixels.
 
     Σ_k ⟨a[t + k], a[t' + k]⟩: a sum of shifted copies of the pixels' matrix, as many times cheaper than the windows'
     own product as a window has pixels.
     """
-    x = _padded(image, around).movedim(1, -1)
+    x = _padded(image, geometry.around).movedim(1, -1)
     n, *space, channels = x.shape
     x = x.reshape(inputs, -1, channels)
     per_input = n // inputs
     products = torch.bmm(x, x.mT).reshape(inputs, per_input, *space, per_input, *space)
-    positions = _positions(space, kernel, stride, dilation)
+    positions = geometry.positions(space)
     total: Tensor | None = None
-    for offset in itertools.product(*(range(k) for k in kernel)):
+    for offset in itertools.product(*(range(k) for k in geometry.kernel)):
         cut = tuple(
             slice(o * d, o * d + (p - 1) * s + 1, s)
-            for o, d, s, p in zip(offset, dilation, stride, positions, strict=True)
+            for o, d, s, p in zip(offset, geometry.dilation, geometry.stride, positions, strict=True)
         )
         shifted = products[(slice(None), slice(None), *cut, slice(None), *cut)]
         total = shifted.clone() if total is None else total.add_(shifted)
@@ -91,10 +96,3 @@ def _padded(image: Tensor, around: list[tuple[int, int]]) -> Tensor:
     if not any(map(any, around)):
         return image
     return F.pad(image, [size for pair in reversed(around) for size in pair])
-
-
-def _positions(
-    space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> list[int]:
-    sizes = zip(space, kernel, stride, dilation, strict=True)
-    return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in sizes]

@@ -1,0 +1,57 @@
+"""What every engine looks at first: one row by plain autograd, and what its forward pass says of the model."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qualms.errors import QualmsError
+from qualms.gradients.autograd import row_gradients
+from qualms.gradients.precision import close_logits
+from qualms.gradients.rows import Rows, in_channels_last, logits_of
+
+
+@dataclass(frozen=True)
+class FirstRow:
+    """The first row of a batch by plain autograd: what an engine must agree with before it is believed."""
+
+    rows: Rows
+    logits: Float[Tensor, "1 c"]
+    gradient: dict[str, Float[Tensor, "1 ..."]]  # along a random direction, by the parameter's name
+
+    @classmethod
+    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "FirstRow":
+        """Runs the row twice: a model that is random in evaluation mode has no gradient to speak of."""
+        first = on.take(slice(0, 1))
+        logits, gradient = row_gradients(model, first, selected, random_direction)
+        with torch.no_grad():
+            again = logits_of(model, first)
+        if not close_logits(again, logits):
+            raise QualmsError(
+                "the model is random in evaluation mode: the same input gave two different logits; "
+                "switch its randomness off (dropout called with training=True, sampling layers)."
+            )
+        return cls(first, logits, gradient)
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """What the first row tells any engine: the base of what each of them goes on to find out."""
+
+    classes: int
+    largest_result: int  # bytes of the largest result of an operation on one row
+    channels_last: bool  # the model takes images in that memory format, in which convolutions are faster
+
+    def formatted(self, on: Rows) -> Rows:
+        """Rows in the memory format that is fastest for this model."""
+        return in_channels_last(on) if self.channels_last else on
+
+
+NOTHING_USED = "none of the selected parameters takes part in the forward pass; widen `params`."
+
+
+def random_direction(logits: Tensor) -> Float[Tensor, "1 1 c"]:
+    """A direction in logit space, the same for every model with as many classes."""
+    noise = torch.Generator().manual_seed(0)
+    return torch.randn(1, 1, logits.shape[1], generator=noise, dtype=torch.double).to(logits.device)

@@ -1,0 +1,60 @@
+"""One batch whose gradients are wanted, as every engine takes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from qualms.gradients.directions import Directions
+from qualms.gradients.inputs import Batch, count, take, tensors
+from qualms.gradients.layers import select
+from qualms.gradients.memory import default_budget
+from qualms.gradients.rows import Rows, rows_of
+from qualms.gradients.settings import Settings
+from qualms.gradients.smoothing import Smoothing
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch, the directions along which its gradients are taken, and the perturbations they are averaged over.
+
+    `numbers` are the inputs' own, which decide their draws. The model is under `untouched`.
+    """
+
+    model: nn.Module
+    batch: Batch
+    numbers: Sequence[int]
+    settings: Settings
+    directions: Directions
+    smoothing: Smoothing | None = None
+
+    @cached_property
+    def selected(self) -> dict[str, Tensor]:
+        """The parameters that count."""
+        return select(self.model, self.settings.params)
+
+    @property
+    def inputs(self) -> int:
+        """How many inputs there are."""
+        return count(self.batch)
+
+    @property
+    def per_input(self) -> int:
+        """How many rows run for each input: itself and its perturbed copies."""
+        return self.smoothing.draws + 1 if self.smoothing else 1
+
+    @property
+    def shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """What inputs of the same kind have in common."""
+        return tuple((tuple(t.shape[1:]), t.dtype) for t in tensors(self.batch))
+
+    @cached_property
+    def budget(self) -> int:
+        """Bytes that the work on one chunk of inputs may take."""
+        return self.settings.budget or default_budget(tensors(self.batch)[0].device)
+
+    def rows(self, part: slice) -> Rows:
+        """The rows of some of the inputs."""
+        return rows_of(take(self.batch, part), self.smoothing, self.numbers[part], self.settings.seed)

@@ -1,0 +1,34 @@
+"""What the engines have found out about a model, kept from its first batch for all that follow."""
+
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from qualms.errors import SlowWarning, reason
+
+T = TypeVar("T")
+
+
+@dataclass
+class Learnt:
+    """Findings about one model with its weights as they are; whoever holds it starts anew when the weights change."""
+
+    found: dict[Hashable, Any] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # what the user has been warned of
+
+    def once(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What `find` says, asked the first time only."""
+        if key not in self.found:
+            self.found[key] = find()
+        found: T = self.found[key]
+        return found
+
+    def warn_slow(self, error: Exception) -> None:
+        """Say why inputs run one at a time, once for each reason: it may be a defect, or a lack of memory."""
+        why = reason(error)
+        if why not in self.told:
+            self.told.add(why)
+            warnings.warn(
+                f"the inputs are run one at a time, which is exact but slow, because {why}.", SlowWarning, stacklevel=2
+            )

@@ -1,0 +1,113 @@
+"""The rows that a model runs on, inputs with their perturbed copies, and forward passes over them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+
+from qualms.errors import QualmsError
+from qualms.gradients.inputs import Batch, checked_logits, count, run, take, tensors, with_tensors
+from qualms.gradients.smoothing import Smoothing
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the model runs on: for each input a group of rows, the first of them the input itself."""
+
+    batch: Batch
+    per_input: int = 1
+    embedding_noise: Callable[[tuple[int, ...]], Tensor] | None = None
+
+    def take(self, index: slice | list[int]) -> "Rows":
+        """Some of the rows, each on its own."""
+        noise = self.embedding_noise
+        return Rows(take(self.batch, index), 1, None if noise is None else lambda shape: noise(shape)[index])
+
+
+def rows_of(batch: Batch, smoothing: Smoothing | None, numbers: Sequence[int], seed: int) -> Rows:
+    """The rows of a batch whose inputs have these numbers, which decide their draws.
+
+    Discrete inputs (token ids) cannot be perturbed; their rows repeat, and the noise goes to the embeddings' output.
+    """
+    if smoothing is None:
+        return Rows(batch)
+    x = tensors(batch)[0]
+    per_input = smoothing.draws + 1
+
+    def noise(shape: tuple[int, ...]) -> Tensor:
+        return torch.cat([smoothing.noise(shape, number, seed) for number in numbers])
+
+    repeated = with_tensors(batch, (t.repeat_interleave(per_input, dim=0) for t in tensors(batch)))
+    if not x.is_floating_point():
+        return Rows(repeated, per_input, noise)
+    first, *others = tensors(repeated)
+    return Rows(with_tensors(batch, [first + noise(tuple(x.shape[1:])).to(first), *others]), per_input)
+
+
+def wants_channels_last(on: Rows) -> bool:
+    """Images; with a single channel both formats look alike, and torch would go back and forth between them."""
+    x = tensors(on.batch)[0]
+    return x.ndim == 4 and x.shape[1] > 1 and x.is_floating_point()
+
+
+def in_channels_last(on: Rows) -> Rows:
+    """The same rows in the memory format in which convolutions are fastest."""
+    first, *others = tensors(on.batch)
+    first = first.contiguous(memory_format=torch.channels_last)
+    return replace(on, batch=with_tensors(on.batch, [first, *others]))
+
+
+def logits_of(model: nn.Module, on: Rows, *modes: TorchFunctionMode) -> Float[Tensor, "rows classes"]:
+    """One forward pass over the rows, under further function modes (the last one given sees each call first)."""
+    with ExitStack() as stack:
+        noisy = None
+        if on.embedding_noise is not None:
+            noisy = stack.enter_context(NoisyEmbedding(tensors(on.batch)[0], on.embedding_noise))
+        for mode in modes:
+            stack.enter_context(mode)
+        output = run(model, on.batch)
+    if noisy is not None and not noisy.done:
+        raise QualmsError(
+            "x is discrete and no embedding of the model reads it, so there is nothing to perturb; "
+            "use regrad+layers, entropy or perturb-theta, or pass the embedded input."
+        )
+    return checked_logits(output, count(on.batch))
+
+
+class NoisyEmbedding(TorchFunctionMode):
+    """Adds noise to the output of the first embedding that reads the input itself."""
+
+    def __init__(self, ids: Tensor, noise: Callable[[tuple[int, ...]], Tensor]) -> None:
+        super().__init__()
+        self.ids, self.noise, self.done = ids, noise, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.done or not getattr(func, "__name__", "").startswith("embedding"):
+            return out
+        for index in (*args, *(kwargs or {}).values()):
+            axis = self._rows_axis(index)
+            if axis is not None:
+                self.done = True
+                shape = tuple(n for i, n in enumerate(out.shape) if i != axis)
+                return out + self.noise(shape).to(out).movedim(0, axis)
+        return out
+
+    def _rows_axis(self, index: Any) -> int | None:
+        """The axis of `index` that counts the rows, if `index` is the input itself, whole or a view of it."""
+        if not isinstance(index, Tensor) or index.is_floating_point():
+            return None
+        while is_functorch_wrapped_tensor(index):  # under forward-mode differentiation
+            index = get_unwrapped(index)
+        if index.untyped_storage().data_ptr() != self.ids.untyped_storage().data_ptr():
+            return None
+        axes = zip(index.shape, index.stride(), strict=True)
+        return next((i for i, axis in enumerate(axes) if axis == (self.ids.shape[0], self.ids.stride(0))), None)

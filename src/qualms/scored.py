@@ -1,0 +1,145 @@
+"""`Scored`: what a scorer says of some inputs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.threshold import Threshold
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Scores of n inputs by method, with what the model predicts for them.
+
+    Args:
+        scores: one number for each input, by method; higher always means more uncertain.
+        errors: the standard errors that the tangents of a sketch give the scores; 0 for other engines.
+        probs: p(y | x).
+        ids: the inputs' numbers.
+        class_names: of the columns of `probs`, if they are known.
+        threshold: up to which a score of the first method is accepted, if there is one.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        scorer = qualms.Scorer(torch.nn.Linear(4, 3), ["entropy", "regrad"], class_names=["cat", "dog", "bird"])
+        part = scorer(torch.randn(5, 4)) + scorer(torch.randn(2, 4), first=5)
+        print(len(part), part.ids, part.scores["regrad"], part.predicted_names)
+        print(part[part.confidence > 0.5].to_arrow().column_names)
+        ```
+    """
+
+    scores: dict[str, Float[Tensor, " n"]]
+    errors: dict[str, Float[Tensor, " n"]]
+    probs: Float[Tensor, "n c"]
+    ids: Sequence[Any]
+    class_names: tuple[str, ...] | None = None
+    threshold: Threshold | None = None
+
+    @property
+    def prediction(self) -> Int[Tensor, " n"]:
+        """The most probable class of each input."""
+        return self.probs.argmax(-1)
+
+    @property
+    def confidence(self) -> Float[Tensor, " n"]:
+        """Its probability."""
+        return self.probs.amax(-1)
+
+    @property
+    def predicted_names(self) -> list[str]:
+        """The most probable class of each input, by name."""
+        if self.class_names is None:
+            raise QualmsError("the classes have no names; pass class_names= to Scorer.")
+        return [self.class_names[c] for c in self.prediction.tolist()]
+
+    @property
+    def accepted(self) -> Bool[Tensor, " n"]:
+        """Which inputs the model can be trusted with: the first method's score is within the threshold."""
+        if self.threshold is None:
+            raise QualmsError("there is no threshold to accept inputs by; pass threshold= to Scorer.")
+        return self.threshold.accept(next(iter(self.scores.values())))
+
+    def __len__(self) -> int:
+        return len(self.probs)
+
+    def __getitem__(self, index: Any) -> "Scored":
+        """Some of the inputs: a slice, a mask, or their places."""
+        if isinstance(index, int):
+            raise QualmsError(f"a Scored is cut by a slice, a mask or a list of places; use [{index}:{index + 1}].")
+        places = torch.arange(len(self))[index if isinstance(index, slice) else torch.as_tensor(index).cpu()]
+        at = places.to(self.probs.device)
+        return Scored(
+            {name: s[at] for name, s in self.scores.items()},
+            {name: e[at] for name, e in self.errors.items()},
+            self.probs[at],
+            [self.ids[i] for i in places.tolist()],
+            self.class_names,
+            self.threshold,
+        )
+
+    def __add__(self, other: "Scored") -> "Scored":
+        return Scored.concatenated([self, other])
+
+    @staticmethod
+    def concatenated(parts: "Iterable[Scored]") -> "Scored":
+        """All parts in one, in the order given."""
+        parts = list(parts)
+        if not parts:
+            raise QualmsError("there is no Scored to put together; pass at least one.")
+        first = parts[0]
+        for part in parts[1:]:
+            if list(part.scores) != list(first.scores):
+                raise QualmsError(
+                    f"one part has scores by {', '.join(first.scores)} and another by {', '.join(part.scores)}; put "
+                    "together what one scorer gave."
+                )
+        return Scored(
+            {name: torch.cat([part.scores[name] for part in parts]) for name in first.scores},
+            {name: torch.cat([part.errors[name] for part in parts]) for name in first.errors},
+            torch.cat([part.probs for part in parts]),
+            [one for part in parts for one in part.ids],
+            first.class_names,
+            first.threshold,
+        )
+
+    def columns(self) -> dict[str, list[Any]]:
+        """A table with a row for each input: id, prediction, confidence, whether it is accepted, and every score.
+
+        A sketch adds a column with the standard error of each of its scores.
+        """
+        table: dict[str, list[Any]] = {
+            "id": list(self.ids),
+            "prediction": self.predicted_names if self.class_names else self.prediction.tolist(),
+            "confidence": self.confidence.tolist(),
+        }
+        if self.threshold is not None:
+            table["accepted"] = self.accepted.tolist()
+        for name, values in self.scores.items():
+            table[name] = values.tolist()
+            if bool(self.errors[name].any()):
+                table[f"{name} (standard error)"] = self.errors[name].tolist()
+        return table
+
+    def to_arrow(self) -> Any:
+        """The same as a pyarrow.Table."""
+        try:
+            import pyarrow
+        except ImportError:
+            raise QualmsError("to_arrow needs pyarrow; pip install 'qualms[app]'.") from None
+        return pyarrow.table(self.columns())
+
+    def to_pandas(self) -> Any:
+        """The same as a pandas.DataFrame, with ids as its index."""
+        try:
+            import pandas
+        except ImportError:
+            raise QualmsError("to_pandas needs pandas; pip install pandas.") from None
+        return pandas.DataFrame(self.columns()).set_index("id")

@@ -1,0 +1,193 @@
+"""`Scorer`: a model together with its scores, the unit of work. What is fitted is fitted once, and used for every batch."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from qualms.errors import QualmsError
+from qualms.gradients.choice import choose_engine
+from qualms.gradients.guard import eager, untouched
+from qualms.gradients.inputs import Batch, batches, count, numbered_batches
+from qualms.gradients.layers import Granularity, Norm, Params
+from qualms.gradients.learnt import Learnt
+from qualms.gradients.settings import Engine, Settings, Sketch
+from qualms.gradients.smoothing import Smoothing
+from qualms.methods.gradient_score import GradientScore
+from qualms.methods.method import Method
+from qualms.methods.passes import Passes, Subject
+from qualms.methods.registry import DEFAULT, parse
+from qualms.scored import Scored
+from qualms.threshold import Threshold
+
+Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
+
+
+class Scorer:
+    """Scores batches of inputs of one model, by one or several methods.
+
+    What methods learn from training data, the sketch's random tangents, the engine that `auto` picks, and what the exact
+    engine finds out about the model on its first batch are kept for all further batches. If the model's weights have
+    changed since the last call, they are found anew. Between calls the model is as it came.
+
+    Args:
+        model: any classifier that returns logits.
+        methods: a spec such as `"exgrad+layers(0.4)"` or a method object, or several: a list, or a dict that gives them
+            names of your own. The paper's REGrad* by default.
+        train: training inputs, an iterable of batches, for the methods that need them.
+        models: further members, for `ensemble`.
+        engine: how class gradients are computed: `exact`; `sketch`, estimates whose cost does not depend on the number
+            of classes (`qualms.Sketch` for its options); `auto`, the cheaper of the two by measured time; or
+            `reference`. Sketched `+layers` scores add layers in quadrature, so they rank alike but have other values:
+            compare scores, and use a threshold, within one engine.
+        layers: what `+layers` counts: `module`, `tensor` or `block`.
+        norm: of the gradients, `l2` or `l1`.
+        params: which parameters count: a pattern, or a function of names; all by default.
+        seed: decides every random draw, together with an input's number.
+        batch_size: at most so many inputs at once.
+        budget: bytes that the work on one chunk of inputs may take.
+        tolerance: the share of a `+layers` score that may be left out with early layers, to save the exact engine
+            passes through them. What they add is measured on some of the directions, not proven; 0 leaves out nothing.
+        threshold: up to which a score of the first method is accepted; a number, or a `qualms.Threshold`.
+        class_names: of the logits, in their order.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        model, known = torch.nn.Linear(4, 3), torch.randn(100, 4)
+        threshold = qualms.Threshold.from_scores(qualms.score(model, known), coverage=0.9)
+        scorer = qualms.Scorer(model, ["regrad+layers+smooth", "energy"], threshold=threshold)
+        for part in scorer.stream([torch.randn(8, 4), torch.randn(8, 4)]):
+            print(part.ids, part.prediction, part.accepted, part.scores["energy"])
+        ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        methods: Methods = DEFAULT,
+        *,
+        train: Any = None,
+        models: Iterable[nn.Module] = (),
+        engine: Engine | Sketch = "exact",
+        layers: Granularity = "module",
+        norm: Norm = "l2",
+        params: Params = None,
+        seed: int = 0,
+        batch_size: int | None = None,
+        budget: int | None = None,
+        tolerance: float = 0.0,
+        threshold: Threshold | float | None = None,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
+        self.model = model
+        self.methods = named(methods)
+        self.settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
+        self.threshold = _threshold(threshold)
+        self.class_names = None if class_names is None else tuple(class_names)
+        self._train, self._members = train, tuple(models)
+        self._learnt, self._fitted = Learnt(), dict[Any, Any]()
+        self._weights: tuple[tuple[int, int], ...] | None = None  # as they were after the last batch
+
+    def __call__(self, x: Any, first: int = 0) -> Scored:
+        """The scores of all inputs of `x`.
+
+        Args:
+            x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are
+                ignored).
+            first: the number of the first input, which decides its draws; give it where `x` goes on from another call.
+        """
+        return Scored.concatenated(self.stream(x, first))
+
+    def stream(self, batches: Any, first: int = 0) -> Iterator[Scored]:
+        """The scores of each batch as it comes, so that a long run can keep what it has; arguments as for a call."""
+        _require_model(self.model)
+        for start, batch in numbered_batches(batches, eager(self.model)):
+            yield self._scored(batch, first + start)
+
+    def choose_engine(self, x: Any) -> Engine | Sketch:
+        """The engine, which `auto` picks on the first batch it sees: here, that of `x`."""
+        if self.settings.engine == "auto":
+            _require_model(self.model)
+            batch = next(batches(x, eager(self.model)))
+            with untouched(self.model) as inner:
+                self._settle(inner, batch)
+        return self.settings.engine
+
+    def _scored(self, batch: Batch, first: int) -> Scored:
+        with untouched(self.model) as inner:
+            if self._weights != _weights(inner):
+                self._learnt, self._fitted = Learnt(), {}
+            self._settle(inner, batch)
+            scores = self._gradient_scores()
+            more = (self._train, self._members, scores, self._learnt, self._fitted)
+            passes = Passes(Subject(inner, self.settings, *more), batch, first)
+            found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
+            errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
+            probs = passes.probs.detach()
+        self._weights = _weights(inner)
+        if self.class_names is not None and len(self.class_names) != probs.shape[1]:
+            raise QualmsError(
+                f"there are {len(self.class_names)} class_names and {probs.shape[1]} logits; name every class once."
+            )
+        ids = range(first, first + count(batch))
+        return Scored(found, errors, probs, ids, self.class_names, self.threshold)
+
+    def _gradient_scores(self) -> tuple[GradientScore, ...]:
+        return tuple(method for method in self.methods.values() if isinstance(method, GradientScore))
+
+    def _settle(self, model: nn.Module, batch: Batch) -> None:
+        """Makes the engine definite, by the dearest of the passes that the methods need."""
+        scores = self._gradient_scores()
+        if self.settings.engine != "auto" or not scores:
+            return
+        subject = Subject(model, scores=scores)
+        wanted = {score.smooth: subject.directions(score.smooth).names for score in scores}
+        smooth, names = max(wanted.items(), key=_price)
+        self.settings = choose_engine(self.settings, model, batch, names, smooth)
+
+
+def named(methods: Methods) -> dict[str, Method]:
+    """The methods by name: the one given in a dict, else the spec as it was written."""
+    if isinstance(methods, (str, Method)):
+        methods = [methods]
+    if not methods:
+        raise QualmsError("there is no method to score by; name one, such as 'regrad' or 'entropy'.")
+    given = (
+        methods.items() if isinstance(methods, Mapping) else [(m if isinstance(m, str) else m.spec, m) for m in methods]
+    )
+    found: dict[str, Method] = {}
+    for name, one in given:
+        method = parse(one) if isinstance(one, str) else one
+        if found.setdefault(name, method) != method:
+            raise QualmsError(f"two methods are called {name!r}; give each a name of your own, in a dict.")
+    return found
+
+
+def _price(wanted: tuple[Smoothing | None, tuple[str, ...]]) -> int:
+    """What decides the price: gradients of all classes, and of many perturbed inputs."""
+    smooth, names = wanted
+    return (1 + (smooth.draws if smooth else 0)) * (1000 if "classes" in names else 1)
+
+
+def _threshold(threshold: Threshold | float | None) -> Threshold | None:
+    if threshold is None or isinstance(threshold, Threshold):
+        return threshold
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise QualmsError(f"threshold is a {type(threshold).__name__}; pass a number, or a qualms.Threshold.")
+    return Threshold(float(threshold), 0, "given")
+
+
+def _require_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise QualmsError(f"model is a {type(model).__name__}; pass a torch.nn.Module.")
+
+
+def _weights(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """What changes when somebody trains the model, loads other weights, or moves it."""
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    return tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference())

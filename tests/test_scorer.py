@@ -1,0 +1,315 @@
+"""`Scorer`: fitted once, the same numbers as `score` and `compare`, and everything that is asked of `Scored`."""
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import qualms
+from qualms.errors import SlowWarning
+from qualms.gradients.sketch import engine as sketch_engine
+from tests import networks as net
+from tests.gradients.test_untouched import fingerprint, same
+
+METHODS = ["regrad+layers+smooth(0.1,4)", "exgrad", "entropy", "perturb-x(0.1,4)"]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 5)).double().train()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(11, 6, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+
+
+def rows_through(model: nn.Module, run: Any) -> int:
+    """How many rows the model's first layer sees while something runs."""
+    seen = []
+    handle = model[0].register_forward_hook(lambda _m, _i, out: seen.append(len(out)))
+    run()
+    handle.remove()
+    return sum(seen)
+
+
+# The same numbers.
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
+def test_a_scorer_says_what_compare_says_however_the_inputs_come(model: nn.Module, x: Tensor, engine: Any) -> None:
+    want = qualms.compare(model, x, METHODS, engine=engine)
+    scorer = qualms.Scorer(model, METHODS, engine=engine)
+    for found in (scorer(x), scorer([x[:4], x[4:]]), scorer(x[:4]) + scorer(x[4:], first=4)):
+        for name, values in want.items():
+            torch.testing.assert_close(found.scores[name], values, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(scorer(x).probs, model.eval()(x).softmax(1))
+
+
+def test_scores_come_as_the_batches_do(model: nn.Module, x: Tensor) -> None:
+    asked = []
+
+    def loader() -> Iterator[Tensor]:
+        for start in (0, 4, 8):
+            asked.append(start)
+            yield x[start : start + 4]
+
+    parts = qualms.Scorer(model, "entropy").stream(loader())
+    assert asked == []
+    assert next(parts).ids == range(0, 4)
+    assert asked == [0]
+    assert [list(part.ids) for part in parts] == [[4, 5, 6, 7], [8, 9, 10]]
+
+
+def test_between_batches_the_model_is_as_it_came(model: nn.Module, x: Tensor) -> None:
+    before = fingerprint(model)
+    for _ in qualms.Scorer(model, METHODS).stream([x[:4], x[4:]]):
+        assert same(before, fingerprint(model))
+        assert model.training
+
+
+def test_arrays_and_datasets_are_inputs(model: nn.Module, x: Tensor) -> None:
+    class Pairs(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(x)
+
+        def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+            return x[i].numpy(), 7
+
+    want = qualms.score(model, x)
+    backwards = np.ascontiguousarray(x.numpy()[::-1])[::-1]
+    backwards.flags.writeable = False
+    for given in (x.numpy(), [x[:5].numpy(), x[5:].numpy()], (x.numpy(),), backwards, TensorDataset(x), Pairs()):
+        torch.testing.assert_close(qualms.score(model, given), want)
+    single = copy.deepcopy(model).float()
+    torch.testing.assert_close(qualms.score(single, x.numpy()), qualms.score(single, x.float()))
+
+
+def test_a_dataset_whose_items_do_not_fit_together_is_told_what_to_do(model: nn.Module) -> None:
+    class Ragged(Dataset[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, i: int) -> Tensor:
+            return torch.zeros(6 + i)
+
+    with pytest.raises(qualms.QualmsError, match="collate_fn"):
+        qualms.score(model, Ragged())
+    with pytest.raises(qualms.QualmsError, match="pass numbers"):
+        qualms.score(model, np.array(["a", "b"]))
+
+
+# Fitted once.
+
+
+def test_training_data_is_read_once_for_all_calls(model: nn.Module, x: Tensor) -> None:
+    reads = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            reads.append(1)
+            yield x
+
+    scorer = qualms.Scorer(model, ["laplace(1,8)"], train=Loader())
+    torch.testing.assert_close(scorer(x).scores, scorer(x).scores)
+    assert len(reads) == 1
+
+
+def test_the_look_at_the_model_is_taken_once(model: nn.Module, x: Tensor) -> None:
+    scorer = qualms.Scorer(model, ["regrad+layers", "exgrad", "entropy"])
+    first, second = (rows_through(model, lambda: scorer(x)) for _ in range(2))
+    assert second == 2 * len(
+        x
+    )  # the logits, which also tell whether inputs influence each other, and the recorded pass
+    assert first > second
+    assert rows_through(model, lambda: qualms.Scorer(model, ["entropy", "energy"])(x)) == len(x)
+
+
+def test_tangents_are_drawn_once(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    real = sketch_engine.tangent
+
+    def counted(*args: Any) -> Any:
+        drawn.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(sketch_engine, "tangent", counted)
+    scorer = qualms.Scorer(model, "regrad+layers", engine=qualms.Sketch(8))
+    found = [scorer(part, first) for first, part in ((0, x[:6]), (6, x[6:]))]
+    assert sorted(drawn) == list(range(8))
+    monkeypatch.undo()
+    whole = qualms.score(model, x, "regrad+layers", engine=qualms.Sketch(8))
+    torch.testing.assert_close((found[0] + found[1]).scores["regrad+layers"], whole)
+
+
+def test_tangents_that_do_not_fit_the_budget_are_drawn_again(model: nn.Module, x: Tensor) -> None:
+    small = qualms.Scorer(model, "regrad+layers", engine="sketch", budget=2000)
+    found = [small(x), small(x)]
+    torch.testing.assert_close(found[0].scores, found[1].scores)
+    torch.testing.assert_close(
+        found[0].scores["regrad+layers"], qualms.score(model, x, "regrad+layers", engine="sketch")
+    )
+
+
+def test_other_weights_are_looked_at_anew(model: nn.Module, x: Tensor) -> None:
+    scorer = qualms.Scorer(model, ["regrad+layers", "laplace(1,8)"], train=[x])
+    before = scorer(x)
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    after, fresh = scorer(x), qualms.Scorer(model, ["regrad+layers", "laplace(1,8)"], train=[x])(x)
+    torch.testing.assert_close(after.scores, fresh.scores)
+    assert not torch.allclose(before.scores["regrad+layers"], after.scores["regrad+layers"])
+    scorer.model = copy.deepcopy(model)
+    torch.testing.assert_close(scorer(x).scores, fresh.scores)
+
+
+@pytest.mark.filterwarnings("ignore::qualms.errors.SlowWarning")
+def test_what_was_learnt_on_one_batch_is_not_forced_on_another() -> None:
+    """Inputs of other shapes, single inputs after batches, and models that branch on their inputs."""
+    torch.manual_seed(0)
+    images = (
+        net.small_cnn().double()
+        if hasattr(net, "small_cnn")
+        else nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        ).double()
+    )
+    several = [torch.randn(4, 3, 8, 8), torch.randn(1, 3, 8, 8), torch.randn(3, 3, 6, 6), torch.randn(1, 3, 6, 6)]
+    _same_as_the_reference(images, [t.double() for t in several])
+    routed = net.Routed().double()
+    _same_as_the_reference(routed, [torch.randn(4, 5, 6).double() for _ in range(3)])
+    innocent = net.BranchesOnTheBatch().double()
+    _same_as_the_reference(innocent, [0.1 * torch.randn(4, 6).double(), 3 * torch.randn(4, 6).double()])
+
+
+def _same_as_the_reference(model: nn.Module, batches: list[Tensor]) -> None:
+    scorer = qualms.Scorer(model.eval(), "exgrad")
+    for batch in (*batches, *batches):
+        want = qualms.score(model, batch, "exgrad", engine="reference")
+        torch.testing.assert_close(scorer(batch).scores["exgrad"], want, rtol=1e-9, atol=1e-12)
+
+
+def test_auto_picks_an_engine_once(model: nn.Module, x: Tensor) -> None:
+    scorer = qualms.Scorer(model, "regrad", engine="auto")
+    assert scorer.choose_engine(x) == "exact"
+    assert scorer.settings.engine == "exact"
+    assert qualms.Scorer(model, "entropy", engine="auto").choose_engine(x) == "auto"  # there is nothing to choose
+
+
+def test_slowness_is_told_once_and_with_its_reason(x: Tensor) -> None:
+    torch.manual_seed(0)
+    scorer = qualms.Scorer(net.Mixing().double(), "exgrad")
+    with pytest.warns(
+        SlowWarning, match="one at a time, which is exact but slow, because the inputs of a batch influen"
+    ):
+        scorer(torch.randn(4, 5, 6).double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scorer(torch.randn(4, 5, 6).double())
+
+
+# What comes back.
+
+
+def test_what_is_scored_can_be_cut_and_put_together(model: nn.Module, x: Tensor) -> None:
+    whole = qualms.Scorer(model, ["entropy", "msp"])(x, first=20)
+    assert len(whole) == 11
+    assert list(whole[2:4].ids) == [22, 23]
+    sure = whole[whole.confidence > whole.confidence.median()]
+    assert len(sure) == 5
+    assert (sure.confidence > whole.confidence.median()).all()
+    assert whole[[3, 1]].scores["msp"].tolist() == [whole.scores["msp"][3], whole.scores["msp"][1]]
+    again = whole[:4] + whole[4:]
+    assert list(again.ids) == list(range(20, 31))
+    for name in whole.scores:
+        assert torch.equal(again.scores[name], whole.scores[name])
+    assert torch.equal(again.probs, whole.probs)
+    assert torch.equal(whole.prediction, whole.probs.argmax(1))
+    assert torch.equal(1 - whole.confidence, whole.scores["msp"])
+
+
+def test_a_threshold_accepts_by_the_first_method(model: nn.Module, x: Tensor) -> None:
+    scores = qualms.compare(model, x, ["energy", "entropy"])
+    threshold = qualms.Threshold.from_scores(scores["energy"], coverage=0.5)
+    for given in (threshold, threshold.value):
+        found = qualms.Scorer(model, ["energy", "entropy"], threshold=given)(x)
+        assert torch.equal(found.accepted, scores["energy"] <= threshold.value)
+        assert int(found.accepted.sum()) == 6
+        assert torch.equal(found[3:].accepted, found.accepted[3:])
+
+
+def test_a_sketch_tells_its_standard_errors_and_others_have_none(model: nn.Module, x: Tensor) -> None:
+    methods = ["regrad+layers", "confounding-label", "entropy"]
+    found = qualms.Scorer(model, methods, engine=qualms.Sketch(32))(x)
+    for name in methods[:2]:
+        values, errors = qualms.score_with_error(model, x, name, engine=qualms.Sketch(32))
+        torch.testing.assert_close((found.scores[name], found.errors[name]), (values, errors))
+        exact = qualms.score(model, x, name, layers="module")
+        assert (found.errors[name] > 0).all()
+        assert (found.errors[name] < 0.5 * exact.abs()).all()
+    assert not found.errors["entropy"].any()
+    assert not qualms.Scorer(model, "regrad")(x).errors["regrad"].any()
+
+
+def test_a_table_of_it(model: nn.Module, x: Tensor) -> None:
+    names = ["ant", "bee", "cat", "dog", "eel"]
+    scorer = qualms.Scorer(model, ["regrad", "entropy"], threshold=3.0, class_names=names, engine="sketch")
+    found = scorer(x[:3])
+    table = found.to_arrow()
+    regrad = ["regrad", "regrad (standard error)"]
+    assert table.column_names == ["id", "prediction", "confidence", "accepted", *regrad, "entropy"]
+    assert table["prediction"].to_pylist() == [names[c] for c in found.prediction.tolist()] == found.predicted_names
+    assert table["entropy"].to_pylist() == found.scores["entropy"].tolist()
+    assert qualms.Scorer(model, "entropy")(x[:3]).to_arrow().column_names == [
+        "id",
+        "prediction",
+        "confidence",
+        "entropy",
+    ]
+
+
+def test_a_data_frame_where_there_is_pandas(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = qualms.Scorer(model, "entropy")(x, first=5)
+    if importlib.util.find_spec("pandas") is not None:
+        assert found.to_pandas().index.tolist() == list(range(5, 16))
+    for module, convert in (("pandas", found.to_pandas), ("pyarrow", found.to_arrow)):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+        with pytest.raises(qualms.QualmsError, match=module):
+            convert()
+
+
+# What is refused.
+
+
+def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
+    found = qualms.Scorer(model, "entropy")(x)
+    for message, mistake in {
+        "pass threshold=": lambda: found.accepted,
+        "pass class_names=": lambda: found.predicted_names,
+        r"use \[3:4\]": lambda: found[3],
+        "scores by entropy and another by msp": lambda: found + qualms.Scorer(model, "msp")(x),
+        "there is no Scored": lambda: qualms.Scored.concatenated([]),
+        "there are 2 class_names and 5 logits": lambda: qualms.Scorer(model, "msp", class_names=["a", "b"])(x),
+        "threshold is a str": lambda: qualms.Scorer(model, threshold="3"),  # type: ignore[arg-type]
+        "no method to score by": lambda: qualms.Scorer(model, []),
+        "engine='fast' is not known": lambda: qualms.Scorer(model, engine="fast"),  # type: ignore[arg-type]
+        "layers='all' is not known": lambda: qualms.Scorer(model, layers="all"),  # type: ignore[arg-type]
+        "model is a str": lambda: qualms.Scorer("resnet18")(x),  # type: ignore[arg-type]
+    }.items():
+        with pytest.raises(qualms.QualmsError, match=message):
+            mistake()
+
+
+@pytest.mark.parametrize("function", ["score", "compare", "select", "score_with_error"])
+def test_a_typo_is_told_by_the_name_of_the_function_that_was_called(function: str, model: nn.Module, x: Tensor) -> None:
+    second: Any = {"compare": ["entropy"], "select": 2}.get(function, "entropy")
+    with pytest.raises(TypeError, match=rf"^{function}\(\) got an unexpected keyword argument 'sead'"):
+        getattr(qualms, function)(model, x, second, sead=3)
