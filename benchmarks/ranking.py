@@ -26,7 +26,7 @@ from qualms.gradients.guard import untouched
 from qualms.gradients.settings import Settings
 from qualms.gradients.sketch.engine import sketch_totals
 from qualms.gradients.sketch.stable import Sample
-from qualms.methods.regrad import REGrad, regrad
+from qualms.methods.regrad import REGrad
 
 RESULTS = Path(__file__).parent / "results" / "ranking.jsonl"
 LAMBDA = {"MNIST CNN": 0.3, "CIFAR-10 ResNet-20": 0.2, "CIFAR-100 ResNet-56": 0.4, "SVHN CNN": 0.2}  # the paper's
@@ -68,7 +68,7 @@ def sketch(name: str, each: int) -> Iterator[Row]:
                 sketched = sketch_totals(inner, x, range(len(x)), settings, ("classes",), None, LAMBDA[name], keep=True)
             for k in TANGENTS:
                 norms = torch.cat([Sample(sample.projections[:k], sample.law).scale for sample in sketched.samples])
-                score = regrad(probs, norms)
+                score = (REGrad().weights(probs) * norms).sum(-1)
                 found[k].append(_row("sketch", name, f"k = {k}, {combine}", score, exact))
         for rows in found.values():
             mean = {key: sum(float(row[key]) for row in rows) / len(rows) for key in ("spearman", "auroc")}

@@ -10,7 +10,7 @@ from qualms.gradients.norms import (
 )
 from qualms.gradients.settings import Sketch
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.registry import methods
+from qualms.methods.registry import list_methods
 from qualms.scores import compare, score, score_with_error
 from qualms.selection import select
 from qualms.threshold import Threshold
@@ -28,7 +28,7 @@ __all__ = [
     "class_gradient_norms",
     "compare",
     "data",
-    "methods",
+    "list_methods",
     "metrics",
     "models",
     "score",

@@ -18,7 +18,7 @@ from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.method import Method
 from qualms.methods.passes import Passes, Subject
-from qualms.methods.registry import DEFAULT, parse, spec_of
+from qualms.methods.registry import DEFAULT, parse
 
 Progress = bool | Callable[[int], None]
 Methods = Sequence[str | Method] | Mapping[str, str | Method]
@@ -167,9 +167,7 @@ def _named(methods: Methods) -> dict[str, Method]:
     if isinstance(methods, str) or not methods:
         raise QualmsError("methods is empty or a string; pass a list of specs such as ['regrad', 'entropy'].")
     given = (
-        methods.items()
-        if isinstance(methods, Mapping)
-        else [(m if isinstance(m, str) else spec_of(m), m) for m in methods]
+        methods.items() if isinstance(methods, Mapping) else [(m if isinstance(m, str) else m.spec, m) for m in methods]
     )
     named: dict[str, Method] = {}
     for name, one in given:
@@ -179,11 +177,11 @@ def _named(methods: Methods) -> dict[str, Method]:
     return named
 
 
-def _directions(methods: Iterable[Any]) -> dict[Smoothing | None, tuple[str, ...]]:
+def _directions(methods: Iterable[Method]) -> dict[Smoothing | None, tuple[str, ...]]:
     """Which gradients each pass must give, plain and smoothed."""
     wanted: dict[Smoothing | None, tuple[str, ...]] = {}
     for m in methods:
-        if hasattr(m, "direction"):
+        if m.direction is not None:
             wanted[m.smooth] = tuple(dict.fromkeys((*wanted.get(m.smooth, ()), m.direction)))
     return wanted
 
@@ -194,11 +192,11 @@ def _passes(wanted: tuple[Smoothing | None, tuple[str, ...]]) -> int:
     return (1 + (smooth.draws if smooth else 0)) * (1000 if "classes" in names else 1)
 
 
-def _smallest_lambda(methods: Iterable[Any]) -> dict[Smoothing | None, float | None]:
+def _smallest_lambda(methods: Iterable[Method]) -> dict[Smoothing | None, float | None]:
     """The least that early layers are weighted down by any score of each pass; None if one does not weight them."""
     found: dict[Smoothing | None, float | None] = {}
     for m in methods:
-        if hasattr(m, "direction"):
+        if m.direction is not None:
             known = found.get(m.smooth, m.layers)
             found[m.smooth] = None if known is None or m.layers is None else min(known, m.layers)
     return found

@@ -21,6 +21,7 @@ from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
 from qualms.gradients.norms import numbered_batches
 from qualms.gradients.settings import Settings, Sketch
 from qualms.gradients.sketch.engine import sketch_totals
+from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT, parse
@@ -93,8 +94,7 @@ def _check(pool: Any, k: int, method: Method, diversity: int | float | None, mor
 
 def require_gradients(method: Method) -> None:
     """An error for methods that have no gradients by which inputs could differ."""
-    direction = getattr(method, "direction", None)
-    if direction is None or (direction == "classes" and not hasattr(method, "class_weights")):
+    if not isinstance(method, GradientScore):
         raise QualmsError(f"diversity needs a gradient score, such as {DEFAULT!r}, and {method.name} is not one.")
 
 
@@ -116,8 +116,7 @@ def gradient_features(
     with untouched(model) as inner:
         for some, batch in _gathered(pool, set(chosen)):
             probs = Passes(Subject(inner, settings), batch).probs
-            one_gradient = method.direction != "classes"
-            weights = torch.ones_like(probs[:, :1]) if one_gradient else method.class_weights(probs)
+            weights = method.weights(probs)
             wanted = (method.direction,), method.smooth, method.layers
             samples = sketch_totals(inner, batch, some, settings, *wanted, keep=True).samples
             sizes = [s.projections.shape[1] for s in samples]

@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     "unknown norm": (LINEAR, X, {"norm": "l3"}, "choose one of l2, l1"),
     "unknown engine": (LINEAR, X, {"engine": "fast"}, "choose one of exact, reference"),
     "negative sigma": (LINEAR, X, {"smoothing": -1.0}, "must be a positive number"),
-    "no draws": (LINEAR, X, {"smoothing": (0.1, 0)}, "at least one is needed"),
+    "no draws": (LINEAR, X, {"smoothing": (0.1, 0)}, "draws 0; it must be a whole number, 1 or more"),
     "sigma per channel": (LINEAR, X, {"smoothing": ((0.1, 0.2), 2)}, "2 values of sigma, but an input of shape"),
 }
 

@@ -13,7 +13,6 @@ not been reviewed by anybody else: do not rely on it alone.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -26,18 +25,18 @@ from qualms.gradients.layers import grouped, select
 from qualms.gradients.norms import layer_table
 from qualms.gradients.settings import Settings
 from qualms.gradients.smoothing import Rows
-from qualms.methods.method import GRADIENTS
+from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class Coherence:
+class Coherence(Method):
     """No parameters."""
 
-    name: ClassVar[str] = "coherence"
-    paper: ClassVar[str] = "ours, experimental"
-    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "2 + C passes through the last two blocks"
+    name = "coherence"
+    paper = "ours, experimental"
+    needs = (GRADIENTS,)
+    cost = "2 + C passes through the last two blocks"
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +114,7 @@ def usable(
     for name, method in methods.items():
         try:
             if method.needs != (LOGITS,):
-                quick = _quick(network.in_its_units(method))
+                quick = network.in_its_units(method).quick()
                 compare(network.model, few, [quick], train=batches, models=network.members)
             good[name] = method
         except QualmsError as error:
@@ -145,11 +144,6 @@ def _known(rows: Rows, key: Row, exactly: dict[str, str]) -> dict[str, list[floa
     for row in rows.where(**key):
         known |= {name: s for name, s in row["scores"].items() if row["methods"][name] == exactly.get(name)}
     return known
-
-
-def _quick(method: Any) -> Any:
-    """The same with few draws: enough to see whether it works."""
-    return replace(method, draws=2) if hasattr(method, "draws") else method
 
 
 @dataclass(frozen=True)
