@@ -22,11 +22,14 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 import qualms
+from qualms.gradients.directions import Directions
 from qualms.gradients.guard import untouched
+from qualms.gradients.job import Job
+from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Settings
 from qualms.gradients.sketch.engine import sketch_totals
 from qualms.gradients.sketch.stable import Sample
-from qualms.methods.regrad import REGrad, regrad
+from qualms.methods.regrad import REGrad
 
 RESULTS = Path(__file__).parent / "results" / "ranking.jsonl"
 LAMBDA = {"MNIST CNN": 0.3, "CIFAR-10 ResNet-20": 0.2, "CIFAR-100 ResNet-56": 0.4, "SVHN CNN": 0.2}  # the paper's
@@ -65,10 +68,11 @@ def sketch(name: str, each: int) -> Iterator[Row]:
         for seed in range(3):
             settings = Settings(qualms.Sketch(max(TANGENTS), combine), seed=seed)
             with untouched(model) as inner:
-                sketched = sketch_totals(inner, x, range(len(x)), settings, ("classes",), None, LAMBDA[name], keep=True)
+                job = Job(inner, x, range(len(x)), settings, Directions(("classes",)))
+                samples = [sample for _, sample in sketch_totals(job, LAMBDA[name], Learnt())]
             for k in TANGENTS:
-                norms = torch.cat([Sample(sample.projections[:k], sample.law).scale for sample in sketched.samples])
-                score = regrad(probs, norms)
+                norms = torch.cat([Sample(sample.projections[:k], sample.law).scale for sample in samples])
+                score = (REGrad().weights(probs) * norms).sum(-1)
                 found[k].append(_row("sketch", name, f"k = {k}, {combine}", score, exact))
         for rows in found.values():
             mean = {key: sum(float(row[key]) for row in rows) / len(rows) for key in ("spearman", "auroc")}

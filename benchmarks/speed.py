@@ -26,6 +26,7 @@ from peers import PEERS
 from torch import Tensor, nn
 
 import qualms
+from qualms.gradients.settings import Engine
 from qualms.methods.regrad import REGrad
 from qualms.models.cnn import mnist_cnn
 from qualms.models.resnet import resnet18, resnet50
@@ -62,7 +63,7 @@ NETWORKS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Tensor]]] 
 }
 
 
-def scored(engine: str, draws: int = 0, antithetic: bool = True, tolerance: float = 0.0) -> Way:
+def scored(engine: Engine, draws: int = 0, antithetic: bool = True, tolerance: float = 0.0) -> Way:
     """REGrad with layer weights, smoothed if there are draws."""
     method = REGrad(0.3, qualms.Smoothing(0.02, draws, antithetic) if draws else None)
     return lambda model, x: qualms.score(model, x, method, engine=engine, tolerance=tolerance)

@@ -1,10 +1,12 @@
 """Shapes are enforced in the tests: every annotated function of qualms checks what it takes and returns."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import settings
-from jaxtyping import install_import_hook
+from jaxtyping import config, install_import_hook
 
 # Some virtual machines announce AMX and trap on it: torch itself then dies on a product of bfloat16 matrices. oneDNN
 # reads this at its first product; the commands that tests start inherit it.
@@ -15,3 +17,11 @@ torch.set_num_threads(1)  # the tests run in parallel processes
 # The same examples every time, however slow the machine is.
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.load_profile("fixed")
+
+
+@pytest.fixture
+def as_users_meet_it() -> Iterator[None]:
+    """Without the tests' checks of annotations, which would be first to refuse a wrong argument."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)

@@ -130,12 +130,16 @@ def test_inputs_of_different_lengths_are_taken() -> None:
     assert len(set(qualms.select(model, pool, 5, diversity=2).tolist())) == 5
 
 
+def _settings(more: dict[str, Any]) -> Settings:
+    return Settings(qualms.Sketch(8), **{"granularity" if key == "layers" else key: v for key, v in more.items()})
+
+
 @pytest.mark.parametrize("more", [{"params": "4.*"}, {"layers": "tensor"}, {"seed": 3}], ids=str)
 def test_settings_reach_the_features(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qualms.selection.TANGENTS", 8)
     model, pool, spec = network(), inputs(40), "regrad+layers(2)"
     candidates = qualms.select(model, pool, 40, spec, **more)
-    features = gradient_features(model, pool, candidates.tolist(), parse(spec), Settings(qualms.Sketch(8), **more))
+    features = gradient_features(model, pool, candidates.tolist(), parse(spec), _settings(more))
     other = gradient_features(model, pool, candidates.tolist(), parse(spec), Settings(qualms.Sketch(8)))
     picked = qualms.select(model, pool, 20, spec, diversity=2, **more).tolist()
     assert picked == candidates[k_center(features, 20)].tolist() != candidates[k_center(other, 20)].tolist()

@@ -1,7 +1,6 @@
-"""`Scorer`: a model together with its scores, the unit of work. What is fitted is fitted once, and used for every batch."""
+"""`Scorer`: a model together with its scores, the unit of work, fitted once and used for every batch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
 class Scorer:
     """Scores batches of inputs of one model, by one or several methods.
 
-    What methods learn from training data, the sketch's random tangents, the engine that `auto` picks, and what the exact
-    engine finds out about the model on its first batch are kept for all further batches. If the model's weights have
+    What methods learn from training data, the sketch's random tangents, the engine that `auto` picks, and what the
+    engines find out about the model on its first batch are kept for all further batches. If the model's weights have
     changed since the last call, they are found anew. Between calls the model is as it came.
 
     Args:

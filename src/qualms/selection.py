@@ -58,7 +58,7 @@ def select(
 
     Args:
         model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
-        pool: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are ignored).
+        pool: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels ignored).
         k: how many.
         method: a spec or a method object; the paper's REGrad* by default.
         diversity: None takes the k most uncertain, the most uncertain first, equal ones in the pool's order. A number

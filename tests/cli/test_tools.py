@@ -42,11 +42,7 @@ def test_scores_of_a_folder_are_those_of_the_library(here: Path, monkeypatch: py
     model, normalisation = load_model("digits-cnn", "weights.pt"), DATASETS["digits"].normalisation
     x = normalisation.apply(load("digits").pixels[:6])
     smooth = qualms.Smoothing(0.02 / 0.376, 4)
-    want = qualms.compare(
-        model,
-        x,
-        {"a": type(qualms.methods()[0])(layers=0.2, smooth=smooth), "b": "entropy"},  # type: ignore[call-arg]
-    )
+    want = qualms.compare(model, x, {"a": qualms.methods.REGrad(layers=0.2, smooth=smooth), "b": "entropy"})
     have = [[float(row[name]) for row in rows] for name in ("regrad+layers(0.2)+smooth(0.02,4)", "entropy")]
     np.testing.assert_allclose(have[0], want["a"].numpy(), rtol=1e-3)
     np.testing.assert_allclose(have[1], want["b"].numpy(), rtol=1e-4)
@@ -97,10 +93,10 @@ def test_mistakes_are_told_in_one_sentence(
 def test_methods_lists_the_registry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "methods") == 0
     out = capsys.readouterr().out
-    assert all(f"| {method.name} " in out for method in qualms.methods())
+    assert all(f"| {method.name} " in out for method in qualms.list_methods())
     assert run(monkeypatch, "methods", "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["name"] for row in rows] == [method.name for method in qualms.methods()]
+    assert [row["name"] for row in rows] == [method.name for method in qualms.list_methods()]
 
 
 def test_doctor_says_what_is_there_and_what_is_not(
@@ -159,7 +155,7 @@ def test_the_demo_writes_a_page_and_a_table(
     out = capsys.readouterr().out
     rows = {line.split("|")[1].strip(): line for line in out.splitlines() if line.startswith("| ")}
     left_out = {"mc-dropout", "mc-batchnorm"}
-    assert {method.name for method in qualms.methods()} - left_out <= set(rows)
+    assert {method.name for method in qualms.list_methods()} - left_out <= set(rows)
     assert "- mc-dropout: the model has no dropout layer" in out
     known_well = float(rows["regrad+layers+smooth"].split("|")[2].split("/")[0])
     assert known_well > 80

@@ -48,24 +48,17 @@ WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     "unknown norm": (LINEAR, X, {"norm": "l3"}, "choose one of l2, l1"),
     "unknown engine": (LINEAR, X, {"engine": "fast"}, "choose one of exact, reference"),
     "negative sigma": (LINEAR, X, {"smoothing": -1.0}, "must be a positive number"),
-    "no draws": (LINEAR, X, {"smoothing": (0.1, 0)}, "at least one is needed"),
+    "no draws": (LINEAR, X, {"smoothing": (0.1, 0)}, "draws 0; it must be a whole number, 1 or more"),
     "sigma per channel": (LINEAR, X, {"smoothing": ((0.1, 0.2), 2)}, "2 values of sigma, but an input of shape"),
 }
 
 
+@pytest.mark.usefixtures("as_users_meet_it")
 @pytest.mark.parametrize(("model", "x", "more", "says"), WRONG.values(), ids=WRONG)
 def test_a_clear_sentence(model: nn.Module, x: Any, more: dict[str, Any], says: str) -> None:
-    # Annotations are enforced in tests; users meet the library without that.
     with pytest.raises(qualms.QualmsError, match=says) as caught:
-        unchecked(qualms.class_gradient_norms)(model, x, **more)
+        qualms.class_gradient_norms(model, x, **more)
     assert "\n" not in str(caught.value)
-
-
-def unchecked(function: Any) -> Any:
-    """The function without the tests' type checks."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
 
 
 def test_discrete_input_without_an_embedding_cannot_be_smoothed() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.data import load
 from qualms.methods.registry import METHODS
+from qualms.methods.regrad import REGrad
 from qualms.metrics import auroc
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
@@ -42,7 +43,7 @@ def scores() -> dict[str, Tensor]:
     assert ENTRY.normalisation is not None
     sigma = ENTRY.normalisation.in_model_units(0.02)
     methods: list[object] = [kind() for kind in METHODS if kind.name != "mc-dropout"]  # the network has none
-    methods += ["regrad+layers(0.2)", qualms.methods()[0].__class__(layers=0.2, smooth=qualms.Smoothing(sigma))]
+    methods += ["regrad+layers(0.2)", REGrad(layers=0.2, smooth=qualms.Smoothing(sigma))]
     train = normalised("cifar10", 512, "train").split(128)
     other = resnet20()
     with torch.no_grad():

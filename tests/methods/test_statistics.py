@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import qualms
+from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import parse
-from qualms.scores import Passes, Subject
 
 
 def linear() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:

@@ -1,8 +1,10 @@
 """Scores of images, chunk by chunk: the same as in one go, and never computed twice."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,15 +43,14 @@ class Killed(BaseException):
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
     """The first input and the methods of every chunk that is computed."""
     seen: list[tuple[int, tuple[str, ...]]] = []
-    real = scoring.compare_batches
+    real = scoring.Scorer.stream
 
-    def counted(model, x, methods, settings, *, first, **more):  # type: ignore[no-untyped-def]
-        for part in real(model, x, methods, settings, first=first, **more):
-            seen.append((first, tuple(methods)))
-            first += len(next(iter(part.values())))
+    def counted(self: qualms.Scorer, batches: Any, first: int = 0) -> Iterator[qualms.Scored]:
+        for part in real(self, batches, first):
+            seen.append((part.ids[0], tuple(self.methods)))
             yield part
 
-    monkeypatch.setattr(scoring, "compare_batches", counted)
+    monkeypatch.setattr(scoring.Scorer, "stream", counted)
     return seen
 
 

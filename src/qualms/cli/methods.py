@@ -5,7 +5,7 @@ import json
 import typer
 
 from qualms.cli.options import Json
-from qualms.methods.registry import methods as registry
+from qualms.methods.registry import list_methods
 from qualms.report.tables import markdown
 
 
@@ -14,10 +14,10 @@ def methods(json_lines: Json = False) -> None:
 
     C is the number of classes, N of draws. A spec adds modifiers to gradient scores: regrad+layers(0.3)+smooth(0.02,8).
     """
-    found = [{"name": m.name, "needs": list(m.needs), "cost": m.cost, "paper": m.paper} for m in registry()]
+    found = [{"name": m.name, "needs": list(m.needs), "cost": m.cost, "paper": m.paper} for m in list_methods()]
     if json_lines:
         for row in found:
             typer.echo(json.dumps(row))
         return
-    lines = [[m.name, ", ".join(m.needs), m.cost, m.paper] for m in registry()]
+    lines = [[m.name, ", ".join(m.needs), m.cost, m.paper] for m in list_methods()]
     typer.echo(markdown(["method", "needs", "cost", "paper"], lines))

@@ -10,9 +10,9 @@ from qualms.errors import QualmsError
 from qualms.gradients.autograd import NO_PATH, gradients_of
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.job import Job
+from qualms.gradients.layers import Norm
 from qualms.gradients.measured import Measured
 from qualms.gradients.rows import logits_of
-from qualms.gradients.layers import Norm
 from qualms.gradients.watch.forward import first_use
 
 

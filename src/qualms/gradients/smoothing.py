@@ -5,7 +5,6 @@ g_c becomes (1/(N+1)) Σ_{i=0..N} ∇θ log p_c(x_i), with x_0 the input and x_i
 eight of them rank inputs like a hundred independent ones.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.parameters import NOISE, settle, whole
 from qualms.random import generator
 
 
@@ -32,11 +32,7 @@ class Smoothing:
     antithetic: bool = True
 
     def __post_init__(self) -> None:
-        values = self.sigma if isinstance(self.sigma, tuple) else (self.sigma,)
-        if not values or not all(0 < s < math.inf for s in values):
-            raise QualmsError(f"smoothing has sigma {self.sigma}; it must be a positive number, or one per channel.")
-        if self.draws < 1 or self.draws != int(self.draws):
-            raise QualmsError(f"smoothing has {self.draws} draws; at least one is needed, and a whole number.")
+        settle(self, "smoothing", sigma=NOISE, draws=whole(1))
 
     @classmethod
     def of(cls, value: Any) -> "Smoothing | None":

@@ -1,1 +1,57 @@
-"""The methods that qualms is compared with."""
+"""The scores, each in a file of its own, and the table of them."""
+
+from qualms.methods.coherence import Coherence
+from qualms.methods.confounding_label import ConfoundingLabel
+from qualms.methods.energy import Energy
+from qualms.methods.ensemble import Ensemble
+from qualms.methods.entropy import Entropy
+from qualms.methods.exgrad import ExGrad
+from qualms.methods.exgrad_v import ExGradV
+from qualms.methods.gen import GEN
+from qualms.methods.gradient_score import GradientScore
+from qualms.methods.gradnorm import GradNorm
+from qualms.methods.gradnorm_huang import GradNormHuang
+from qualms.methods.inserted_dropout import InsertedDropout
+from qualms.methods.laplace import Laplace
+from qualms.methods.max_logit import MaxLogit
+from qualms.methods.mc_aa import MCAA
+from qualms.methods.mc_batchnorm import MCBatchNorm
+from qualms.methods.mc_dropout import MCDropout
+from qualms.methods.method import Method
+from qualms.methods.msp import MSP
+from qualms.methods.negrad import NEGrad
+from qualms.methods.perturb_theta import PerturbTheta
+from qualms.methods.perturb_x import PerturbX
+from qualms.methods.registry import METHODS, list_methods, parse
+from qualms.methods.regrad import REGrad
+from qualms.methods.ungrad import UNGrad
+
+__all__ = [
+    "GEN",
+    "MCAA",
+    "METHODS",
+    "MSP",
+    "Coherence",
+    "ConfoundingLabel",
+    "Energy",
+    "Ensemble",
+    "Entropy",
+    "ExGrad",
+    "ExGradV",
+    "GradNorm",
+    "GradNormHuang",
+    "GradientScore",
+    "InsertedDropout",
+    "Laplace",
+    "MCBatchNorm",
+    "MCDropout",
+    "MaxLogit",
+    "Method",
+    "NEGrad",
+    "PerturbTheta",
+    "PerturbX",
+    "REGrad",
+    "UNGrad",
+    "list_methods",
+    "parse",
+]

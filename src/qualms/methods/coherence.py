@@ -13,7 +13,6 @@ not been reviewed by anybody else: do not rely on it alone.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -22,30 +21,24 @@ from torch import Tensor
 from qualms.gradients.directions import classes
 from qualms.gradients.inputs import take
 from qualms.gradients.layers import grouped, select
-from qualms.gradients.norms import layer_table
 from qualms.gradients.rows import Rows
-from qualms.gradients.settings import Settings
 from qualms.gradients.watch.forward import first_use
-from qualms.methods.method import GRADIENTS
+from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class Coherence:
+class Coherence(Method):
     """No parameters."""
 
-    name: ClassVar[str] = "coherence"
-    paper: ClassVar[str] = "ours, experimental"
-    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "2 + C passes through the last two blocks"
+    name = "coherence"
+    paper = "ours, experimental"
+    needs = (GRADIENTS,)
+    cost = "2 + C passes through the last two blocks"
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        late = _last_two_blocks(passes)
-        own = passes.subject.settings
-        settings = Settings(params=late.__contains__, budget=own.budget, batch_size=own.batch_size)
-        table = layer_table(passes.model, [(0, passes.batch)], settings, ("logits",), None, gram=True)
-        return coherence(passes.logits, table.values.double().sum(1))
+        return coherence(passes.logits, passes.gram(_last_two_blocks(passes)).sum(1))
 
 
 def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:

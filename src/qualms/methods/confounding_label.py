@@ -7,30 +7,23 @@ hence the minus. A shift of all logits changes it.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.smoothing import Smoothing
-from qualms.methods.layered import gradient_norms
-from qualms.methods.method import GRADIENTS
-from qualms.methods.passes import Passes
+from qualms.methods.gradient_score import GradientScore
 
 
 @dataclass(frozen=True)
-class ConfoundingLabel:
+class ConfoundingLabel(GradientScore):
     """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
 
-    layers: float | None = None
-    smooth: Smoothing | None = None
+    name = "confounding-label"
+    paper = "Lee & AlRegib, Gradients as a Measure of Uncertainty in Neural Networks, ICIP 2020"
+    cost = "2, and 1 backward"
+    direction = "confounding"
 
-    name: ClassVar[str] = "confounding-label"
-    paper: ClassVar[str] = "Lee & AlRegib, Gradients as a Measure of Uncertainty in Neural Networks, ICIP 2020"
-    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "3, and 1 backward"
-    direction: ClassVar[str] = "confounding"
-
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
-        """One number for each input."""
-        return -gradient_norms(passes, self.direction, self.layers, self.smooth).squeeze(1)
+    def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b 1"]:
+        """-1: minus the norm."""
+        return -torch.ones_like(probs[:, :1])

@@ -1,23 +1,22 @@
 """Energy: -log Σ_c exp z_c. A shift of all logits changes it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.method import LOGITS
+from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class Energy:
+class Energy(Method):
     """No parameters."""
 
-    name: ClassVar[str] = "energy"
-    paper: ClassVar[str] = "Liu et al., Energy-based Out-of-distribution Detection, NeurIPS 2020"
-    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
-    cost: ClassVar[str] = "1"
+    name = "energy"
+    paper = "Liu et al., Energy-based Out-of-distribution Detection, NeurIPS 2020"
+    needs = (LOGITS,)
+    cost = "1"
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

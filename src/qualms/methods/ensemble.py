@@ -1,7 +1,6 @@
 """Deep ensemble: mutual information over the predictions of several models."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -11,21 +10,21 @@ from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
 from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.method import MODELS
+from qualms.methods.method import MODELS, Method
 from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class Ensemble(Method):
     """The members are the model itself and those given as `models=`."""
 
-    name: ClassVar[str] = "ensemble"
-    paper: ClassVar[str] = (
+    name = "ensemble"
+    paper = (
         "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles, "
         "NeurIPS 2017"
     )
-    needs: ClassVar[tuple[str, ...]] = (MODELS,)
-    cost: ClassVar[str] = "1 for each model"
+    needs = (MODELS,)
+    cost = "1 for each model"
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -1,24 +1,23 @@
 """Entropy of the prediction: -Σ_c p_c log p_c. Total uncertainty: it cannot tell ignorance from ambiguity."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.divergence import entropy_of
-from qualms.methods.method import LOGITS
+from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class Entropy:
+class Entropy(Method):
     """No parameters."""
 
-    name: ClassVar[str] = "entropy"
-    paper: ClassVar[str] = "Shannon, A Mathematical Theory of Communication, 1948"
-    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
-    cost: ClassVar[str] = "1"
+    name = "entropy"
+    paper = "Shannon, A Mathematical Theory of Communication, 1948"
+    needs = (LOGITS,)
+    cost = "1"
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -4,23 +4,22 @@ The paper prints the distance itself, which is a confidence; its table uses it a
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.method import LOGITS
+from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class ExGradV:
+class ExGradV(Method):
     """No parameters."""
 
-    name: ClassVar[str] = "exgrad-v"
-    paper: ClassVar[str] = "Igoe et al., How Useful are Gradients for OOD Detection?, 2022"
-    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
-    cost: ClassVar[str] = "1"
+    name = "exgrad-v"
+    paper = "Igoe et al., How Useful are Gradients for OOD Detection?, 2022"
+    needs = (LOGITS,)
+    cost = "1"
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -1,26 +1,29 @@
 """GEN: Σ over the M largest probabilities of p^γ (1 - p)^γ, a generalised entropy."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.method import LOGITS
+from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
+from qualms.parameters import POSITIVE, settle, whole
 
 
 @dataclass(frozen=True)
-class GEN:
+class GEN(Method):
     """γ < 1 makes it sensitive to small deviations from a certain prediction; M keeps a long tail of classes out."""
 
     gamma: float = 0.1
     top: int = 100
 
-    name: ClassVar[str] = "gen"
-    paper: ClassVar[str] = "Liu et al., GEN: Pushing the Limits of Softmax-Based OOD Detection, CVPR 2023"
-    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
-    cost: ClassVar[str] = "1"
+    name = "gen"
+    paper = "Liu et al., GEN: Pushing the Limits of Softmax-Based OOD Detection, CVPR 2023"
+    needs = (LOGITS,)
+    cost = "1"
+
+    def __post_init__(self) -> None:
+        settle(self, self.name, gamma=POSITIVE, top=whole(1))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -5,32 +5,23 @@ Huang et al. use it the other way round, as confidence, over the last layer and 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.smoothing import Smoothing
-from qualms.methods.layered import gradient_norms
-from qualms.methods.method import GRADIENTS
-from qualms.methods.passes import Passes
+from qualms.methods.gradient_score import GradientScore
 
 
 @dataclass(frozen=True)
-class GradNorm:
+class GradNorm(GradientScore):
     """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
 
-    layers: float | None = None
-    smooth: Smoothing | None = None
+    name = "gradnorm"
+    paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
+    cost = "2, and 1 backward"
+    direction = "uniform"
 
-    name: ClassVar[str] = "gradnorm"
-    paper: ClassVar[str] = (
-        "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
-    )
-    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "3, and 1 backward"
-    direction: ClassVar[str] = "uniform"
-
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
-        """One number for each input."""
-        return gradient_norms(passes, self.direction, self.layers, self.smooth).squeeze(1)
+    def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b 1"]:
+        """1: the norm itself."""
+        return torch.ones_like(probs[:, :1])

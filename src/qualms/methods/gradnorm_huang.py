@@ -5,25 +5,22 @@ Large gradients mean confidence, hence the sign.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.method import LOGITS
+from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class GradNormHuang:
+class GradNormHuang(Method):
     """No parameters."""
 
-    name: ClassVar[str] = "gradnorm-huang"
-    paper: ClassVar[str] = (
-        "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
-    )
-    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
-    cost: ClassVar[str] = "1"
+    name = "gradnorm-huang"
+    paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
+    needs = (LOGITS,)
+    cost = "1"
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

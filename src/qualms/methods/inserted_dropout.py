@@ -5,7 +5,6 @@ does not depend on what else is in the batch.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -13,21 +12,26 @@ from torch import Tensor
 
 from qualms.methods.divergence import mutual_information
 from qualms.methods.method import PASSES
+from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
+from qualms.parameters import SHARE, settle, whole
 from qualms.random import generator
 
 
 @dataclass(frozen=True)
-class InsertedDropout:
+class InsertedDropout(MonteCarlo):
     """p is the share of features that are dropped. Paper: 0.4, 100 draws."""
 
     p: float = 0.4
     draws: int = 100
 
-    name: ClassVar[str] = "inserted-dropout"
-    paper: ClassVar[str] = "Ledda et al., Dropout Injection at Test Time for Post Hoc Uncertainty Quantification, 2023"
-    needs: ClassVar[tuple[str, ...]] = (PASSES,)
-    cost: ClassVar[str] = "1 + N heads"
+    name = "inserted-dropout"
+    paper = "Ledda et al., Dropout Injection at Test Time for Post Hoc Uncertainty Quantification, 2023"
+    needs = (PASSES,)
+    cost = "1 + N heads"
+
+    def __post_init__(self) -> None:
+        settle(self, self.name, p=SHARE, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

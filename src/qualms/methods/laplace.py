@@ -6,7 +6,6 @@ posterior is Gaussian with the full Gauss-Newton matrix up to 4096 parameters, a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +17,25 @@ from qualms.methods.divergence import mutual_information
 from qualms.methods.head import with_head
 from qualms.methods.head_posterior import HeadPosterior, fit_head
 from qualms.methods.method import TRAINING_DATA
+from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
+from qualms.parameters import POSITIVE, settle, whole
 
 
 @dataclass(frozen=True)
-class Laplace:
+class Laplace(MonteCarlo):
     """The prior precision is laplace-torch's default."""
 
     prior_precision: float = 1.0
     draws: int = 100
 
-    name: ClassVar[str] = "laplace"
-    paper: ClassVar[str] = "Daxberger et al., Laplace Redux: Effortless Bayesian Deep Learning, NeurIPS 2021"
-    needs: ClassVar[tuple[str, ...]] = (TRAINING_DATA,)
-    cost: ClassVar[str] = "1 + N heads, and 1 for each training input"
+    name = "laplace"
+    paper = "Daxberger et al., Laplace Redux: Effortless Bayesian Deep Learning, NeurIPS 2021"
+    needs = (TRAINING_DATA,)
+    cost = "1 + N heads, and 1 for each training input"
+
+    def __post_init__(self) -> None:
+        settle(self, self.name, prior_precision=POSITIVE, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -1,23 +1,22 @@
 """Largest logit, as uncertainty: -max_c z_c. A shift of all logits changes it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.method import LOGITS
+from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class MaxLogit:
+class MaxLogit(Method):
     """No parameters."""
 
-    name: ClassVar[str] = "max-logit"
-    paper: ClassVar[str] = "Hendrycks et al., Scaling Out-of-Distribution Detection for Real-World Settings, ICML 2022"
-    needs: ClassVar[tuple[str, ...]] = (LOGITS,)
-    cost: ClassVar[str] = "1"
+    name = "max-logit"
+    paper = "Hendrycks et al., Scaling Out-of-Distribution Detection for Real-World Settings, ICML 2022"
+    needs = (LOGITS,)
+    cost = "1"
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -17,19 +16,24 @@ from qualms.errors import QualmsError
 from qualms.gradients.rows import Rows
 from qualms.methods.divergence import mutual_information
 from qualms.methods.method import PASSES, TRAINING_DATA
+from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
+from qualms.parameters import settle, whole
 
 
 @dataclass(frozen=True)
-class MCBatchNorm:
+class MCBatchNorm(MonteCarlo):
     """One draw for each of the first `draws` training batches, from the start again if there are fewer."""
 
     draws: int = 32
 
-    name: ClassVar[str] = "mc-batchnorm"
-    paper: ClassVar[str] = "Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks, ICML 2018"
-    needs: ClassVar[tuple[str, ...]] = (PASSES, TRAINING_DATA)
-    cost: ClassVar[str] = "1 + N, and N training batches"
+    name = "mc-batchnorm"
+    paper = "Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks, ICML 2018"
+    needs = (PASSES, TRAINING_DATA)
+    cost = "1 + N, and N training batches"
+
+    def __post_init__(self) -> None:
+        settle(self, self.name, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -7,7 +7,7 @@ what else is in the batch. What comes before the first dropout layer runs once a
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,7 +20,9 @@ from qualms.gradients.nested import tensors_in
 from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.divergence import mutual_information
 from qualms.methods.method import PASSES
+from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
+from qualms.parameters import settle, whole
 from qualms.random import generator
 
 WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -29,15 +31,18 @@ Layers = Sequence[nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d]
 
 
 @dataclass(frozen=True)
-class MCDropout:
+class MCDropout(MonteCarlo):
     """The share of dropped units is the model's own."""
 
     draws: int = 100
 
-    name: ClassVar[str] = "mc-dropout"
-    paper: ClassVar[str] = "Gal & Ghahramani, Dropout as a Bayesian Approximation, ICML 2016"
-    needs: ClassVar[tuple[str, ...]] = (PASSES,)
-    cost: ClassVar[str] = "1 + N tails"
+    name = "mc-dropout"
+    paper = "Gal & Ghahramani, Dropout as a Bayesian Approximation, ICML 2016"
+    needs = (PASSES,)
+    cost = "1 + N tails"
+
+    def __post_init__(self) -> None:
+        settle(self, self.name, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -1,10 +1,15 @@
 """What every score is: parameters, a name, where it comes from, what it needs and costs, and how to compute it."""
 
-from typing import Protocol, runtime_checkable
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.gradients.smoothing import Smoothing
 from qualms.methods.passes import Passes
 
 # What a method may need beside the model and the inputs.
@@ -17,32 +22,63 @@ LOGITS, GRADIENTS, PASSES, TRAINING_DATA, MODELS = (
 )
 
 WANG_JI = "Wang & Ji, Epistemic Uncertainty Quantification For Pre-trained Neural Networks, CVPR 2024"
+FEW = 2  # draws that show whether a method works
+
+Noise = float | tuple[float, ...]  # one level, or one per channel
+Scale = Callable[[float], Noise]  # from pixels in [0, 1] to the units of a model's input
 
 
 @runtime_checkable
 class Method(Protocol):
-    """A frozen dataclass of parameters; higher scores mean more uncertain, always."""
+    """A frozen dataclass of parameters; higher scores mean more uncertain, always. Subclass it for one of your own.
 
-    @property
-    def name(self) -> str:
-        """As in a spec."""
-        ...
+    Args:
+        name: as in a spec.
+        paper: where it was published.
+        needs: what it is made from.
+        cost: in forward passes; C is the number of classes, N of draws.
+        direction: along which gradients are taken; None for what is not a gradient score.
+    """
 
-    @property
-    def paper(self) -> str:
-        """Where it was published."""
-        ...
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]]
+    cost: ClassVar[str]
+    direction: ClassVar[str | None] = None
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """What it is made from."""
-        ...
-
-    @property
-    def cost(self) -> str:
-        """In forward passes; C is the number of classes, N of draws."""
-        ...
-
+    @abstractmethod
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        ...
+
+    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+        """The standard error of the score that comes from a sketch's random tangents; 0 where there is none."""
+        return torch.zeros(len(passes.logits), dtype=torch.double, device=passes.device)
+
+    @property
+    def layers(self) -> float | None:
+        """λ of `+layers(λ)`, where that was asked for."""
+        return None
+
+    @property
+    def smooth(self) -> Smoothing | None:
+        """The perturbations of `+smooth(σ, N)`, where they were asked for."""
+        return None
+
+    @property
+    def spec(self) -> str:
+        """The text that names it: its name with its modifiers, without parameters of its own."""
+        return self.name
+
+    def in_units(self, scale: Scale) -> "Method":
+        """The same with its noise, given in pixels scaled to [0, 1], in the units of the model's input."""
+        return self
+
+    def quick(self) -> "Method":
+        """The same with two draws at most: enough to see whether it works."""
+        return self
+
+
+def converted(noise: Noise, scale: Scale) -> Noise:
+    """A level of noise in the units of the model's input; levels per channel are in these already."""
+    return noise if isinstance(noise, tuple) else scale(noise)

@@ -7,30 +7,24 @@ not zero, because the weights p_c are those of the unperturbed input.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.smoothing import Smoothing
-from qualms.methods.layered import gradient_norms
-from qualms.methods.method import GRADIENTS, WANG_JI
-from qualms.methods.passes import Passes
+from qualms.methods.gradient_score import GradientScore
+from qualms.methods.method import WANG_JI
 
 
 @dataclass(frozen=True)
-class NEGrad:
+class NEGrad(GradientScore):
     """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
 
-    layers: float | None = None
-    smooth: Smoothing | None = None
+    name = "negrad"
+    paper = WANG_JI
+    cost = "2, and 1 backward"
+    direction = "expected"
 
-    name: ClassVar[str] = "negrad"
-    paper: ClassVar[str] = WANG_JI
-    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
-    cost: ClassVar[str] = "3, and 1 backward"
-    direction: ClassVar[str] = "expected"
-
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
-        """One number for each input."""
-        return gradient_norms(passes, self.direction, self.layers, self.smooth).squeeze(1)
+    def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b 1"]:
+        """1: the norm itself."""
+        return torch.ones_like(probs[:, :1])

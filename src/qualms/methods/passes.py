@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +155,13 @@ class Passes:
             plain = self._outcome[0]
             self._tables[smooth] = layer_table([self.job(wanted, smooth)], self.subject.learnt, plain=plain, lam=lam)
         return self._tables[smooth].values[:, self._columns(score.direction, wanted)].double()
+
+    def gram(self, params: frozenset[str]) -> Float[Tensor, "b l c c"]:
+        """G_l = J_l J_lᵀ, the inner products between the gradients of the logits by some of the parameters, exact."""
+        own = self.subject.settings
+        settings = Settings(params=params.__contains__, budget=own.budget, batch_size=own.batch_size)
+        job = replace(self.job(Directions(("logits",)), None), settings=settings)
+        return layer_table([job], self.subject.learnt, gram=True, plain=self._outcome[0]).values.double()
 
     def _sketch(self, score: "GradientScore") -> None:
         """All scores of one sketch, block by block: they are linear in the norms, and so are their errors."""

@@ -1,7 +1,7 @@
 """Perturb θ: E_Δθ KL( p(y | x, θ + Δθ) ‖ p(y | x, θ) ), Δθ ~ N(0, σ²I), one draw shared by all inputs."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,21 +12,26 @@ from qualms.errors import QualmsError
 from qualms.gradients.nested import each_tensor
 from qualms.methods.divergence import expected_kl
 from qualms.methods.method import PASSES, WANG_JI
+from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
+from qualms.parameters import POSITIVE, settle, whole
 from qualms.random import generator
 
 
 @dataclass(frozen=True)
-class PerturbTheta:
+class PerturbTheta(MonteCarlo):
     """σ of every weight. Paper: 0.008, CIFAR-100 0.0003."""
 
     sigma: float = 0.008
     draws: int = 100
 
-    name: ClassVar[str] = "perturb-theta"
-    paper: ClassVar[str] = WANG_JI
-    needs: ClassVar[tuple[str, ...]] = (PASSES,)
-    cost: ClassVar[str] = "1 + N"
+    name = "perturb-theta"
+    paper = WANG_JI
+    needs = (PASSES,)
+    cost = "1 + N"
+
+    def __post_init__(self) -> None:
+        settle(self, self.name, sigma=POSITIVE, draws=whole(1))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -1,30 +1,38 @@
 """Perturb x: E_Δx KL( p(y | x + Δx) ‖ p(y | x) ), Δx ~ N(0, σ²I). Discrete inputs are perturbed at their embeddings."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.divergence import expected_kl
-from qualms.methods.method import PASSES, WANG_JI
+from qualms.methods.method import PASSES, WANG_JI, Noise, Scale, converted
+from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
+from qualms.parameters import NOISE, settle, whole
 
 
 @dataclass(frozen=True)
-class PerturbX:
+class PerturbX(MonteCarlo):
     """σ in the units of the tensor that the model receives, or one per channel. Paper: 0.008, CIFAR-100 0.02."""
 
-    sigma: float | tuple[float, ...] = 0.008
+    sigma: Noise = 0.008
     draws: int = 100
 
-    name: ClassVar[str] = "perturb-x"
-    paper: ClassVar[str] = WANG_JI
-    needs: ClassVar[tuple[str, ...]] = (PASSES,)
-    cost: ClassVar[str] = "1 + N"
+    name = "perturb-x"
+    paper = WANG_JI
+    needs = (PASSES,)
+    cost = "1 + N"
+
+    def __post_init__(self) -> None:
+        settle(self, self.name, sigma=NOISE, draws=whole(1))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         noise = Smoothing(self.sigma, self.draws, antithetic=False)
         return expected_kl(passes.perturbed_log_probs(noise), passes.log_probs)
+
+    def in_units(self, scale: Scale) -> "PerturbX":
+        """The same with σ in the units of the model's input."""
+        return replace(self, sigma=converted(self.sigma, scale))

@@ -1,6 +1,7 @@
 """The one table of methods, and specs: `regrad+layers(0.4)+smooth(0.02, 8)` is a method with its modifiers."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -15,11 +16,11 @@ from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV
 from qualms.methods.gen import GEN
+from qualms.methods.gradient_score import LAMBDA, GradientScore
 from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
 from qualms.methods.inserted_dropout import InsertedDropout
 from qualms.methods.laplace import Laplace
-from qualms.methods.layered import LAMBDA
 from qualms.methods.max_logit import MaxLogit
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.mc_batchnorm import MCBatchNorm
@@ -35,16 +36,16 @@ from qualms.methods.ungrad import UNGrad
 DEFAULT = "regrad+layers+smooth"
 
 # The paper's tables first, in their order.
-METHODS: tuple[type[Any], ...] = (
+METHODS: tuple[type[Method], ...] = (
     *(REGrad, ExGrad, UNGrad, GradNorm, GradNormHuang, NEGrad),
     *(PerturbX, PerturbTheta, MCAA, InsertedDropout, Entropy, ExGradV, Laplace),
     *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
 )
-BY_NAME: dict[str, type[Any]] = {kind.name: kind for kind in METHODS}
-MODIFIERS = ("layers", "smooth")
+BY_NAME = {kind.name: kind for kind in METHODS}
+MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most
 
 
-def methods() -> list[Method]:
+def list_methods() -> list[Method]:
     """Every method with its default parameters: objects with .name, .paper, .needs and .cost."""
     return [kind() for kind in METHODS]
 
@@ -55,48 +56,38 @@ def parse(spec: str) -> Method:
     base, arguments = _call(name, spec)
     if base not in BY_NAME:
         raise QualmsError(f"{base!r} in {spec!r} is not a method; {_close(base, BY_NAME)}")
-    kind = BY_NAME[base]
+    kind: type[Any] = BY_NAME[base]
     own = [f.name for f in fields(kind) if f.name not in MODIFIERS]
     if len(arguments) > len(own):
         takes = f"takes {', '.join(own)}" if own else "takes no parameters"
         raise QualmsError(f"{spec!r} gives {base} {len(arguments)} parameters; it {takes}.")
-    defaults = {f.name: f.default for f in fields(kind)}
-    given = {key: type(_one(defaults[key]))(value) for key, value in zip(own, arguments, strict=False)}
-    method = kind(**given)
+    method: Method = kind(**_parameters(kind, arguments))
     for modifier in modifiers:
         method = _modified(method, *_call(modifier, spec), spec)
     return method
 
 
-def _modified(method: Any, modifier: str, arguments: list[float], spec: str) -> Any:
+def _modified(method: Method, modifier: str, arguments: list[float], spec: str) -> Method:
     if modifier not in MODIFIERS:
         raise QualmsError(f"{modifier!r} in {spec!r} is not a modifier; {_close(modifier, MODIFIERS)}")
-    if not hasattr(method, modifier):
+    if not isinstance(method, GradientScore):
         raise QualmsError(f"{spec!r}: {method.name} is not a gradient score, so {modifier!r} does not apply to it.")
-    if getattr(method, modifier) is not None:
+    if (method.layers if modifier == "layers" else method.smooth) is not None:
         raise QualmsError(f"{spec!r} has {modifier!r} twice; give it once.")
-    most = 1 if modifier == "layers" else 2
+    most = MODIFIERS[modifier]
     if len(arguments) > most:
         raise QualmsError(f"{spec!r} gives {modifier} {len(arguments)} parameters; it takes {most} at most.")
     if modifier == "layers":
         return replace(method, layers=arguments[0] if arguments else LAMBDA)
-    if len(arguments) == 2 and arguments[1] != int(arguments[1]):
-        raise QualmsError(f"{spec!r} asks for {arguments[1]} draws; N is a whole number.")
-    default = Smoothing()
-    sigma = arguments[0] if arguments else default.sigma
-    return replace(method, smooth=Smoothing(sigma, int(arguments[1]) if len(arguments) == 2 else default.draws))
+    return replace(method, smooth=_smoothing(arguments, spec))
 
 
-def spec_of(method: Method) -> str:
-    """The spec of a method object, without its own parameters."""
-    spec = method.name
-    layers, smooth = getattr(method, "layers", None), getattr(method, "smooth", None)
-    if layers is not None:
-        spec += f"+layers({layers:g})"
-    if smooth is not None:
-        sigma = smooth.sigma[0] if isinstance(smooth.sigma, tuple) else smooth.sigma
-        spec += f"+smooth({sigma:g},{smooth.draws})"
-    return spec
+def _smoothing(arguments: list[float], spec: str) -> Smoothing:
+    kind: type[Any] = Smoothing
+    try:
+        return kind(**_parameters(kind, arguments))
+    except QualmsError as error:
+        raise QualmsError(f"{spec!r}: {error}") from None
 
 
 def _call(text: str, spec: str) -> tuple[str, list[float]]:
@@ -114,10 +105,15 @@ def _call(text: str, spec: str) -> tuple[str, list[float]]:
         raise QualmsError(message) from None
 
 
-def _one(default: Any) -> Any:
-    return default[0] if isinstance(default, tuple) else default
+def _parameters(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
+    """Numbers by the names of the parameters that they are for; those that count something as int, if they are whole.
+
+    Any other number is left as it is to the checks of the parameter.
+    """
+    given = zip(fields(kind), arguments, strict=False)
+    return {f.name: int(n) if isinstance(f.default, int) and n.is_integer() else n for f, n in given}
 
 
-def _close(word: str, known: Any) -> str:
+def _close(word: str, known: Iterable[str]) -> str:
     near = get_close_matches(word, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}."

@@ -6,7 +6,7 @@ import numpy as np
 
 from qualms.data import Images
 from qualms.errors import QualmsError
-from qualms.gradients.settings import Sketch
+from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aurc, interval, raulc, selective_risk
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
@@ -23,7 +23,7 @@ def calibration(
     rows: Rows,
     *,
     seed: int = 0,
-    engine: str | Sketch = "exact",
+    engine: Engine | Sketch = "exact",
     train: Images | None = None,
     tell: Tell | None = None,
 ) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """A trained classifier with what tasks must know of it: how its inputs are normalised."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,15 +74,4 @@ class Network:
 
         That is how the paper's σ of smoothing and of `perturb-x`, and the a of `mc-aa`, have to be read.
         """
-        changed: Any = method
-        smooth = getattr(changed, "smooth", None)
-        if smooth is not None:
-            changed = replace(changed, smooth=replace(smooth, sigma=self._scaled(smooth.sigma)))
-        if method.name == "perturb-x":
-            changed = replace(changed, sigma=self._scaled(changed.sigma))
-        if method.name == "mc-aa":
-            changed = replace(changed, a=self._scaled(changed.a))
-        return changed
-
-    def _scaled(self, value: float | tuple[float, ...]) -> float | tuple[float, ...]:
-        return value if isinstance(value, tuple) else self.normalisation.in_model_units(value)
+        return method.in_units(self.normalisation.in_model_units)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from qualms.data import Images
-from qualms.gradients.settings import Sketch
+from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aupr, auroc, fpr95, interval
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
@@ -19,7 +19,7 @@ def ood(
     rows: Rows,
     *,
     seed: int = 0,
-    engine: str | Sketch = "exact",
+    engine: Engine | Sketch = "exact",
     train: Images | None = None,
     tell: Tell | None = None,
 ) -> Iterator[Row]:

@@ -43,14 +43,13 @@ def paper_methods(dataset: str, smooth: Smoothing | None = None) -> dict[str, Me
     }
 
 
-def paper_row(method: Any) -> str:
+def paper_row(method: Method) -> str:
     """What the paper calls a method; the method's own name if it is not in the paper."""
     if isinstance(method, REGrad):
         layers = "" if method.layers is None else "+layers"
         return "REGrad*" if layers and method.smooth else f"REGrad{layers}" + ("+smooth" if method.smooth else "")
-    name = next((row for row, kind in paper_methods("").items() if type(kind) is type(method)), str(method.name))
-    modified = getattr(method, "layers", None) is not None or getattr(method, "smooth", None) is not None
-    return f"{name}, modified" if modified else name
+    name = next((row for row, kind in paper_methods("").items() if type(kind) is type(method)), method.name)
+    return name if method.layers is None and method.smooth is None else f"{name}, modified"
 
 
 def _table(text: str) -> dict[str, dict[str, Any]]:

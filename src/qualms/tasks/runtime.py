@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from qualms.data import Images
-from qualms.gradients.settings import Sketch
+from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.entropy import Entropy
 from qualms.scores import compare
 from qualms.tasks.network import Network
@@ -27,7 +27,7 @@ def runtime(
     rows: Rows,
     *,
     seed: int = 0,
-    engine: str | Sketch = "exact",
+    engine: Engine | Sketch = "exact",
     train: Images | None = None,
     rounds: int = 3,
     tell: Tell | None = None,

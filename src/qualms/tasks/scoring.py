@@ -2,18 +2,18 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
 
 from qualms.data import Images
 from qualms.errors import QualmsError
-from qualms.gradients.settings import Settings, Sketch
+from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import LOGITS, TRAINING_DATA, Method
-from qualms.scores import compare, compare_batches, definite_engine
+from qualms.scorer import Scorer
+from qualms.scores import compare
 from qualms.tasks.network import Network
 from qualms.tasks.rows import Row, Rows
 from qualms.training.fit import Tell
@@ -46,7 +46,7 @@ def scored(
     rows: Rows,
     *,
     seed: int = 0,
-    engine: str | Sketch = "exact",
+    engine: Engine | Sketch = "exact",
     train: Images | None = None,
     tell: Tell | None = None,
 ) -> Scored:
@@ -58,6 +58,7 @@ def scored(
     exactly = {name: parameters(method, train) for name, method in methods.items()}
     have = {start: _known(rows, keys[start], exactly) for start in starts}
     own = {name: network.in_its_units(method) for name, method in methods.items()}
+    predicted: dict[int, np.ndarray] = {}
 
     def missing(start: int) -> tuple[str, ...]:
         return tuple(name for name in own if name not in have[start])
@@ -68,34 +69,37 @@ def scored(
         run = list(group)
         batches = (network.inputs(parts[start]) for start in run)
         learn = train if any(TRAINING_DATA in own[name].needs for name in names) else None
-        stream = compare_batches(
+        scorer = Scorer(
             network.model,
-            batches,
             {name: own[name] for name in names},
-            Settings(engine, seed=seed),
             train=None if learn is None else Inputs(network, learn),
             models=network.members,
-            first=run[0],
+            engine=engine,
+            seed=seed,
         )
         began = time.perf_counter()
-        for start, found in zip(run, stream, strict=True):
-            values = {name: _finite(name, images.name, start, s).tolist() for name, s in found.items()}
+        for start, found in zip(run, scorer.stream(batches, first=run[0]), strict=True):
+            values = {name: _finite(name, images.name, start, s).tolist() for name, s in found.scores.items()}
             seconds = time.perf_counter() - began
             have[start].update(values)
+            predicted[start] = found.prediction.cpu().numpy()
             how = {"methods": {name: exactly[name] for name in names}, "seconds": round(seconds, 3)}
             rows.add({**keys[start], **how, "scores": values})
             began = time.perf_counter()
             if tell is not None:
                 tell(f"{images.name} scored", min(start + CHUNK, len(images)), len(images))
+    for start in starts:
+        if start not in predicted:  # all of its scores were there already
+            predicted[start] = network.logits(parts[start]).argmax(1).numpy()
     scores = {name: np.concatenate([np.array(have[start][name]) for start in starts]) for name in own}
-    predicted = network.logits(images).argmax(1).numpy()
-    return Scored(scores, predicted, None if images.labels is None else images.labels.numpy())
+    labels = None if images.labels is None else images.labels.numpy()
+    return Scored(scores, np.concatenate([predicted[start] for start in starts]), labels)
 
 
-def definite(network: Network, images: Images, methods: Methods, engine: str | Sketch) -> str | Sketch:
+def definite(network: Network, images: Images, methods: Methods, engine: Engine | Sketch) -> Engine | Sketch:
     """What `auto` picks on the first images, once: scores of two engines must not meet, in one run or in its rows."""
     own = {name: network.in_its_units(method) for name, method in methods.items()}
-    return definite_engine(network.model, network.inputs(images.take(slice(CHUNK))), own, Settings(engine))
+    return Scorer(network.model, own, engine=engine).choose_engine(network.inputs(images.take(slice(CHUNK))))
 
 
 def judged(network: Network, images: Images, rows: Rows) -> Row:
@@ -115,7 +119,7 @@ def usable(
     for name, method in methods.items():
         try:
             if method.needs != (LOGITS,):
-                quick = _quick(network.in_its_units(method))
+                quick = network.in_its_units(method).quick()
                 compare(network.model, few, [quick], train=batches, models=network.members)
             good[name] = method
         except QualmsError as error:
@@ -145,11 +149,6 @@ def _known(rows: Rows, key: Row, exactly: dict[str, str]) -> dict[str, list[floa
     for row in rows.where(**key):
         known |= {name: s for name, s in row["scores"].items() if row["methods"][name] == exactly.get(name)}
     return known
-
-
-def _quick(method: Any) -> Any:
-    """The same with few draws: enough to see whether it works."""
-    return replace(method, draws=2) if hasattr(method, "draws") else method
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 the cotangents of all its inputs at once; the pieces that the recorder left there turn them into norms. No weight
 gradient is formed for the batch as a whole, and none is kept.
 
-What the pieces say is checked before it is believed (`checks.py`). Inputs that fail a check, because the model mixes the
-inputs of a batch or hides operations from torch's function modes, are run by plain autograd, one row at a time.
+What the pieces say is checked before it is believed (`checks.py`). Inputs that fail, because the model mixes the inputs
+of a batch or hides operations from torch's function modes, are run by plain autograd, one row at a time.
 """
 
 from jaxtyping import Float

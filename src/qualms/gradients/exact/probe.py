@@ -64,7 +64,7 @@ class Probe(FirstLook):
         lone = torch.cat([random_direction(z), torch.zeros_like(random_direction(z))], dim=1)
         found = measure(z, lone, both.pieces, probe.weights, 2, "l2")
         if not same_norms({name: value[:1] for name, value in found.items()}, expected, z.dtype):
-            raise Unclear("in a batch the first input's gradient is another")
+            raise Unclear("an input's gradient depends on what else is in the batch")
         return replace(probe, twins=twins)
 
     @classmethod

@@ -1,0 +1,77 @@
+"""What the gradient scores share: Σ_m w_m ‖g_m‖ over the gradients g_m along some directions, each with its weight.
+
+With `+layers(λ)` ‖g‖ becomes Σ_l exp(λ(l - L)) ‖g_l‖, in which deeper layers count more, and with `+smooth(σ, N)` each
+g is averaged over perturbed inputs before any norm is taken (Wang & Ji, CVPR 2024, sections 4.2 and 4.3).
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.smoothing import Smoothing
+from qualms.methods.method import FEW, GRADIENTS, Method, Scale, converted
+from qualms.methods.passes import Passes
+from qualms.parameters import FINITE_OR_NONE, Rule, settle
+
+LAMBDA = 0.3
+
+
+def _smoothing(value: Any) -> Smoothing | None:
+    if value is not None and not isinstance(value, Smoothing):
+        raise ValueError
+    return value
+
+
+SMOOTHING = Rule("a qualms.Smoothing, or None", _smoothing)
+
+
+@dataclass(frozen=True)
+class GradientScore(Method):
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+
+    layers: float | None = None
+    smooth: Smoothing | None = None
+
+    needs = (GRADIENTS,)
+    direction: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        settle(self, self.name, layers=FINITE_OR_NONE, smooth=SMOOTHING)
+
+    @abstractmethod
+    def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b m"]:
+        """What the norm of each gradient counts."""
+
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return passes.gradient_score(self)[0]
+
+    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+        """The standard error that the random tangents of a sketch give the score."""
+        return passes.gradient_score(self)[1]
+
+    @property
+    def spec(self) -> str:
+        """The name with its modifiers; of noise per channel the first."""
+        spec = self.name
+        if self.layers is not None:
+            spec += f"+layers({self.layers:g})"
+        if self.smooth is not None:
+            sigma = self.smooth.sigma[0] if isinstance(self.smooth.sigma, tuple) else self.smooth.sigma
+            spec += f"+smooth({sigma:g},{self.smooth.draws})"
+        return spec
+
+    def in_units(self, scale: Scale) -> "GradientScore":
+        """The same with σ of smoothing in the units of the model's input."""
+        if self.smooth is None:
+            return self
+        return replace(self, smooth=replace(self.smooth, sigma=converted(self.smooth.sigma, scale)))
+
+    def quick(self) -> "GradientScore":
+        """The same with two draws of smoothing at most."""
+        if self.smooth is None:
+            return self
+        return replace(self, smooth=replace(self.smooth, draws=min(self.smooth.draws, FEW)))

@@ -1,0 +1,77 @@
+"""The parameters of methods and of smoothing: what each may be, and one sentence for a value that it may not be."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from qualms.errors import QualmsError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a parameter may be, in words, and how a value becomes that: as plain numbers, or a ValueError."""
+
+    allowed: str
+    plain: Callable[[Any], Any]
+
+
+def settle(owner: Any, called: str, **rules: Rule) -> None:
+    """Checks the parameters of a frozen dataclass when it is made, and keeps numpy's numbers as Python's."""
+    for parameter, rule in rules.items():
+        value = vars(owner)[parameter]
+        try:
+            plain = rule.plain(value)
+        except (ValueError, OverflowError):
+            raise QualmsError(f"{called} has {parameter} {value!r}; it must be {rule.allowed}.") from None
+        object.__setattr__(owner, parameter, plain)
+
+
+def whole(least: int) -> Rule:
+    """Whole numbers from `least` on."""
+
+    def plain(value: Any) -> int:
+        _require(isinstance(value, Integral) and not isinstance(value, bool))
+        number = int(value)
+        _require(number >= least)
+        return number
+
+    return Rule(f"a whole number, {least} or more", plain)
+
+
+def _require(fits: bool) -> None:
+    if not fits:
+        raise ValueError
+
+
+def _finite(value: Any) -> float:
+    _require(isinstance(value, Real) and not isinstance(value, bool))
+    number = float(value)
+    _require(math.isfinite(number))
+    return number
+
+
+def _positive(value: Any) -> float:
+    number = _finite(value)
+    _require(number > 0)
+    return number
+
+
+def _share(value: Any) -> float:
+    number = _positive(value)
+    _require(number < 1)
+    return number
+
+
+def _noise(value: Any) -> float | tuple[float, ...]:
+    if not isinstance(value, tuple):
+        return _positive(value)
+    _require(len(value) > 0)
+    return tuple(_positive(one) for one in value)
+
+
+FINITE_OR_NONE = Rule("a finite number, or None", lambda value: None if value is None else _finite(value))
+POSITIVE = Rule("a positive number", _positive)
+SHARE = Rule("a number above 0 and below 1", _share)
+NOISE = Rule("a positive number, or a tuple of one per channel", _noise)

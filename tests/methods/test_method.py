@@ -1,0 +1,131 @@
+"""What the rest of qualms may ask of any method, and the names that users reach methods by."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, dataclass, fields
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qualms
+from qualms.gradients.smoothing import Smoothing
+from qualms.methods import MCAA, METHODS, GradientScore, Method, PerturbX, REGrad, parse
+from qualms.methods.passes import Passes
+
+
+@dataclass(frozen=True)
+class Margin(Method):
+    """p of the runner-up minus p of the winner."""
+
+    power: float = 1.0
+
+    name = "margin"
+    paper = "Scheffer et al., 2001"
+    needs = ("logits",)
+    cost = "1"
+
+    def score(self, passes: Passes) -> Tensor:
+        top = passes.probs.topk(2).values
+        return -((top[:, 0] - top[:, 1]) ** self.power)
+
+
+@dataclass(frozen=True)
+class Likely(GradientScore):
+    """The gradient of the likeliest class alone."""
+
+    name = "likely"
+    paper = "none"
+    cost = "3, and C backward"
+    direction = "classes"
+
+    def weights(self, probs: Tensor) -> Tensor:
+        return (probs == probs.amax(-1, keepdim=True)).to(probs)
+
+
+def setting() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(6, 5)
+
+
+def doubled(sigma: float) -> tuple[float, ...]:
+    return (2 * sigma, 3 * sigma)
+
+
+def test_a_method_of_ones_own_goes_everywhere_that_others_go() -> None:
+    model, x = setting()
+    p = model(x).softmax(-1).sort().values.detach()
+    out = qualms.compare(model, x, [Margin(), "entropy", Likely(layers=0.5)])
+    assert list(out) == ["margin", "entropy", "likely+layers(0.5)"]
+    torch.testing.assert_close(out["margin"], p[:, -2] - p[:, -1])
+    g = qualms.class_gradient_norms(model, x)
+    first = g.norms[torch.arange(6), g.probs.argmax(1)] @ torch.tensor([-0.5, 0]).exp()
+    torch.testing.assert_close(out["likely+layers(0.5)"], first)
+    assert len(qualms.select(model, x, 2, Likely(), diversity=2)) == 2
+    with pytest.raises(qualms.QualmsError, match="margin is not one"):
+        qualms.select(model, x, 2, Margin(), diversity=2)
+    assert Margin(2.0).in_units(doubled).quick() == Margin(2.0)
+
+
+def test_noise_in_pixels_is_converted_once() -> None:
+    smooth = Smoothing(0.5, 3, antithetic=False)
+    assert REGrad(0.3, smooth).in_units(doubled) == REGrad(0.3, Smoothing((1.0, 1.5), 3, antithetic=False))
+    assert PerturbX(0.5, 7).in_units(doubled) == PerturbX((1.0, 1.5), 7)
+    assert MCAA(0.5, 7).in_units(doubled) == MCAA((1.0, 1.5), 7)
+    for kind in METHODS:
+        once = kind().in_units(doubled)
+        assert once.in_units(doubled) == once
+        assert (once == kind()) == (kind.name not in ("perturb-x", "mc-aa"))
+
+
+def test_quick_methods_have_two_draws_at_most_and_are_otherwise_the_same() -> None:
+    for kind in METHODS:
+        quick = kind().quick()
+        changed = {f.name for f in fields(kind) if vars(quick)[f.name] != f.default}
+        assert changed == ({"draws"} if "draws" in vars(quick) else set()), kind.name
+        assert vars(quick).get("draws", 2) == 2
+    assert PerturbX(0.1, 1).quick() == PerturbX(0.1, 1)
+    assert REGrad(0.3, Smoothing(0.1, 8)).quick() == REGrad(0.3, Smoothing(0.1, 2))
+    assert REGrad(0.3, Smoothing(0.1, 1)).quick() == REGrad(0.3, Smoothing(0.1, 1))
+
+
+def test_only_gradient_scores_have_directions_and_modifiers() -> None:
+    for method in qualms.list_methods():
+        assert (method.direction is not None) == isinstance(method, GradientScore), method.name
+        assert method.layers is None
+        assert method.smooth is None
+    starred = parse("exgrad+layers(0.4)+smooth(0.1,4)")
+    assert (starred.layers, starred.smooth) == (0.4, Smoothing(0.1, 4))
+
+
+def test_methods_are_values() -> None:
+    for kind in METHODS:
+        assert kind() == kind()
+        assert hash(kind()) == hash(kind())
+        for name in ("layers", "draws", "name"):
+            with pytest.raises(FrozenInstanceError):
+                setattr(kind(), name, 3)
+
+
+def test_the_weights_have_one_column_for_each_gradient() -> None:
+    probs = torch.tensor([[0.25, 0.25, 0.5]])
+    columns = {"classes": 3, "uniform": 1, "expected": 1, "confounding": 1}
+    for kind in METHODS:
+        if issubclass(kind, GradientScore):
+            assert kind().weights(probs).shape == (1, columns[kind.direction]), kind.name
+
+
+def test_methods_are_reached_by_package_and_by_module() -> None:
+    assert qualms.methods.REGrad is REGrad
+    assert {kind.__name__ for kind in METHODS} <= set(qualms.methods.__all__)
+    assert all(hasattr(qualms.methods, name) for name in qualms.methods.__all__)
+    for module in pkgutil.iter_modules(qualms.methods.__path__):
+        importlib.import_module(f"qualms.methods.{module.name}")
+    assert qualms.methods.regrad.REGrad is REGrad
+
+
+@pytest.mark.parametrize("first", ["qualms.methods.regrad", "qualms.methods.passes", "qualms.gradients.smoothing"])
+def test_any_module_may_be_imported_first(first: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import {first}"], check=True, timeout=120)
