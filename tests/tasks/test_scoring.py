@@ -157,7 +157,7 @@ def test_other_trainings_of_the_network_make_an_ensemble(network: Network, known
 
 
 def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, network: Network) -> None:
-    class Broken:
+    class Broken(Method):
         name, paper, needs, cost = "broken", "", ("logits",), "1"
 
         def score(self, seen: object) -> Tensor:
@@ -165,7 +165,7 @@ def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, netwo
 
     rows = Rows(None, {})
     with pytest.raises(QualmsError, match="broken gives image 0 of digits no finite score"):
-        scored(network, known.take(slice(0, 32)), {"broken": Broken()}, rows)  # type: ignore[dict-item]
+        scored(network, known.take(slice(0, 32)), {"broken": Broken()}, rows)
     assert list(rows) == []
 
 

@@ -20,15 +20,6 @@ from qualms.parameters import FINITE_OR_NONE, Rule, settle
 LAMBDA = 0.3
 
 
-def _smoothing(value: Any) -> Smoothing | None:
-    if value is not None and not isinstance(value, Smoothing):
-        raise ValueError
-    return value
-
-
-SMOOTHING = Rule("a qualms.Smoothing, or None", _smoothing)
-
-
 @dataclass(frozen=True)
 class GradientScore(Method):
     """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
@@ -87,3 +78,12 @@ def total_norms(norms: Float[Tensor, "b m l"], lam: float | None, norm: str) -> 
     if lam is not None:
         return norms @ layer_weights(norms.shape[-1], lam).to(norms)
     return norms.sum(-1) if norm == "l1" else norms.square().sum(-1).sqrt()
+
+
+def _smoothing(value: Any) -> Smoothing | None:
+    if value is not None and not isinstance(value, Smoothing):
+        raise ValueError
+    return value
+
+
+SMOOTHING = Rule("a qualms.Smoothing, or None", _smoothing)
