@@ -298,7 +298,8 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "there is no Scored": lambda: qualms.Scored.concatenated([]),
         "there are 2 class_names and 5 logits": lambda: qualms.Scorer(model, "msp", class_names=["a", "b"])(x),
         "threshold is a str": lambda: qualms.Scorer(model, threshold="3"),  # type: ignore[arg-type]
-        "no method to score by": lambda: qualms.Scorer(model, []),
+        "methods is empty": lambda: qualms.Scorer(model, []),
+        "a method is a int": lambda: qualms.Scorer(model, [3]),  # type: ignore[list-item]
         "engine='fast' is not known": lambda: qualms.Scorer(model, engine="fast"),  # type: ignore[arg-type]
         "layers='all' is not known": lambda: qualms.Scorer(model, layers="all"),  # type: ignore[arg-type]
         "model is a str": lambda: qualms.Scorer("resnet18")(x),  # type: ignore[arg-type]

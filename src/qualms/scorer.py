@@ -84,7 +84,7 @@ class Scorer:
         class_names: Sequence[str] | None = None,
     ) -> None:
         self.model = model
-        self.methods = named(methods)
+        self.methods = by_name(methods)
         self.settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
         self.threshold = _threshold(threshold)
         self.class_names = None if class_names is None else tuple(class_names)
@@ -150,21 +150,23 @@ class Scorer:
         self.settings = choose_engine(self.settings, model, batch, names, smooth)
 
 
-def named(methods: Methods) -> dict[str, Method]:
+def by_name(methods: Methods) -> dict[str, Method]:
     """The methods by name: the one given in a dict, else the spec as it was written."""
     if isinstance(methods, (str, Method)):
         methods = [methods]
     if not methods:
-        raise QualmsError("there is no method to score by; name one, such as 'regrad' or 'entropy'.")
-    given = (
-        methods.items() if isinstance(methods, Mapping) else [(m if isinstance(m, str) else m.spec, m) for m in methods]
-    )
-    found: dict[str, Method] = {}
-    for name, one in given:
+        raise QualmsError("methods is empty; name one, such as 'regrad' or 'entropy'.")
+    named: dict[str, Method] = {}
+    for name, one in methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]:
         method = parse(one) if isinstance(one, str) else one
-        if found.setdefault(name, method) != method:
-            raise QualmsError(f"two methods are called {name!r}; give each a name of your own, in a dict.")
-    return found
+        if not isinstance(method, Method):
+            raise QualmsError(
+                f"a method is a {type(one).__name__}; pass a spec, or an object of a qualms.methods.Method."
+            )
+        called = name or (one if isinstance(one, str) else method.spec)
+        if named.setdefault(called, method) != method:
+            raise QualmsError(f"two methods are called {called!r}; give each a name of your own, in a dict.")
+    return named
 
 
 def _price(wanted: tuple[Smoothing | None, tuple[str, ...]]) -> int:

@@ -1,10 +1,13 @@
 """The exact engine says what the reference says, for every model of the list."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
 
 import qualms
+from qualms.errors import SlowWarning
 from qualms.gradients.inputs import checked, take
 from tests.cases import CASES, INPUTS, Case
 
@@ -17,7 +20,10 @@ SMOOTHINGS = {"plain": None, "smoothed": qualms.Smoothing(0.1, draws=3)}
 def test_exact_equals_reference(case: Case, norm: str, smoothing: qualms.Smoothing | None) -> None:
     model, x = case.make()
     want = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing, engine="reference")
-    have = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing)
+    with warnings.catch_warnings():
+        if isinstance(case.general, tuple):
+            warnings.simplefilter("error", SlowWarning)
+        have = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing)
     assert have.layers == want.layers
     torch.testing.assert_close(have.probs, want.probs, rtol=1e-9, atol=1e-12)
     assert_norms_equal(have.norms, want.norms)

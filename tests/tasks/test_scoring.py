@@ -158,7 +158,7 @@ def test_other_trainings_of_the_network_make_an_ensemble(network: Network, known
 
 
 def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, network: Network) -> None:
-    class Broken:
+    class Broken(Method):
         name, paper, needs, cost = "broken", "", ("logits",), "1"
 
         def score(self, seen: object) -> Tensor:
@@ -166,7 +166,7 @@ def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, netwo
 
     rows = Rows(None, {})
     with pytest.raises(QualmsError, match="broken gives image 0 of digits no finite score"):
-        scored(network, known.take(slice(0, 32)), {"broken": Broken()}, rows)  # type: ignore[dict-item]
+        scored(network, known.take(slice(0, 32)), {"broken": Broken()}, rows)
     assert list(rows) == []
 
 
@@ -184,7 +184,7 @@ def test_scores_that_are_compared_come_from_one_engine_whatever_auto_picks(
     task: str, network: Network, known: Images, strange: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picks = itertools.cycle(("sketch", "exact"))  # times vary, and a close choice with them
-    monkeypatch.setattr("qualms.gradients.choice.choose", lambda *_, **__: Choice(next(picks), 1.0, 1.0))
+    monkeypatch.setattr("qualms.gradients.choice.timed", lambda *_, **__: Choice(next(picks), 1.0, 1.0))
     rows, methods = Rows(None, {}), {"r": parse("regrad+layers")}
     for _ in range(2):  # and the same run again
         if task == "ood":

@@ -19,15 +19,6 @@ from qualms.parameters import FINITE_OR_NONE, Rule, settle
 LAMBDA = 0.3
 
 
-def _smoothing(value: Any) -> Smoothing | None:
-    if value is not None and not isinstance(value, Smoothing):
-        raise ValueError
-    return value
-
-
-SMOOTHING = Rule("a qualms.Smoothing, or None", _smoothing)
-
-
 @dataclass(frozen=True)
 class GradientScore(Method):
     """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
@@ -75,3 +66,12 @@ class GradientScore(Method):
         if self.smooth is None:
             return self
         return replace(self, smooth=replace(self.smooth, draws=min(self.smooth.draws, FEW)))
+
+
+def _smoothing(value: Any) -> Smoothing | None:
+    if value is not None and not isinstance(value, Smoothing):
+        raise ValueError
+    return value
+
+
+SMOOTHING = Rule("a qualms.Smoothing, or None", _smoothing)
