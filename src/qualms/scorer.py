@@ -161,7 +161,7 @@ def by_name(methods: Methods) -> dict[str, Method]:
         method = parse(one) if isinstance(one, str) else one
         if not isinstance(method, Method):
             raise QualmsError(
-                f"a method is a {type(one).__name__}; pass a spec, or an object of a qualms.methods.Method."
+                f"a method is a {type(one).__name__}; pass a spec, or a qualms.methods.Method."
             )
         called = name or (one if isinstance(one, str) else method.spec)
         if named.setdefault(called, method) != method:
