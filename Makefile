@@ -6,20 +6,28 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TIMM := .timm/.installed
 
-.PHONY: demo docs test test-all test-timm check format bench-speed clean
+FAST := not slow and not data and not browser and not ray
+
+.PHONY: demo docs test test-all test-timm test-wheel check format bench-speed clean
 
 demo: $(INSTALLED)
 	$(BIN)/qualms demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not data and not browser and not ray"
+	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
 
 # What CI runs: also the slow tests, those in a browser, and those on real data where QUALMS_DATA names its folder.
+# Coverage is that of the fast ones alone: counting lines makes tests of gradients take half as long again.
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -q -n 2 -m "not ($(FAST))"
 
 test-timm: $(TIMM)
 	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py
+
+# What users get: the wheel, in an environment of its own, away from this folder.
+test-wheel: $(INSTALLED)
+	PYTHON=$(BIN)/python .ci/wheel
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -28,6 +36,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
@@ -54,4 +63,4 @@ $(TIMM): requirements-timm.txt $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf .venv .timm .mypy_cache .ruff_cache build dist
+	rm -rf .venv .timm .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site

@@ -2,7 +2,19 @@
 
 
 class QualmsError(ValueError):
-    """One sentence: what is wrong, where, and what to do about it."""
+    """One sentence: what is wrong, where, and what to do about it.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        try:
+            qualms.score(torch.nn.Linear(4, 3), torch.rand(2, 4), "no-such-method")
+        except qualms.QualmsError as error:
+            print(error)
+        ```
+    """
 
 
 class SlowWarning(UserWarning):

@@ -18,6 +18,19 @@ class Threshold:
     """Inputs whose score is at most `value` are accepted.
 
     `samples` is the number of scores that it was set on; `rule` says how.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        known = qualms.score(model, torch.rand(20, 4))  # of inputs like those that the model was trained on
+        threshold = qualms.Threshold.from_scores(known, coverage=0.9)
+        strange = qualms.score(model, 10 * torch.rand(5, 4))
+        print(threshold.accept(strange))
+        ```
     """
 
     value: float

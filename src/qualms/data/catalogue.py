@@ -73,3 +73,13 @@ DATASETS: dict[str, Dataset] = {
     "letters": Dataset(read_letters, 52, 1, 28, MNIST, "they come with Pillow"),
     "photos": Dataset(read_photos, 2, 3, 32, CIFAR10, "they come with scikit-learn"),
 }  # fmt: skip
+"""The datasets that `load` knows by name.
+
+Example:
+    ```python
+    from qualms.data import DATASETS
+
+    for name, dataset in DATASETS.items():
+        print(name, dataset.classes, dataset.channels, dataset.size, dataset.get)
+    ```
+"""

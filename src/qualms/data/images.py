@@ -22,6 +22,16 @@ class Images:
 
     `classes` names the classes that `labels` counts; it is empty where the files do not name them. `ids` are the names
     of the image files, in the same way.
+
+    Example:
+        ```python
+        import torch
+        from qualms.data import Images
+
+        images = Images("mine", torch.zeros(6, 1, 8, 8, dtype=torch.uint8), labels=torch.tensor([0, 1, 0, 1, 0, 1]))
+        some = images.subset(4, seed=1).fitted(channels=3, size=16)
+        print(len(some), some.pixels.shape, some.labels)
+        ```
     """
 
     name: str

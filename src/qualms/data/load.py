@@ -21,6 +21,14 @@ def load(name: str | Path, root: str | Path | None = None, split: str = "test", 
     `name` is one of `DATASETS`, or the path of an image folder, `.npz` or `.parquet` file: absolute, or relative to
     `root` or to the working directory. `root` is the folder that holds the datasets: if not given, the one in the
     environment variable QUALMS_DATA, else `data`. `split` is train or test. With `size`, images come out size x size.
+
+    Example:
+        ```python
+        from qualms.data import load
+
+        digits = load("digits")  # comes with scikit-learn; other names need their files in the folder of datasets
+        print(len(digits), digits.pixels.shape, digits.classes)
+        ```
     """
     if split not in SPLITS:
         raise QualmsError(f"the split {split!r} is not known; it is train or test.")

@@ -11,7 +11,18 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class Normalisation:
-    """(x / 255 - mean) / std, for each channel."""
+    """(x / 255 - mean) / std, for each channel.
+
+    Example:
+        ```python
+        import torch
+        from qualms.data import Normalisation
+
+        halves = Normalisation(mean=(0.5,), std=(0.5,))
+        x = halves.apply(torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1))
+        assert x.flatten().tolist() == [-1, 1]
+        ```
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]

@@ -22,7 +22,19 @@ from qualms.gradients.table import LayerTable, layer_table
 
 @dataclass(frozen=True)
 class ClassGradientNorms:
-    """‖∇θ_l log p_c‖ for every input, class and layer."""
+    """‖∇θ_l log p_c‖ for every input, class and layer.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+        g = qualms.class_gradient_norms(model, torch.rand(2, 4))
+        print(g.layers, g.norms[0], g.probs[0])  # for the first input: [classes, layers] and [classes]
+        ```
+    """
 
     norms: Float[Tensor, "b c l"]
     probs: Float[Tensor, "b c"]
@@ -34,7 +46,18 @@ class ClassGradientNorms:
 
 @dataclass(frozen=True)
 class ClassGradientGram:
-    """G_l = J_l J_lᵀ, the inner products between the gradients of the logits, for every input and layer."""
+    """G_l = J_l J_lᵀ, the inner products between the gradients of the logits, for every input and layer.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        k = qualms.class_gradient_gram(torch.nn.Linear(4, 3), torch.rand(2, 4))
+        assert k.gram.shape == (2, 1, 3, 3)  # inputs, layers, classes, classes
+        ```
+    """
 
     gram: Float[Tensor, "b l c c"]
     logits: Float[Tensor, "b c"]
@@ -70,6 +93,19 @@ def class_gradient_norms(
         budget: bytes that the work on one chunk of inputs may take; a share of what is free by default.
         batch_size: at most so many inputs at once.
         seed: decides the perturbations of smoothing, together with an input's number, and the tangents of the sketch.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(4, 3), torch.rand(2, 4)
+        g = qualms.class_gradient_norms(model, x)
+        assert g.norms.shape == (2, 3, 1)  # inputs, classes, layers
+        slow = qualms.class_gradient_norms(model, x, engine="reference")
+        assert torch.allclose(g.norms, slow.norms)
+        ```
     """
     settings = Settings(engine, layers, norm, params, budget, batch_size, seed)
     smooth = Smoothing.of(smoothing)
@@ -97,6 +133,19 @@ def class_gradient_gram(
 
     Every squared L2 norm of a gradient score is a quadratic form of them: ‖∇θ_l log p_c‖² = (e_c - p)ᵀ G_l (e_c - p).
     With `params` restricted to late layers the backward pass stops there. Arguments as for `class_gradient_norms`.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(4, 3), torch.rand(2, 4)
+        gram, p = qualms.class_gradient_gram(model, x).gram[0, 0], model(x)[0].softmax(0)
+        towards = torch.eye(3) - p  # row c is e_c - p
+        squares = (towards @ gram @ towards.T).diagonal()
+        assert torch.allclose(squares.sqrt(), qualms.class_gradient_norms(model, x).norms[0, :, 0])
+        ```
     """
     settings = Settings(granularity=layers, params=params, budget=budget, batch_size=batch_size)
     with untouched(model) as inner:

@@ -16,6 +16,16 @@ class Sketch:
     Args:
         tangents: k, the passes spent; the relative error of a norm is about 1/sqrt(2k) (quadrature) or sqrt(2/k) (sum).
         combine: how layers are put together: in `quadrature`, or as the `sum` that the paper takes.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1000)  # exact gradients would take a pass for each class
+        print(qualms.score(model, torch.rand(2, 4), "exgrad", engine=qualms.Sketch(tangents=32)))
+        ```
     """
 
     tangents: int = 16

@@ -25,6 +25,17 @@ class Smoothing:
         sigma: standard deviation in the units of the tensor that the model receives; a number, or one per channel.
         draws: N, the number of perturbed inputs beside the input itself.
         antithetic: draw in pairs ±Δ (an odd last draw stands alone).
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model, x = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)), torch.rand(2, 4)
+        smoothed = qualms.class_gradient_norms(model, x, smoothing=qualms.Smoothing(sigma=0.1, draws=4))
+        print(smoothed.norms)
+        ```
     """
 
     sigma: float | tuple[float, ...] = 0.02

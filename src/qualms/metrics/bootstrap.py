@@ -33,6 +33,15 @@ def interval(
         seed: decides the draws.
 
     A resample on which the measure is undefined (it raises `QualmsError`) is drawn again.
+
+    Example:
+        ```python
+        from qualms.metrics import auroc, interval
+
+        known, unknown = [0.1, 0.2, 0.4, 0.3], [0.3, 0.9, 0.8]
+        low, high = interval(auroc, known, unknown, resamples=200)
+        print(f"AUROC {auroc(known, unknown):.2f}, between {low:.2f} and {high:.2f}")
+        ```
     """
     tables = [array(sample, f"sample {i}") for i, sample in enumerate(samples, 1)]
     sizes = [len(table) if table.ndim else 0 for table in tables]

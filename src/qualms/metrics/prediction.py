@@ -9,13 +9,31 @@ from qualms.metrics.arrays import Floats, logits_and_labels
 
 
 def accuracy(logits: Any, labels: Any) -> float:
-    """The share of inputs whose largest logit is that of their label."""
+    """The share of inputs whose largest logit is that of their label.
+
+    Example:
+        ```python
+        from qualms.metrics import accuracy
+
+        logits, labels = [[2.0, 0.0], [0.0, 1.0]], [0, 0]
+        assert accuracy(logits, labels) == 0.5
+        ```
+    """
     z, y = logits_and_labels(logits, labels)
     return float((z.argmax(1) == y).mean())
 
 
 def nll(logits: Any, labels: Any) -> float:
-    """The negative log-likelihood -mean log p_y, p = softmax(z), in double precision."""
+    """The negative log-likelihood -mean log p_y, p = softmax(z), in double precision.
+
+    Example:
+        ```python
+        from qualms.metrics import nll
+
+        logits, labels = [[2.0, 0.0], [0.0, 1.0]], [0, 1]
+        print(nll(logits, labels))
+        ```
+    """
     z, y = logits_and_labels(logits, labels)
     return float(-_log_softmax(z)[np.arange(len(y)), y].mean())
 
@@ -26,6 +44,14 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
     With 10 classes the least possible is -log(e/(e + 9)) = 1.461, and a uniform prediction gives log 10 = 2.303. The
     active-learning NLLs of Wang & Ji (CVPR 2024) lie between the two, so this is what can be put beside them. That is
     an inference from the range of their numbers, not something that the paper says. `nll` is the likelihood proper.
+
+    Example:
+        ```python
+        from qualms.metrics import nll, nll_softmax_twice
+
+        logits, labels = [[20.0, 0.0], [0.0, 20.0]], [0, 1]
+        print(nll(logits, labels), nll_softmax_twice(logits, labels))  # sure and right: 0, but never below 0.313
+        ```
     """
     z, y = logits_and_labels(logits, labels)
     return nll(np.exp(_log_softmax(z)), y)

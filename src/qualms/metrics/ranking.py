@@ -15,7 +15,16 @@ from qualms.metrics.arrays import Floats, Integers, scores
 
 
 def auroc(in_scores: Any, out_scores: Any) -> float:
-    """P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair: 1 is perfect, 0.5 chance, a tie half a success."""
+    """P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair: 1 is perfect, 0.5 chance, a tie half a success.
+
+    Example:
+        ```python
+        from qualms.metrics import auroc
+
+        known, unknown = [0.1, 0.2, 0.4], [0.3, 0.9]
+        assert auroc(known, unknown) == 5 / 6  # of the six pairs, only 0.4 and 0.3 are in the wrong order
+        ```
+    """
     inside, outside = np.sort(scores(in_scores, "in_scores")), scores(out_scores, "out_scores")
     below = np.searchsorted(inside, outside, "left").sum()
     not_above = np.searchsorted(inside, outside, "right").sum()
@@ -26,6 +35,14 @@ def aupr(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
     """Average precision: Σ_t (recall_t - recall_{t-1}) precision_t over the distinct scores t, from the highest.
 
     Inputs of equal score enter together, and nothing is interpolated. Chance is the share of positives.
+
+    Example:
+        ```python
+        from qualms.metrics import aupr
+
+        known, unknown = [0.1, 0.2, 0.4], [0.3, 0.9]
+        print(aupr(known, unknown), aupr(known, unknown, positive="in"))
+        ```
     """
     caught, false_alarms = _counts(*_positives(in_scores, out_scores, positive))
     precision = caught / (caught + false_alarms)
@@ -38,6 +55,14 @@ def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
     By default: the share of in-distribution inputs at or above the threshold that flags 95 % of the out-of-distribution
     ones. Much of the literature on OOD detection swaps the roles, `positive="in"`: the share of out-of-distribution
     inputs that pass at a threshold that lets 95 % of the in-distribution ones pass. The numbers differ: say which.
+
+    Example:
+        ```python
+        from qualms.metrics import fpr95
+
+        known, unknown = [0.1, 0.2, 0.4], [0.3, 0.9]
+        assert fpr95(known, unknown) == 1 / 3  # to flag both unknown inputs, one of three known ones is flagged too
+        ```
     """
     caught, false_alarms = _counts(*_positives(in_scores, out_scores, positive))
     # The rounding guard keeps 0.95 * 100 from asking for 96 of 100.
@@ -49,6 +74,15 @@ def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Flo
     """(false-positive rates, true-positive rates), out-of-distribution positive, from (0, 0) to (1, 1).
 
     There is one point for each distinct score, so that ties are straight lines, and the area below is `auroc`.
+
+    Example:
+        ```python
+        from qualms.metrics import roc
+
+        fpr, tpr = roc([0.1, 0.2, 0.4], [0.3, 0.9])
+        for x, y in zip(fpr, tpr):
+            print(f"{x:.2f} of the known inputs flagged, {y:.2f} of the unknown ones")
+        ```
     """
     caught, false_alarms = _counts(*_positives(in_scores, out_scores, "out"))
     fpr, tpr = (np.concatenate([[0.0], n / n[-1]]) for n in (false_alarms, caught))

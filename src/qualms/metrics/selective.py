@@ -12,7 +12,16 @@ from qualms.metrics.ties import correct_among_most_certain
 
 
 def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
-    """The error rate among the most certain inputs, `coverage` being their share, rounded up to whole inputs."""
+    """The error rate among the most certain inputs, `coverage` being their share, rounded up to whole inputs.
+
+    Example:
+        ```python
+        from qualms.metrics import selective_risk
+
+        uncertainty, correct = [0.1, 0.2, 0.8, 0.9], [True, True, False, True]
+        assert selective_risk(uncertainty, correct, coverage=0.5) == 0  # the two most certain inputs are right
+        ```
+    """
     risks = risk_coverage(uncertainty, correct)
     if not 0 < coverage <= 1:
         raise QualmsError(f"coverage is {coverage}; it is a share of the inputs, above 0 and at most 1.")
@@ -22,12 +31,30 @@ def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
 
 
 def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
-    """risk_i = the error rate among the i most certain inputs, i = 1..n; ties in expectation."""
+    """risk_i = the error rate among the i most certain inputs, i = 1..n; ties in expectation.
+
+    Example:
+        ```python
+        from qualms.metrics import risk_coverage
+
+        uncertainty, correct = [0.1, 0.2, 0.8, 0.9], [True, True, False, True]
+        assert risk_coverage(uncertainty, correct).tolist() == [0, 0, 1 / 3, 1 / 4]
+        ```
+    """
     u, right = scores_and_outcomes(uncertainty, correct)
     accepted = np.arange(1, len(u) + 1)
     return (accepted - correct_among_most_certain(u, right)) / accepted
 
 
 def aurc(uncertainty: Any, correct: Any) -> float:
-    """The area under the risk-coverage curve, mean_i risk_i: the mean error rate over all coverages; 0 is perfect."""
+    """The area under the risk-coverage curve, mean_i risk_i: the mean error rate over all coverages; 0 is perfect.
+
+    Example:
+        ```python
+        from qualms.metrics import aurc
+
+        uncertainty, correct = [0.1, 0.2, 0.8, 0.9], [True, True, False, True]
+        print(aurc(uncertainty, correct))
+        ```
+    """
     return float(risk_coverage(uncertainty, correct).mean())

@@ -23,6 +23,17 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     """The named tensors of a `.safetensors` file or of a file that `torch.save` wrote, on the CPU.
 
     What scripts put around them (`{"state_dict": …, "epoch": …}`) is taken off; what is no tensor is left out.
+
+    Example:
+        ```python
+        import torch
+        from qualms.models import read_state
+
+        model = torch.nn.Linear(4, 3)
+        torch.save({"epoch": 7, "state_dict": model.state_dict()}, "checkpoint.pt")
+        state = read_state("checkpoint.pt")
+        assert list(state) == ["weight", "bias"]
+        ```
     """
     path = Path(path)
     if not path.is_file():
@@ -92,6 +103,17 @@ def fit_state(
         rename: starts of names in the checkpoint, and what the network calls them.
         file: what an error calls the checkpoint.
         network: what an error calls the model.
+
+    Example:
+        ```python
+        import torch
+        from qualms.models import fit_state
+
+        trained, model = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        state = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}  # as DataParallel saves it
+        fit_state(model, state)
+        assert torch.equal(model.weight, trained.weight)
+        ```
     """
     own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     state = _renamed(_without_prefixes(state, own), own, rename or {})

@@ -39,6 +39,15 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, classes
     Checkpoints and Hugging Face folders run no code as they are read. A `.pt2` file can: `torch.export.load` unpickles
     parts of it without restraint, and nothing here guards against that. An import path is code by definition. Load
     these two only from those you trust.
+
+    Example:
+        ```python
+        from torch import nn
+        from qualms.models import load_model
+
+        untrained = load_model("digits-cnn", classes=7)  # pass weights= for trained ones
+        assert isinstance(untrained, nn.Module) and not untrained.training
+        ```
     """
     name = str(source)
     if classes is not None and classes < 2:
@@ -63,6 +72,14 @@ def normalisation_of(source: str | Path, model: nn.Module) -> Normalisation | No
 
     The zoo knows for the published weights it names, timm for its networks, and Hugging Face where the folder holds a
     `preprocessor_config.json`.
+
+    Example:
+        ```python
+        from qualms.models import load_model, normalisation_of
+
+        model = load_model("cifar10-resnet20")
+        print(normalisation_of("cifar10-resnet20", model))
+        ```
     """
     name = str(source)
     if name in ZOO:

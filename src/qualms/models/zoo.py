@@ -57,3 +57,13 @@ ZOO: dict[str, Entry] = {
     "svhn-cnn-4": Entry(svhn_cnn_4, 10, HALVES, "svhn_agrimakhanna_de_1.pth"),
     "svhn-cnn-4-dropout": Entry(svhn_cnn_4_dropout, 10, HALVES, "svhn_agrimakhanna_mcdo_4000.pth"),
 }
+"""The networks that `load_model` knows by name.
+
+Example:
+    ```python
+    from qualms.models import ZOO
+
+    for name, entry in ZOO.items():
+        print(name, entry.classes, entry.file or "no published weights")
+    ```
+"""

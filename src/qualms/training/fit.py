@@ -29,7 +29,21 @@ Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how m
 
 @dataclass(frozen=True)
 class Fitted:
-    """How the training went: a row for each epoch, and the epoch whose weights the model has now."""
+    """How the training went: a row for each epoch, and the epoch whose weights the model has now.
+
+    Example:
+        ```python
+        import torch
+        from qualms.data import Images, Normalisation
+        from qualms.training import Recipe, fit
+
+        images = Images("squares", torch.zeros(40, 1, 4, 4, dtype=torch.uint8), torch.arange(40) % 2)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        fitted = fit(model, images, Recipe(epochs=2, rate=0.1), Normalisation((0.5,), (0.5,)))
+        for row in fitted.history:
+            print(row["epoch"], row["loss"], row["validation_accuracy"])
+        ```
+    """
 
     history: list[dict[str, int | float]]
     best_epoch: int
@@ -61,6 +75,21 @@ def fit(
             there, training goes on from it; if it is complete, nothing is computed.
         about: what else to write into it, such as the network's name.
         tell: called with ("epoch", done, epochs) after each.
+
+    Example:
+        ```python
+        import torch
+        from qualms.data import Images, Normalisation
+        from qualms.training import Recipe, fit
+
+        torch.manual_seed(0)
+        labels = torch.arange(40) % 2
+        pixels = (200 * labels).to(torch.uint8).reshape(40, 1, 1, 1).expand(40, 1, 4, 4)  # dark or bright
+        images = Images("squares", pixels, labels)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        fitted = fit(model, images, Recipe(epochs=3, rate=0.1), Normalisation((0.5,), (0.5,)))
+        print(fitted.best_epoch, fitted.validation_accuracy)
+        ```
     """
     if images.labels is None:
         raise QualmsError(f"{images.name} has no labels to learn from; pass images with labels.")
@@ -182,7 +211,20 @@ class _Run:
 
 
 def trained_with(path: str | Path) -> Normalisation | None:
-    """The normalisation that a checkpoint of `fit` was trained with; None for other files."""
+    """The normalisation that a checkpoint of `fit` was trained with; None for other files.
+
+    Example:
+        ```python
+        import torch
+        from qualms.data import Images, Normalisation
+        from qualms.training import Recipe, fit, trained_with
+
+        images = Images("squares", torch.zeros(40, 1, 4, 4, dtype=torch.uint8), torch.arange(40) % 2)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        fit(model, images, Recipe(epochs=1, rate=0.1), Normalisation((0.5,), (0.25,)), checkpoint="squares.pt")
+        assert trained_with("squares.pt") == Normalisation((0.5,), (0.25,))
+        ```
+    """
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")["settings"]
         return Normalisation(tuple(found["mean"]), tuple(found["std"]))

@@ -20,6 +20,14 @@ class Recipe:
         momentum: of gradient descent.
         decay: of the weights.
         validate_every: epochs between two looks at the validation images.
+
+    Example:
+        ```python
+        from qualms.training import Recipe
+
+        recipe = Recipe(epochs=100, rate=0.1, drops=(30, 60, 90), augment=True)
+        assert recipe.shortened(10).drops == (3, 6, 9)
+        ```
     """
 
     epochs: int
@@ -48,7 +56,6 @@ class Recipe:
         return replace(self, epochs=epochs, drops=drops)
 
 
-# By the dataset that they are for; `active` for each cycle of active learning, `vit` for transformers on CIFAR.
 RECIPES: dict[str, Recipe] = {
     "mnist": Recipe(epochs=30, rate=0.01),
     "cifar10": Recipe(epochs=100, rate=0.1, drops=(30, 60, 90), augment=True),
@@ -58,3 +65,12 @@ RECIPES: dict[str, Recipe] = {
     "vit": Recipe(epochs=200, rate=1e-4, batch=512, augment=True, adam=True, decay=0.0),
     "digits": Recipe(epochs=30, rate=0.05, batch=64),
 }
+"""By the dataset that they are for; `active` for each cycle of active learning, `vit` for transformers on CIFAR.
+
+Example:
+    ```python
+    from qualms.training import RECIPES
+
+    print(RECIPES["cifar10"])
+    ```
+"""
