@@ -18,7 +18,16 @@ class QualmsError(ValueError):
 
 
 class SlowWarning(UserWarning):
-    """Inputs run one at a time: the numbers are right, but they come slowly."""
+    """Inputs run one at a time: the numbers are right, but they come slowly. The warning names the reason.
+
+    Example:
+        ```python
+        import warnings
+        import qualms
+
+        warnings.simplefilter("ignore", qualms.SlowWarning)  # to be told of it no more
+        ```
+    """
 
 
 def reason(error: Exception) -> str:

@@ -160,9 +160,7 @@ def by_name(methods: Methods) -> dict[str, Method]:
     for name, one in methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]:
         method = parse(one) if isinstance(one, str) else one
         if not isinstance(method, Method):
-            raise QualmsError(
-                f"a method is a {type(one).__name__}; pass a spec, or a qualms.methods.Method."
-            )
+            raise QualmsError(f"a method is a {type(one).__name__}; pass a spec, or a qualms.methods.Method.")
         called = name or (one if isinstance(one, str) else method.spec)
         if named.setdefault(called, method) != method:
             raise QualmsError(f"two methods are called {called!r}; give each a name of your own, in a dict.")

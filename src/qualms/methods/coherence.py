@@ -29,7 +29,18 @@ from qualms.methods.passes import Passes
 
 @dataclass(frozen=True)
 class Coherence(Method):
-    """No parameters."""
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import Coherence
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, Coherence()))
+        ```
+    """
 
     name = "coherence"
     paper = "ours, experimental"

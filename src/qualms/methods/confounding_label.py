@@ -17,7 +17,18 @@ from qualms.methods.gradient_score import GradientScore
 
 @dataclass(frozen=True)
 class ConfoundingLabel(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import ConfoundingLabel
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, ConfoundingLabel()))
+        ```
+    """
 
     name = "confounding-label"
     paper = "Lee & AlRegib, Gradients as a Measure of Uncertainty in Neural Networks, ICIP 2020"

@@ -11,7 +11,18 @@ from qualms.methods.passes import Passes
 
 @dataclass(frozen=True)
 class Energy(Method):
-    """No parameters."""
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import Energy
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, Energy()))
+        ```
+    """
 
     name = "energy"
     paper = "Liu et al., Energy-based Out-of-distribution Detection, NeurIPS 2020"

@@ -16,7 +16,18 @@ from qualms.methods.passes import Passes
 
 @dataclass(frozen=True)
 class Ensemble(Method):
-    """The members are the model itself and those given as `models=`."""
+    """The members are the model itself and those given as `models=`.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import Ensemble
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, Ensemble(), models=[torch.nn.Linear(4, 3) for _ in range(4)]))
+        ```
+    """
 
     name = "ensemble"
     paper = (

@@ -12,7 +12,18 @@ from qualms.methods.passes import Passes
 
 @dataclass(frozen=True)
 class Entropy(Method):
-    """No parameters."""
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import Entropy
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, Entropy()))
+        ```
+    """
 
     name = "entropy"
     paper = "Shannon, A Mathematical Theory of Communication, 1948"

@@ -13,7 +13,18 @@ from qualms.methods.gradient_score import GradientScore
 
 @dataclass(frozen=True)
 class ExGrad(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import ExGrad
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, ExGrad(layers=0.4)))
+        ```
+    """
 
     name = "exgrad"
     paper = "Igoe et al., How Useful are Gradients for OOD Detection?, 2022"

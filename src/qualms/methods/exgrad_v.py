@@ -14,7 +14,18 @@ from qualms.methods.passes import Passes
 
 @dataclass(frozen=True)
 class ExGradV(Method):
-    """No parameters."""
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import ExGradV
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, ExGradV()))
+        ```
+    """
 
     name = "exgrad-v"
     paper = "Igoe et al., How Useful are Gradients for OOD Detection?, 2022"

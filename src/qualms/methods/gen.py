@@ -12,7 +12,18 @@ from qualms.parameters import POSITIVE, settle, whole
 
 @dataclass(frozen=True)
 class GEN(Method):
-    """γ < 1 makes it sensitive to small deviations from a certain prediction; M keeps a long tail of classes out."""
+    """γ < 1 makes it sensitive to small deviations from a certain prediction; M keeps a long tail of classes out.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import GEN
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, GEN(gamma=0.1, top=10)))
+        ```
+    """
 
     gamma: float = 0.1
     top: int = 100

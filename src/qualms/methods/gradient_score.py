@@ -21,7 +21,30 @@ LAMBDA = 0.3
 
 @dataclass(frozen=True)
 class GradientScore(Method):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+
+    Example:
+        ```python
+        from dataclasses import dataclass
+
+        import torch
+        import qualms
+
+
+        @dataclass(frozen=True)
+        class Surest(qualms.methods.GradientScore):  # the norm of the gradient of the predicted class's log-probability
+            name = "surest"
+            paper = "none"
+            cost = "2, and C backward"
+            direction = "classes"
+
+            def weights(self, probs):
+                return (probs == probs.amax(-1, keepdim=True)).to(probs)
+
+
+        print(qualms.score(torch.nn.Linear(4, 3), torch.randn(5, 4), Surest(layers=0.3)))
+        ```
+    """
 
     layers: float | None = None
     smooth: Smoothing | None = None

@@ -15,7 +15,18 @@ from qualms.methods.gradient_score import GradientScore
 
 @dataclass(frozen=True)
 class GradNorm(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import GradNorm
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, GradNorm()))
+        ```
+    """
 
     name = "gradnorm"
     paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"

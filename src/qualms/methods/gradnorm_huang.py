@@ -15,7 +15,18 @@ from qualms.methods.passes import Passes
 
 @dataclass(frozen=True)
 class GradNormHuang(Method):
-    """No parameters."""
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import GradNormHuang
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, GradNormHuang()))
+        ```
+    """
 
     name = "gradnorm-huang"
     paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"

@@ -20,7 +20,18 @@ from qualms.random import generator
 
 @dataclass(frozen=True)
 class InsertedDropout(MonteCarlo):
-    """p is the share of features that are dropped. Paper: 0.4, 100 draws."""
+    """p is the share of features that are dropped. Paper: 0.4, 100 draws.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import InsertedDropout
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, InsertedDropout(p=0.4, draws=20)))
+        ```
+    """
 
     p: float = 0.4
     draws: int = 100

@@ -24,7 +24,18 @@ from qualms.parameters import POSITIVE, settle, whole
 
 @dataclass(frozen=True)
 class Laplace(MonteCarlo):
-    """The prior precision is laplace-torch's default."""
+    """The prior precision is laplace-torch's default.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import Laplace
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, Laplace(draws=20), train=[torch.randn(50, 4)]))
+        ```
+    """
 
     prior_precision: float = 1.0
     draws: int = 100

@@ -11,7 +11,18 @@ from qualms.methods.passes import Passes
 
 @dataclass(frozen=True)
 class MaxLogit(Method):
-    """No parameters."""
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import MaxLogit
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, MaxLogit()))
+        ```
+    """
 
     name = "max-logit"
     paper = "Hendrycks et al., Scaling Out-of-Distribution Detection for Real-World Settings, ICML 2022"

@@ -20,7 +20,18 @@ from qualms.random import generator
 
 @dataclass(frozen=True)
 class MCAA(MonteCarlo):
-    """a in the units of the tensor that the model receives, or one per channel. Paper: 0.0001, CIFAR-100 0.0005."""
+    """a in the units of the tensor that the model receives, or one per channel. Paper: 0.0001, CIFAR-100 0.0005.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import MCAA
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, MCAA(a=0.01, draws=20)))
+        ```
+    """
 
     a: Noise = 0.0001
     draws: int = 100

@@ -23,7 +23,18 @@ from qualms.parameters import settle, whole
 
 @dataclass(frozen=True)
 class MCBatchNorm(MonteCarlo):
-    """One draw for each of the first `draws` training batches, from the start again if there are fewer."""
+    """One draw for each of the first `draws` training batches, from the start again if there are fewer.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import MCBatchNorm
+
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        print(qualms.score(model, torch.randn(5, 4), MCBatchNorm(draws=4), train=[torch.randn(50, 4)]))
+        ```
+    """
 
     draws: int = 32
 

@@ -32,7 +32,18 @@ Layers = Sequence[nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d]
 
 @dataclass(frozen=True)
 class MCDropout(MonteCarlo):
-    """The share of dropped units is the model's own."""
+    """The share of dropped units is the model's own.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import MCDropout
+
+        model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 3))
+        print(qualms.score(model, torch.randn(5, 4), MCDropout(draws=20)))
+        ```
+    """
 
     draws: int = 100
 

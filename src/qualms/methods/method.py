@@ -38,6 +38,29 @@ class Method(Protocol):
         needs: what it is made from.
         cost: in forward passes; C is the number of classes, N of draws.
         direction: along which gradients are taken; None for what is not a gradient score.
+
+    Example:
+        ```python
+        from dataclasses import dataclass
+
+        import torch
+        import qualms
+
+
+        @dataclass(frozen=True)
+        class Margin(qualms.methods.Method):  # minus the gap between the two largest probabilities
+            name = "margin"
+            paper = "none"
+            needs = ("logits",)
+            cost = "1"
+
+            def score(self, passes):
+                best = passes.probs.topk(2).values
+                return best[:, 1] - best[:, 0]
+
+
+        print(qualms.score(torch.nn.Linear(4, 3), torch.randn(5, 4), Margin()))
+        ```
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]

@@ -11,7 +11,18 @@ from qualms.methods.passes import Passes
 
 @dataclass(frozen=True)
 class MSP(Method):
-    """No parameters."""
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import MSP
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, MSP()))
+        ```
+    """
 
     name = "msp"
     paper = "Hendrycks & Gimpel, A Baseline for Detecting Misclassified and Out-of-Distribution Examples, ICLR 2017"

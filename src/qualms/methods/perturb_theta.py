@@ -20,7 +20,18 @@ from qualms.random import generator
 
 @dataclass(frozen=True)
 class PerturbTheta(MonteCarlo):
-    """σ of every weight. Paper: 0.008, CIFAR-100 0.0003."""
+    """σ of every weight. Paper: 0.008, CIFAR-100 0.0003.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import PerturbTheta
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, PerturbTheta(sigma=0.01, draws=20)))
+        ```
+    """
 
     sigma: float = 0.008
     draws: int = 100

@@ -15,7 +15,18 @@ from qualms.parameters import NOISE, settle, whole
 
 @dataclass(frozen=True)
 class PerturbX(MonteCarlo):
-    """σ in the units of the tensor that the model receives, or one per channel. Paper: 0.008, CIFAR-100 0.02."""
+    """σ in the units of the tensor that the model receives, or one per channel. Paper: 0.008, CIFAR-100 0.02.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import PerturbX
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, PerturbX(sigma=0.1, draws=20)))
+        ```
+    """
 
     sigma: Noise = 0.008
     draws: int = 100

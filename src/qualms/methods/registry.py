@@ -46,12 +46,29 @@ MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at m
 
 
 def list_methods() -> list[Method]:
-    """Every method with its default parameters: objects with .name, .paper, .needs and .cost."""
+    """Every method with its default parameters: objects with .name, .paper, .needs and .cost.
+
+    Example:
+        ```python
+        import qualms
+
+        for method in qualms.list_methods():
+            print(method.name, method.needs, method.cost, method.paper)
+        ```
+    """
     return [kind() for kind in METHODS]
 
 
 def parse(spec: str) -> Method:
-    """The method that a spec names: `name` or `name(parameters)`, then `+layers(λ)` and `+smooth(σ, N)`."""
+    """The method that a spec names: `name` or `name(parameters)`, then `+layers(λ)` and `+smooth(σ, N)`.
+
+    Example:
+        ```python
+        from qualms.methods import parse
+
+        print(parse("exgrad+layers(0.4)+smooth(0.02, 8)"))
+        ```
+    """
     name, *modifiers = re.split(r"\+(?![^(]*\))", spec.replace(" ", ""))
     base, arguments = _call(name, spec)
     if base not in BY_NAME:

@@ -15,7 +15,18 @@ from qualms.methods.method import WANG_JI
 
 @dataclass(frozen=True)
 class REGrad(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import REGrad
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, REGrad(layers=0.3, smooth=qualms.Smoothing(0.02))))  # REGrad*
+        ```
+    """
 
     name = "regrad"
     paper = WANG_JI

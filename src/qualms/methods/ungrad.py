@@ -15,7 +15,18 @@ from qualms.methods.method import WANG_JI
 
 @dataclass(frozen=True)
 class UNGrad(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out."""
+    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import UNGrad
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, UNGrad()))
+        ```
+    """
 
     name = "ungrad"
     paper = WANG_JI
