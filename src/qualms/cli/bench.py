@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
+from qualms.cli.network import PUBLISHED, chosen_network
 from qualms.cli.options import (
     Chosen,
     Count,
@@ -28,25 +29,25 @@ from qualms.cli.options import (
     listed,
     telling,
 )
-from qualms.cli.subject import PUBLISHED, subject
 from qualms.data import DATASETS, Images, load
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.methods.registry import METHODS, parse
 from qualms.models import load_model
+from qualms.progress import Tell
 from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table, runtime_table
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.active import COLOUR, NETWORKS, RANDOM, Plan, active
 from qualms.tasks.calibration import calibration
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
 from qualms.tasks.paper import paper_methods
 from qualms.tasks.reproduce import LEARNT_FROM
-from qualms.tasks.rows import Row, Rows
+from qualms.tasks.rows import Row
 from qualms.tasks.runtime import runtime
 from qualms.tasks.scoring import BATCH, Methods, judged, usable
 from qualms.training import RECIPES
-from qualms.training.fit import Tell
 
 TASKS: dict[str, Callable[[Iterable[Row]], str]] = {
     "ood": ood_table,
@@ -115,7 +116,9 @@ def bench(
             plan = Plan(*sizes, recipe, 10 if cycles is None else cycles, pool, validation, diversity)
             found = _active(inside, name, methods, plan, count, root, file, seed, device_of(device), tell)
         else:
-            network = subject(inside, name, weights, root, mean, std, size, device_of(device), random=task == "runtime")
+            network = chosen_network(
+                inside, name, weights, root, mean, std, size, device_of(device), random=task == "runtime"
+            )
             test, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, size)
             learn = partial(training_images, inside, root, size, test)
             found = _scored(task, network, test, others, methods, count, engine or "exact", learn, file, seed, tell)
@@ -152,7 +155,7 @@ def _scored(
     good, reasons = usable(network, test, wanted, train)
     yield from reasons
     how: dict[str, Any] = {"seed": seed, "engine": engine, "train": train, "tell": tell}
-    with Rows(file, {"task": task, **network.about}) as rows:
+    with Journal(file, {"task": task, **network.about}) as rows:
         if whole.labels is not None and task != "runtime":
             yield {**judged(network, whole, rows), "network": network.name}
         if task == "calibration":
@@ -193,7 +196,7 @@ def _active(
         good, reasons = usable(Network(name, build(), normalisation), few, methods_only, few)
         yield from reasons
         wanted = {label: method for label, method in wanted.items() if method is None or label in good}
-    with Rows(file, {**about, "test": test.fingerprint()}) as rows:
+    with Journal(file, {**about, "test": test.fingerprint()}) as rows:
         yield from active(build, train, test, normalisation, wanted, plan, rows, seed=seed, tell=tell)
 
 

@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 from qualms.errors import QualmsError
-from qualms.training.fit import Tell
+from qualms.progress import Tell
 
 Root = Annotated[
     Path | None, typer.Option("--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from qualms.cli.bench import chosen, rows_file, test_images, training_images
+from qualms.cli.network import PUBLISHED, chosen_network
 from qualms.cli.options import (
     Chosen,
     Count,
@@ -26,13 +27,12 @@ from qualms.cli.options import (
     listed,
     telling,
 )
-from qualms.cli.subject import PUBLISHED, subject
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
 from qualms.report.page import write_page
 from qualms.report.tables import left_out
-from qualms.tasks.rows import Rows, read
-from qualms.tasks.scoring import definite, scored, usable
+from qualms.tasks.journal import Journal, read
+from qualms.tasks.scoring import chosen_engine, scored, usable
 
 
 def report(
@@ -65,16 +65,16 @@ def report(
     """
     curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
     name = model or PUBLISHED.get(inside, "")
-    network = subject(inside, name, weights, root, mean, std, size, device_of(device), random=False)
+    network = chosen_network(inside, name, weights, root, mean, std, size, device_of(device), random=False)
     whole, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, size)
     known, train = whole.subset(count or None), training_images(inside, root, size, whole)
     channels, pixels = known.pixels.shape[1:3]
     others = [images.subset(count or None).fitted(channels, pixels) for images in others]
     wanted, reasons = usable(network, known, chosen(methods, inside), train)
-    used = definite(network, known, wanted, engine or "exact")
+    used = chosen_engine(network, known, wanted, engine or "exact")
     groups = []
     with (
-        Rows(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
+        Journal(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
         telling() as tell,
     ):
         for images in (known, *others):

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from qualms.cli.bench import chosen
+from qualms.cli.network import chosen_network
 from qualms.cli.options import Device, Engine, Json, Mean, Root, Seed, Size, Std, Weights, device_of, telling
-from qualms.cli.subject import subject
 from qualms.data import Images, load
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
-from qualms.tasks.rows import Rows
 from qualms.tasks.scoring import scored
 
 Columns = dict[str, list[Any]]
@@ -46,11 +46,15 @@ def score(
     if out.suffix not in (".csv", ".parquet"):
         raise QualmsError(f"a table cannot be written to {out}; name a .csv or .parquet file.")
     wanted = chosen(methods, images)
-    network = subject(images, model, weights, root, mean, std, size, device_of(device), random=False, classes=classes)
+    network = chosen_network(
+        images, model, weights, root, mean, std, size, device_of(device), random=False, classes=classes
+    )
     found = load(images, root, size=size)
     network = replace(network, size=found.pixels.shape[2])  # its channels may be others than the images'
     with telling() as tell:
-        scores = scored(network, found, wanted, Rows(None, {}), seed=seed, engine=engine or "exact", tell=tell).scores
+        scores = scored(
+            network, found, wanted, Journal(None, {}), seed=seed, engine=engine or "exact", tell=tell
+        ).scores
     table = columns(network, found) | {name: values.tolist() for name, values in scores.items()}
     if json_lines:
         for row in zip(*table.values(), strict=True):
