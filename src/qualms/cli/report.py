@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.bench import chosen, rows_file, test_images, training_images
+from qualms.cli.bench.output import rows_file
+from qualms.cli.images import test_images, training_images
 from qualms.cli.network import PUBLISHED, chosen_network
 from qualms.cli.options import (
     Chosen,
@@ -27,6 +28,7 @@ from qualms.cli.options import (
     listed,
     telling,
 )
+from qualms.cli.specs import chosen_methods
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
 from qualms.report.page import write_page
@@ -70,7 +72,7 @@ def report(
     known, train = whole.subset(count or None), training_images(inside, root, size, whole)
     channels, pixels = known.pixels.shape[1:3]
     others = [images.subset(count or None).fitted(channels, pixels) for images in others]
-    wanted, reasons = usable(network, known, chosen(methods, inside), train)
+    wanted, reasons = usable(network, known, chosen_methods(methods, inside), train)
     used = chosen_engine(network, known, wanted, engine or "exact")
     groups = []
     with (

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from qualms.cli.bench import chosen
 from qualms.cli.network import chosen_network
 from qualms.cli.options import Device, Engine, Json, Mean, Root, Seed, Size, Std, Weights, device_of, telling
+from qualms.cli.specs import chosen_methods
 from qualms.data import Images, load
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
@@ -45,7 +45,7 @@ def score(
     """
     if out.suffix not in (".csv", ".parquet"):
         raise QualmsError(f"a table cannot be written to {out}; name a .csv or .parquet file.")
-    wanted = chosen(methods, images)
+    wanted = chosen_methods(methods, images)
     network = chosen_network(
         images, model, weights, root, mean, std, size, device_of(device), random=False, classes=classes
     )
