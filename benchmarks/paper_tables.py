@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table
 from qualms.tasks.presets import PRESETS
-from qualms.tasks.reproduce import TABLES, Place
+from qualms.tasks.reproduce import TABLES, Workspace
 from qualms.tasks.rows import Row
 
 HERE = Path(__file__).parent
@@ -53,8 +53,8 @@ def main() -> None:
     if "QUALMS_DATA" not in os.environ:
         raise SystemExit("QUALMS_DATA is not set: name the folder with the datasets and checkpoints in it.")
     preset, root = PRESETS[chosen.preset], Path(os.environ["QUALMS_DATA"])
-    place = Place(root, chosen.out / chosen.preset)
-    found = {table: list(TABLES[table](preset, place)) for table in chosen.tables.split(",")}
+    workspace = Workspace(root, chosen.out / chosen.preset)
+    found = {table: list(TABLES[table](preset, workspace)) for table in chosen.tables.split(",")}
     lines = [json.dumps({"table": table, **row}) for table, rows in found.items() for row in rows]
     (HERE / "results" / f"tables-{preset.name}.jsonl").write_text("\n".join(lines).replace(str(root), "data") + "\n")
     cuts = f"Preset `{preset.name}`, seeds {', '.join(map(str, preset.seeds))}. What it cuts: {preset.cuts}."

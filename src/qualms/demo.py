@@ -12,14 +12,15 @@ from qualms.data import DATASETS, Images, load
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, METHODS, parse
 from qualms.models.cnn import paper_cnn
+from qualms.progress import Tell
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
-from qualms.tasks.rows import Row, Rows
+from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import scored, usable
+from qualms.tasks.scoring import score_images, usable
 from qualms.training import RECIPES, fit
-from qualms.training.fit import Tell
 
 KNOWN = 7  # the digits 0 to 6 are learnt
 SIZE = 16
@@ -65,17 +66,17 @@ def every_method() -> dict[str, Method]:
     return {spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *(kind.name for kind in METHODS))}
 
 
-def evaluate(scene: Scene, seed: int = 0, tell: Tell | None = None) -> tuple[Content, list[Row]]:
+def evaluate(scene: Scene, seed: int = 0, tell: Tell | None = None) -> tuple[Content, list[LeftOutRow]]:
     """What the report shows, and a row with the reason for each method that the network does not allow."""
-    network, rows = scene.network, Rows(None, {})
+    network, journal = scene.network, Journal(None, {})
     methods, reasons = usable(network, scene.known, every_method(), scene.train)
     groups = []
     for images in (scene.known, *scene.unknown):
-        found = scored(network, images, methods, rows, seed=seed, train=scene.train, tell=tell)
+        found = score_images(network, images, methods, journal, seed=seed, train=scene.train, tell=tell)
         labels = found.labels if images is scene.known else None
         groups.append(Group(images.name, images, found.scores, found.predicted, labels))
     few = scene.known.take(slice(0, TIMED))
-    timed = runtime(network, few, methods, rows, seed=seed, train=scene.train, rounds=3, tell=tell)
+    timed = runtime(network, few, methods, journal, seed=seed, train=scene.train, rounds=3, tell=tell)
     about = {
         "Network": f"{network.name}, trained on {len(scene.train)} images of the {scene.train.name}",
         "Right on test digits": f"{100 * network.accuracy(scene.known):.1f} % of {len(scene.known)}",

@@ -94,8 +94,6 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
     ("words", "told"),
     [
         (("bench", "ood", "--id", "digits"), "ood needs --ood"),
-        (("bench", "calibration", "--id", "digits", "--ood", "mnist"), "calibration takes no --ood"),
-        (("bench", "nothing", "--id", "digits"), "there is no task 'nothing'"),
         (("bench", "calibration", "--id", "digits"), "digits-cnn has no weights; train it with `qualms train`"),
         (("bench", "calibration", "--id", "nowhere"), "no published network for 'nowhere'"),
         (("bench", "calibration", "--id", "cifar10"), "put cifar10_akamaster_resnet20-12fca82f.th into"),
@@ -104,8 +102,6 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
         (("bench", "runtime", "--id", "digits", "--device", "cud"), "there is no device 'cud' here"),
         (("bench", "active", "--id", "folder"), "active learning needs a dataset with a name"),
         (("bench", "ood", "--id", "digits", "--ood", "digits"), "--ood names digits, which is what the network knows"),
-        (("bench", "active", "--id", "digits", "--std", "0.5"), "active takes no --std; leave it out"),
-        (("bench", "runtime", "--id", "digits", "--cycles", "3"), "runtime takes no --cycles; leave it out"),
         (("bench", "active", "--id", "digits", "--methods", "mc-dropout"), "no method can be used: mc-dropout"),
         (("bench", "active", "--id", "digits", "--methods", "entropy", "--diversity", "2"), "needs a gradient score"),
         (("reproduce", "table1"), "nothing of table1 can be computed: "),
@@ -127,6 +123,58 @@ def test_what_a_user_can_put_right_is_told_in_one_sentence(
     assert err.startswith("qualms: ")
     assert told in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "option"),
+    [
+        ("calibration", "--ood"),
+        ("active", "--std"),
+        ("runtime", "--cycles"),
+        ("ablation", "--methods"),
+    ],
+)
+def test_an_option_that_a_task_does_not_look_at_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, option: str
+) -> None:
+    assert run(monkeypatch, "bench", task, "--id", "digits", option, "3") == 2
+    assert f"No such option: {option}" in capsys.readouterr().err
+    assert run(monkeypatch, "bench", task, "--help") == 0
+    assert f"{option} " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("bench", "nothing", "--id", "digits"), "there is no task 'nothing'; choose one of ood, calibration, "),
+        (("bench", "calibrate"), "there is no task 'calibrate'; did you mean calibration?"),
+        (("reprodcue", "table1"), "there is no command 'reprodcue'; did you mean reproduce?"),
+        (("xyzzy",), "there is no command 'xyzzy'; choose one of demo, score, "),
+    ],
+)
+def test_a_name_that_is_mistyped_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
+    assert run(monkeypatch, *words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"qualms: {told}")
+    assert err.count("\n") == 1
+
+
+def test_bench_lists_its_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "bench", "--help") == 0
+    out = capsys.readouterr().out
+    assert all(f" {task} " in out for task in ("ood", "calibration", "ablation", "runtime", "active"))
+
+
+def test_a_command_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "qualms.cli.methods", raising=False)
+    monkeypatch.delitem(sys.modules, "qualms.cli.options")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert run(monkeypatch, "methods") == 1
+    assert capsys.readouterr().err == "qualms: `qualms methods` needs rich.console; pip install 'qualms[app]'.\n"
 
 
 def test_test_images_are_never_learnt_from(
@@ -154,7 +202,7 @@ def test_training_images_are_read_only_for_methods_that_learn_from_them(
         asked.append(args[2])
         return load(*args, **more)
 
-    monkeypatch.setattr("qualms.cli.bench.load", noted)
+    monkeypatch.setattr("qualms.cli.images.load", noted)
     command = ("bench", "calibration", "--id", "digits", "--weights", weights, "--count", "32")
     assert run(monkeypatch, *command, "--methods", "entropy") == 0
     assert asked == ["test"]
@@ -212,7 +260,7 @@ def test_a_defect_is_told_in_one_sentence_too(
     def broken() -> None:
         raise RuntimeError("a nut\nand a bolt")
 
-    monkeypatch.setattr(methods, "registry", broken)
+    monkeypatch.setattr(methods, "list_methods", broken)
     assert run(monkeypatch, "methods") == 3
     assert capsys.readouterr().err == "qualms: something went wrong, RuntimeError: a nut; --debug shows where.\n"
     assert run(monkeypatch, "methods", "--no-such-option") == 2

@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from qualms.tasks.presets import CPU, Setup
-from qualms.tasks.reproduce import TABLES, Place
+from qualms.tasks.reproduce import TABLES, Workspace
 from qualms.training import RECIPES
 short = RECIPES["mnist"].shortened(2)
 setups = {"svhn": Setup("svhn-cnn", short, images=33)}
 plan = replace(CPU.active["mnist"], cycles=2, recipe=short, pool=60, validation=30)
 tiny = replace(CPU, setups=setups, vit={"cifar10": Setup("vit-tiny", short, images=10)}, active={"mnist": plan})
 for table in TABLES:
-    for row in TABLES[table](tiny, Place(Path("data"), Path("out"))):
+    for row in TABLES[table](tiny, Workspace(Path("data"), Path("out"))):
         print(row["row"], flush=True)
 """
 

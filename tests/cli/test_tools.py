@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -111,6 +113,13 @@ def test_doctor_says_what_is_there_and_what_is_not(
     assert states["torch"] == version("torch")
     assert found["a score"] == "works"
     assert {row["dataset"]: row["state"] for row in found["datasets"]}["digits"] == "360"
+
+
+def test_doctor_knows_every_package_that_the_commands_need() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["app"]]
+    names = {re.match(r"[\w-]+", requirement).group() for requirement in wanted}  # type: ignore[union-attr]
+    assert names <= {package for _, package, _ in doctor_module.PACKAGES}
 
 
 def test_doctor_fails_when_scores_do(

@@ -15,7 +15,8 @@ from qualms.models import load_model
 from qualms.report.tables import active_table
 from qualms.tasks import active as module
 from qualms.tasks.active import RANDOM, Plan, active, split
-from qualms.tasks.rows import Row, Rows
+from qualms.tasks.journal import Journal
+from qualms.tasks.rows import CycleRow
 from qualms.training import RECIPES
 
 PLAN = Plan(20, 10, replace(RECIPES["digits"], epochs=3), cycles=2, pool=200, validation=50)
@@ -26,9 +27,9 @@ def build() -> nn.Module:
     return load_model("digits-cnn")
 
 
-def run(rows: Rows, plan: Plan = PLAN, **more: object) -> Iterator[Row]:
+def run(journal: Journal, plan: Plan = PLAN, **more: object) -> Iterator[CycleRow]:
     train, test = load("digits", split="train"), load("digits").subset(100)
-    return active(build, train, test, DATASETS["digits"].normalisation, METHODS, plan, rows, **more)  # type: ignore[arg-type]
+    return active(build, train, test, DATASETS["digits"].normalisation, METHODS, plan, journal, **more)  # type: ignore[arg-type]
 
 
 def blank(count: int, classes: int = 10) -> Images:
@@ -66,15 +67,15 @@ def test_a_start_that_cannot_be_balanced_is_refused(start: int, words: str) -> N
 
 
 def test_each_cycle_adds_new_images_of_the_pool_and_judges_a_network_trained_on_them() -> None:
-    rows = Rows(None, {})
-    found = list(run(rows))
+    journal = Journal(None, {})
+    found = list(run(journal))
     assert [(r["method"], r["cycle"], r["labelled"]) for r in found] == [
         ("start", 0, 20), (RANDOM, 1, 30), (RANDOM, 2, 40), ("entropy", 1, 30), ("entropy", 2, 40),
         ("laplace", 1, 30), ("laplace", 2, 40),
     ]  # fmt: skip
     pool = split(load("digits", split="train"), PLAN, seed=0).pool
     for name in METHODS:
-        chosen = [i for row in rows.where(row="pick", method=name) for i in row["chosen"]]
+        chosen = [i for row in journal.where(row="pick", method=name) for i in row["chosen"]]
         assert len(set(chosen)) == 20
         assert set(chosen) <= set(pool.tolist())
     assert all(0 <= r["accuracy"] <= 1 and r["nll"] > 0 for r in found)
@@ -88,9 +89,9 @@ def test_each_cycle_adds_new_images_of_the_pool_and_judges_a_network_trained_on_
 def test_the_most_uncertain_images_are_picked() -> None:
     import qualms
 
-    rows = Rows(None, {})
-    list(run(rows))
-    (picked,) = rows.where(row="pick", method="entropy", cycle=0)
+    journal = Journal(None, {})
+    list(run(journal))
+    (picked,) = journal.where(row="pick", method="entropy", cycle=0)
     train, normalisation = load("digits", split="train"), DATASETS["digits"].normalisation
     parts = split(train, PLAN, seed=0)
     torch.manual_seed(0)
@@ -111,34 +112,34 @@ def test_a_run_that_was_killed_goes_on_and_trains_nothing_twice(
         return real(model, images, *args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "fit", counted)
-    whole = list(run(Rows(None, {})))
+    whole = list(run(Journal(None, {})))
     assert sorted(trained) == [20, 30, 30, 30, 40, 40, 40]  # the start is shared
     del trained[:]
-    with Rows(tmp_path / "rows", {}) as rows:
-        for row in run(rows):
+    with Journal(tmp_path / "rows", {}) as journal:
+        for row in run(journal):
             if (row["method"], row["cycle"]) == ("entropy", 1):
                 break
     assert trained == [20, 30, 40, 30]
     del trained[:]
-    with Rows(tmp_path / "rows", {}) as rows:
-        again = list(run(rows))
+    with Journal(tmp_path / "rows", {}) as journal:
+        again = list(run(journal))
     # The network of the cycle under way, from which the next images are picked, and of the start, for the last method.
     assert trained == [30, 40, 20, 30, 40]
     assert [{**r, "seconds": 0} for r in again] == [{**r, "seconds": 0} for r in whole]
     del trained[:]
-    with Rows(tmp_path / "rows", {}) as rows:
-        list(run(rows))
+    with Journal(tmp_path / "rows", {}) as journal:
+        list(run(journal))
     assert trained == []
 
 
 def test_rows_of_another_method_or_network_are_not_taken_for_its_own() -> None:
-    train, test, rows = load("digits", split="train"), load("digits").subset(50), Rows(None, {})
+    train, test, journal = load("digits", split="train"), load("digits").subset(50), Journal(None, {})
     plan, normalisation = replace(PLAN, cycles=1), DATASETS["digits"].normalisation
 
     def done(make: Callable[[], nn.Module], spec: str) -> int:
-        before = len(rows.where(row="pick"))
-        list(active(make, train, test, normalisation, {"mine": parse(spec)}, plan, rows))
-        return len(rows.where(row="pick")) - before
+        before = len(journal.where(row="pick"))
+        list(active(make, train, test, normalisation, {"mine": parse(spec)}, plan, journal))
+        return len(journal.where(row="pick")) - before
 
     assert [done(build, "regrad"), done(build, "regrad"), done(build, "entropy")] == [1, 0, 1]
     assert done(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "entropy") == 1
@@ -146,7 +147,7 @@ def test_rows_of_another_method_or_network_are_not_taken_for_its_own() -> None:
 
 def test_a_pool_that_runs_out_is_told() -> None:
     with pytest.raises(QualmsError, match="the pool has 5 images left, and 10 are wanted"):
-        list(run(Rows(None, {}), replace(PLAN, pool=15)))
+        list(run(Journal(None, {}), replace(PLAN, pool=15)))
 
 
 def test_diversity_changes_what_is_picked() -> None:
@@ -154,8 +155,8 @@ def test_diversity_changes_what_is_picked() -> None:
     normalisation = DATASETS["digits"].normalisation
     picks = []
     for diversity in (None, 5.0):
-        plan, rows = replace(PLAN, cycles=1, diversity=diversity), Rows(None, {})
-        list(active(build, train, test, normalisation, {"regrad": parse("regrad")}, plan, rows))
-        picks.append(rows.where(row="pick")[0]["chosen"])
+        plan, journal = replace(PLAN, cycles=1, diversity=diversity), Journal(None, {})
+        list(active(build, train, test, normalisation, {"regrad": parse("regrad")}, plan, journal))
+        picks.append(journal.where(row="pick")[0]["chosen"])
     assert picks[0][0] == picks[1][0]  # the most uncertain comes first
     assert set(picks[0]) != set(picks[1])

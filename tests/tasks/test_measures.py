@@ -11,19 +11,19 @@ from qualms.methods.registry import parse
 from qualms.report.tables import calibration_table, left_out, ood_table, runtime_table
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.calibration import calibration
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
-from qualms.tasks.rows import Rows
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import scored
+from qualms.tasks.scoring import score_images
 
 METHODS = {name: parse(name) for name in ("regrad+layers", "entropy", "energy", "negrad")}
 
 
 def test_ood_rows_agree_with_scikit_learn(network: Network, known: Images, strange: Images) -> None:
-    rows = Rows(None, {})
-    found = {row["method"]: row for row in ood(network, known, [strange], METHODS, rows)}
-    inside, outside = (scored(network, images, METHODS, rows).scores for images in (known, strange))
+    journal = Journal(None, {})
+    found = {row["method"]: row for row in ood(network, known, [strange], METHODS, journal)}
+    inside, outside = (score_images(network, images, METHODS, journal).scores for images in (known, strange))
     truth = [0] * len(known) + [1] * len(strange)
     for name in METHODS:
         scores = [*inside[name], *outside[name]]
@@ -38,25 +38,25 @@ def test_ood_rows_agree_with_scikit_learn(network: Network, known: Images, stran
 
 def test_images_of_another_shape_are_fitted_to_the_network(network: Network, known: Images) -> None:
     photos = Images("photos", load("digits").pixels[:40].repeat(1, 3, 2, 2), None)
-    (row,) = ood(network, known, [photos], {"entropy": parse("entropy")}, Rows(None, {}))
+    (row,) = ood(network, known, [photos], {"entropy": parse("entropy")}, Journal(None, {}))
     assert (row["n_in"], row["n_out"], row["out"]) == (100, 40, "photos")
 
 
 def test_a_second_run_reads_its_rows_and_adds_none(
     network: Network, known: Images, strange: Images, tmp_path: Path
 ) -> None:
-    with Rows(tmp_path / "rows", {}) as rows:
-        first = [*ood(network, known, [strange], METHODS, rows), *calibration(network, known, METHODS, rows)]
+    with Journal(tmp_path / "rows", {}) as journal:
+        first = [*ood(network, known, [strange], METHODS, journal), *calibration(network, known, METHODS, journal)]
     size = (tmp_path / "rows").stat().st_size
-    with Rows(tmp_path / "rows", {}) as rows:
-        again = [*ood(network, known, [strange], METHODS, rows), *calibration(network, known, METHODS, rows)]
+    with Journal(tmp_path / "rows", {}) as journal:
+        again = [*ood(network, known, [strange], METHODS, journal), *calibration(network, known, METHODS, journal)]
     assert again == first
     assert (tmp_path / "rows").stat().st_size == size
 
 
 def test_calibration_rows_say_how_often_certain_predictions_are_wrong(network: Network) -> None:
     images = load("digits").subset(300)
-    rows = list(calibration(network, images, METHODS, Rows(None, {})))
+    rows = list(calibration(network, images, METHODS, Journal(None, {})))
     found = {row["method"]: row for row in rows}
     right = network.accuracy(images)
     assert 0.5 < right < 1
@@ -69,16 +69,16 @@ def test_calibration_rows_say_how_often_certain_predictions_are_wrong(network: N
 
 
 def test_images_without_labels_are_refused_before_any_is_scored(network: Network, strange: Images) -> None:
-    rows = Rows(None, {})
+    journal = Journal(None, {})
     with pytest.raises(QualmsError, match="strange has no labels"):
-        list(calibration(network, strange, {"entropy": parse("entropy")}, rows))
-    assert not list(rows)
+        list(calibration(network, strange, {"entropy": parse("entropy")}, journal))
+    assert not list(journal)
 
 
 def test_where_all_predictions_are_right_there_is_no_raulc_and_the_row_says_so(network: Network, known: Images) -> None:
     assert known.labels is not None
     right = known.take((network.logits(known).argmax(1) == known.labels).nonzero().squeeze(1))
-    (row,) = calibration(network, right, {"entropy": parse("entropy")}, Rows(None, {}))
+    (row,) = calibration(network, right, {"entropy": parse("entropy")}, Journal(None, {}))
     assert row["raulc"] is None
     assert "rAULC" in row["why"]
     assert "| none " in calibration_table([row])
@@ -86,7 +86,7 @@ def test_where_all_predictions_are_right_there_is_no_raulc_and_the_row_says_so(n
 
 def test_runtime_is_in_units_of_entropy(network: Network, known: Images) -> None:
     methods = {"Entropy": parse("entropy"), "REGrad*": parse("regrad+layers+smooth")}
-    rows = list(runtime(network, known, methods, Rows(None, {}), rounds=3))
+    rows = list(runtime(network, known, methods, Journal(None, {}), rounds=3))
     ratios = {row["method"]: row["ratio"] for row in rows}
     assert 0.2 < ratios["Entropy"] < 5
     assert ratios["REGrad*"] > 3 * ratios["Entropy"]
@@ -97,11 +97,11 @@ def test_runtime_is_in_units_of_entropy(network: Network, known: Images) -> None
 def test_times_of_another_device_or_number_of_threads_are_measured_anew(
     network: Network, known: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, few = Rows(None, {}), known.take(slice(32))
+    journal, few = Journal(None, {}), known.take(slice(32))
     for threads in (1, 1, 2):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
-        list(runtime(network, few, {"Entropy": parse("entropy")}, rows, rounds=1))
-    assert [row["threads"] for row in rows] == [1, 2]
+        list(runtime(network, few, {"Entropy": parse("entropy")}, journal, rounds=1))
+    assert [row["threads"] for row in journal] == [1, 2]
 
 
 def test_tables_put_the_papers_numbers_beside_ours() -> None:
@@ -139,7 +139,7 @@ def test_the_sweeps_hold_the_limits_and_the_papers_values() -> None:
 
 def test_an_infinite_lambda_is_the_last_layer_alone(network: Network, known: Images) -> None:
     limit = {"∞": lambda_sweep()["λ → ∞"]}
-    own = scored(network, known.take(slice(0, 32)), limit, Rows(None, {})).scores["∞"]
+    own = score_images(network, known.take(slice(0, 32)), limit, Journal(None, {})).scores["∞"]
     import qualms
 
     last = qualms.score(network.model, network.inputs(known.take(slice(0, 32))), "regrad", params="8.*")

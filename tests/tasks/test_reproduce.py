@@ -10,7 +10,7 @@ from qualms.data import Images
 from qualms.methods.entropy import Entropy
 from qualms.tasks import reproduce
 from qualms.tasks.presets import PAPER, Setup
-from qualms.tasks.reproduce import Place
+from qualms.tasks.reproduce import Workspace
 from qualms.training import RECIPES
 
 
@@ -24,7 +24,7 @@ def test_ood_is_measured_on_as_many_images_of_both_datasets(tmp_path: Path, monk
     monkeypatch.setattr(reproduce, "_load", made_up)
     monkeypatch.setattr(reproduce, "EQUAL", 20)
     setup = Setup("svhn-cnn", RECIPES["svhn"].shortened(1))
-    preset, at = replace(PAPER, seeds=(0,), setups={"svhn": setup}), Place(tmp_path, tmp_path)
+    preset, at = replace(PAPER, seeds=(0,), setups={"svhn": setup}), Workspace(tmp_path, tmp_path)
     monkeypatch.setattr(reproduce, "paper_methods", lambda *_: {"Entropy": Entropy()})
     rows = [row for row in reproduce.table1(preset, at) if row["row"] == "ood"]
     assert [(row["out"], row["n_in"], row["n_out"]) for row in rows] == [("cifar10", 20, 20), ("cifar100", 20, 20)]

@@ -23,10 +23,10 @@ from qualms.methods.regrad import REGrad
 from qualms.models import load_model
 from qualms.tasks import scoring
 from qualms.tasks.calibration import calibration
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
-from qualms.tasks.rows import Rows
-from qualms.tasks.scoring import scored, usable
+from qualms.tasks.scoring import score_images, usable
 
 METHODS: dict[str, Method] = {
     "REGrad*": parse("regrad+layers+smooth"),
@@ -57,7 +57,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
 def test_chunks_give_what_one_call_gives(network: Network, known: Images) -> None:
     own = {name: network.in_its_units(method) for name, method in METHODS.items()}
     want = qualms.compare(network.model, network.inputs(known), own, seed=3)
-    have = scored(network, known, METHODS, Rows(None, {}), seed=3)
+    have = score_images(network, known, METHODS, Journal(None, {}), seed=3)
     for name, scores in want.items():
         np.testing.assert_allclose(have.scores[name], scores.numpy(), rtol=1e-4)
     assert have.correct.mean() == network.accuracy(known)
@@ -66,17 +66,17 @@ def test_chunks_give_what_one_call_gives(network: Network, known: Images) -> Non
 def test_a_run_that_was_killed_goes_on_with_the_next_chunk(
     network: Network, known: Images, tmp_path: Path, calls: list[tuple[int, tuple[str, ...]]]
 ) -> None:
-    whole = scored(network, known, METHODS, Rows(None, {}))
+    whole = score_images(network, known, METHODS, Journal(None, {}))
     del calls[:]
 
     def kill(what: str, done: int, total: int) -> None:
         if done == 64:
             raise Killed
 
-    with Rows(tmp_path / "rows", {}) as rows, pytest.raises(Killed):
-        scored(network, known, METHODS, rows, tell=kill)
-    with Rows(tmp_path / "rows", {}) as rows:
-        again = scored(network, known, METHODS, rows)
+    with Journal(tmp_path / "rows", {}) as journal, pytest.raises(Killed):
+        score_images(network, known, METHODS, journal, tell=kill)
+    with Journal(tmp_path / "rows", {}) as journal:
+        again = score_images(network, known, METHODS, journal)
     assert [first for first, _ in calls] == [0, 32, 64, 96]
     for name in METHODS:
         np.testing.assert_array_equal(again.scores[name], whole.scores[name])
@@ -85,11 +85,11 @@ def test_a_run_that_was_killed_goes_on_with_the_next_chunk(
 def test_only_what_is_new_is_computed(
     network: Network, known: Images, calls: list[tuple[int, tuple[str, ...]]]
 ) -> None:
-    rows = Rows(None, {})
-    scored(network, known.take(slice(0, 64)), {"entropy": METHODS["entropy"]}, rows)
-    scored(network, known, {"entropy": METHODS["entropy"]}, rows)  # more images
-    scored(network, known.take(slice(0, 32)), METHODS, rows)  # more methods
-    scored(network, known.take(slice(0, 32)), METHODS, rows)
+    journal = Journal(None, {})
+    score_images(network, known.take(slice(0, 64)), {"entropy": METHODS["entropy"]}, journal)
+    score_images(network, known, {"entropy": METHODS["entropy"]}, journal)  # more images
+    score_images(network, known.take(slice(0, 32)), METHODS, journal)  # more methods
+    score_images(network, known.take(slice(0, 32)), METHODS, journal)
     assert calls == [
         (0, ("entropy",)),
         (32, ("entropy",)),
@@ -103,16 +103,20 @@ def test_only_what_is_new_is_computed(
 def test_what_would_give_other_scores_is_computed_anew(
     network: Network, known: Images, calls: list[tuple[int, tuple[str, ...]]], change: str
 ) -> None:
-    rows, few = Rows(None, {}), known.take(slice(0, 32))
-    scored(network, few, {"m": parse("laplace" if change == "train" else "regrad+smooth")}, rows, train=known)
+    journal, few = Journal(None, {}), known.take(slice(0, 32))
+    score_images(network, few, {"m": parse("laplace" if change == "train" else "regrad+smooth")}, journal, train=known)
     pixels = few.pixels.clone()
     pixels[0, 0, 0, 0] ^= 1
     with_change = {
-        "seed": lambda: scored(network, few, {"m": parse("regrad+smooth")}, rows, train=known, seed=1),
-        "engine": lambda: scored(network, few, {"m": parse("regrad+smooth")}, rows, train=known, engine="sketch"),
-        "parameter": lambda: scored(network, few, {"m": parse("regrad+smooth(0.03)")}, rows, train=known),
-        "pixel": lambda: scored(network, replace(few, pixels=pixels), {"m": parse("regrad+smooth")}, rows, train=known),
-        "train": lambda: scored(network, few, {"m": parse("laplace")}, rows, train=few),
+        "seed": lambda: score_images(network, few, {"m": parse("regrad+smooth")}, journal, train=known, seed=1),
+        "engine": lambda: score_images(
+            network, few, {"m": parse("regrad+smooth")}, journal, train=known, engine="sketch"
+        ),
+        "parameter": lambda: score_images(network, few, {"m": parse("regrad+smooth(0.03)")}, journal, train=known),
+        "pixel": lambda: score_images(
+            network, replace(few, pixels=pixels), {"m": parse("regrad+smooth")}, journal, train=known
+        ),
+        "train": lambda: score_images(network, few, {"m": parse("laplace")}, journal, train=few),
     }
     with_change[change]()
     assert len(calls) == 2
@@ -152,7 +156,7 @@ def test_other_trainings_of_the_network_make_an_ensemble(network: Network, known
     several = replace(network, members=(load_model("digits-cnn"),))
     assert list(usable(several, few, wanted, None)[0]) == ["ensemble"]
     want = qualms.score(network.model, network.inputs(few), "ensemble", models=several.members)
-    have = scored(several, few, wanted, Rows(None, {})).scores["ensemble"]
+    have = score_images(several, few, wanted, Journal(None, {})).scores["ensemble"]
     np.testing.assert_allclose(have, want.numpy(), rtol=1e-4)
     assert several.about != network.about
 
@@ -164,16 +168,16 @@ def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, netwo
         def score(self, seen: object) -> Tensor:
             return torch.full((32,), float("nan"))
 
-    rows = Rows(None, {})
+    journal = Journal(None, {})
     with pytest.raises(QualmsError, match="broken gives image 0 of digits no finite score"):
-        scored(network, known.take(slice(0, 32)), {"broken": Broken()}, rows)
-    assert list(rows) == []
+        score_images(network, known.take(slice(0, 32)), {"broken": Broken()}, journal)
+    assert list(journal) == []
 
 
 def test_the_network_leaves_as_it_came(known: Images, network: Network) -> None:
     network.model.train()
     before = {k: v.clone() for k, v in network.model.state_dict().items()}
-    scored(network, known.take(slice(0, 32)), METHODS, Rows(None, {}))
+    score_images(network, known.take(slice(0, 32)), METHODS, Journal(None, {}))
     assert network.model.training
     assert all(torch.equal(v, network.model.state_dict()[k]) for k, v in before.items())
     network.model.eval()
@@ -185,16 +189,16 @@ def test_scores_that_are_compared_come_from_one_engine_whatever_auto_picks(
 ) -> None:
     picks = itertools.cycle(("sketch", "exact"))  # times vary, and a close choice with them
     monkeypatch.setattr("qualms.gradients.choice.timed", lambda *_, **__: Choice(next(picks), 1.0, 1.0))
-    rows, methods = Rows(None, {}), {"r": parse("regrad+layers")}
+    journal, methods = Journal(None, {}), {"r": parse("regrad+layers")}
     for _ in range(2):  # and the same run again
         if task == "ood":
-            list(ood(network, known, [strange], methods, rows, engine="auto"))
+            list(ood(network, known, [strange], methods, journal, engine="auto"))
         else:
-            list(calibration(network, known, methods, rows, engine="auto"))
-    measured = rows.where(row=task)
+            list(calibration(network, known, methods, journal, engine="auto"))
+    measured = journal.where(row=task)
     assert [row["engine"] for row in measured] == ["sketch", "exact"]
     for row in measured:
-        chunks = rows.where(row="scores", engine=row["engine"])
+        chunks = journal.where(row="scores", engine=row["engine"])
         assert {chunk["data"] for chunk in chunks} == ({"digits", "strange"} if task == "ood" else {"digits"})
         assert sum(len(c["scores"]["r"]) for c in chunks if c["data"] == "digits") == len(known)
-    assert not rows.where(engine="auto")
+    assert not journal.where(engine="auto")

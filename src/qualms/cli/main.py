@@ -1,24 +1,42 @@
 """`qualms`: the commands, and how errors are told."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from qualms.cli.bench import bench
-from qualms.cli.demo import demo
-from qualms.cli.doctor import doctor
-from qualms.cli.methods import methods
-from qualms.cli.report import report
-from qualms.cli.reproduce import reproduce
-from qualms.cli.score import score
-from qualms.cli.train import train
+from qualms.cli.lazy import LazyGroup
 from qualms.errors import QualmsError, reason
 from qualms.version import __version__
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-for command in (demo, score, methods, bench, report, train, reproduce, doctor):
-    app.command()(command)
+RESUMED = ("bench", "report", "train", "reproduce")  # what these had done is on disk
+
+
+class Commands(LazyGroup):
+    """What there is to do, and where it is told how."""
+
+    table = {  # noqa: RUF012 (the base class says that it belongs to the class)
+        "demo": ("qualms.cli.demo", "Train a network on digits, and write a page about what it does not know."),
+        "score": ("qualms.cli.score", "Score images: a table with the uncertainty of each."),
+        "methods": ("qualms.cli.methods", "List every method: its needs, its cost, and where it comes from."),
+        "bench": ("qualms.cli.bench", "Judge methods on a network: five tasks."),
+        "report": ("qualms.cli.report", "Write a page about a network, its data and the methods."),
+        "train": ("qualms.cli.train", "Train a network by the paper's recipe."),
+        "reproduce": ("qualms.cli.reproduce", "Make a table of the paper again."),
+        "doctor": ("qualms.cli.doctor", "Say what is installed, which datasets are there, and what would fail."),
+    }
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. Ctrl-C is told here: one step further out, typer takes it for its own."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            goes_on = ctx.invoked_subcommand in RESUMED
+            typer.echo(f"qualms: stopped{'; the same command goes on from here' if goes_on else ''}.", err=True)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
 def _version(wanted: bool) -> bool:
@@ -41,8 +59,8 @@ def qualms(
 def run() -> None:
     """Run a command, and tell what goes wrong in one sentence; `--debug` shows where.
 
-    Exit codes: 0 done, 1 something that the user can put right, 2 an option that does not exist, 3 a defect of qualms,
-    130 stopped.
+    Exit codes: 0 done, 1 something that the user can put right, 2 a command or option that does not exist, 3 a defect
+    of qualms, 130 stopped.
     """
     debug = "--debug" in sys.argv
     if debug:
@@ -56,6 +74,3 @@ def run() -> None:
         unknown = f"something went wrong, {type(error).__name__}: {reason(error)}; --debug shows where."
         typer.echo(f"qualms: {error if known else unknown}", err=True)
         sys.exit(1 if known else 3)
-    except KeyboardInterrupt:
-        typer.echo("qualms: stopped; the same command goes on from here.", err=True)
-        sys.exit(130)

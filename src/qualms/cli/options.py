@@ -23,7 +23,8 @@ from rich.progress import (
 from rich.text import Text
 
 from qualms.errors import QualmsError
-from qualms.training.fit import Tell
+from qualms.gradients import settings
+from qualms.progress import Tell
 
 Root = Annotated[
     Path | None, typer.Option("--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data")
@@ -35,10 +36,7 @@ Published = Annotated[
 Weights = Annotated[Path | None, typer.Option("--weights", help="Its checkpoint.", show_default="from ROOT/weights")]
 Chosen = Annotated[str, typer.Option("--methods", help="Specs with commas between, or `paper`, or `all`.")]
 Count = Annotated[int, typer.Option("--count", help="Test images of each dataset; 0 for all.")]
-Engine = Annotated[
-    str | None,
-    typer.Option("--engine", help="Of the gradient scores: exact, sketch, auto or reference.", show_default="exact"),
-]
+Engine = Annotated[settings.Engine, typer.Option("--engine", help="Of the gradient scores.")]
 Size = Annotated[int | None, typer.Option("--size", help="Resize images to so many pixels.")]
 Mean = Annotated[str | None, typer.Option("--mean", help="Normalisation, one number a channel, pixels from 0 to 1.")]
 Std = Annotated[str | None, typer.Option("--std", help="As --mean.")]

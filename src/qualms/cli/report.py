@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.bench import chosen, rows_file, test_images, training_images
+from qualms.cli.bench.output import rows_file
+from qualms.cli.images import test_images, training_images
+from qualms.cli.network import PUBLISHED, chosen_network
 from qualms.cli.options import (
     Chosen,
     Count,
@@ -26,13 +28,13 @@ from qualms.cli.options import (
     listed,
     telling,
 )
-from qualms.cli.subject import PUBLISHED, subject
+from qualms.cli.specs import chosen_methods
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
 from qualms.report.page import write_page
 from qualms.report.tables import left_out
-from qualms.tasks.rows import Rows, read
-from qualms.tasks.scoring import definite, scored, usable
+from qualms.tasks.journal import Journal, read
+from qualms.tasks.scoring import chosen_engine, score_images, usable
 
 
 def report(
@@ -42,7 +44,7 @@ def report(
     weights: Weights = None,
     methods: Chosen = "paper",
     count: Count = 500,
-    engine: Engine = None,
+    engine: Engine = "exact",
     size: Size = None,
     mean: Mean = None,
     std: Std = None,
@@ -65,20 +67,20 @@ def report(
     """
     curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
     name = model or PUBLISHED.get(inside, "")
-    network = subject(inside, name, weights, root, mean, std, size, device_of(device), random=False)
+    network = chosen_network(inside, name, weights, root, mean, std, size, device_of(device), random=False)
     whole, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, size)
     known, train = whole.subset(count or None), training_images(inside, root, size, whole)
     channels, pixels = known.pixels.shape[1:3]
     others = [images.subset(count or None).fitted(channels, pixels) for images in others]
-    wanted, reasons = usable(network, known, chosen(methods, inside), train)
-    used = definite(network, known, wanted, engine or "exact")
+    wanted, reasons = usable(network, known, chosen_methods(methods, inside), train)
+    used = chosen_engine(network, known, wanted, engine)
     groups = []
     with (
-        Rows(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
+        Journal(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
         telling() as tell,
     ):
         for images in (known, *others):
-            found = scored(network, images, wanted, kept, seed=seed, engine=used, train=train, tell=tell)
+            found = score_images(network, images, wanted, kept, seed=seed, engine=used, train=train, tell=tell)
             labels = found.labels if images is known else None
             groups.append(Group(images.name, images, found.scores, found.predicted, labels))
     about = {"Network": network.name, "Images": f"{len(known)} of each dataset at most", "Seed": str(seed)}

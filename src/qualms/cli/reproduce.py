@@ -10,7 +10,7 @@ from qualms.cli.options import Device, Json, Root, device_of, telling
 from qualms.errors import QualmsError
 from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table
 from qualms.tasks.presets import PRESETS
-from qualms.tasks.reproduce import TABLES, Place
+from qualms.tasks.reproduce import TABLES, Workspace
 
 
 def reproduce(
@@ -36,10 +36,11 @@ def reproduce(
         raise QualmsError(f"there is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
     chosen = PRESETS[preset]
     with telling() as tell:
-        place = Place(Path(root or "data"), out / preset, device_of(device), tell)
-        rows = list(TABLES[table](chosen, place))
-    if all(row["row"] == "left out" for row in rows):
-        raise QualmsError(f"nothing of {table} can be computed: {rows[0]['why']}")
+        workspace = Workspace(Path(root or "data"), out / preset, device_of(device), tell)
+        rows = list(TABLES[table](chosen, workspace))
+    reasons = [row["why"] for row in rows if row["row"] == "left out"]
+    if len(reasons) == len(rows):
+        raise QualmsError(f"nothing of {table} can be computed: {reasons[0]}")
     if json_lines:
         for row in rows:
             typer.echo(json.dumps(row))

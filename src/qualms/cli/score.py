@@ -2,21 +2,24 @@
 
 import csv
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qualms.cli.bench import chosen
+from qualms.cli.network import chosen_network
 from qualms.cli.options import Device, Engine, Json, Mean, Root, Seed, Size, Std, Weights, device_of, telling
-from qualms.cli.subject import subject
+from qualms.cli.specs import chosen_methods
 from qualms.data import Images, load
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
+from qualms.progress import Tell
+from qualms.scored import Scored
+from qualms.scorer import Scorer
 from qualms.tasks.network import Network
-from qualms.tasks.rows import Rows
-from qualms.tasks.scoring import scored
+from qualms.tasks.scoring import CHUNK, require_finite
 
 Columns = dict[str, list[Any]]
 
@@ -28,7 +31,7 @@ def score(
     methods: Annotated[str, typer.Option(help="Specs with commas between.")] = DEFAULT,
     out: Annotated[Path, typer.Option(help="The table: .parquet or .csv.")] = Path("scores.csv"),
     classes: Annotated[int | None, typer.Option(help="How many, where the network leaves that open.")] = None,
-    engine: Engine = None,
+    engine: Engine = "exact",
     size: Size = None,
     mean: Mean = None,
     std: Std = None,
@@ -45,13 +48,16 @@ def score(
     """
     if out.suffix not in (".csv", ".parquet"):
         raise QualmsError(f"a table cannot be written to {out}; name a .csv or .parquet file.")
-    wanted = chosen(methods, images)
-    network = subject(images, model, weights, root, mean, std, size, device_of(device), random=False, classes=classes)
+    wanted = chosen_methods(methods, images)
+    network = chosen_network(
+        images, model, weights, root, mean, std, size, device_of(device), random=False, classes=classes
+    )
     found = load(images, root, size=size)
     network = replace(network, size=found.pixels.shape[2])  # its channels may be others than the images'
+    own = {name: network.in_its_units(method) for name, method in wanted.items()}
     with telling() as tell:
-        scores = scored(network, found, wanted, Rows(None, {}), seed=seed, engine=engine or "exact", tell=tell).scores
-    table = columns(network, found) | {name: values.tolist() for name, values in scores.items()}
+        parts = list(_scored(Scorer(network.model, own, engine=engine, seed=seed), network, found, tell))
+    table = _named(Scored.concatenated(parts), found).columns()
     if json_lines:
         for row in zip(*table.values(), strict=True):
             typer.echo(json.dumps(dict(zip(table, row, strict=True))))
@@ -60,16 +66,20 @@ def score(
     typer.echo(f"{len(found)} images scored by {', '.join(wanted)}: {out}")
 
 
-def columns(network: Network, images: Images) -> Columns:
-    """What the network says of each image."""
-    probs = network.logits(images).double().softmax(1)
-    confidence, predicted = probs.max(1)
-    names = images.classes if len(images.classes) == probs.shape[1] else ()
-    return {
-        "id": list(images.ids or range(len(images))),
-        "prediction": [names[p] if names else p for p in predicted.tolist()],
-        "confidence": confidence.tolist(),
-    }
+def _scored(scorer: Scorer, network: Network, images: Images, tell: Tell | None) -> Iterator[Scored]:
+    starts = range(0, len(images), CHUNK)
+    for part in scorer.stream(network.inputs(images.take(slice(start, start + CHUNK))) for start in starts):
+        for name, scores in part.scores.items():
+            require_finite(name, images.name, part.ids[0], scores)
+        yield part
+        if tell is not None:
+            tell(f"{images.name} scored", part.ids[-1] + 1, len(images))
+
+
+def _named(scored: Scored, images: Images) -> Scored:
+    """The same with the images' names and, where they fit, those of their classes."""
+    names = images.classes if len(images.classes) == scored.probs.shape[1] else None
+    return replace(scored, ids=images.ids or scored.ids, class_names=names)
 
 
 def write(table: Columns, out: Path) -> None:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -11,13 +12,14 @@ from jaxtyping import Float
 from qualms.errors import QualmsError
 from qualms.metrics import aupr, auroc, interval, raulc
 from qualms.report.content import Content, Layers
-from qualms.tasks.rows import Row
+from qualms.tasks.rows import CycleRow, Row
 
 BINS = 41  # an odd number: equal scores stand in the middle of one
 POINTS = 300  # of a curve that is drawn
 WIDE = 30  # a score whose middle 90 % span this factor is drawn on a logarithmic axis
 DECADES = 1e-6  # and over no more than this part of the largest score
 COLUMNS = 120  # inputs of a group that the map of layers draws
+Progress = Literal["accuracy", "nll"]  # what active learning is followed by
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,12 @@ class Curve:
     high: list[float]
 
 
-def learning_curves(cycles: Iterable[Row], measure: str) -> dict[str, list[Curve]]:
+def learning_curves(cycles: Iterable[Row], measure: Progress) -> dict[str, list[Curve]]:
     """By dataset, a curve for each method; the start, which all methods share, begins each."""
-    rows = [row for row in cycles if row.get("row", "cycle") == "cycle"]
+    rows = [row for row in cycles if row["row"] == "cycle"]
     found: dict[str, list[Curve]] = {}
-    for data in dict.fromkeys(str(row.get("data", "")) for row in rows):
-        of_data = [row for row in rows if str(row.get("data", "")) == data]
+    for data in dict.fromkeys(row["data"] for row in rows):
+        of_data = [row for row in rows if row["data"] == data]
         start = [row for row in of_data if row["cycle"] == 0]
         methods = dict.fromkeys(row["method"] for row in of_data if row["cycle"])
         found[data] = [
@@ -179,7 +181,7 @@ def learning_curves(cycles: Iterable[Row], measure: str) -> dict[str, list[Curve
     return found
 
 
-def _curve(method: str, rows: Sequence[Row], measure: str) -> Curve:
-    labelled = sorted({int(row["labelled"]) for row in rows})
-    values = [[float(row[measure]) for row in rows if row["labelled"] == n] for n in labelled]
+def _curve(method: str, rows: Sequence[CycleRow], measure: Progress) -> Curve:
+    labelled = sorted({row["labelled"] for row in rows})
+    values = [[row[measure] for row in rows if row["labelled"] == n] for n in labelled]
     return Curve(method, labelled, [statistics.fmean(v) for v in values], [*map(min, values)], [*map(max, values)])

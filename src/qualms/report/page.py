@@ -12,7 +12,7 @@ import numpy as np
 from qualms.errors import QualmsError
 from qualms.report.content import Content
 from qualms.report.gallery import Picture, pictures, png
-from qualms.report.numbers import Judged, Measured, at_a_glance, layer_shares, learning_curves
+from qualms.report.numbers import Judged, Measured, Progress, at_a_glance, layer_shares, learning_curves
 from qualms.version import __version__
 
 COVERAGE = 95  # where the slider stands first, in percent of the known images
@@ -20,6 +20,10 @@ DIAGRAMS = {
     "histogram": "Scores of known and unknown images",
     "roc": "ROC curves",
     "lift": "Lift curve",
+}
+LEARNING: dict[Progress, tuple[str, str]] = {  # the axis, and which end of it is best
+    "accuracy": ("accuracy, %", "highest"),
+    "nll": ("negative log-likelihood", "lowest"),
 }
 
 
@@ -130,7 +134,7 @@ def _fixed(content: Content, judged: list[Judged]) -> dict[str, list[dict[str, A
         glance.append(_named("AUROC against each unknown group", *figures.auroc_dots(content, judged)))
     if any(j.raulc is not None for j in judged):
         glance.append(_named("Certain where it is right: rAULC", *figures.raulc_dots(content, judged)))
-    for measure, title, best in (("accuracy", "accuracy, %", "highest"), ("nll", "negative log-likelihood", "lowest")):
+    for measure, (title, best) in LEARNING.items():
         for data, curves in learning_curves(content.cycles, measure).items():
             if curves:
                 learning.append(_named(f"{data}: {title}", *figures.learning(curves, title, best)))

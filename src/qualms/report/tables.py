@@ -9,7 +9,7 @@ from qualms.methods.registry import parse
 from qualms.report.content import Content
 from qualms.report.numbers import at_a_glance
 from qualms.tasks.paper import ACTIVE, OOD, RAULC, RUNTIME, SWEEPS, VIT, paper_methods, paper_row
-from qualms.tasks.rows import Row
+from qualms.tasks.rows import CalibrationRow, OodRow, Row
 
 Line = Sequence[str]
 
@@ -33,8 +33,13 @@ def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
         lines = []
         for name in dict.fromkeys(row["method"] for row in of_pair):
             of_method = [row for row in of_pair if row["method"] == name]
-            lines.append([name, _auroc(of_method), *(_mean(of_method, k) for k in ("aupr_out", "aupr_in", "fpr95"))])
-            lines[-1].append(_beside(name, pair[0], {k: f"{a:.2f}/{b:.2f}" for k, (a, b) in theirs.items()}))
+            rest = [
+                _percent(row["aupr_out"] for row in of_method),
+                _percent(row["aupr_in"] for row in of_method),
+                _percent(row["fpr95"] for row in of_method),
+            ]
+            paper_number = _beside(name, pair[0], {k: f"{a:.2f}/{b:.2f}" for k, (a, b) in theirs.items()})
+            lines.append([name, _auroc(of_method), *rest, paper_number])
         n_in, n_out = of_pair[0]["n_in"], of_pair[0]["n_out"]
         title = f"{pair[0]} → {pair[1]}: {n_in} and {n_out} images, %"
         head = ["method", "AUROC", "AUPR", "AUPR, in as positive", "FPR95", "paper's AUROC/AUPR"]
@@ -52,9 +57,13 @@ def calibration_table(rows: Iterable[Row]) -> str:
         for name in dict.fromkeys(row["method"] for row in of_data):
             of_method = [row for row in of_data if row["method"] == name]
             theirs = {row: f"{number:.3f}" for row, number in RAULC.get(data, {}).items()}
-            risks = [_mean(of_method, key) for key in ("risk_at_95", "risk_at_90", "risk_at_80")]
+            risks = [
+                _percent(row["risk_at_95"] for row in of_method),
+                _percent(row["risk_at_90"] for row in of_method),
+                _percent(row["risk_at_80"] for row in of_method),
+            ]
             lines.append([name, _raulc(of_method), *risks, _beside(name, data, theirs)])
-        n, share = of_data[0]["n"], _mean(of_data[:1], "accuracy")
+        n, share = of_data[0]["n"], _percent([of_data[0]["accuracy"]])
         head = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
         parts.append(f"{data}: {n} images, {share} % right\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
@@ -70,9 +79,11 @@ def active_table(rows: Iterable[Row]) -> str:
         for name in dict.fromkeys(row["method"] for row in of_data):
             of_method = [row for row in of_data if row["method"] == name]
             theirs = {row: f"{a:.2f}/{b:.3f}" for row, (a, b) in ACTIVE.get(data, {}).items()}
-            numbers = [f"{statistics.fmean(row[k] for row in of_method):.3f}" for k in ("nll", "nll_softmax_twice")]
+            nll = statistics.fmean(row["nll"] for row in of_method)
+            twice = statistics.fmean(row["nll_softmax_twice"] for row in of_method)
             labels = f"{min(r['labelled'] for r in of_method)} to {max(r['labelled'] for r in of_method)}"
-            lines.append([name, labels, _mean(of_method, "accuracy"), *numbers, _beside(name, data, theirs)])
+            share = _percent(row["accuracy"] for row in of_method)
+            lines.append([name, labels, share, f"{nll:.3f}", f"{twice:.3f}", _beside(name, data, theirs)])
         head = ["method", "labels", "accuracy, %", "NLL", "NLL, softmax twice", "paper's ACC/NLL"]
         parts.append(f"{data}\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
@@ -134,20 +145,23 @@ def _paper_ood(pair: str, table: str) -> dict[str, Any]:
     return {**OOD.get(pair, {}), **SWEEPS.get(pair, {})}
 
 
-def _mean(rows: Sequence[Row], key: str) -> str:
-    return f"{100 * statistics.fmean(row[key] for row in rows):.2f}"
+def _percent(shares: Iterable[float]) -> str:
+    return f"{100 * statistics.fmean(shares):.2f}"
 
 
-def _auroc(rows: Sequence[Row]) -> str:
+def _auroc(rows: Sequence[OodRow]) -> str:
     if len(rows) == 1:
         return f"{100 * rows[0]['auroc']:.2f} [{100 * rows[0]['auroc_low']:.1f}, {100 * rows[0]['auroc_high']:.1f}]"
-    return f"{_mean(rows, 'auroc')} ± {100 * statistics.stdev(row['auroc'] for row in rows):.2f}"
+    areas = [row["auroc"] for row in rows]
+    return f"{_percent(areas)} ± {100 * statistics.stdev(areas):.2f}"
 
 
-def _raulc(rows: Sequence[Row]) -> str:
-    there = [row for row in rows if row["raulc"] is not None]
+def _raulc(rows: Sequence[CalibrationRow]) -> str:
+    there = [(value, row) for row in rows if (value := row["raulc"]) is not None]
     if not there:
         return "none"
     if len(there) == 1:
-        return f"{there[0]['raulc']:.3f} [{there[0]['raulc_low']:.3f}, {there[0]['raulc_high']:.3f}]"
-    return f"{statistics.fmean(r['raulc'] for r in there):.3f} ± {statistics.stdev(r['raulc'] for r in there):.3f}"
+        value, row = there[0]
+        return f"{value:.3f} [{row['raulc_low']:.3f}, {row['raulc_high']:.3f}]"
+    values = [value for value, _ in there]
+    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"

@@ -17,13 +17,14 @@ from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.metrics import accuracy, nll, nll_softmax_twice
 from qualms.models.fingerprint import fingerprint
+from qualms.progress import Tell
 from qualms.random import generator
 from qualms.selection import require_gradients, select
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
-from qualms.tasks.rows import Row, Rows
+from qualms.tasks.rows import CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
 from qualms.tasks.scoring import Inputs
 from qualms.training import Recipe, fit
-from qualms.training.fit import Tell
 
 BLOCK = 10_000  # images to start from, and as many for validation
 START, PICK = range(2)  # purposes of random numbers
@@ -53,11 +54,11 @@ def active(
     normalisation: Normalisation,
     methods: Mapping[str, Method | None],
     plan: Plan,
-    rows: Rows,
+    journal: Journal,
     *,
     seed: int = 0,
     tell: Tell | None = None,
-) -> Iterator[Row]:
+) -> Iterator[CycleRow]:
     """A row for each method and cycle: accuracy and negative log-likelihood on the test images.
 
     Args:
@@ -67,7 +68,7 @@ def active(
         normalisation: of the network's inputs.
         methods: by name; None picks at random. Noise in pixels scaled to [0, 1].
         plan: how many images, how often.
-        rows: where the rows are kept; cycles that it has are not run again.
+        journal: where the rows are kept; cycles that it has are not run again.
         seed: decides the start, the weights and the order of training.
         tell: called with what is done.
     """
@@ -93,32 +94,44 @@ def active(
             cached[tuple(chosen)] = Network("active", model, normalisation)
         return cached[tuple(chosen)]
 
-    about = {"data": train.name, "seed": seed, "from": f"{fingerprint(fresh())} {normalisation}"}
+    data, weights = train.name, f"{fingerprint(fresh())} {normalisation}"
     for done, (name, method) in enumerate(methods.items()):
         chosen: list[int] = []
         for cycle in range(plan.cycles + 1):
-            key = {**about, "method": name if cycle else "start", "cycle": cycle}
-            key |= {"exactly": repr(method)} if cycle else {}
-            judged = rows.where(row="cycle", **key)
+            by, exactly = name if cycle else "start", repr(method)
+            key: CycleKey = {"row": "cycle", "data": data, "seed": seed, "from": weights, "method": by, "cycle": cycle}
+            if cycle:
+                key["exactly"] = exactly
+            judged = journal.where(**key)
             if judged:
                 row = judged[0]
             else:
-                began = time.perf_counter()
-                row = {"labelled": len(parts.start) + len(chosen), **_judged(trained(chosen), test)}
-                row = rows.add({"row": "cycle", **key, **row, "seconds": round(time.perf_counter() - began, 2)})
+                began, labelled = time.perf_counter(), len(parts.start) + len(chosen)
+                measures = _judged(trained(chosen), test)
+                seconds = round(time.perf_counter() - began, 2)
+                row = journal.add(CycleRow(**key, labelled=labelled, **measures, seconds=seconds))
             if cycle or not done:
                 yield row
             if cycle < plan.cycles:
-                key = {**about, "row": "pick", "method": name, "exactly": repr(method), "cycle": cycle}
-                picked = rows.where(**key) or [
-                    rows.add({**key, "chosen": _pick(trained(chosen), train, parts, chosen, method, plan, seed)})
-                ]
-                chosen = chosen + picked[0]["chosen"]
+                asked: PickKey = {
+                    "data": data,
+                    "seed": seed,
+                    "from": weights,
+                    "row": "pick",
+                    "method": name,
+                    "exactly": exactly,
+                    "cycle": cycle,
+                }
+                picks = journal.where(**asked)
+                if not picks:
+                    new = _pick(trained(chosen), train, parts, chosen, method, plan, seed)
+                    picks = [journal.add(PickRow(**asked, chosen=new))]
+                chosen = chosen + picks[0]["chosen"]
             if tell is not None:
                 tell("cycle", done * (plan.cycles + 1) + cycle + 1, len(methods) * (plan.cycles + 1))
 
 
-def _judged(network: Network, test: Images) -> Row:
+def _judged(network: Network, test: Images) -> CycleMeasures:
     logits = network.logits(test)
     return {
         "accuracy": accuracy(logits, test.labels),

@@ -8,45 +8,58 @@ from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aurc, interval, raulc, selective_risk
+from qualms.progress import Tell
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
-from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, definite, parameters, scored
-from qualms.training.fit import Tell
-
-COVERAGES = (0.8, 0.9, 0.95)
+from qualms.tasks.rows import CalibrationKey, CalibrationMeasures, CalibrationRow
+from qualms.tasks.scoring import Methods, chosen_engine, parameters, score_images
 
 
 def calibration(
     network: Network,
     images: Images,
     methods: Methods,
-    rows: Rows,
+    journal: Journal,
     *,
     seed: int = 0,
     engine: Engine | Sketch = "exact",
     train: Images | None = None,
     tell: Tell | None = None,
-) -> Iterator[Row]:
+) -> Iterator[CalibrationRow]:
     """A row for each method: rAULC with its 95 % interval, the area under risk and coverage, and selective risks.
 
     Where all predictions are right, or all wrong, there is no rAULC; the row has None and says why.
     """
     if images.labels is None:
         raise QualmsError(f"{images.name} has no labels, so it is not known which predictions are right.")
-    engine = definite(network, images, methods, engine)
-    found = scored(network, images, methods, rows, seed=seed, engine=engine, train=train, tell=tell)
+    engine = chosen_engine(network, images, methods, engine)
+    found = score_images(network, images, methods, journal, seed=seed, engine=engine, train=train, tell=tell)
     for name, method in methods.items():
-        key: Row = {"row": "calibration", "in": images.name, "method": name, "exactly": parameters(method, train)}
-        key |= {"seed": seed, "engine": str(engine), "n": len(images), "images": images.fingerprint()}
-        known = rows.where(**key)
-        yield known[0] if known else rows.add({**key, **_measures(found.scores[name], found.correct)})
+        key: CalibrationKey = {
+            "row": "calibration",
+            "in": images.name,
+            "method": name,
+            "exactly": parameters(method, train),
+            "seed": seed,
+            "engine": str(engine),
+            "n": len(images),
+            "images": images.fingerprint(),
+        }
+        known = journal.where(**key)
+        yield known[0] if known else journal.add(CalibrationRow(**key, **_measures(found.scores[name], found.correct)))
 
 
-def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> Row:
-    risks = {f"risk_at_{round(100 * c)}": selective_risk(uncertainty, correct, c) for c in COVERAGES}
-    row: Row = {"accuracy": float(correct.mean()), "aurc": aurc(uncertainty, correct), **risks}
+def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasures:
+    found: CalibrationMeasures = {
+        "accuracy": float(correct.mean()),
+        "aurc": aurc(uncertainty, correct),
+        "risk_at_80": selective_risk(uncertainty, correct, 0.8),
+        "risk_at_90": selective_risk(uncertainty, correct, 0.9),
+        "risk_at_95": selective_risk(uncertainty, correct, 0.95),
+        "raulc": None,
+    }
     try:
         low, high = interval(raulc, uncertainty, correct, paired=True)
-        return {**row, "raulc": raulc(uncertainty, correct), "raulc_low": low, "raulc_high": high}
+        return {**found, "raulc": raulc(uncertainty, correct), "raulc_low": low, "raulc_high": high}
     except QualmsError as why:
-        return {**row, "raulc": None, "why": str(why)}
+        return {**found, "why": str(why)}

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aupr, auroc, fpr95, interval
+from qualms.progress import Tell
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
-from qualms.tasks.rows import Row, Rows
-from qualms.tasks.scoring import Methods, definite, parameters, scored
-from qualms.training.fit import Tell
+from qualms.tasks.rows import OodKey, OodMeasures, OodRow
+from qualms.tasks.scoring import Methods, chosen_engine, parameters, score_images
 
 
 def ood(
@@ -16,38 +17,41 @@ def ood(
     inside: Images,
     outside: Sequence[Images],
     methods: Methods,
-    rows: Rows,
+    journal: Journal,
     *,
     seed: int = 0,
     engine: Engine | Sketch = "exact",
     train: Images | None = None,
     tell: Tell | None = None,
-) -> Iterator[Row]:
+) -> Iterator[OodRow]:
     """A row for each method and each dataset of `outside`: AUROC with its 95 % interval, AUPR both ways, FPR95.
 
     OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
     """
-    engine = definite(network, inside, methods, engine)
+    engine = chosen_engine(network, inside, methods, engine)
     images = [inside, *(o.fitted(inside.pixels.shape[1], inside.pixels.shape[2]) for o in outside)]
     known, *others = (
-        scored(network, i, methods, rows, seed=seed, engine=engine, train=train, tell=tell) for i in images
+        score_images(network, i, methods, journal, seed=seed, engine=engine, train=train, tell=tell) for i in images
     )
     for other, of in zip(others, images[1:], strict=True):
         for name, method in methods.items():
-            key: Row = {
+            key: OodKey = {
                 "row": "ood",
                 "in": inside.name,
                 "out": of.name,
                 "method": name,
                 "exactly": parameters(method, train),
+                "seed": seed,
+                "engine": str(engine),
+                "n_in": len(inside),
+                "n_out": len(of),
+                "images": f"{inside.fingerprint()} {of.fingerprint()}",
             }
-            key |= {"seed": seed, "engine": str(engine), "n_in": len(inside), "n_out": len(of)}
-            key |= {"images": f"{inside.fingerprint()} {of.fingerprint()}"}
-            found = rows.where(**key)
-            yield found[0] if found else rows.add({**key, **_measures(known.scores[name], other.scores[name])})
+            found = journal.where(**key)
+            yield found[0] if found else journal.add(OodRow(**key, **_measures(known.scores[name], other.scores[name])))
 
 
-def _measures(inside: object, outside: object) -> Row:
+def _measures(inside: object, outside: object) -> OodMeasures:
     low, high = interval(auroc, inside, outside)
     return {
         "auroc": auroc(inside, outside),

@@ -17,17 +17,18 @@ from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
+from qualms.progress import Tell
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.active import COLOUR, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
 from qualms.tasks.paper import VIT, paper_methods
 from qualms.tasks.presets import Preset, Setup
-from qualms.tasks.rows import Row, Rows
+from qualms.tasks.rows import LeftOutRow, Row
 from qualms.tasks.scoring import Methods, judged, usable
 from qualms.training import fit
-from qualms.training.fit import Tell
 
 # What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it is on disk.
 PAIRS = {
@@ -45,7 +46,7 @@ LEARNT_FROM = 5000  # training images that `laplace` sees where a preset scores 
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """Where data is read and rows are kept, where it is computed, and who is told how far it is."""
 
     root: Path
@@ -54,22 +55,20 @@ class Place:
     tell: Tell | None = None
 
 
-def table1(preset: Preset, at: Place) -> Iterator[Row]:
+def table1(preset: Preset, at: Workspace) -> Iterator[Row]:
     """Out-of-distribution detection by all methods."""
     for dataset, setup in preset.setups.items():
         yield from _ood(preset, at, dataset, setup, PAIRS[dataset], paper_methods(dataset, preset.smooth))
 
 
-def table2(preset: Preset, at: Place) -> Iterator[Row]:
+def table2(preset: Preset, at: Workspace) -> Iterator[Row]:
     """Calibration of all methods."""
     for dataset, setup in preset.setups.items():
         methods = paper_methods(dataset, preset.smooth)
-        yield from _on_each_network(
-            preset, at, dataset, setup, methods, lambda r: calibration(r.network, r.images, r.methods, r.rows, **r.how)
-        )
+        yield from _on_each_network(preset, at, dataset, setup, methods, _calibration)
 
 
-def table3(preset: Preset, at: Place) -> Iterator[Row]:
+def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
     """Active learning."""
     for dataset, plan in preset.active.items():
         if (missing := _missing(at, dataset)) is not None:
@@ -86,25 +85,25 @@ def table3(preset: Preset, at: Place) -> Iterator[Row]:
             return load_model(name, classes=classes).to(at.device)
 
         about = {"data": dataset, "network": name, "plan": repr(plan), "train": train.fingerprint()}
-        with Rows(at.out / f"active-{dataset}.jsonl", {**about, "test": test.fingerprint()}) as rows:
+        with Journal(at.out / f"active-{dataset}.jsonl", {**about, "test": test.fingerprint()}) as journal:
             for seed in preset.seeds:
-                yield from active(build, train, test, normalisation, methods, plan, rows, seed=seed, tell=at.tell)
+                yield from active(build, train, test, normalisation, methods, plan, journal, seed=seed, tell=at.tell)
 
 
-def table4(preset: Preset, at: Place) -> Iterator[Row]:
+def table4(preset: Preset, at: Workspace) -> Iterator[Row]:
     """What each part of REGrad* adds."""
     for dataset, setup in preset.setups.items():
         rows = {k: v for k, v in components(dataset, preset.smooth).items() if k in ("ExGrad", *PARTS)}
         yield from _ood(preset, at, dataset, setup, (MAIN[dataset],), rows)
 
 
-def table5(preset: Preset, at: Place) -> Iterator[Row]:
+def table5(preset: Preset, at: Workspace) -> Iterator[Row]:
     """How much λ and σ matter, on SVHN against CIFAR-10."""
     methods = {**lambda_sweep(), **sigma_sweep("svhn", (0.015, 0.02, 0.025), preset.smooth)}
     yield from _ood(preset, at, "svhn", preset.setups["svhn"], ("cifar10",), methods)
 
 
-def vit(preset: Preset, at: Place) -> Iterator[Row]:
+def vit(preset: Preset, at: Workspace) -> Iterator[Row]:
     """Out-of-distribution detection by a vision transformer."""
     rows = next(iter(VIT.values()))
     for dataset, setup in preset.vit.items():
@@ -112,7 +111,7 @@ def vit(preset: Preset, at: Place) -> Iterator[Row]:
         yield from _ood(preset, at, dataset, setup, PAIRS[dataset], methods)
 
 
-TABLES: dict[str, Callable[[Preset, Place], Iterator[Row]]] = {
+TABLES: dict[str, Callable[[Preset, Workspace], Iterator[Row]]] = {
     f.__name__: f for f in (table1, table2, table3, table4, table5, vit)
 }
 
@@ -123,8 +122,12 @@ def active_methods(dataset: str, preset: Preset) -> dict[str, Method | None]:
     return {name: every[name] for name in preset.active_methods or every}
 
 
+def _calibration(r: "Ready") -> Iterator[Row]:
+    yield from calibration(r.network, r.images, r.methods, r.journal, **r.how)
+
+
 def _ood(
-    preset: Preset, at: Place, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
+    preset: Preset, at: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
 ) -> Iterator[Row]:
     def measured(r: "Ready") -> Iterator[Row]:
         others = []
@@ -133,25 +136,25 @@ def _ood(
                 yield {**missing, "in": dataset}
             else:
                 others.append(_load(name, at.root).subset(setup.images).take(slice(EQUAL)))
-        yield from ood(r.network, r.images.take(slice(EQUAL)), others, r.methods, r.rows, **r.how)
+        yield from ood(r.network, r.images.take(slice(EQUAL)), others, r.methods, r.journal, **r.how)
 
     yield from _on_each_network(preset, at, dataset, setup, methods, measured)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A network with its test images, the methods that it allows, and where its rows are."""
+    """A network with its test images, the methods that it allows, and the journal of its rows."""
 
     network: Network
     images: Images
     methods: Methods
-    rows: Rows
+    journal: Journal
     how: dict[str, Any]  # seed, engine, training images and who is told, as tasks take them
 
 
 def _on_each_network(
     preset: Preset,
-    at: Place,
+    at: Workspace,
     dataset: str,
     setup: Setup,
     methods: Methods,
@@ -165,12 +168,12 @@ def _on_each_network(
     images, learnt = whole.subset(setup.images), train if setup.images is None else train.subset(LEARNT_FROM)
     for seed in preset.seeds:
         network = _network(at, dataset, setup, seed)
-        with Rows(at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about) as rows:
-            yield {**judged(network, whole, rows), "network": network.name}
+        with Journal(at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about) as journal:
+            yield {**judged(network, whole, journal), "network": network.name}
             good, reasons = usable(network, images, methods, learnt)
             yield from reasons
             how = {"seed": seed, "engine": setup.engine, "train": learnt, "tell": at.tell}
-            yield from measured(Ready(network, images, good, rows, how))
+            yield from measured(Ready(network, images, good, journal, how))
 
 
 @lru_cache(maxsize=8)
@@ -178,7 +181,7 @@ def _load(dataset: str, root: Path, split: str = "test") -> Images:
     return load(dataset, root, split)
 
 
-def _missing(at: Place, dataset: str) -> Row | None:
+def _missing(at: Workspace, dataset: str) -> LeftOutRow | None:
     """A row that says why a dataset is left out, if it cannot be read."""
     try:
         _load(dataset, at.root)
@@ -187,7 +190,7 @@ def _missing(at: Place, dataset: str) -> Row | None:
         return {"row": "left out", "out": dataset, "why": str(error)}
 
 
-def _network(at: Place, dataset: str, setup: Setup, seed: int) -> Network:
+def _network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
     entry, classes = ZOO[setup.network], DATASETS[dataset].classes
     published = at.root / "weights" / (entry.file or "")
     if entry.file is not None and entry.normalisation is not None and published.is_file():

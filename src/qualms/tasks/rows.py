@@ -1,128 +1,189 @@
-"""Rows of numbers on disk, as JSON lines: each is written before the next is computed, so a killed run loses nothing.
+"""What rows hold: the numbers that tasks measure, as they are yielded, kept in a journal and written as JSON lines.
 
-The first line says what the run is about; a file is only ever continued by the same run. A line that was cut short by
-a kill is dropped when the file is opened again.
+`row` says of which kind a row is. A key type has all that decides a row's numbers: rows with equal keys are the same
+row, and are measured once. Shares are from 0 to 1.
 """
 
-import json
-import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import IO, Any
+from typing import Literal, NotRequired, TypedDict
 
-from qualms.errors import QualmsError
-
-Row = dict[str, Any]
-START = b'{"row": "run"'  # how every file of rows begins
+# `in` and `from` are words of Python, which the body of a class cannot have as keys.
+_In = TypedDict("_In", {"in": str})
+_MaybeIn = TypedDict("_MaybeIn", {"in": NotRequired[str]})
+_From = TypedDict("_From", {"from": str})
 
 
-class Rows(AbstractContextManager["Rows"]):
-    """The rows of one run, in memory and, with a path, on disk.
+class OodKey(_In):
+    """`ood`: one method on one pair of datasets; `in` is the dataset that the network knows."""
 
-    Args:
-        path: the file; None keeps the rows in memory alone.
-        about: what decides the rows' values, such as the network and the seed; the file must say the same.
-    """
-
-    def __init__(self, path: str | Path | None, about: Row) -> None:
-        self._rows: list[Row] = []
-        self._file: IO[bytes] | None = None
-        if path is None:
-            return
-        self._file = _locked(Path(path))
-        try:
-            self._continue(Path(path), json.loads(json.dumps({"row": "run", **about})))
-        except QualmsError:
-            self._file.close()
-            raise
-
-    def _continue(self, path: Path, about: Row) -> None:
-        assert self._file is not None
-        first, *self._rows = _read(self._file, path) or [{}]
-        if not first:
-            self._write(about)
-        elif first != about:
-            other = next(k for k in {**first, **about} if first.get(k) != about.get(k))
-            raise QualmsError(
-                f"{path} holds a run with another {other} ({first.get(other)}, not {about.get(other)}); "
-                "choose another file, or delete it."
-            )
-
-    def add(self, row: Row) -> Row:
-        """Keep a row; it is on disk when this returns."""
-        self._rows.append(row)
-        if self._file is not None:
-            self._write(row)
-        return row
-
-    def where(self, **key: Any) -> list[Row]:
-        """The rows with these values."""
-        return [row for row in self._rows if all(row.get(k) == v for k, v in key.items())]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, row: Row) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    row: Literal["ood"]
+    out: str  # the other dataset
+    method: str  # the name that tables give it
+    exactly: str  # the method with all its parameters
+    seed: int
+    engine: str
+    n_in: int  # images of each dataset
+    n_out: int
+    images: str  # fingerprints of both
 
 
-def read(path: str | Path) -> list[Row]:
-    """The rows that a run has left, whatever it was about."""
-    try:
-        with open(path, "rb") as file:
-            return _rows(file.read(), Path(path))
-    except OSError as error:
-        raise QualmsError(f"{path} cannot be read ({error.strerror}); name the rows of a run.") from None
+class OodMeasures(TypedDict):
+    """How well a score tells the datasets apart; OOD is the positive class, but for `aupr_in`."""
+
+    auroc: float
+    auroc_low: float  # of its 95 % interval
+    auroc_high: float
+    aupr_out: float
+    aupr_in: float
+    fpr95: float
 
 
-def _locked(path: Path) -> IO[bytes]:
-    """The file, open for reading and writing, and for nobody else who asks for it this way."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b")  # noqa: SIM115 (it stays open as long as the rows)
-    except OSError as error:
-        raise QualmsError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass  # a system without locks
-    except OSError:
-        file.close()
-        raise QualmsError(f"{path} is in use by another run; wait for it, or choose another file.") from None
-    return file
+class OodRow(OodKey, OodMeasures):
+    """How well a method tells one dataset from another."""
 
 
-def _read(file: IO[bytes], path: Path) -> list[Row]:
-    """The rows of an open file, which loses a last line that was cut short."""
-    file.seek(0)
-    content = file.read()
-    rows = _rows(content, path)
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):  # only now: a file that somebody else wrote stays as it is
-        file.truncate(whole)
-    return rows
+class CalibrationKey(_In):
+    """`calibration`: one method on the dataset `in`."""
+
+    row: Literal["calibration"]
+    method: str
+    exactly: str
+    seed: int
+    engine: str
+    n: int
+    images: str
 
 
-def _rows(content: bytes, path: Path) -> list[Row]:
-    rows = []
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError
-        except ValueError:
-            raise QualmsError(f"line {number} of {path} is not a row of a run; choose another file.") from None
-        rows.append(row)
-    if not content.startswith(START) and not START.startswith(content):
-        raise QualmsError(f"{path} is not a file of rows; choose another file.")
-    return rows
+class CalibrationMeasures(TypedDict):
+    """Whether the certain predictions are the right ones."""
+
+    accuracy: float
+    aurc: float
+    risk_at_80: float  # the share of wrong predictions among the most certain 80 %
+    risk_at_90: float
+    risk_at_95: float
+    raulc: float | None  # None where all predictions are right, or all wrong
+    raulc_low: NotRequired[float]  # of its 95 % interval
+    raulc_high: NotRequired[float]
+    why: NotRequired[str]  # there is no rAULC
+
+
+class CalibrationRow(CalibrationKey, CalibrationMeasures):
+    """How a method's certainty goes with being right."""
+
+
+class ScoresAbout(TypedDict):
+    """What all scores of a dataset's images share."""
+
+    data: str
+    seed: int
+    engine: str
+
+
+class ScoresKey(ScoresAbout):
+    """`scores`: some consecutive images of a dataset."""
+
+    row: Literal["scores"]
+    first: int  # the position of the first of them
+    images: str
+
+
+class ScoresRow(ScoresKey):
+    """The scores of a few images, so that nobody computes them again."""
+
+    methods: dict[str, str]  # by name, each with all its parameters
+    seconds: float
+    scores: dict[str, list[float]]  # by the same names
+
+
+class AccuracyKey(TypedDict):
+    """`accuracy`: the journal's network on a dataset."""
+
+    row: Literal["accuracy"]
+    data: str
+    n: int
+    images: str
+    network: NotRequired[str]  # its name; not in a journal, which is all about one network
+
+
+class AccuracyRow(AccuracyKey):
+    """How often a network is right."""
+
+    accuracy: float
+
+
+class _Learning(_From):
+    """What all cycles of active learning share; `from` is the fingerprint of the weights that each begins with."""
+
+    data: str
+    seed: int
+
+
+class CycleKey(_Learning):
+    """`cycle`: a network that was trained on the images picked so far."""
+
+    row: Literal["cycle"]
+    method: str  # that picked them; `start` before the first pick
+    cycle: int  # how many picks there were
+    exactly: NotRequired[str]  # the method with all its parameters; not at the start
+
+
+class CycleMeasures(TypedDict):
+    """How good the network is on test images."""
+
+    accuracy: float
+    nll: float
+    nll_softmax_twice: float
+
+
+class CycleRow(CycleKey, CycleMeasures):
+    """How good a network is after so many labels."""
+
+    labelled: int
+    seconds: float
+
+
+class PickKey(_Learning):
+    """`pick`: what a method asks for after a cycle."""
+
+    row: Literal["pick"]
+    method: str
+    exactly: str
+    cycle: int
+
+
+class PickRow(PickKey):
+    """Which images get a label next, by their position among the training images."""
+
+    chosen: list[int]
+
+
+class RuntimeKey(TypedDict):
+    """`runtime`: one method, timed."""
+
+    row: Literal["runtime"]
+    method: str
+    exactly: str
+    n: int
+    engine: str
+    rounds: int
+    device: str
+    threads: int
+
+
+class RuntimeRow(RuntimeKey):
+    """What a method costs: medians over the rounds."""
+
+    seconds: float
+    ratio: float  # to Entropy's seconds in the same round
+
+
+class LeftOutRow(_MaybeIn):
+    """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows. It is never in a journal."""
+
+    row: Literal["left out"]
+    why: str
+    method: NotRequired[str]
+    out: NotRequired[str]
+
+
+Row = OodRow | CalibrationRow | ScoresRow | AccuracyRow | CycleRow | PickRow | RuntimeRow | LeftOutRow

@@ -10,11 +10,12 @@ import torch
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.entropy import Entropy
+from qualms.progress import Tell
 from qualms.scores import compare
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
-from qualms.tasks.rows import Row, Rows
+from qualms.tasks.rows import RuntimeKey, RuntimeRow
 from qualms.tasks.scoring import Inputs, Methods, parameters
-from qualms.training.fit import Tell
 
 BATCH = 32
 UNIT = "Entropy"
@@ -24,14 +25,14 @@ def runtime(
     network: Network,
     images: Images,
     methods: Methods,
-    rows: Rows,
+    journal: Journal,
     *,
     seed: int = 0,
     engine: Engine | Sketch = "exact",
     train: Images | None = None,
     rounds: int = 3,
     tell: Tell | None = None,
-) -> Iterator[Row]:
+) -> Iterator[RuntimeRow]:
     """A row for each method: the median over rounds of its time, divided by Entropy's in the same round.
 
     Each method runs alone, on the same images in batches of 32. `laplace` is timed with the fit on `train`.
@@ -48,14 +49,22 @@ def runtime(
 
     seconds(Entropy())  # the first run pays for what later ones find ready
     for done, (name, method) in enumerate(methods.items(), start=1):
-        key = {"row": "runtime", "method": name, "exactly": parameters(method, train), "n": len(images)}
-        key |= {"engine": str(engine), "rounds": rounds, "device": str(x[0].device), "threads": torch.get_num_threads()}
-        known = rows.where(**key)
+        key: RuntimeKey = {
+            "row": "runtime",
+            "method": name,
+            "exactly": parameters(method, train),
+            "n": len(images),
+            "engine": str(engine),
+            "rounds": rounds,
+            "device": str(x[0].device),
+            "threads": torch.get_num_threads(),
+        }
+        known = journal.where(**key)
         if known:
             yield known[0]
             continue
         timed = [(seconds(Entropy()), seconds(network.in_its_units(method))) for _ in range(rounds)]
-        row = {"seconds": statistics.median(t for _, t in timed), "ratio": statistics.median(t / u for u, t in timed)}
-        yield rows.add({**key, **row})
+        median, ratio = statistics.median(t for _, t in timed), statistics.median(t / u for u, t in timed)
+        yield journal.add(RuntimeRow(**key, seconds=median, ratio=ratio))
         if tell is not None:
             tell("methods timed", done, len(methods))

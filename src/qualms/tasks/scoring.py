@@ -12,11 +12,12 @@ from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import LOGITS, TRAINING_DATA, Method
+from qualms.progress import Tell
 from qualms.scorer import Scorer
 from qualms.scores import compare
+from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
-from qualms.tasks.rows import Row, Rows
-from qualms.training.fit import Tell
+from qualms.tasks.rows import AccuracyKey, AccuracyRow, LeftOutRow, ScoresAbout, ScoresKey, ScoresRow
 
 CHUNK = 32  # inputs whose scores are written together; what a kill can lose
 BATCH = 256  # images that are normalised at a time, where all are to be read
@@ -24,7 +25,7 @@ Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixe
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredImages:
     """Scores of some images by method, and whether each prediction was right (None without labels)."""
 
     scores: dict[str, np.ndarray]
@@ -39,24 +40,26 @@ class Scored:
         return self.predicted == self.labels
 
 
-def scored(
+def score_images(
     network: Network,
     images: Images,
     methods: Methods,
-    rows: Rows,
+    journal: Journal,
     *,
     seed: int = 0,
     engine: Engine | Sketch = "exact",
     train: Images | None = None,
     tell: Tell | None = None,
-) -> Scored:
-    """The scores of all images by all methods, from `rows` where they are there, else computed and added to it."""
+) -> ScoredImages:
+    """The scores of all images by all methods, from `journal` where they are there, else computed and added to it."""
     starts = list(range(0, len(images), CHUNK))
     parts = {start: images.take(slice(start, start + CHUNK)) for start in starts}
-    key = {"row": "scores", "data": images.name, "seed": seed, "engine": str(engine)}
-    keys: dict[int, Row] = {s: {**key, "first": s, "images": part.fingerprint()} for s, part in parts.items()}
+    about: ScoresAbout = {"data": images.name, "seed": seed, "engine": str(engine)}
+    keys: dict[int, ScoresKey] = {
+        s: {"row": "scores", **about, "first": s, "images": part.fingerprint()} for s, part in parts.items()
+    }
     exactly = {name: parameters(method, train) for name, method in methods.items()}
-    have = {start: _known(rows, keys[start], exactly) for start in starts}
+    have = {start: _known(journal, keys[start], exactly) for start in starts}
     own = {name: network.in_its_units(method) for name, method in methods.items()}
     predicted: dict[int, np.ndarray] = {}
 
@@ -79,12 +82,12 @@ def scored(
         )
         began = time.perf_counter()
         for start, found in zip(run, scorer.stream(batches, first=run[0]), strict=True):
-            values = {name: _finite(name, images.name, start, s).tolist() for name, s in found.scores.items()}
+            values = {name: require_finite(name, images.name, start, s).tolist() for name, s in found.scores.items()}
             seconds = time.perf_counter() - began
             have[start].update(values)
             predicted[start] = found.prediction.cpu().numpy()
-            how = {"methods": {name: exactly[name] for name in names}, "seconds": round(seconds, 3)}
-            rows.add({**keys[start], **how, "scores": values})
+            made = {name: exactly[name] for name in names}
+            journal.add(ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values))
             began = time.perf_counter()
             if tell is not None:
                 tell(f"{images.name} scored", min(start + CHUNK, len(images)), len(images))
@@ -93,27 +96,27 @@ def scored(
             predicted[start] = network.logits(parts[start]).argmax(1).numpy()
     scores = {name: np.concatenate([np.array(have[start][name]) for start in starts]) for name in own}
     labels = None if images.labels is None else images.labels.numpy()
-    return Scored(scores, np.concatenate([predicted[start] for start in starts]), labels)
+    return ScoredImages(scores, np.concatenate([predicted[start] for start in starts]), labels)
 
 
-def definite(network: Network, images: Images, methods: Methods, engine: Engine | Sketch) -> Engine | Sketch:
+def chosen_engine(network: Network, images: Images, methods: Methods, engine: Engine | Sketch) -> Engine | Sketch:
     """What `auto` picks on the first images, once: scores of two engines must not meet, in one run or in its rows."""
     own = {name: network.in_its_units(method) for name, method in methods.items()}
     return Scorer(network.model, own, engine=engine).choose_engine(network.inputs(images.take(slice(CHUNK))))
 
 
-def judged(network: Network, images: Images, rows: Rows) -> Row:
+def judged(network: Network, images: Images, journal: Journal) -> AccuracyRow:
     """The network's accuracy on labelled images, computed once."""
-    key = {"row": "accuracy", "data": images.name, "n": len(images), "images": images.fingerprint()}
-    return (rows.where(**key) or [rows.add({**key, "accuracy": network.accuracy(images)})])[0]
+    key: AccuracyKey = {"row": "accuracy", "data": images.name, "n": len(images), "images": images.fingerprint()}
+    return (journal.where(**key) or [journal.add(AccuracyRow(**key, accuracy=network.accuracy(images)))])[0]
 
 
 def usable(
     network: Network, images: Images, methods: Methods, train: Images | None
-) -> tuple[dict[str, Method], list[Row]]:
+) -> tuple[dict[str, Method], list[LeftOutRow]]:
     """The methods that this network and this data allow, and a row with the reason for each other one."""
     good: dict[str, Method] = {}
-    rows: list[Row] = []
+    rows: list[LeftOutRow] = []
     few = network.inputs(images.take(slice(0, 2)))
     batches = None if train is None else Inputs(network, train.take(slice(0, 2 * BATCH)))
     for name, method in methods.items():
@@ -129,7 +132,8 @@ def usable(
     return good, rows
 
 
-def _finite(method: str, data: str, first: int, scores: torch.Tensor) -> torch.Tensor:
+def require_finite(method: str, data: str, first: int, scores: torch.Tensor) -> torch.Tensor:
+    """The scores themselves, or an error that names the first image without one; `first` is the number of scores[0]."""
     bad = (~torch.isfinite(scores)).nonzero()
     if len(bad):
         raise QualmsError(
@@ -144,9 +148,9 @@ def parameters(method: Method, train: Images | None) -> str:
     return f"{method!r}{learnt}"
 
 
-def _known(rows: Rows, key: Row, exactly: dict[str, str]) -> dict[str, list[float]]:
+def _known(journal: Journal, key: ScoresKey, exactly: dict[str, str]) -> dict[str, list[float]]:
     known: dict[str, list[float]] = {}
-    for row in rows.where(**key):
+    for row in journal.where(**key):
         known |= {name: s for name, s in row["scores"].items() if row["methods"][name] == exactly.get(name)}
     return known
 

@@ -5,7 +5,6 @@ the same weights, bit for bit, as one that was not (on the same machine and with
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from qualms.data import Images, Normalisation
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import checked_logits, run
 from qualms.models.fingerprint import fingerprint
+from qualms.progress import Tell
 from qualms.random import generator
 from qualms.training.augment import augmented
 from qualms.training.recipes import Recipe
 
 SPLIT, ORDER, DRAWS = range(3)  # purposes of random numbers
 EVALUATED_AT_ONCE = 500
-Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ PUBLISHED = {
 }
 
 
-def subject(
+def chosen_network(
     data: str,
     name: str,
     weights: Path | None,

@@ -1,0 +1,29 @@
+"""`qualms bench calibration`: are the predictions that a score calls certain the right ones?"""
+
+from collections.abc import Iterator
+from functools import partial
+
+from qualms.cli.bench.options import Trained, command
+from qualms.cli.bench.scoring import Prepared, run_task
+from qualms.cli.options import Chosen
+from qualms.cli.specs import chosen_methods
+from qualms.report.tables import calibration_table
+from qualms.tasks import calibration as task
+from qualms.tasks.rows import Row
+
+
+@command(Trained)
+def calibration(given: Trained, methods: Chosen = "paper") -> None:
+    """Are certain predictions right? Killed, the same command goes on where it was.
+
+    Noise levels in specs are in pixels from 0 to 1. Example:
+
+        qualms bench calibration --id cifar10 --methods regrad+layers+smooth,entropy --count 0
+    """
+    run_task("calibration", given, partial(chosen_methods, methods), measured, calibration_table)
+
+
+def measured(ready: Prepared) -> Iterator[Row]:
+    """The network's accuracy, then a row for each method."""
+    yield from ready.accuracy()
+    yield from task.calibration(ready.network, ready.images, ready.methods, ready.journal, **ready.how)

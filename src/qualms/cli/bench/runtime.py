@@ -1,0 +1,28 @@
+"""`qualms bench runtime`: what each method costs."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from qualms.cli.bench.options import Trained, command
+from qualms.cli.bench.scoring import Prepared, run_task
+from qualms.cli.options import Chosen
+from qualms.cli.specs import chosen_methods
+from qualms.report.tables import runtime_table
+from qualms.tasks import runtime as task
+from qualms.tasks.rows import Row
+
+
+@command(Trained)
+def runtime(given: Trained, methods: Chosen = "paper") -> None:
+    """What does each method cost? Killed, the same command goes on where it was.
+
+    Times are in units of Entropy's. A network without weights will do. Example:
+
+        qualms bench runtime --id cifar10 --model resnet18 --count 64
+    """
+    run_task("runtime", given, partial(chosen_methods, methods), measured, runtime_table, random=True)
+
+
+def measured(ready: Prepared) -> Iterator[Row]:
+    """A row for each method."""
+    yield from task.runtime(ready.network, ready.images, ready.methods, ready.journal, **ready.how)

@@ -1,0 +1,88 @@
+"""What the tasks on a trained network have in common: network, images and methods are made ready, then measured."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from qualms.cli.bench.options import Trained
+from qualms.cli.bench.output import rows_file, show
+from qualms.cli.images import test_images, training_images
+from qualms.cli.network import PUBLISHED, chosen_network
+from qualms.cli.options import device_of, listed, telling
+from qualms.data import Images
+from qualms.errors import QualmsError
+from qualms.methods.method import TRAINING_DATA
+from qualms.tasks.journal import Journal
+from qualms.tasks.network import Network
+from qualms.tasks.rows import AccuracyRow, Row
+from qualms.tasks.scoring import Methods, judged, usable
+
+Outside = Annotated[str, typer.Option("--ood", help="Other datasets, with commas between.")]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a task on a trained network takes."""
+
+    network: Network
+    whole: Images  # all test images that the network knows
+    images: Images  # those of them that are scored
+    others: list[Images]
+    methods: Methods
+    journal: Journal
+    how: dict[str, Any]  # seed, engine, training images and who is told, as tasks take them
+
+    def accuracy(self) -> Iterator[AccuracyRow]:
+        """A row that says how good the network is, if that can be known."""
+        if self.whole.labels is not None:
+            yield {**judged(self.network, self.whole, self.journal), "network": self.network.name}
+
+
+def run_task(
+    task: str,
+    given: Trained,
+    methods: Callable[[str], Methods],
+    measure: Callable[[Prepared], Iterator[Row]],
+    table: Callable[[Iterable[Row]], str],
+    outside: Iterable[str] = (),
+    random: bool = False,
+) -> None:
+    """Make ready, measure, print.
+
+    Args:
+        task: the name in files.
+        given: the options.
+        methods: those to be judged on a dataset.
+        measure: the task itself.
+        table: what its rows look like.
+        outside: datasets to be told from the one that the network knows.
+        random: whether a network without weights will do.
+    """
+    name = given.model or PUBLISHED.get(given.inside, "")
+    file = given.out or rows_file(task, given.inside, name, given.seed)
+    device = device_of(given.device)
+    with telling() as tell:
+        network = chosen_network(
+            given.inside, name, given.weights, given.root, given.mean, given.std, given.size, device, random=random
+        )
+        whole, *others = test_images([given.inside, *outside], given.root, given.size)
+        images, *others = (found.subset(given.count or None) for found in (whole, *others))
+        wanted = methods(images.name)
+        learns = any(TRAINING_DATA in method.needs for method in wanted.values())
+        train = training_images(given.inside, given.root, given.size, whole) if learns else None
+        good, reasons = usable(network, images, wanted, train)
+        how = {"seed": given.seed, "engine": given.engine, "train": train, "tell": tell}
+        with Journal(file, {"task": task, **network.about}) as journal:
+            rows = [*reasons, *measure(Prepared(network, whole, images, others, good, journal, how))]
+    show(rows, table, file, given)
+
+
+def told_apart(task: str, inside: str, outside: str) -> list[str]:
+    """The datasets of --ood, each once."""
+    if not outside:
+        raise QualmsError(f"{task} needs --ood, the datasets to be told from {inside}.")
+    if inside in listed(outside):
+        raise QualmsError(f"--ood names {inside}, which is what the network knows; name other datasets.")
+    return list(dict.fromkeys(listed(outside)))

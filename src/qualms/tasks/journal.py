@@ -1,0 +1,145 @@
+"""Rows of numbers on disk, as JSON lines: each is written before the next is computed, so a killed run loses nothing.
+
+The first line says what the run is about; a file is only ever continued by the same run. A line that was cut short by
+a kill is dropped when the file is opened again.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar, overload
+
+from qualms.errors import QualmsError
+from qualms.tasks.rows import AccuracyRow, CalibrationRow, CycleRow, OodRow, PickRow, Row, RuntimeRow, ScoresRow
+
+Kind = TypeVar("Kind", bound=Row)
+START = b'{"row": "run"'  # how every file of rows begins
+
+
+class Journal(AbstractContextManager["Journal"]):
+    """The rows of one run, in memory and, with a path, on disk.
+
+    Args:
+        path: the file; None keeps the rows in memory alone.
+        about: what decides the rows' values, such as the network and the seed; the file must say the same.
+    """
+
+    def __init__(self, path: str | Path | None, about: dict[str, Any]) -> None:
+        self._rows: list[Row] = []
+        self._file: IO[bytes] | None = None
+        if path is None:
+            return
+        self._file = _locked(Path(path))
+        try:
+            self._continue(Path(path), json.loads(json.dumps({"row": "run", **about})))
+        except QualmsError:
+            self._file.close()
+            raise
+
+    def _continue(self, path: Path, about: dict[str, Any]) -> None:
+        assert self._file is not None
+        first, *self._rows = _read(self._file, path) or [{}]
+        if not first:
+            self._write(about)
+        elif first != about:
+            other = next(k for k in {**first, **about} if first.get(k) != about.get(k))
+            raise QualmsError(
+                f"{path} holds a run with another {other} ({first.get(other)}, not {about.get(other)}); "
+                "choose another file, or delete it."
+            )
+
+    def add(self, row: Kind) -> Kind:
+        """Keep a row; it is on disk when this returns."""
+        self._rows.append(row)
+        if self._file is not None:
+            self._write(row)
+        return row
+
+    @overload
+    def where(self, *, row: Literal["ood"], **key: Any) -> list[OodRow]: ...
+    @overload
+    def where(self, *, row: Literal["calibration"], **key: Any) -> list[CalibrationRow]: ...
+    @overload
+    def where(self, *, row: Literal["scores"], **key: Any) -> list[ScoresRow]: ...
+    @overload
+    def where(self, *, row: Literal["accuracy"], **key: Any) -> list[AccuracyRow]: ...
+    @overload
+    def where(self, *, row: Literal["cycle"], **key: Any) -> list[CycleRow]: ...
+    @overload
+    def where(self, *, row: Literal["pick"], **key: Any) -> list[PickRow]: ...
+    @overload
+    def where(self, *, row: Literal["runtime"], **key: Any) -> list[RuntimeRow]: ...
+    @overload
+    def where(self, **key: Any) -> list[Row]: ...
+    def where(self, **key: Any) -> Any:
+        """The rows with these values."""
+        return [row for row in self._rows if all(row.get(k) == v for k, v in key.items())]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def read(path: str | Path) -> list[Any]:
+    """The rows that a run has left, whatever it was about."""
+    try:
+        with open(path, "rb") as file:
+            return _rows(file.read(), Path(path))
+    except OSError as error:
+        raise QualmsError(f"{path} cannot be read ({error.strerror}); name the rows of a run.") from None
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file, open for reading and writing, and for nobody else who asks for it this way."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+b")  # noqa: SIM115 (it stays open as long as the rows)
+    except OSError as error:
+        raise QualmsError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass  # a system without locks
+    except OSError:
+        file.close()
+        raise QualmsError(f"{path} is in use by another run; wait for it, or choose another file.") from None
+    return file
+
+
+def _read(file: IO[bytes], path: Path) -> list[Any]:
+    """The rows of an open file, which loses a last line that was cut short."""
+    file.seek(0)
+    content = file.read()
+    rows = _rows(content, path)
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):  # only now: a file that somebody else wrote stays as it is
+        file.truncate(whole)
+    return rows
+
+
+def _rows(content: bytes, path: Path) -> list[Any]:
+    rows: list[Any] = []
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError
+        except ValueError:
+            raise QualmsError(f"line {number} of {path} is not a row of a run; choose another file.") from None
+        rows.append(row)
+    if not content.startswith(START) and not START.startswith(content):
+        raise QualmsError(f"{path} is not a file of rows; choose another file.")
+    return rows
