@@ -68,3 +68,14 @@ def test_the_methods_page_lists_every_method() -> None:
     for kind in METHODS:
         assert f"| `{kind.name}` |" in text, kind.name
         assert f"| {kind.cost}" in text, (kind.name, kind.cost)
+
+
+def test_the_way_of_a_tensor_names_what_there_is() -> None:
+    """Each `name` (`file`) of the walk, in the file that it names; the names without one are explained before."""
+    walk = (ROOT / "CONTRIBUTING.md").read_text().split("## The way of a tensor")[1].split("## To add")[0]
+    steps = re.findall(r"`([\w.]+)`,?\s+\(`([\w/]+\.py)`\)", walk)
+    assert len(steps) > 25
+    for name, file in steps:
+        source = (ROOT / "src" / "qualms" / file).read_text()
+        for part in name.split("."):
+            assert re.search(rf"(def|class) {part}\b", source), f"{name} is not in {file}"
