@@ -8,21 +8,30 @@ from typing import Any, TypeVar
 from qualms.errors import SlowWarning, reason
 
 T = TypeVar("T")
+Key = tuple[Hashable, ...]  # what kind of finding, and what it is about
+MOST = 8  # findings of one kind: inputs may come in any number of shapes, and each look holds a few rows
 
 
 @dataclass
 class Learnt:
     """Findings about one model with its weights as they are; whoever holds it starts anew when the weights change."""
 
-    found: dict[Hashable, Any] = field(default_factory=dict)
+    found: dict[Key, Any] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # what the user has been warned of
 
-    def once(self, key: Hashable, find: Callable[[], T]) -> T:
+    def once(self, key: Key, find: Callable[[], T]) -> T:
         """What `find` says, asked the first time only."""
         if key not in self.found:
-            self.found[key] = find()
+            self.keep(key, find())
         found: T = self.found[key]
         return found
+
+    def keep(self, key: Key, found: Any) -> None:
+        """Keep a finding; of those of one kind, the first part of the key, the oldest gives way."""
+        like = [other for other in self.found if other[0] == key[0] and other != key]
+        for oldest in like[: len(like) - MOST + 1]:
+            del self.found[oldest]
+        self.found[key] = found
 
     def warn_slow(self, error: Exception) -> None:
         """Say why inputs run one at a time, once for each reason: it may be a defect, or a lack of memory."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from qualms.gradients.settings import Engine
 from qualms.gradients.smoothing import Smoothing
 from qualms.tasks.active import Plan
 from qualms.tasks.paper import SIGMA
@@ -24,7 +25,7 @@ class Setup:
     recipe: Recipe
     train: int | None = None
     images: int | None = None
-    engine: str = "exact"
+    engine: Engine = "exact"
 
 
 @dataclass(frozen=True)

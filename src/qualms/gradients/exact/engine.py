@@ -52,7 +52,7 @@ def exact(
         learnt.warn_slow(probe)
         whole = Measured.joined([_by_autograd(job, job.rows(slice(i, i + 1)), kind) for i in range(job.inputs)])
         return _in_order(job, whole, first_use(job.model, job.rows(slice(0, 1)), job.selected))
-    learnt.found[key] = probe
+    learnt.keep(key, probe)
     return _in_order(job, _in_chunks(job, kind, probe, plain, cutoff, learnt), probe.first_use)
 
 

@@ -15,8 +15,9 @@ from qualms.gradients.memory import saved_bytes
 from qualms.gradients.precision import close_logits, same_norms
 from qualms.gradients.rows import Rows, in_channels_last, wants_channels_last
 from qualms.gradients.watch.forward import recorded
+from qualms.gradients.watch.meetings import Meeting, TwinPasses, largest_result
 from qualms.gradients.watch.pieces import Outer, Piece
-from qualms.gradients.watch.record import Meeting, Recorder, TwinPasses, largest_result
+from qualms.gradients.watch.record import Recorder
 from qualms.gradients.watch.weights import Weights
 
 CACHED_BYTES = 2**22

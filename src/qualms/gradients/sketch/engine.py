@@ -130,7 +130,8 @@ class Work:
         """Looks at the first rows, unless such rows are known, and decides how many inputs run at once."""
         key, known = ("push probe", job.shapes, tuple(job.selected)), list[Known]()
         if key not in learnt.found:
-            learnt.found[key], known = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
+            fresh, known = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
+            learnt.keep(key, fresh)
         probe: PushProbe = learnt.found[key]
         per_input = max(1, probe.largest_result) * job.per_input
         # A pass holds a handful of results at a time. Larger ones leave the cache, smaller ones wait for the weights.

@@ -27,7 +27,7 @@ from qualms.gradients.learnt import Learnt
 from qualms.gradients.precision import COARSE, TOLERANCE, close, close_logits
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, wants_channels_last
 from qualms.gradients.watch.forward import recorded
-from qualms.gradients.watch.record import largest_result
+from qualms.gradients.watch.meetings import largest_result
 from qualms.gradients.watch.weights import Weights
 
 log = logging.getLogger("qualms")

@@ -19,7 +19,7 @@ from qualms.gradients.watch.scales import channel_sum, row_layout
 from qualms.gradients.watch.windows import Geometry, pads, pixel_pairs, windows
 
 if TYPE_CHECKING:
-    from qualms.gradients.watch.record import Call
+    from qualms.gradients.watch.call import Call
 
 # From an operation's arguments and result to the gradient of its weight.
 WeightGradient = Callable[[Tensor, Tensor, Tensor, Geometry, Callable[[Tensor], Tensor], int], Outer]

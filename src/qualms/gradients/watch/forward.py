@@ -9,7 +9,8 @@ from qualms.gradients.autograd import NO_PATH
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.rows import Rows, logits_of
-from qualms.gradients.watch.record import Recorder, TwinPasses
+from qualms.gradients.watch.meetings import TwinPasses
+from qualms.gradients.watch.record import Recorder
 from qualms.gradients.watch.weights import Weights, leaves_behind
 
 

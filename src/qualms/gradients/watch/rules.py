@@ -30,7 +30,7 @@ from qualms.gradients.watch.scales import (
 )
 
 if TYPE_CHECKING:
-    from qualms.gradients.watch.record import Call
+    from qualms.gradients.watch.call import Call
 
 
 def find_rule(name: str) -> Callable[..., Any] | None:

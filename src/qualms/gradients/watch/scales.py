@@ -15,7 +15,7 @@ from qualms.gradients.watch.layout import Layout
 from qualms.gradients.watch.pieces import Summed
 
 if TYPE_CHECKING:
-    from qualms.gradients.watch.record import Call
+    from qualms.gradients.watch.call import Call
 
 
 def row_layout(call: Call, input: Tensor) -> Layout | None:
