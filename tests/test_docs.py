@@ -70,9 +70,9 @@ def test_the_methods_page_lists_every_method() -> None:
         assert f"| {kind.cost}" in text, (kind.name, kind.cost)
 
 
-def test_the_way_of_a_tensor_names_what_there_is() -> None:
+def test_the_path_of_a_tensor_names_what_there_is() -> None:
     """Each `name` (`file`) of the walk, in the file that it names; the names without one are explained before."""
-    walk = (ROOT / "CONTRIBUTING.md").read_text().split("## The way of a tensor")[1].split("## To add")[0]
+    walk = (ROOT / "CONTRIBUTING.md").read_text().split("## The path of a tensor")[1].split("## To add")[0]
     steps = re.findall(r"`([\w.]+)`,?\s+\(`([\w/]+\.py)`\)", walk)
     assert len(steps) > 25
     for name, file in steps:

@@ -12,7 +12,7 @@ import qualms
 from qualms.gradients.layers import layer_weights
 from qualms.gradients.settings import Settings
 from qualms.methods.registry import parse
-from qualms.selection import TANGENTS, gradient_features, k_center
+from qualms.selection import DIVERSITY_TANGENTS, gradient_features, k_center
 from tests.gradients.test_untouched import fingerprint, same
 
 SPECS = (
@@ -95,9 +95,9 @@ def test_settings_reach_the_score() -> None:
 def test_distances_between_features_are_those_between_the_gradients(spec: str) -> None:
     model, pool = network(), inputs(12)
     want = torch.pdist(true_features(model, pool, spec))
-    features = gradient_features(model, pool, range(12), parse(spec), Settings(qualms.Sketch(TANGENTS * 4)))
+    features = gradient_features(model, pool, range(12), parse(spec), Settings(qualms.Sketch(DIVERSITY_TANGENTS * 4)))
     error = (torch.pdist(features.double()) / want - 1).abs()
-    expected = 1 / math.sqrt(2 * TANGENTS * 4)
+    expected = 1 / math.sqrt(2 * DIVERSITY_TANGENTS * 4)
     assert error.mean() < 1.2 * expected
     assert error.max() < 5 * expected
 
@@ -136,7 +136,7 @@ def _settings(more: dict[str, Any]) -> Settings:
 
 @pytest.mark.parametrize("more", [{"params": "4.*"}, {"layers": "tensor"}, {"seed": 3}], ids=str)
 def test_settings_reach_the_features(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qualms.selection.TANGENTS", 8)
+    monkeypatch.setattr("qualms.selection.DIVERSITY_TANGENTS", 8)
     model, pool, spec = network(), inputs(40), "regrad+layers(2)"
     candidates = qualms.select(model, pool, 40, spec, **more)
     features = gradient_features(model, pool, candidates.tolist(), parse(spec), _settings(more))
@@ -192,7 +192,7 @@ def test_every_cluster_of_uncertain_inputs_gets_a_label() -> None:
 
 @pytest.mark.parametrize("diversity", [None, 3])
 def test_the_batch_size_does_not_matter(diversity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qualms.selection.TANGENTS", 8)
+    monkeypatch.setattr("qualms.selection.DIVERSITY_TANGENTS", 8)
     model, pool = network(), inputs(30)
     want = qualms.select(model, pool, 6, diversity=diversity)
     loader = DataLoader(TensorDataset(pool, torch.zeros(30)), batch_size=7)

@@ -25,7 +25,7 @@ class SlowWarning(UserWarning):
         import warnings
         import qualms
 
-        warnings.simplefilter("ignore", qualms.SlowWarning)  # to be told of it no more
+        warnings.simplefilter("ignore", qualms.SlowWarning)  # to silence it
         ```
     """
 

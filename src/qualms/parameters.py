@@ -14,30 +14,30 @@ class Rule:
     """What a parameter may be, in words, and how a value becomes that: as plain numbers, or a ValueError."""
 
     allowed: str
-    plain: Callable[[Any], Any]
+    convert: Callable[[Any], Any]
 
 
-def settle(owner: Any, called: str, **rules: Rule) -> None:
+def check_parameters(owner: Any, called: str, **rules: Rule) -> None:
     """Checks the parameters of a frozen dataclass when it is made, and keeps numpy's numbers as Python's."""
     for parameter, rule in rules.items():
         value = vars(owner)[parameter]
         try:
-            plain = rule.plain(value)
+            converted = rule.convert(value)
         except (ValueError, OverflowError):
             raise QualmsError(f"{called} has {parameter} {value!r}; it must be {rule.allowed}.") from None
-        object.__setattr__(owner, parameter, plain)
+        object.__setattr__(owner, parameter, converted)
 
 
 def whole(least: int) -> Rule:
     """Whole numbers from `least` on."""
 
-    def plain(value: Any) -> int:
+    def convert(value: Any) -> int:
         _require(isinstance(value, Integral) and not isinstance(value, bool))
         number = int(value)
         _require(number >= least)
         return number
 
-    return Rule(f"a whole number, {least} or more", plain)
+    return Rule(f"a whole number, {least} or more", convert)
 
 
 def _require(fits: bool) -> None:

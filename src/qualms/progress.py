@@ -7,7 +7,7 @@ Tell = Callable[[str, int, int], None]  # what is being done, how many are done,
 Progress = bool | Callable[[int], None]  # a count on the terminal, or a function that is told how many are done
 
 
-def told(progress: Progress, done: int | None) -> None:
+def report_progress(progress: Progress, done: int | None) -> None:
     """Tells that so many inputs are done; None that all are."""
     if callable(progress):
         if done is not None:

@@ -20,9 +20,9 @@ class Scored:
         scores: one number for each input, by method; higher always means more uncertain.
         errors: the standard errors that the tangents of a sketch give the scores; 0 for other engines.
         probs: p(y | x).
-        ids: the inputs' numbers.
+        ids: the inputs' numbers, or names in their place.
         class_names: of the columns of `probs`, if they are known.
-        threshold: up to which a score of the first method is accepted, if there is one.
+        threshold: the highest score of the first method that is accepted, if there is one.
 
     Example:
         ```python
@@ -50,7 +50,7 @@ class Scored:
 
     @property
     def confidence(self) -> Float[Tensor, " n"]:
-        """Its probability."""
+        """The probability of each input's most probable class."""
         return self.probs.amax(-1)
 
     @property
@@ -71,9 +71,9 @@ class Scored:
         return len(self.probs)
 
     def __getitem__(self, index: Any) -> "Scored":
-        """Some of the inputs: a slice, a mask, or their places."""
+        """Some of the inputs: a slice, a mask, or their positions."""
         if isinstance(index, int):
-            raise QualmsError(f"a Scored is cut by a slice, a mask or a list of places; use [{index}:{index + 1}].")
+            raise QualmsError(f"a Scored is cut by a slice, a mask or a list of positions; use [{index}:{index + 1}].")
         places = torch.arange(len(self))[index if isinstance(index, slice) else torch.as_tensor(index).cpu()]
         at = places.to(self.probs.device)
         return Scored(
@@ -129,7 +129,7 @@ class Scored:
         return table
 
     def to_arrow(self) -> Any:
-        """The same as a pyarrow.Table."""
+        """`columns()` as a pyarrow.Table."""
         try:
             import pyarrow
         except ImportError:
@@ -137,7 +137,7 @@ class Scored:
         return pyarrow.table(self.columns())
 
     def to_pandas(self) -> Any:
-        """The same as a pandas.DataFrame, with ids as its index."""
+        """`columns()` as a pandas.DataFrame, with ids as its index."""
         try:
             import pandas
         except ImportError:

@@ -1,6 +1,7 @@
-"""`Scorer`: a model together with its scores, the unit of work, fitted once and used for every batch."""
+"""`Scorer`: a model together with the methods that score its inputs, fitted once and used for every batch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.choice import choose_engine
+from qualms.gradients.directions import Directions
 from qualms.gradients.guard import eager, untouched
 from qualms.gradients.inputs import Batch, batches, count, numbered_batches
 from qualms.gradients.layers import Granularity, Norm, Params
@@ -21,6 +23,7 @@ from qualms.methods.registry import DEFAULT, parse
 from qualms.scored import Scored
 from qualms.threshold import Threshold
 
+MANY = 1000  # classes, to weigh passes by
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
 
 
@@ -29,7 +32,7 @@ class Scorer:
 
     What methods learn from training data, the sketch's random tangents, the engine that `auto` picks, and what the
     engines find out about the model on its first batch are kept for all further batches. If the model's weights have
-    changed since the last call, they are found anew. Between calls the model is as it came.
+    changed since the last call, all of this but the engine is found anew. Between calls the model is as it came.
 
     Args:
         model: any classifier that returns logits.
@@ -45,12 +48,12 @@ class Scorer:
         norm: of the gradients, `l2` or `l1`.
         params: which parameters count: a pattern, or a function of names; all by default.
         seed: decides every random draw, together with an input's number.
-        batch_size: at most so many inputs at once.
+        batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of a `+layers` score that may be left out with early layers, to save the exact engine
             passes through them. What they add is measured on some of the directions, not proven; 0 leaves out nothing.
-        threshold: up to which a score of the first method is accepted; a number, or a `qualms.Threshold`.
-        class_names: of the logits, in their order.
+        threshold: the highest score of the first method that is accepted; a number, or a `qualms.Threshold`.
+        class_names: names of the classes, in the order of the logits.
 
     Example:
         ```python
@@ -114,16 +117,15 @@ class Scorer:
             _require_model(self.model)
             batch = next(batches(x, eager(self.model)))
             with untouched(self.model) as inner:
-                self._settle(inner, batch)
+                self._pick_engine(inner, batch)
         return self.settings.engine
 
     def _scored(self, batch: Batch, first: int) -> Scored:
         with untouched(self.model) as inner:
             if self._weights != _weights(inner):
                 self._learnt, self._fitted = Learnt(), {}
-            self._settle(inner, batch)
-            scores = self._gradient_scores()
-            more = (self._train, self._members, scores, self._learnt, self._fitted)
+            self._pick_engine(inner, batch)
+            more = (self._train, self._members, self._gradient_methods(), self._learnt, self._fitted)
             passes = Passes(Subject(inner, self.settings, *more), batch, first)
             found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
@@ -136,18 +138,18 @@ class Scorer:
         ids = range(first, first + count(batch))
         return Scored(found, errors, probs, ids, self.class_names, self.threshold)
 
-    def _gradient_scores(self) -> tuple[GradientScore, ...]:
+    def _gradient_methods(self) -> tuple[GradientScore, ...]:
         return tuple(method for method in self.methods.values() if isinstance(method, GradientScore))
 
-    def _settle(self, model: nn.Module, batch: Batch) -> None:
-        """Makes the engine definite, by the dearest of the passes that the methods need."""
-        scores = self._gradient_scores()
-        if self.settings.engine != "auto" or not scores:
+    def _pick_engine(self, model: nn.Module, batch: Batch) -> None:
+        """Picks the engine for `auto`, judged by the most expensive pass that the methods need."""
+        methods = self._gradient_methods()
+        if self.settings.engine != "auto" or not methods:
             return
-        subject = Subject(model, scores=scores)
-        wanted = {score.smooth: subject.directions(score.smooth).names for score in scores}
+        subject = Subject(model, gradient_methods=methods)
+        wanted = {method.smooth: subject.directions(method.smooth).names for method in methods}
         smooth, names = max(wanted.items(), key=_price)
-        self.settings = choose_engine(self.settings, model, batch, names, smooth)
+        self.settings = replace(self.settings, engine=choose_engine(self.settings, model, batch, names, smooth))
 
 
 def by_name(methods: Methods) -> dict[str, Method]:
@@ -170,7 +172,7 @@ def by_name(methods: Methods) -> dict[str, Method]:
 def _price(wanted: tuple[Smoothing | None, tuple[str, ...]]) -> int:
     """What decides the price: gradients of all classes, and of many perturbed inputs."""
     smooth, names = wanted
-    return (1 + (smooth.draws if smooth else 0)) * (1000 if "classes" in names else 1)
+    return (1 + (smooth.draws if smooth else 0)) * Directions(names).size(MANY)
 
 
 def _threshold(threshold: Threshold | float | None) -> Threshold | None:

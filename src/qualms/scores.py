@@ -1,4 +1,4 @@
-"""`score` and `compare`: a `Scorer` for a single call."""
+"""`score`, `score_with_error` and `compare`: a `Scorer` for a single call."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
-from qualms.progress import Progress, told
+from qualms.progress import Progress, report_progress
 from qualms.scorer import Methods, Scorer
 
 
@@ -95,8 +95,8 @@ def score_with_error(
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Scores, and the standard error that the random tangents of `engine="sketch"` give them (0 for other engines).
 
-    The tangents are shared by all inputs, so most of the error is common to them: rankings suffer less than it says.
-    Arguments as for `score`.
+    The tangents are shared by all inputs, so most of the error is common to them: rankings are more reliable
+    than it suggests. Arguments as for `score`.
 
     Example:
         ```python
@@ -196,6 +196,6 @@ def _all_scores(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[T
     for part in scorer.stream(x):
         parts.append(part.scores)
         done += len(part)
-        told(progress, done)
-    told(progress, None)
+        report_progress(progress, done)
+    report_progress(progress, None)
     return {name: torch.cat([part[name] for part in parts]) for name in scorer.methods}

@@ -31,7 +31,9 @@ from qualms.methods.registry import DEFAULT, parse
 from qualms.progress import Progress
 from qualms.scores import score
 
-TANGENTS = 64  # a distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err independently
+DIVERSITY_TANGENTS = (
+    64  # a distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err independently
+)
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -54,7 +56,7 @@ def select(
     tolerance: float = 0.0,
     progress: Progress = False,
 ) -> Int[Tensor, " k"]:
-    """The numbers of k inputs of the pool to label next, counted from 0 in the pool's order.
+    """The indices of k inputs of the pool to label next, in the pool's order from 0.
 
     Args:
         model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
@@ -114,7 +116,7 @@ def select(
         return order[:k]
     # The rounding guard keeps 1.1 * 10 from asking for 12.
     candidates = order[: max(k, math.ceil(diversity * k - 1e-9))]
-    settings = Settings(Sketch(TANGENTS), layers, "l2", params, budget, batch_size, seed)
+    settings = Settings(Sketch(DIVERSITY_TANGENTS), layers, "l2", params, budget, batch_size, seed)
     features = gradient_features(model, pool, candidates.tolist(), chosen, settings)
     if not bool(features.any()):
         raise QualmsError(f"the gradients of {chosen.name} are zero, so none differ; use another score for diversity.")
@@ -128,7 +130,7 @@ def _check(pool: Any, k: int, method: Method, diversity: int | float | None, nor
         samplers = (pool.sampler, getattr(pool.batch_sampler, "sampler", None))
         if any(isinstance(sampler, SHUFFLING) for sampler in samplers):
             raise QualmsError(
-                "the pool's loader shuffles, so numbers would not tell inputs; make it with shuffle=False."
+                "the pool's loader shuffles, so the indices would not identify inputs; make it with shuffle=False."
             )
     if diversity is None:
         return

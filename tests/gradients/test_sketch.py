@@ -19,7 +19,7 @@ from qualms.gradients.job import Job
 from qualms.gradients.layers import layer_weights
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch.engine import Work
+from qualms.gradients.sketch.engine import SketchRun
 from qualms.gradients.sketch.stable import Sample, cauchy_scale, normal_scale
 from tests import networks as net
 from tests.cases import CASES, Case
@@ -39,7 +39,7 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
         batch = next(batches(x, inner))
         settings = Settings(engine=qualms.Sketch(2))
         job = Job(inner, batch, range(count(batch)), settings, Directions(DIRECTIONS), smoothing)
-        work = Work.on(job, Learnt())
+        work = SketchRun.on(job, Learnt())
         drawn = work.tangents([(list(job.selected), 1.0)])
         tangents = [drawn[j] for j in (0, 1)]
         ((_, sample, logits),) = work.samples(drawn)
@@ -48,7 +48,7 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
             on = job.rows(slice(i, i + 1))
             total: dict[str, Tensor] = {}
             for r in range(on.per_input):
-                z, found = row_gradients(inner, on.take([r]), job.selected, lambda z: _along(z).flatten(1, 2))
+                z, found = row_gradients(inner, on.take([r]), job.selected, lambda z: _all_directions(z).flatten(1, 2))
                 if r == 0:
                     torch.testing.assert_close(logits[i : i + 1], z)
                 total = {name: total.get(name, 0) + g / on.per_input for name, g in found.items()}
@@ -59,7 +59,7 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
             assert ((have[:, i] - want).abs() <= tolerance * size + 1e-300).all()
 
 
-def _along(logits: Tensor) -> Tensor:
+def _all_directions(logits: Tensor) -> Tensor:
     return Directions(DIRECTIONS)(logits[:, None])
 
 

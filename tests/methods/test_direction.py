@@ -1,4 +1,4 @@
-"""Higher means more uncertain, for every method, on a trained network and real classes that it has never passes."""
+"""Higher means more uncertain, for every method, on a trained network and real classes that it has never seen."""
 
 import pytest
 import torch

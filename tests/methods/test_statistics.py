@@ -79,7 +79,7 @@ def test_mutual_information_of_laplace_matches_more_samples() -> None:
     assert ((few.mean(0) - many).abs() < 4 * few.std(0) / 8**0.5 + 0.01 * many).all()
 
 
-def test_evidence_is_what_compare_uses() -> None:
+def test_passes_are_enough_to_score() -> None:
     model, x, p, _ = linear()
     passes = Passes(Subject(model), x)
     torch.testing.assert_close(parse("msp").score(passes), 1 - p.max(1).values)

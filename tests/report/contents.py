@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from qualms.data import Images
-from qualms.report.content import Content, Group, Layers
+from qualms.report.content import Content, Group, LayerContributions
 
 NASTY = "<script>alert('x')</script><b>&amp;"
 CLASSES = ("zero", "one", f"two {NASTY}")
@@ -46,7 +46,7 @@ def full(known: str = "digits", title: str = "A report") -> Content:
     inside = group(known, 150, 0, labelled=True)
     outside = [group("letters", 90, 1.5), group("noise", 60, 3, channels=3)]
     random = np.random.default_rng(0)
-    layers = Layers(
+    layers = LayerContributions(
         ["conv1", "conv2", "fc"],
         (random.uniform(0, 1, (40, 3)) * [1, 2, 5]).astype(np.float32),  # as gradients are
         [known] * 25 + ["letters"] * 15,

@@ -8,7 +8,7 @@ import pytest
 import qualms
 from qualms import metrics
 from qualms.report import numbers
-from qualms.report.content import Content, Group, Layers
+from qualms.report.content import Content, Group, LayerContributions
 from qualms.report.gallery import ends, pictures
 from tests.report.contents import CLASSES, bare, cycles, full, group
 
@@ -34,8 +34,8 @@ def test_every_method_is_judged_by_the_metrics_best_mean_auroc_first() -> None:
 
 def test_equal_scores_are_chance() -> None:
     flat = next(j for j in numbers.at_a_glance(full(), resamples=20) if j.method == "flat")
-    assert flat.auroc[0] == numbers.Measured(0.5, 0.5, 0.5)
-    assert flat.raulc == numbers.Measured(0.0, 0.0, 0.0)
+    assert flat.auroc[0] == numbers.WithInterval(0.5, 0.5, 0.5)
+    assert flat.raulc == numbers.WithInterval(0.0, 0.0, 0.0)
 
 
 def test_without_unknown_groups_the_best_raulc_comes_first() -> None:
@@ -104,7 +104,7 @@ def test_shares_of_layers_sum_to_one_and_inputs_are_ordered_by_score() -> None:
 
 def test_an_input_without_uncertainty_has_no_shares() -> None:
     content = bare()
-    layers = Layers(["a", "b"], np.zeros((2, 2)), ["digits"] * 2, np.array([0, 1]))
+    layers = LayerContributions(["a", "b"], np.zeros((2, 2)), ["digits"] * 2, np.array([0, 1]))
     assert (numbers.layer_shares(content, layers)[0].shares == 0).all()
 
 
@@ -159,10 +159,10 @@ def test_errors() -> None:
     with pytest.raises(qualms.QualmsError, match="two groups of images have one name"):
         Content("t", known, [known])
     with pytest.raises(qualms.QualmsError, match="the layers tell of image 150 of digits"):
-        Content("t", known, layers=Layers(["fc"], np.ones((1, 1)), ["digits"], np.array([150])))
+        Content("t", known, layers=LayerContributions(["fc"], np.ones((1, 1)), ["digits"], np.array([150])))
     with pytest.raises(qualms.QualmsError, match="the layers tell of image 0 of elsewhere"):
-        Content("t", known, layers=Layers(["fc"], np.ones((1, 1)), ["elsewhere"], np.array([0])))
+        Content("t", known, layers=LayerContributions(["fc"], np.ones((1, 1)), ["elsewhere"], np.array([0])))
     with pytest.raises(qualms.QualmsError, match=r"shape \(1, 2\), with 1 names"):
-        Layers(["fc"], np.ones((1, 2)), ["digits"], np.array([0]))
+        LayerContributions(["fc"], np.ones((1, 2)), ["digits"], np.array([0]))
     with pytest.raises(qualms.QualmsError, match="negative, NaN or infinite"):
-        Layers(["fc"], -np.ones((1, 1)), ["digits"], np.array([0]))
+        LayerContributions(["fc"], -np.ones((1, 1)), ["digits"], np.array([0]))

@@ -8,7 +8,7 @@ times vary, so may a close choice; to fix it, name the engine that was picked.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Engine, Settings, Sketch
-from qualms.gradients.sketch.engine import Work
+from qualms.gradients.sketch.engine import SketchRun
 from qualms.gradients.smoothing import Smoothing
 from qualms.gradients.watch.forward import recorded
 
@@ -56,14 +56,14 @@ def choose_engine(
     directions: Sequence[str],
     smoothing: Smoothing | None,
     each_layer: bool = False,
-) -> Settings:
-    """The same settings with a definite engine. `each_layer`: the sketch needs tangents for every layer."""
+) -> Engine | Sketch:
+    """The engine, picked if it is `auto`. `each_layer`: the sketch needs tangents for every layer."""
     if settings.engine != "auto":
-        return settings
+        return settings.engine
     choice = timed(settings, model, batch, directions, smoothing, each_layer)
     # Estimates instead of exact numbers are something to be told of.
     log.log(logging.WARNING if choice.engine == "sketch" else logging.INFO, "%s", choice)
-    return replace(settings, engine=choice.engine)
+    return choice.engine
 
 
 def timed(
@@ -77,7 +77,7 @@ def timed(
     """Times a pass of each kind on the first inputs."""
     some = take(batch, slice(0, min(TIMED, settings.batch_size or TIMED)))
     job = Job(model, some, range(count(some)), settings, Directions(tuple(directions)), smoothing)
-    work = Work.on(job, Learnt())
+    work = SketchRun.on(job, Learnt())
     exact = _exact_seconds(work, settings.norm)
     try:
         layers = len(grouped(model, work.probe.used, settings.granularity)) if each_layer else 1
@@ -88,9 +88,9 @@ def timed(
     return Choice("sketch" if WORTH * sketch < exact else "exact", exact, sketch)
 
 
-def _exact_seconds(work: Work, kind: Kind) -> float:
+def _exact_seconds(work: SketchRun, kind: Kind) -> float:
     job, names = work.job, work.job.directions.names
-    passes = sum(work.probe.classes if name in ("classes", "logits") else 1 for name in names)
+    passes = job.directions.size(work.probe.classes)
     on = job.rows(slice(0, job.inputs))
     probe = Probe.of(job.model, on, job.selected)
     if isinstance(probe, Exception):
@@ -108,7 +108,7 @@ def _exact_seconds(work: Work, kind: Kind) -> float:
     return (2 * forward + passes * a_pass) / inputs
 
 
-def _sketch_seconds(work: Work, tangents: int, inputs: int) -> float:
+def _sketch_seconds(work: SketchRun, tangents: int, inputs: int) -> float:
     job = work.job
     on = work.probe.formatted(job.rows(slice(0, min(job.inputs, work.at_once))))
     drawn = work.tangents([(list(job.selected), 1.0)])

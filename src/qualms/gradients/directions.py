@@ -77,11 +77,24 @@ DIRECTIONS: dict[str, Callable[[Logits], Tensor]] = {
 }
 
 
+PER_CLASS = ("classes", "logits")  # sets with a direction for each class; the others have one
+
+
 @dataclass(frozen=True)
 class Directions:
     """Several sets of directions, one after the other."""
 
     names: tuple[str, ...]
+
+    def size(self, classes: int) -> int:
+        """How many directions there are in all."""
+        return sum(classes if name in PER_CLASS else 1 for name in self.names)
+
+    def columns(self, name: str, classes: int) -> slice:
+        """Where one set stands among them."""
+        place = self.names.index(name)
+        start = Directions(self.names[:place]).size(classes)
+        return slice(start, start + Directions((name,)).size(classes))
 
     def __call__(self, logits: Logits) -> Float[Tensor, "m b r c"]:
         """All of them, for these logits."""

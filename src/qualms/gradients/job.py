@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qualms.gradients.directions import Directions
 from qualms.gradients.inputs import Batch, count, take, tensors
-from qualms.gradients.layers import select
+from qualms.gradients.layers import selected_parameters
 from qualms.gradients.memory import default_budget
 from qualms.gradients.rows import Rows, rows_of
 from qualms.gradients.settings import Settings
@@ -33,7 +33,7 @@ class Job:
     @cached_property
     def selected(self) -> dict[str, Tensor]:
         """The parameters that count."""
-        return select(self.model, self.settings.params)
+        return selected_parameters(self.model, self.settings.params)
 
     @property
     def inputs(self) -> int:

@@ -15,7 +15,7 @@ Norm = Literal["l2", "l1"]
 Params: TypeAlias = str | Callable[[str], bool] | None
 
 
-def select(model: nn.Module, params: Params) -> dict[str, Tensor]:
+def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
     """The parameters that count: all, those that match a pattern such as `"layer4.*"`, or those a function picks."""
     named: dict[str, Tensor] = {
         name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()

@@ -17,7 +17,7 @@ class Learnt:
     """Findings about one model with its weights as they are; whoever holds it starts anew when the weights change."""
 
     found: dict[Key, Any] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)  # what the user has been warned of
+    warned: set[str] = field(default_factory=set)  # what the user has been warned of
 
     def once(self, key: Key, find: Callable[[], T]) -> T:
         """What `find` says, asked the first time only."""
@@ -36,8 +36,8 @@ class Learnt:
     def warn_slow(self, error: Exception) -> None:
         """Say why inputs run one at a time, once for each reason: it may be a defect, or a lack of memory."""
         why = reason(error)
-        if why not in self.told:
-            self.told.add(why)
+        if why not in self.warned:
+            self.warned.add(why)
             warnings.warn(
                 f"the inputs are run one at a time, which is exact but slow, because {why}.", SlowWarning, stacklevel=2
             )

@@ -1,7 +1,7 @@
 """The two public functions of this folder: class-gradient norms and Gram matrices, layer by layer."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -82,7 +82,7 @@ def class_gradient_norms(
 
     Args:
         model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
-        x: a tensor, a tuple or dict of tensors, or an iterable of batches (labels are ignored).
+        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are ignored).
         layers: what a layer is: the `module` that owns the parameters, a `tensor`, or a `block` of repeated modules.
         norm: `l2` or `l1`.
         smoothing: average each gradient over perturbed inputs before the norm is taken.
@@ -113,7 +113,8 @@ def class_gradient_norms(
         inputs: Iterable[tuple[int, Batch]] = numbered_batches(x, inner)
         if settings.engine == "auto":
             begin = next(iter(inputs))
-            settings = choose_engine(settings, inner, begin[1], ("classes",), smooth, each_layer=True)
+            picked = choose_engine(settings, inner, begin[1], ("classes",), smooth, each_layer=True)
+            settings = replace(settings, engine=picked)
             inputs = chain([begin], inputs)
         table = _whole_table(inner, inputs, settings, ("classes",), smooth)
     probs, used = table.logits.softmax(-1), settings.engine_name

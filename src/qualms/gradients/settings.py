@@ -54,8 +54,7 @@ class Settings:
     tolerance: float = 0.0
 
     def __post_init__(self) -> None:
-        for argument in ("budget", "batch_size"):
-            value = getattr(self, argument)
+        for argument, value in (("budget", self.budget), ("batch_size", self.batch_size)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise QualmsError(f"{argument}={value!r} is not a positive whole number; leave it out for the default.")
         if not isinstance(self.seed, int) or self.seed < 0:

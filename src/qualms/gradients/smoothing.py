@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.parameters import NOISE, settle, whole
+from qualms.parameters import NOISE, check_parameters, whole
 from qualms.random import generator
 
 
@@ -43,11 +43,11 @@ class Smoothing:
     antithetic: bool = True
 
     def __post_init__(self) -> None:
-        settle(self, "smoothing", sigma=NOISE, draws=whole(1))
+        check_parameters(self, "smoothing", sigma=NOISE, draws=whole(1))
 
     @classmethod
     def of(cls, value: Any) -> "Smoothing | None":
-        """A Smoothing from itself, from σ, or from the pair (σ, N)."""
+        """The Smoothing itself, or one made from σ or from (σ, N); None stays None."""
         if value is None or isinstance(value, Smoothing):
             return value
         given = value if isinstance(value, tuple) else (value,)
@@ -58,10 +58,10 @@ class Smoothing:
             )
         return cls(*given)
 
-    def noise(self, shape: tuple[int, ...], index: int, seed: int) -> Float[Tensor, "rows *shape"]:
-        """Perturbations of input number `index`: zero for x_0, then N draws. Its seed and index alone decide them."""
+    def noise(self, shape: tuple[int, ...], number: int, seed: int) -> Float[Tensor, "rows ..."]:
+        """Perturbations of one input: zero for x_0, then N draws. The seed and its number alone decide them."""
         half = -(-self.draws // 2) if self.antithetic else self.draws
-        drawn = torch.randn((half, *shape), generator=generator(seed, index))
+        drawn = torch.randn((half, *shape), generator=generator(seed, number))
         if self.antithetic:
             drawn = torch.stack([drawn, -drawn], dim=1).flatten(0, 1)[: self.draws]
         return torch.cat([torch.zeros(1, *shape), drawn]) * self._scale(shape)

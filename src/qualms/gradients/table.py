@@ -35,7 +35,7 @@ def layer_table(
     learnt: Learnt,
     *,
     gram: bool = False,
-    plain: Float[Tensor, "b c"] | None = None,
+    regrouped: Float[Tensor, "b c"] | None = None,
     lam: float | None = None,
 ) -> LayerTable:
     """Runs the engine on each batch, and adds up parameters to layers.
@@ -44,7 +44,7 @@ def layer_table(
         jobs: batches of one model, with one set of settings.
         learnt: what is kept of the model from batch to batch.
         gram: inner products instead of norms, by the exact engine.
-        plain: the logits of the only job, where they are known (see `exact`).
+        regrouped: the logits of the only job, where they are known (see `exact`).
         lam: the smallest λ of the scores that the norms are for; None if any of them takes all layers alike.
     """
     done: list[Measured] = []
@@ -59,7 +59,7 @@ def layer_table(
         elif settings.engine == "reference":
             done.append(reference(job, settings.norm))
         else:
-            done.append(exact(job, kind, learnt, plain, _cutoff(job, kind, lam)))
+            done.append(exact(job, kind, learnt, regrouped, _cutoff(job, kind, lam)))
     whole = Measured.joined(done)
     if errors:
         dtype = accurate(whole.logits).dtype
@@ -75,6 +75,7 @@ def layer_table(
 
 
 def _cutoff(job: Job, kind: Kind, lam: float | None) -> Cutoff | None:
+    """How much of the early layers may be left out; None if nothing, or if some score does not weight them down."""
     if not job.settings.tolerance or not lam or lam < 0 or kind == "gram":
         return None
     model, granularity = job.model, job.settings.granularity

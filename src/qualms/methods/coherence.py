@@ -5,9 +5,9 @@ G_cc'² / (G_cc G_c'c') between the gradients of two logits, G = J Jᵀ over the
 or transformer block, or hidden layer, and the classifier). Inputs far from what a model knows make the gradients of
 its classes collinear. There is no pass through the early layers, so it costs less than REGrad.
 
-The subject behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over the other 32
+The study behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over the other 32
 (AUROC/AUPR): coherence 88.7/87.4, GEN 87.6/84.8, energy 87.0/84.1, entropy 86.7/84.3, REGrad with layers 85.9/82.0.
-These numbers are from that first subject and have not been reproduced by a command of this repository yet.
+These numbers are from that first study and have not been reproduced by a command of this repository yet.
 Where it is weak: near-OOD pairs, and calibration (rAULC), where entropy leads. A shift of all logits changes it. It has
 not been reviewed by anybody else: do not rely on it alone.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qualms.gradients.directions import classes
 from qualms.gradients.inputs import take
-from qualms.gradients.layers import grouped, select
+from qualms.gradients.layers import grouped, selected_parameters
 from qualms.gradients.rows import Rows
 from qualms.gradients.watch.forward import first_use
 from qualms.methods.method import GRADIENTS, Method
@@ -73,7 +73,7 @@ def _last_two_blocks(passes: Passes) -> frozenset[str]:
     """The parameters of the last two blocks that have a matrix or kernel, and of what stands between or behind them."""
     fitted = passes.subject.fitted
     if Coherence not in fitted:
-        selected = select(passes.model, passes.subject.settings.params)
+        selected = selected_parameters(passes.model, passes.subject.settings.params)
         order = first_use(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
         blocks = list(grouped(passes.model, order, "block").values())
         heavy = [i for i, names in enumerate(blocks) if any(selected[name].ndim > 1 for name in names)]

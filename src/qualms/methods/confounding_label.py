@@ -17,7 +17,9 @@ from qualms.methods.gradient_score import GradientScore
 
 @dataclass(frozen=True)
 class ConfoundingLabel(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    """Minus ‖∇θ L‖, L the binary cross-entropy with every class on.
+
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
 
     Example:
         ```python

@@ -13,7 +13,9 @@ from qualms.methods.gradient_score import GradientScore
 
 @dataclass(frozen=True)
 class ExGrad(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    """Σ_c p_c ‖∇θ log p_c‖.
+
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
 
     Example:
         ```python

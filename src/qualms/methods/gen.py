@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
-from qualms.parameters import POSITIVE, settle, whole
+from qualms.parameters import POSITIVE, check_parameters, whole
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GEN(Method):
     cost = "1"
 
     def __post_init__(self) -> None:
-        settle(self, self.name, gamma=POSITIVE, top=whole(1))
+        check_parameters(self, self.name, gamma=POSITIVE, top=whole(1))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

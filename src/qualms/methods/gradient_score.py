@@ -14,14 +14,17 @@ from torch import Tensor
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.method import FEW, GRADIENTS, Method, Scale, converted
 from qualms.methods.passes import Passes
-from qualms.parameters import FINITE_OR_NONE, Rule, settle
+from qualms.parameters import FINITE_OR_NONE, Rule, check_parameters
 
 LAMBDA = 0.3
 
 
 @dataclass(frozen=True)
 class GradientScore(Method):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    """Σ_m w_m ‖g_m‖ over the gradients along its directions.
+
+    Parameters: λ of `+layers(λ)` (not the `layers=` of `score`, which says what a layer is) and the perturbations of
+    `+smooth(σ, N)`; None leaves the modifier out.
 
     Example:
         ```python
@@ -53,7 +56,7 @@ class GradientScore(Method):
     direction: ClassVar[str]
 
     def __post_init__(self) -> None:
-        settle(self, self.name, layers=FINITE_OR_NONE, smooth=SMOOTHING)
+        check_parameters(self, self.name, layers=FINITE_OR_NONE, smooth=SMOOTHING)
 
     @abstractmethod
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b m"]:

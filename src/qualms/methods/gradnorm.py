@@ -15,7 +15,9 @@ from qualms.methods.gradient_score import GradientScore
 
 @dataclass(frozen=True)
 class GradNorm(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    """‖(1/C) Σ_c ∇θ log p_c‖.
+
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
 
     Example:
         ```python

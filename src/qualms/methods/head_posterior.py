@@ -21,7 +21,7 @@ from torch import Tensor
 from qualms.errors import QualmsError
 
 Structure = Literal["auto", "full", "kron"]
-Rows = Iterator[tuple[Tensor, Tensor]]  # of features and probabilities
+FeaturesAndProbs = Iterator[tuple[Tensor, Tensor]]  # of features and probabilities
 FULL_AT_MOST = 4096  # parameters: the matrix is then 128 MiB
 CHUNK = 1024  # rows of a batch that are summed at a time
 
@@ -128,7 +128,7 @@ def fit_head(
     return HeadPosterior(weight, bias, covariance)
 
 
-def _rows(batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"], has_bias: bool) -> Rows:
+def _rows(batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"], has_bias: bool) -> FeaturesAndProbs:
     """Features [n, k] with their 1 and probabilities [n, c], a chunk at a time."""
     empty = True
     for features, logits in batches:
@@ -146,10 +146,10 @@ def _rows(batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"]
         raise QualmsError("batches yields no training input; a posterior needs at least one (an iterator reads once).")
 
 
-def _gauss_newton(rows: Rows, zeros: Float64[Tensor, "c k"]) -> Float64[Tensor, "c*k c*k"]:
+def _gauss_newton(rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]) -> Float64[Tensor, "c*k c*k"]:
     """Σ_n Λ_n ⊗ h_n h_nᵀ from its blocks between two classes, -Σ_n p_c p_d h hᵀ.
 
-    Rows of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1 - p) never cancels.
+    FeaturesAndProbs of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1 - p) never cancels.
     """
     classes, width = zeros.shape
     upper = zeros.new_zeros(classes, width, classes, width)
@@ -174,7 +174,7 @@ def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
     return Full(factor)
 
 
-def _kronecker_factors(rows: Rows, has_bias: bool) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
+def _kronecker_factors(rows: FeaturesAndProbs, has_bias: bool) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
     """B = Σ_n Λ_n, its diagonal again from its rows' sums, and A = (1/N) Σ_n h_n h_nᵀ without the bias's products."""
     h, p = next(rows)
     total, products, squares = len(h), p.mT @ p, h.mT @ h

@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.divergence import mutual_information
-from qualms.methods.method import PASSES
+from qualms.methods.method import SEVERAL_PASSES
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
-from qualms.parameters import SHARE, settle, whole
+from qualms.parameters import SHARE, check_parameters, whole
 from qualms.random import generator
 
 
@@ -38,11 +38,11 @@ class InsertedDropout(MonteCarlo):
 
     name = "inserted-dropout"
     paper = "Ledda et al., Dropout Injection at Test Time for Post Hoc Uncertainty Quantification, 2023"
-    needs = (PASSES,)
+    needs = (SEVERAL_PASSES,)
     cost = "1 + N heads"
 
     def __post_init__(self) -> None:
-        settle(self, self.name, p=SHARE, draws=whole(2))
+        check_parameters(self, self.name, p=SHARE, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -19,7 +19,7 @@ from qualms.methods.head_posterior import HeadPosterior, fit_head
 from qualms.methods.method import TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
-from qualms.parameters import POSITIVE, settle, whole
+from qualms.parameters import POSITIVE, check_parameters, whole
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Laplace(MonteCarlo):
     cost = "1 + N heads, and 1 for each training input"
 
     def __post_init__(self) -> None:
-        settle(self, self.name, prior_precision=POSITIVE, draws=whole(2))
+        check_parameters(self, self.name, prior_precision=POSITIVE, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

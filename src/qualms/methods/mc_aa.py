@@ -11,10 +11,10 @@ from qualms.errors import QualmsError
 from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
 from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.method import PASSES, Noise, Scale, converted
+from qualms.methods.method import SEVERAL_PASSES, Noise, Scale, converted
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
-from qualms.parameters import NOISE, settle, whole
+from qualms.parameters import NOISE, check_parameters, whole
 from qualms.random import generator
 
 
@@ -38,11 +38,11 @@ class MCAA(MonteCarlo):
 
     name = "mc-aa"
     paper = "Alarab & Prakoonwit, Adversarial Attack for Uncertainty Estimation, 2022"
-    needs = (PASSES,)
+    needs = (SEVERAL_PASSES,)
     cost = "3 + N"
 
     def __post_init__(self) -> None:
-        settle(self, self.name, a=NOISE, draws=whole(2))
+        check_parameters(self, self.name, a=NOISE, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.rows import Rows
 from qualms.methods.divergence import mutual_information
-from qualms.methods.method import PASSES, TRAINING_DATA
+from qualms.methods.method import SEVERAL_PASSES, TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
-from qualms.parameters import settle, whole
+from qualms.parameters import check_parameters, whole
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class MCBatchNorm(MonteCarlo):
 
     name = "mc-batchnorm"
     paper = "Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks, ICML 2018"
-    needs = (PASSES, TRAINING_DATA)
+    needs = (SEVERAL_PASSES, TRAINING_DATA)
     cost = "1 + N, and N training batches"
 
     def __post_init__(self) -> None:
-        settle(self, self.name, draws=whole(2))
+        check_parameters(self, self.name, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

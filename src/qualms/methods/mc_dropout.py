@@ -19,15 +19,15 @@ from qualms.gradients.inputs import Batch, count
 from qualms.gradients.nested import tensors_in
 from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.divergence import mutual_information
-from qualms.methods.method import PASSES
+from qualms.methods.method import SEVERAL_PASSES
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
-from qualms.parameters import settle, whole
+from qualms.parameters import check_parameters, whole
 from qualms.random import generator
 
 WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUT = (nn.Dropout, *WHOLE_CHANNELS)
-Layers = Sequence[nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d]
+DropoutLayers = Sequence[nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d]
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class MCDropout(MonteCarlo):
 
     name = "mc-dropout"
     paper = "Gal & Ghahramani, Dropout as a Bayesian Approximation, ICML 2016"
-    needs = (PASSES,)
+    needs = (SEVERAL_PASSES,)
     cost = "1 + N tails"
 
     def __post_init__(self) -> None:
-        settle(self, self.name, draws=whole(2))
+        check_parameters(self, self.name, draws=whole(2))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
@@ -64,7 +64,7 @@ class MCDropout(MonteCarlo):
         return mutual_information(torch.cat(parts))
 
     @torch.no_grad()
-    def _log_probs(self, passes: Passes, layers: Layers, part: Batch) -> Float[Tensor, "b n c"]:
+    def _log_probs(self, passes: Passes, layers: DropoutLayers, part: Batch) -> Float[Tensor, "b n c"]:
         replay = Replay()
         log_q = []
         for draw in range(self.draws):
@@ -74,7 +74,7 @@ class MCDropout(MonteCarlo):
 
 
 @contextmanager
-def _masked(layers: Layers, rows: int, noise: torch.Generator, replay: "Replay") -> Iterator[None]:
+def _masked(layers: DropoutLayers, rows: int, noise: torch.Generator, replay: "Replay") -> Iterator[None]:
     """Dropout layers, off in evaluation mode, multiply by masks of their own."""
 
     def mask(layer: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:

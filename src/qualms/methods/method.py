@@ -13,7 +13,7 @@ from qualms.gradients.smoothing import Smoothing
 from qualms.methods.passes import Passes
 
 # What a method may need beside the model and the inputs.
-LOGITS, GRADIENTS, PASSES, TRAINING_DATA, MODELS = (
+LOGITS, GRADIENTS, SEVERAL_PASSES, TRAINING_DATA, MODELS = (
     "logits",
     "gradients",
     "several passes",

@@ -18,7 +18,9 @@ from qualms.methods.method import WANG_JI
 
 @dataclass(frozen=True)
 class NEGrad(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    """‖Σ_c p_c ∇θ log p_c‖, zero without smoothing.
+
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
 
     Example:
         ```python

@@ -41,9 +41,9 @@ class Subject:
     settings: Settings = field(default_factory=Settings)
     train: Any = None  # training inputs, for the methods that need them
     members: tuple[nn.Module, ...] = ()  # further models, for `ensemble`
-    scores: "tuple[GradientScore, ...]" = ()  # gradient scores that will be asked for
+    gradient_methods: "tuple[GradientScore, ...]" = ()  # those that will be asked for
     learnt: Learnt = field(default_factory=Learnt)  # what the engines found out about the model
-    fitted: dict[Any, Any] = field(default_factory=dict)  # what methods learnt from the training inputs
+    fitted: dict[Any, Any] = field(default_factory=dict)  # what methods keep for this model, such as a posterior
 
     def training_batches(self, method: str) -> Iterator[Batch]:
         """The training inputs, labels dropped."""
@@ -58,11 +58,11 @@ class Subject:
 
     def directions(self, smooth: Smoothing | None) -> Directions:
         """Along which the gradients of one pass are wanted, plain or smoothed."""
-        return Directions(tuple(dict.fromkeys(s.direction for s in self.scores if s.smooth == smooth)))
+        return Directions(tuple(dict.fromkeys(m.direction for m in self.gradient_methods if m.smooth == smooth)))
 
     def smallest_lambda(self, smooth: Smoothing | None) -> float | None:
         """The least that early layers are weighted down by any score of one pass; None if one does not weight them."""
-        lambdas = [s.layers for s in self.scores if s.smooth == smooth]
+        lambdas = [m.layers for m in self.gradient_methods if m.smooth == smooth]
         known = [lam for lam in lambdas if lam is not None]
         return min(known) if known and len(known) == len(lambdas) else None
 
@@ -137,63 +137,62 @@ class Passes:
 
     # Gradients.
 
-    def gradient_score(self, score: "GradientScore") -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-        """Σ_m w_m ‖g_m‖ over the gradients along a score's directions, and the standard error a sketch gives it."""
+    def gradient_score(self, method: "GradientScore") -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+        """Σ_m w_m ‖g_m‖ over the gradients along a method's directions, and the standard error a sketch gives it."""
         if self.subject.settings.sketch is not None:
-            if score not in self._sketched:
-                self._sketch(score)
-            return self._sketched[score]
-        norms = total_norms(self._norms(score), score.layers, self.subject.settings.norm)
-        value = (score.weights(self.probs) * norms).sum(-1)
+            if method not in self._sketched:
+                self._sketch(method)
+            return self._sketched[method]
+        norms = total_norms(self._norms(method), method.layers, self.subject.settings.norm)
+        value = (method.weights(self.probs) * norms).sum(-1)
         return value, torch.zeros_like(value)
 
-    def _norms(self, score: "GradientScore") -> Float[Tensor, "b m l"]:
-        """Gradient norms per layer along a score's directions, from the one pass that serves all scores."""
-        smooth, wanted = score.smooth, self._wanted(score)
+    def _norms(self, method: "GradientScore") -> Float[Tensor, "b m l"]:
+        """Gradient norms per layer along a method's directions, from the one pass that serves all scores."""
+        smooth, wanted = method.smooth, self._wanted(method)
         if smooth not in self._tables:
             lam = self.subject.smallest_lambda(smooth)
-            plain = self._outcome[0]
-            self._tables[smooth] = layer_table([self.job(wanted, smooth)], self.subject.learnt, plain=plain, lam=lam)
-        return self._tables[smooth].values[:, self._columns(score.direction, wanted)].double()
+            job, logits = self.job(wanted, smooth), self._outcome[0]
+            self._tables[smooth] = layer_table([job], self.subject.learnt, regrouped=logits, lam=lam)
+
+        return self._tables[smooth].values[:, self._columns(method.direction, wanted)].double()
 
     def gram(self, params: frozenset[str]) -> Float[Tensor, "b l c c"]:
         """G_l = J_l J_lᵀ, the inner products between the gradients of the logits by some of the parameters, exact."""
         own = self.subject.settings
         settings = Settings(params=params.__contains__, budget=own.budget, batch_size=own.batch_size)
         job = replace(self.job(Directions(("logits",)), None), settings=settings)
-        return layer_table([job], self.subject.learnt, gram=True, plain=self._outcome[0]).values.double()
+        return layer_table([job], self.subject.learnt, gram=True, regrouped=self._outcome[0]).values.double()
 
-    def _sketch(self, score: "GradientScore") -> None:
+    def _sketch(self, method: "GradientScore") -> None:
         """All scores of one sketch, block by block: they are linear in the norms, and so are their errors."""
-        wanted = self._wanted(score)
-        like = [s for s in self.subject.scores if (s.smooth, s.layers) == (score.smooth, score.layers)]
-        scores = dict.fromkeys([score, *like])
-        probs, parts = self.probs, {s: list[tuple[Tensor, Tensor]]() for s in scores}
-        for block, sample in sketch_totals(self.job(wanted, score.smooth), score.layers, self.subject.learnt):
+        wanted = self._wanted(method)
+        like = [m for m in self.subject.gradient_methods if (m.smooth, m.layers) == (method.smooth, method.layers)]
+        methods = dict.fromkeys([method, *like])
+        probs, parts = self.probs, {m: list[tuple[Tensor, Tensor]]() for m in methods}
+        for block, sample in sketch_totals(self.job(wanted, method.smooth), method.layers, self.subject.learnt):
             norms = sample.scale
-            for s in scores:
-                columns = self._columns(s.direction, wanted)
+            for m in methods:
+                columns = self._columns(m.direction, wanted)
                 own = Sample(sample.projections[:, :, columns], sample.law)
-                weights = s.weights(probs[block])
-                parts[s].append(((weights * norms[:, columns]).sum(-1), own.weighted_error(norms[:, columns], weights)))
-        for s, blocks in parts.items():
+                weights = m.weights(probs[block])
+                parts[m].append(((weights * norms[:, columns]).sum(-1), own.weighted_error(norms[:, columns], weights)))
+        for m, blocks in parts.items():
             values, errors = (torch.cat(column) for column in zip(*blocks, strict=True))
-            self._sketched[s] = values, errors
+            self._sketched[m] = values, errors
 
     def job(self, directions: Directions, smooth: Smoothing | None) -> Job:
         """The batch as an engine takes it."""
         numbers = range(self.first, self.first + count(self.batch))
         return Job(self.model, self.batch, numbers, self.subject.settings, directions, smooth)
 
-    def _wanted(self, score: "GradientScore") -> Directions:
-        found = self.subject.directions(score.smooth)
-        return found if score.direction in found.names else Directions((*found.names, score.direction))
+    def _wanted(self, method: "GradientScore") -> Directions:
+        found = self.subject.directions(method.smooth)
+        return found if method.direction in found.names else Directions((*found.names, method.direction))
 
     def _columns(self, direction: str, wanted: Directions) -> slice:
         """Where a set of directions stands among those of one pass."""
-        sizes = [self._outcome[0].shape[1] if name == "classes" else 1 for name in wanted.names]
-        start = sum(sizes[: wanted.names.index(direction)])
-        return slice(start, start + sizes[wanted.names.index(direction)])
+        return wanted.columns(direction, self._outcome[0].shape[1])
 
     # Further plain forward passes.
 

@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.nested import each_tensor
 from qualms.methods.divergence import expected_kl
-from qualms.methods.method import PASSES, WANG_JI
+from qualms.methods.method import SEVERAL_PASSES, WANG_JI
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
-from qualms.parameters import POSITIVE, settle, whole
+from qualms.parameters import POSITIVE, check_parameters, whole
 from qualms.random import generator
 
 
@@ -38,11 +38,11 @@ class PerturbTheta(MonteCarlo):
 
     name = "perturb-theta"
     paper = WANG_JI
-    needs = (PASSES,)
+    needs = (SEVERAL_PASSES,)
     cost = "1 + N"
 
     def __post_init__(self) -> None:
-        settle(self, self.name, sigma=POSITIVE, draws=whole(1))
+        check_parameters(self, self.name, sigma=POSITIVE, draws=whole(1))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

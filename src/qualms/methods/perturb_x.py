@@ -7,10 +7,10 @@ from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.divergence import expected_kl
-from qualms.methods.method import PASSES, WANG_JI, Noise, Scale, converted
+from qualms.methods.method import SEVERAL_PASSES, WANG_JI, Noise, Scale, converted
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
-from qualms.parameters import NOISE, settle, whole
+from qualms.parameters import NOISE, check_parameters, whole
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class PerturbX(MonteCarlo):
 
     name = "perturb-x"
     paper = WANG_JI
-    needs = (PASSES,)
+    needs = (SEVERAL_PASSES,)
     cost = "1 + N"
 
     def __post_init__(self) -> None:
-        settle(self, self.name, sigma=NOISE, draws=whole(1))
+        check_parameters(self, self.name, sigma=NOISE, draws=whole(1))
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -15,7 +15,9 @@ from qualms.methods.method import WANG_JI
 
 @dataclass(frozen=True)
 class REGrad(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    """Σ_c sqrt(p_c) ‖∇θ log p_c‖.
+
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
 
     Example:
         ```python

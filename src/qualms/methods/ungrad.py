@@ -15,7 +15,9 @@ from qualms.methods.method import WANG_JI
 
 @dataclass(frozen=True)
 class UNGrad(GradientScore):
-    """Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    """(1/C) Σ_c ‖∇θ log p_c‖: every class alike.
+
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
 
     Example:
         ```python

@@ -43,7 +43,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Layers:
+class LayerContributions:
     """What each layer adds to the uncertainty of some inputs: row i tells of image `indices[i]` of group `groups[i]`.
 
     Contributions are 0 or more, in any unit; the report shows each as a share of its row's sum.
@@ -85,7 +85,7 @@ class Content:
     unknown: Sequence[Group] = ()
     about: Mapping[str, str] = field(default_factory=dict)
     costs: Mapping[str, int | float | str] = field(default_factory=dict)
-    layers: Layers | None = None
+    layers: LayerContributions | None = None
     cycles: Sequence[Row] = ()
 
     def __post_init__(self) -> None:

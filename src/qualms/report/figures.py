@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from qualms.metrics import auroc, lift_curve, raulc, roc, selective_risk
 from qualms.report.content import Content
-from qualms.report.numbers import Curve, Judged, LayerShares, Measured, bins, thinned
+from qualms.report.numbers import Curve, Judged, LayerShares, WithInterval, bins, thinned
 
 Figure = dict[str, Any]
 COLOURS = 6  # of unknown groups, in the style sheet; further groups differ by dashes
@@ -42,7 +42,7 @@ def raulc_dots(content: Content, judged: Sequence[Judged]) -> tuple[Figure, str]
 
 
 def _dots(
-    methods: list[str], series: dict[str, list[Measured]], scale: float, title: str, chance: float, first: int
+    methods: list[str], series: dict[str, list[WithInterval]], scale: float, title: str, chance: float, first: int
 ) -> Figure:
     figure = go.Figure()
     places = np.arange(len(methods))[::-1]  # the first method on top
@@ -151,7 +151,7 @@ def lift(content: Content, method: str) -> tuple[Figure, str]:
 
 
 def layer_map(names: Sequence[str], part: LayerShares, top: float) -> tuple[Figure, str]:
-    """Layers by inputs; the page puts the inputs in the chosen method's order."""
+    """LayerContributions by inputs; the page puts the inputs in the chosen method's order."""
     # Indexes on the axis, names as its labels: two layers of one name stay two rows.
     figure = go.Figure(
         go.Heatmap(

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from qualms.errors import QualmsError
 from qualms.metrics import aupr, auroc, interval, raulc
-from qualms.report.content import Content, Layers
+from qualms.report.content import Content, LayerContributions
 from qualms.tasks.rows import CycleRow, Row
 
 BINS = 41  # an odd number: equal scores stand in the middle of one
@@ -19,11 +19,11 @@ POINTS = 300  # of a curve that is drawn
 WIDE = 30  # a score whose middle 90 % span this factor is drawn on a logarithmic axis
 DECADES = 1e-6  # and over no more than this part of the largest score
 COLUMNS = 120  # inputs of a group that the map of layers draws
-Progress = Literal["accuracy", "nll"]  # what active learning is followed by
+LearningMeasure = Literal["accuracy", "nll"]  # what active learning is followed by
 
 
 @dataclass(frozen=True)
-class Measured:
+class WithInterval:
     """A measure, and its 95 % interval over the choice of inputs."""
 
     value: float
@@ -36,9 +36,9 @@ class Judged:
     """One method: a number for each unknown group, and how its certainty goes with being right (None: not known)."""
 
     method: str
-    auroc: list[Measured]
+    auroc: list[WithInterval]
     aupr: list[float]
-    raulc: Measured | None
+    raulc: WithInterval | None
     cost: int | float | str | None
 
     @property
@@ -77,12 +77,12 @@ def _judged(content: Content, method: str, resamples: int) -> Judged:
 
 def _measured(
     measure: Callable[..., float], first: np.ndarray, second: np.ndarray, paired: bool, resamples: int
-) -> Measured:
+) -> WithInterval:
     try:
         low, high = interval(measure, first, second, paired=paired, resamples=resamples)
     except QualmsError:  # the measure has a value, but too few resamples have one: no interval is known
         low, high = float("nan"), float("nan")
-    return Measured(measure(first, second), low, high)
+    return WithInterval(measure(first, second), low, high)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class LayerShares:
     mean: Float[np.ndarray, " l"]  # over all the group's inputs, also those that are not drawn
 
 
-def layer_shares(content: Content, layers: Layers, most: int = COLUMNS) -> list[LayerShares]:
+def layer_shares(content: Content, layers: LayerContributions, most: int = COLUMNS) -> list[LayerShares]:
     """For each group that the layers tell of; beyond `most` inputs, every so manieth by the first method's score."""
     contributions = layers.contributions.astype(np.float64)
     total = contributions.sum(1, keepdims=True)
@@ -166,7 +166,7 @@ class Curve:
     high: list[float]
 
 
-def learning_curves(cycles: Iterable[Row], measure: Progress) -> dict[str, list[Curve]]:
+def learning_curves(cycles: Iterable[Row], measure: LearningMeasure) -> dict[str, list[Curve]]:
     """By dataset, a curve for each method; the start, which all methods share, begins each."""
     rows = [row for row in cycles if row["row"] == "cycle"]
     found: dict[str, list[Curve]] = {}
@@ -181,7 +181,7 @@ def learning_curves(cycles: Iterable[Row], measure: Progress) -> dict[str, list[
     return found
 
 
-def _curve(method: str, rows: Sequence[CycleRow], measure: Progress) -> Curve:
+def _curve(method: str, rows: Sequence[CycleRow], measure: LearningMeasure) -> Curve:
     labelled = sorted({row["labelled"] for row in rows})
     values = [[row[measure] for row in rows if row["labelled"] == n] for n in labelled]
     return Curve(method, labelled, [statistics.fmean(v) for v in values], [*map(min, values)], [*map(max, values)])

@@ -12,7 +12,7 @@ import numpy as np
 from qualms.errors import QualmsError
 from qualms.report.content import Content
 from qualms.report.gallery import Picture, pictures, png
-from qualms.report.numbers import Judged, Measured, Progress, at_a_glance, layer_shares, learning_curves
+from qualms.report.numbers import Judged, LearningMeasure, WithInterval, at_a_glance, layer_shares, learning_curves
 from qualms.version import __version__
 
 COVERAGE = 95  # where the slider stands first, in percent of the known images
@@ -21,7 +21,7 @@ DIAGRAMS = {
     "roc": "ROC curves",
     "lift": "Lift curve",
 }
-LEARNING: dict[Progress, tuple[str, str]] = {  # the axis, and which end of it is best
+LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the axis, and which end of it is best
     "accuracy": ("accuracy, %", "highest"),
     "nll": ("negative log-likelihood", "lowest"),
 }
@@ -119,7 +119,7 @@ def _cells(content: Content, judged: Judged) -> list[dict[str, Any]]:
     return cells
 
 
-def _range(measured: Measured, scale: float, digits: int) -> str:
+def _range(measured: WithInterval, scale: float, digits: int) -> str:
     if not np.isfinite(measured.low):
         return ""
     return f"[{scale * measured.low:.{digits}f}, {scale * measured.high:.{digits}f}]"

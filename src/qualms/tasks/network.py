@@ -46,7 +46,7 @@ class Network:
         return {"qualms": __version__, **own, **{k: v for k, v in more.items() if v}}
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """What the model receives for these images, in its own size and number of channels."""
+        """What the model receives: normalised pixels on its device, resized and with its channels if `size` is set."""
         own = images.fitted(len(self.normalisation.mean), self.size) if self.size else images
         return self.normalisation.apply(own.pixels).to(next(self.model.parameters()).device)
 

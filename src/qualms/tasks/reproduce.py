@@ -27,7 +27,7 @@ from qualms.tasks.ood import ood
 from qualms.tasks.paper import VIT, paper_methods
 from qualms.tasks.presets import Preset, Setup
 from qualms.tasks.rows import LeftOutRow, Row
-from qualms.tasks.scoring import Methods, judged, usable
+from qualms.tasks.scoring import Methods, accuracy_row, usable
 from qualms.training import fit
 
 # What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it is on disk.
@@ -169,7 +169,7 @@ def _on_each_network(
     for seed in preset.seeds:
         network = _network(at, dataset, setup, seed)
         with Journal(at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about) as journal:
-            yield {**judged(network, whole, journal), "network": network.name}
+            yield {**accuracy_row(network, whole, journal), "network": network.name}
             good, reasons = usable(network, images, methods, learnt)
             yield from reasons
             how = {"seed": seed, "engine": setup.engine, "train": learnt, "tell": at.tell}

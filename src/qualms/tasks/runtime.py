@@ -10,6 +10,7 @@ import torch
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.entropy import Entropy
+from qualms.methods.method import Method
 from qualms.progress import Tell
 from qualms.scores import compare
 from qualms.tasks.journal import Journal
@@ -40,7 +41,8 @@ def runtime(
     x = list(network.inputs(images).split(BATCH))
     batches = None if train is None else Inputs(network, train)
 
-    def seconds(method: object) -> float:
+    def seconds(method: Method) -> float:
+        """Wall-clock time to score all images by this method alone."""
         began = time.perf_counter()
         one: dict[str, Any] = {"timed": method}
         found = compare(network.model, x, one, train=batches, models=network.members, seed=seed, engine=engine)

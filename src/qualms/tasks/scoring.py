@@ -105,7 +105,7 @@ def chosen_engine(network: Network, images: Images, methods: Methods, engine: En
     return Scorer(network.model, own, engine=engine).choose_engine(network.inputs(images.take(slice(CHUNK))))
 
 
-def judged(network: Network, images: Images, journal: Journal) -> AccuracyRow:
+def accuracy_row(network: Network, images: Images, journal: Journal) -> AccuracyRow:
     """The network's accuracy on labelled images, computed once."""
     key: AccuracyKey = {"row": "accuracy", "data": images.name, "n": len(images), "images": images.fingerprint()}
     return (journal.where(**key) or [journal.add(AccuracyRow(**key, accuracy=network.accuracy(images)))])[0]

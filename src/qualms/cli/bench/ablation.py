@@ -1,14 +1,14 @@
 """`qualms bench ablation`: what each part of REGrad* adds, and how much its two parameters matter."""
 
 from qualms.cli.bench.ood import measured
-from qualms.cli.bench.options import Trained, command
+from qualms.cli.bench.options import Trained, with_options
 from qualms.cli.bench.scoring import Outside, run_task, told_apart
 from qualms.report.tables import ood_table
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.scoring import Methods
 
 
-@command(Trained)
+@with_options(Trained)
 def ablation(given: Trained, outside: Outside = "") -> None:
     """What do the parts of REGrad* add, and do λ and σ matter? Killed, the same command goes on where it was.
 

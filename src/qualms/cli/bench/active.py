@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from torch import nn
 
-from qualms.cli.bench.options import Common, command
+from qualms.cli.bench.options import Common, with_options
 from qualms.cli.bench.output import rows_file, show
 from qualms.cli.options import Chosen, device_of, listed, telling
 from qualms.cli.specs import chosen_methods
@@ -25,7 +25,7 @@ from qualms.training import RECIPES
 Pickers = dict[str, Method | None]  # by the name that rows give them; None picks at random
 
 
-@command(Common)
+@with_options(Common)
 def active(
     given: Common,
     methods: Chosen = "paper",

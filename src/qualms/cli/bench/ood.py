@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from qualms.cli.bench.options import Trained, command
+from qualms.cli.bench.options import Trained, with_options
 from qualms.cli.bench.scoring import Outside, Prepared, run_task, told_apart
 from qualms.cli.options import Chosen
 from qualms.cli.specs import chosen_methods
@@ -12,7 +12,7 @@ from qualms.tasks import ood as task
 from qualms.tasks.rows import Row
 
 
-@command(Trained)
+@with_options(Trained)
 def ood(given: Trained, outside: Outside = "", methods: Chosen = "paper") -> None:
     """Do scores tell other datasets apart? Killed, the same command goes on where it was.
 

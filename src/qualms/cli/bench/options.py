@@ -43,24 +43,24 @@ class Trained(Common):
     std: Std = None
 
 
-def command(
+def with_options(
     options: type[Given],
 ) -> Callable[[Callable[Concatenate[Given, Own], None]], Callable[..., None]]:
-    """A function whose first argument is `options` becomes one that typer understands: each field is an option."""
+    """Decorator: the fields of the dataclass `options` become options of the command, given as its first argument."""
 
-    def flat(function: Callable[Concatenate[Given, Own], None]) -> Callable[..., None]:
+    def decorate(function: Callable[Concatenate[Given, Own], None]) -> Callable[..., None]:
         fields = inspect.signature(options).parameters
         own = list(inspect.signature(function).parameters.values())[1:]
 
         @wraps(function)
-        def told(**values: Any) -> None:
+        def run(**values: Any) -> None:
             given = options(**{name: values.pop(name) for name in fields})
             function(given, **values)  # type: ignore[call-arg]
 
         every = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *fields.values())]
         every.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # help begins with the needs
-        told.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
-        told.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
-        return told
+        run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
+        return run
 
-    return flat
+    return decorate

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from qualms.cli.bench.options import Trained, command
+from qualms.cli.bench.options import Trained, with_options
 from qualms.cli.bench.scoring import Prepared, run_task
 from qualms.cli.options import Chosen
 from qualms.cli.specs import chosen_methods
@@ -12,7 +12,7 @@ from qualms.tasks import runtime as task
 from qualms.tasks.rows import Row
 
 
-@command(Trained)
+@with_options(Trained)
 def runtime(given: Trained, methods: Chosen = "paper") -> None:
     """What does each method cost? Killed, the same command goes on where it was.
 

@@ -17,7 +17,7 @@ from qualms.methods.method import TRAINING_DATA
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import AccuracyRow, Row
-from qualms.tasks.scoring import Methods, judged, usable
+from qualms.tasks.scoring import Methods, accuracy_row, usable
 
 Outside = Annotated[str, typer.Option("--ood", help="Other datasets, with commas between.")]
 
@@ -37,7 +37,7 @@ class Prepared:
     def accuracy(self) -> Iterator[AccuracyRow]:
         """A row that says how good the network is, if that can be known."""
         if self.whole.labels is not None:
-            yield {**judged(self.network, self.whole, self.journal), "network": self.network.name}
+            yield {**accuracy_row(self.network, self.whole, self.journal), "network": self.network.name}
 
 
 def run_task(

@@ -50,14 +50,14 @@ class LastProduct:
             node = node.next_functions[0][0]
         if node is None or node.name() not in PRODUCTS:
             return None
-        *first, (source, number), weight = node.next_functions
+        *bias, (source, number), weight = node.next_functions
         if source is None or getattr(node, "_saved_alpha", 1) != 1:
             return None
         ends = {*seen, node}
         own = [p for p in pieces if any(edge.node in ends for edge in p.edges)]
         body = [p for p in pieces if not any(edge.node in ends for edge in p.edges)]
         # The features alone may lead on to other layers.
-        aside = nodes_behind([n for n, _ in (*first, weight)])
+        aside = nodes_behind([n for n, _ in (*bias, weight)])
         alone, _ = by_parameter(pieces, weights)
         matrix: Tensor = node._saved_mat2.detach().T  # type: ignore[attr-defined]
         if not body or any(edge.node in aside for p in body for edge in p.edges):
@@ -76,7 +76,7 @@ class LastProduct:
         """
         classes, width = self.weight.shape
         m = width + 1
-        a_pass = sum(2 * _work(p, per_input, m) for p in self.body)
+        a_pass = sum(2 * _multiplications(p, per_input, m) for p in self.body)
         algebra = m * m * sum(kept_numbers(p, per_input, m) + classes for p in self.body)
         return (m + 1) * a_pass + algebra < classes * a_pass
 
@@ -102,7 +102,7 @@ def kept_numbers(piece: Piece, per_input: int, cotangents: int) -> int:
     return piece.gradient.numel
 
 
-def _work(piece: Piece, per_input: int, cotangents: int) -> int:
+def _multiplications(piece: Piece, per_input: int, cotangents: int) -> int:
     """Multiplications that lead from one cotangent to one gradient."""
     if not isinstance(piece.gradient, Outer):
         return piece.gradient.numel
@@ -115,19 +115,19 @@ def _work(piece: Piece, per_input: int, cotangents: int) -> int:
 def measure_by_features(
     logits: Float[Tensor, "rows c"],
     directions: Sequence[str],
-    head: LastProduct,
+    last: LastProduct,
     weights: Weights,
     inputs: int,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """For each parameter ‖g‖² along the directions: what `measure` says of them, without the C passes of `classes`."""
+    """For each parameter ‖g‖² pulls the directions: what `measure` says of them, without the C passes of `classes`."""
     z = logits.detach().unflatten(0, (inputs, -1))
     per_input = z.shape[1]
     predicted = z[:, 0].argmax(-1)
     further = [name for name in directions if name != "classes"]
     direct = torch.cat([of_class(z, predicted), *(DIRECTIONS[name](z) for name in further)]).flatten(1, 2) / per_input
-    known = measure(logits, direct, [*head.body, *head.own], weights, inputs, "l2")
-    of_classes = _body(logits, direct[0], predicted, head, weights, inputs)
-    of_classes |= {weights.names[id(p.target)]: _own(z, p) for p in head.own}
+    known = measure(logits, direct, [*last.body, *last.own], weights, inputs, "l2")
+    of_classes = _body(logits, direct[0], predicted, last, weights, inputs)
+    of_classes |= {weights.names[id(p.target)]: _own(z, p) for p in last.own}
     values: dict[str, Tensor] = {}
     for name, column in known.items():
         of_classes[name].scatter_(1, predicted[:, None], column[:, :1])
@@ -149,19 +149,19 @@ def _body(
     logits: Float[Tensor, "rows c"],
     toward_predicted: Float[Tensor, "rows c"],
     predicted: Int[Tensor, " b"],
-    head: LastProduct,
+    last: LastProduct,
     weights: Weights,
     inputs: int,
 ) -> dict[str, Float[Tensor, "b c"]]:
     """xᵀ K x for every class and every parameter before the last layer."""
-    (classes, width), rows = head.weight.shape, len(logits)
-    edges, places = unique_edges(head.body)
-    alone, shared = by_parameter(head.body, weights)
+    (classes, width), rows = last.weight.shape, len(logits)
+    edges, places = unique_edges(last.body)
+    alone, shared = by_parameter(last.body, weights)
     found: dict[str, Kept] = {name: Kept(piece, width + 1, inputs) for name, piece in alone.items()}
-    along: list[tuple[Any, Tensor]] = [(logits, toward_predicted.to(logits.dtype))]
+    pulls: list[tuple[Any, Tensor]] = [(logits, toward_predicted.to(logits.dtype))]
     for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (inputs / rows):
-        along.append((head.features, unit.expand(rows, -1)))
-    for start, cotangent in along:
+        pulls.append((last.features, unit.expand(rows, -1)))
+    for start, cotangent in pulls:
         at = torch.autograd.grad([start], edges, [cotangent], retain_graph=True, allow_unused=True)
         for name, piece in alone.items():
             deltas = deltas_of(piece, at, places)
@@ -169,7 +169,7 @@ def _body(
                 found[name].add(deltas)
         for name, gradient in written(shared, at, places, weights, inputs).items():
             found.setdefault(name, Kept(None, width + 1, inputs)).factors.append(gradient.flatten(1)[:, None])
-    w = accurate(head.weight)
+    w = accurate(last.weight)
     apart = w - w[predicted][:, None]
     x = torch.cat([apart.new_ones(inputs, classes, 1), apart], dim=2)
     values: dict[str, Tensor] = {}

@@ -51,7 +51,7 @@ def require_independent_rows(
     model: nn.Module,
     on: Rows,
     logits: Float[Tensor, "rows c"],
-    in_other_company: Float[Tensor, "rows c"],
+    regrouped: Float[Tensor, "rows c"],
     recorder: Recorder,
 ) -> None:
     """Rows must give the logits that they give in other company; alone, if the model reads values.
@@ -60,8 +60,8 @@ def require_independent_rows(
     would treat no row of it.
     """
     if recorder.reads_values:
-        in_other_company = torch.cat([logits_of(model, on.take([row])) for row in range(count(on.batch))])
-    if not close_logits(in_other_company, logits):
+        regrouped = torch.cat([logits_of(model, on.take([row])) for row in range(count(on.batch))])
+    if not close_logits(regrouped, logits):
         raise Unclear("the inputs of a batch influence each other")
 
 

@@ -29,12 +29,12 @@ class Cutoff:
 
     tolerance: float
     lam: float
-    layers: Callable[[list[str]], list[list[str]]]
+    group: Callable[[list[str]], list[list[str]]]
     kind: Kind
 
     def early(self, values: dict[str, Float[Tensor, "b m"]], order: list[str]) -> frozenset[str]:
         """The parameters of the first layers that together add little for every input and direction."""
-        layers = self.layers([name for name in order if name in values])
+        layers = self.group([name for name in order if name in values])
         shares = self._shares(values, layers)
         small = (shares <= self.tolerance / MARGIN).flatten(0, 1).all(0)
         number = int(small.long().cumprod(0).sum())
@@ -42,7 +42,7 @@ class Cutoff:
 
     def holds(self, values: dict[str, Float[Tensor, "b m"]], order: list[str], early: frozenset[str]) -> bool:
         """Whether these layers add less than the tolerance here too."""
-        layers = self.layers([name for name in order if name in values])
+        layers = self.group([name for name in order if name in values])
         number = sum(1 for names in layers if set(names) <= early)
         return number == 0 or bool((self._shares(values, layers)[..., number - 1] <= self.tolerance).all())
 

@@ -29,7 +29,7 @@ PROBED = 16  # inputs among which the probe looks for two that differ
 
 
 def exact(
-    job: Job, kind: Kind, learnt: Learnt, plain: Float[Tensor, "b c"] | None = None, cutoff: Cutoff | None = None
+    job: Job, kind: Kind, learnt: Learnt, regrouped: Float[Tensor, "b c"] | None = None, cutoff: Cutoff | None = None
 ) -> Measured:
     """Norms (or inner products) of the gradients along the job's directions, for every selected parameter.
 
@@ -37,14 +37,14 @@ def exact(
         job: what is wanted.
         kind: ‖g‖² (`l2`), Σ|g| (`l1`) or inner products (`gram`).
         learnt: where the look at the first rows is kept for the next batch.
-        plain: the logits, if they are known already from plain forward passes in other company than consecutive inputs.
+        regrouped: the logits of the inputs from forward passes in other company than their neighbours', if known.
         cutoff: with one, the values of early layers that cannot matter are zero for all but the first chunk of inputs.
     """
     key = ("probe", job.shapes, tuple(job.selected))
     kept = learnt.found.get(key)
     if isinstance(kept, Probe) and (kept.twins is not None or job.inputs * job.per_input == 1):
         try:
-            return _in_order(job, _in_chunks(job, kind, kept, plain, cutoff, None), kept.first_use)
+            return _in_order(job, _in_chunks(job, kind, kept, regrouped, cutoff, None), kept.first_use)
         except Exception:  # other inputs than those it was made on: look again
             del learnt.found[key]
     probe = Probe.of(job.model, job.rows(slice(0, PROBED)), job.selected)
@@ -53,11 +53,11 @@ def exact(
         whole = Measured.joined([_by_autograd(job, job.rows(slice(i, i + 1)), kind) for i in range(job.inputs)])
         return _in_order(job, whole, first_use(job.model, job.rows(slice(0, 1)), job.selected))
     learnt.keep(key, probe)
-    return _in_order(job, _in_chunks(job, kind, probe, plain, cutoff, learnt), probe.first_use)
+    return _in_order(job, _in_chunks(job, kind, probe, regrouped, cutoff, learnt), probe.first_use)
 
 
 def _in_chunks(
-    job: Job, kind: Kind, probe: Probe, plain: Tensor | None, cutoff: Cutoff | None, slow: Learnt | None
+    job: Job, kind: Kind, probe: Probe, regrouped: Tensor | None, cutoff: Cutoff | None, slow: Learnt | None
 ) -> Measured:
     """Chunk by chunk; what fails a check is run by plain autograd and told to `slow`; without one it is an error."""
     by_features = probe.by_features(job.budget, job.per_input, kind, job.directions.names)
@@ -65,14 +65,14 @@ def _in_chunks(
     chunks = _chunks(job.inputs, min(job.settings.batch_size or most, most))
     parts: list[Measured] = []
     early: frozenset[str] = frozenset()
-    elsewhere: Tensor | None = plain[:, None] if plain is not None and job.per_input == 1 else None
+    of_rows: Tensor | None = regrouped[:, None] if regrouped is not None and job.per_input == 1 else None
     for chunk in chunks:
         on = job.rows(chunk)
         early_layers = EarlyLayers(cutoff, early, probe.first_use) if cutoff is not None and early else None
         try:
-            if elsewhere is None:
-                elsewhere = regrouped_logits(job, len(chunks))
-            part = _by_pieces(job, probe.formatted(on), kind, probe, by_features, elsewhere[chunk], early_layers)
+            if of_rows is None:
+                of_rows = regrouped_logits(job, len(chunks))
+            part = _by_pieces(job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], early_layers)
             if cutoff is not None and not parts:
                 early = cutoff.early(part.values, probe.first_use)
         except Exception as error:  # if the model itself is at fault, plain autograd will say so
@@ -97,13 +97,13 @@ def _by_pieces(
     kind: Kind,
     probe: Probe,
     by_features: bool,
-    in_other_company: Float[Tensor, "b r c"],
+    regrouped: Float[Tensor, "b r c"],
     early_layers: EarlyLayers | None,
 ) -> Measured:
     """The fast way; an exception if it cannot be trusted with these inputs."""
     inputs = count(on.batch) // on.per_input
     logits, recorder = recorded(job.model, on, probe.weights, probe.twins)
-    require_independent_rows(job.model, on, logits.detach(), in_other_company.flatten(0, 1), recorder)
+    require_independent_rows(job.model, on, logits.detach(), regrouped.flatten(0, 1), recorder)
     require_separate_gradients(logits, recorder, probe.weights, inputs)
     apart = logits.unflatten(0, (inputs, on.per_input))
     pieces: list[Piece] = recorder.pieces
@@ -117,7 +117,7 @@ def _by_pieces(
     else:
         cotangents = job.directions(apart).flatten(1, 2) / on.per_input
         values = measure(logits, cotangents, pieces, probe.weights, inputs, kind)
-    return Measured(values, apart[:, 0].detach(), recorder.one_by_one)
+    return Measured(values, apart[:, 0].detach(), recorder.general)
 
 
 def _by_autograd(job: Job, on: Rows, kind: Kind) -> Measured:

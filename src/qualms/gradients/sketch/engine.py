@@ -30,11 +30,11 @@ from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped, layer_weights
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Sketch
-from qualms.gradients.sketch.push import Known, Push, PushProbe, Tangent, checked_pushes, working_push
+from qualms.gradients.sketch.push import Push, PushProbe, RowGradient, Tangent, checked_pushes, working_push
 from qualms.gradients.sketch.stable import Law, Sample
 from qualms.random import generator
 
-TANGENTS = 1_000_000_007  # sets the draws of tangents apart from those of inputs
+TANGENT_STREAM = 1_000_000_007  # sets the draws of tangents apart from those of inputs
 MOST_BYTES = 2**24  # of one result
 LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
 Layer = tuple[Sequence[str], float]  # its parameters and its weight a_l
@@ -42,7 +42,7 @@ Layer = tuple[Sequence[str], float]  # its parameters and its weight a_l
 
 def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[slice, Sample]]:
     """Projections of whole gradients, layers weighted by exp(λ(l - L)), block by block; without a λ, unweighted."""
-    work = Work.on(job, learnt)
+    work = SketchRun.on(job, learnt)
     groups = grouped(job.model, work.probe.used, job.settings.granularity)
     weights = layer_weights(len(groups), lam or 0.0).tolist()
     group_of = {name: group for group in groups.values() for name in group}
@@ -60,7 +60,7 @@ def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple
 
 def sketch_layers(job: Job, learnt: Learnt) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
     """Norms [b, m] of each layer's gradients and their standard errors, from k tangents for every layer."""
-    work = Work.on(job, learnt)
+    work = SketchRun.on(job, learnt)
     unused = [name for name in job.selected if name not in work.probe.used]
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for layer, names in grouped(job.model, work.probe.used + unused, job.settings.granularity).items():
@@ -97,10 +97,10 @@ def tangent(like: dict[str, Tensor], layers: Sequence[Layer], law: Law, l1: bool
     for names, weight in layers:
         scale = weight
         if law == "cauchy":
-            common = generator(seed, TANGENTS, j, *_digits(min(names)), 1)
+            common = generator(seed, TANGENT_STREAM, j, *_digits(min(names)), 1)
             scale = weight / float(torch.randn((), generator=common, dtype=torch.double))
         for name in names:
-            noise, shape = generator(seed, TANGENTS, j, *_digits(name)), like[name].shape
+            noise, shape = generator(seed, TANGENT_STREAM, j, *_digits(name)), like[name].shape
             if l1:
                 s = weight * torch.empty(shape, dtype=torch.double).cauchy_(generator=noise)
             else:
@@ -115,29 +115,29 @@ def _digits(name: str) -> tuple[int, ...]:
 
 
 @dataclass
-class Work:
+class SketchRun:
     """One job, ready to have tangents pushed through the model."""
 
     job: Job
     how: Sketch
     learnt: Learnt
     probe: PushProbe
-    known: list[Known]  # rows with their gradients; empty if the look was taken on another batch
+    row_gradients: list[RowGradient]  # rows with their gradients; empty if the look was taken on another batch
     at_once: int  # inputs in one pass
 
     @classmethod
-    def on(cls, job: Job, learnt: Learnt) -> "Work":
-        """Looks at the first rows, unless such rows are known, and decides how many inputs run at once."""
-        key, known = ("push probe", job.shapes, tuple(job.selected)), list[Known]()
+    def on(cls, job: Job, learnt: Learnt) -> "SketchRun":
+        """Looks at the first rows, unless such rows were seen before, and decides how many inputs run at once."""
+        key, gradients = ("push probe", job.shapes, tuple(job.selected)), list[RowGradient]()
         if key not in learnt.found:
-            fresh, known = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
+            fresh, gradients = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
             learnt.keep(key, fresh)
         probe: PushProbe = learnt.found[key]
         per_input = max(1, probe.largest_result) * job.per_input
         # A pass holds a handful of results at a time. Larger ones leave the cache, smaller ones wait for the weights.
         most = min(MOST_BYTES // per_input, job.budget // (8 * per_input))
         at_once = max(1, min(job.settings.batch_size or job.inputs, most))
-        return cls(job, job.settings.sketch or Sketch(), learnt, probe, known, at_once)
+        return cls(job, job.settings.sketch or Sketch(), learnt, probe, gradients, at_once)
 
     def tangents(self, layers: Sequence[Layer], sums: bool = False, room: int = 0) -> Tangents:
         """Tangents on these layers whose projections add up layers in quadrature, or as the `sums` of their norms."""
@@ -160,9 +160,11 @@ class Work:
         """The way of pushing tangents that plain autograd confirms on the first rows, found once for each kind."""
 
         def find() -> Push:
-            if not self.known:
-                _, self.known = PushProbe.of(self.job.model, self.job.rows(slice(0, LOOKED_AT)), self.job.selected)
-            return working_push(self.job.model, self.probe, self.known, tangents[0])
+            if not self.row_gradients:
+                _, self.row_gradients = PushProbe.of(
+                    self.job.model, self.job.rows(slice(0, LOOKED_AT)), self.job.selected
+                )
+            return working_push(self.job.model, self.probe, self.row_gradients, tangents[0])
 
         return self.learnt.once(("push", self.job.shapes, tuple(tangents[0])), find)
 
@@ -177,13 +179,13 @@ class Work:
         chunks = [slice(i, min(i + self.at_once, block.stop)) for i in range(block.start, block.stop, self.at_once)]
         on = [self.probe.formatted(self.job.rows(chunk)) for chunk in chunks]
         model = self.job.model
-        pushes, known = zip(*checked_pushes(push, model, self.probe, on, tangents[0], self.learnt), strict=True)
+        pushes, first_results = zip(*checked_pushes(push, model, self.probe, on, tangents[0], self.learnt), strict=True)
         kept: list[list[Tensor]] = [[] for _ in chunks]
         for j in range(self.how.tangents):
             s = tangents[j]
             for i, chunk in enumerate(on):
-                z, dz = pushes[i](model, chunk, s) if j else known[i]
+                z, dz = pushes[i](model, chunk, s) if j else first_results[i]
                 apart = z.unflatten(0, (-1, chunk.per_input)), dz.unflatten(0, (-1, chunk.per_input))
                 kept[i].append(projected(self.job.directions.names, *apart))
-        logits = [z[:: chunk.per_input] for (z, _), chunk in zip(known, on, strict=True)]
+        logits = [z[:: chunk.per_input] for (z, _), chunk in zip(first_results, on, strict=True)]
         return torch.cat([torch.stack(of_chunk) for of_chunk in kept], dim=1), torch.cat(logits)

@@ -34,7 +34,7 @@ log = logging.getLogger("qualms")
 UNSEEN = 2**22  # bytes that are taken for the largest result of a row where no result can be seen
 DIFFERENCE = 1e-3  # relative error allowed to a central difference, which steps over kinks: far below a sketch's noise
 Tangent = dict[str, Tensor]  # by the parameter's name
-Known = tuple[Rows, dict[str, Float[Tensor, "1 ..."]]]  # a row, and its gradient along a random direction
+RowGradient = tuple[Rows, dict[str, Float[Tensor, "1 ..."]]]  # a row, and its gradient along a random direction
 Push = Callable[[nn.Module, Rows, Tangent], tuple[Float[Tensor, "rows c"], Float[Tensor, "rows c"]]]
 
 
@@ -146,7 +146,7 @@ class PushProbe(FirstLook):
     alone: bool  # rows are compared with what they give alone: the model reads values, or cannot be watched
 
     @classmethod
-    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "tuple[PushProbe, list[Known]]":
+    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "tuple[PushProbe, list[RowGradient]]":
         """Runs one row by plain autograd and watched, and others to see which parameters they use."""
         first = FirstRow.of(model, on, selected)
         inputs = list(range(0, count(on.batch), on.per_input))
@@ -170,7 +170,7 @@ class PushProbe(FirstLook):
         return cls(classes, largest, last, order, recorder.reads_values), known
 
 
-def working_push(model: nn.Module, probe: PushProbe, known: list[Known], tangent: Tangent) -> Push:
+def working_push(model: nn.Module, probe: PushProbe, known: list[RowGradient], tangent: Tangent) -> Push:
     """The first way of pushing a tangent that gives plain autograd's derivative, for all rows where it is known."""
     reasons = []
     for name, push in PUSHES.items():

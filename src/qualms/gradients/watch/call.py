@@ -145,7 +145,7 @@ class Call:
         for t in used:
             edges = [get_gradient_edge(c) for c in copies[id(t)]]
             self.leave(t, edges, Summed.of_copies(self.inputs, self.on_one_row(t).shape))
-            self.recorder.one_by_one |= roots(t, self.recorder.weights)
+            self.recorder.general |= roots(t, self.recorder.weights)
         return self._join(outs)
 
     def _join(self, outs: list[Any]) -> Any:

@@ -10,7 +10,7 @@ An operation on tracked tensors alone is carried out and its result is tracked. 
 tensor together is a *meeting*: there a rule (`rules.py`) says how the parameter's gradient follows from a cotangent,
 and leaves a `Piece`. What no rule covers is carried out one row at a time with copies of the parameter, which is exact
 for any operation. Where the rows of a batch cannot be told apart, `Unclear` is raised; what a function mode cannot see
-is caught by the tests of `trust.py`.
+is caught by the checks of `exact/checks.py`.
 """
 
 import inspect
@@ -43,7 +43,7 @@ class Recorder(TorchFunctionMode):
         self.meetings: list[Meeting] = []
         self.count = 0  # of meetings so far
         self.first_use: list[str] = []
-        self.one_by_one: set[str] = set()  # parameters that no rule covered
+        self.general: set[str] = set()  # parameters that no rule covered
         self.picks_rows = False  # an index or mask that depends on the input picks or places entries
         self.reads_values = False  # something that depends on the input becomes a Python number or an array
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in weights.leaves.values()}
