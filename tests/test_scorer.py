@@ -2,11 +2,15 @@
 
 import copy
 import importlib.util
+import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import qualms
 from qualms.errors import SlowWarning
+from qualms.gradients.learnt import MOST, Learnt
 from qualms.gradients.sketch import engine as sketch_engine
 from tests import networks as net
 from tests.gradients.test_untouched import fingerprint, same
@@ -103,7 +108,7 @@ def test_a_dataset_whose_items_do_not_fit_together_is_told_what_to_do(model: nn.
 
     with pytest.raises(qualms.QualmsError, match="collate_fn"):
         qualms.score(model, Ragged())
-    with pytest.raises(qualms.QualmsError, match="pass numbers"):
+    with pytest.raises(qualms.QualmsError, match="pass plain numbers"):
         qualms.score(model, np.array(["a", "b"]))
 
 
@@ -175,13 +180,8 @@ def test_other_weights_are_looked_at_anew(model: nn.Module, x: Tensor) -> None:
 def test_what_was_learnt_on_one_batch_is_not_forced_on_another() -> None:
     """Inputs of other shapes, single inputs after batches, and models that branch on their inputs."""
     torch.manual_seed(0)
-    images = (
-        net.small_cnn().double()
-        if hasattr(net, "small_cnn")
-        else nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
-        ).double()
-    )
+    pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *pooled).double()
     several = [torch.randn(4, 3, 8, 8), torch.randn(1, 3, 8, 8), torch.randn(3, 3, 6, 6), torch.randn(1, 3, 6, 6)]
     _same_as_the_reference(images, [t.double() for t in several])
     routed = net.Routed().double()
@@ -279,7 +279,7 @@ def test_a_data_frame_where_there_is_pandas(model: nn.Module, x: Tensor, monkeyp
     if importlib.util.find_spec("pandas") is not None:
         assert found.to_pandas().index.tolist() == list(range(5, 16))
     for module, convert in (("pandas", found.to_pandas), ("pyarrow", found.to_arrow)):
-        monkeypatch.setitem(__import__("sys").modules, module, None)
+        monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(qualms.QualmsError, match=module):
             convert()
 
@@ -294,7 +294,12 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "pass threshold=": lambda: found.accepted,
         "pass class_names=": lambda: found.predicted_names,
         r"use \[3:4\]": lambda: found[3],
-        "scores by entropy and another by msp": lambda: found + qualms.Scorer(model, "msp")(x),
+        "a mask of as many entries": lambda: found[[True, False]],
+        "or a list of positions": lambda: found[[11]],
+        "two parts differ": lambda: found + qualms.Scorer(model, "msp")(x),
+        "two parts differ in": lambda: found + qualms.Scorer(model, "entropy", class_names=list("abcde"))(x),
+        "give it another name": lambda: qualms.Scorer(model, {"confidence": "msp"})(x).to_arrow(),
+        "first is -1": lambda: qualms.Scorer(model)(x, first=-1),
         "there is no Scored": lambda: qualms.Scored.concatenated([]),
         "there are 2 class_names and 5 logits": lambda: qualms.Scorer(model, "msp", class_names=["a", "b"])(x),
         "threshold is a str": lambda: qualms.Scorer(model, threshold="3"),  # type: ignore[arg-type]
@@ -314,3 +319,141 @@ def test_a_typo_is_told_by_the_name_of_the_function_that_was_called(function: st
     second: Any = {"compare": ["entropy"], "select": 2}.get(function, "entropy")
     with pytest.raises(TypeError, match=rf"^{function}\(\) got an unexpected keyword argument 'sead'"):
         getattr(qualms, function)(model, x, second, sead=3)
+
+
+# What broke once.
+
+
+class Merged(nn.Module):
+    """Merges inputs and positions by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x.view(-1, 6)).view(*x.shape[:2], 8).tanh().mean(1))
+
+
+class Branches(nn.Module):
+    """Takes another path, through another number of layers, for negative batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.a(x) if x.sum() > 0 else self.c(self.b(x))).tanh())
+
+
+class TwoKinds(nn.Module):
+    """Reads images or texts, of the same shape, by layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Tensor:
+        return self.head((self.a(image) if image is not None else self.b(text)).tanh())
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
+def test_models_that_view_their_input_are_scored(engine: Any) -> None:
+    found = qualms.compare(Merged(), torch.randn(5, 4, 6), ["regrad+layers", "entropy", "coherence"], engine=engine)
+    assert all(len(scores) == 5 for scores in found.values())
+
+
+@pytest.mark.parametrize("engine", ["exact", qualms.Sketch(4), qualms.Sketch(4, "sum")], ids=str)
+def test_the_order_of_layers_is_that_of_the_batch_not_of_an_earlier_one(engine: Any) -> None:
+    torch.manual_seed(0)
+    methods, x = ["regrad+layers", "coherence"], torch.rand(4, 6).double()
+    for model, batches in (
+        (Branches().double(), [x, -x, x]),
+        (TwoKinds().double(), [{"image": x}, {"text": x}, {"image": x}]),
+    ):
+        scorer = qualms.Scorer(model, methods, engine=engine)
+        for batch in batches:
+            torch.testing.assert_close(scorer(batch).scores, qualms.compare(model, batch, methods, engine=engine))
+
+
+def test_weights_that_change_unseen_are_noticed(x: Tensor) -> None:
+    """Fused optimisers, and whoever writes to `.data`, change weights without torch counting it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4))
+    images = torch.randn(6, 3, 4, 4)
+    methods = ["laplace(1,8)", "regrad"]
+    scorer = qualms.Scorer(model, methods, train=[images])
+    scorer(images)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(images).logsumexp(1).sum().backward()
+    optimiser.step()
+    torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
+    model[0].weight.data.mul_(1.0005)
+    torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
+    model[1] = nn.ReLU()
+    torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
+
+
+def test_memory_does_not_grow_with_calls_or_shapes() -> None:
+    script = """
+import torch, qualms
+from torch import nn
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+model = nn.Sequential(nn.Linear(10, 100_000), nn.Sigmoid(), nn.Linear(100_000, 3))
+scorer = qualms.Scorer(model, "exgrad")
+for call in range(130):
+    if call == 30:
+        before = resident()
+    scorer(torch.randn(2, 10))
+    with torch.no_grad():
+        model[0].bias.add_(0.01)  # looked at anew
+assert resident() - before < 20 * 2**20, resident() - before
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    learnt = Learnt()
+    for i in range(20):
+        learnt.keep(("probe", i), i)
+        learnt.get(("probe", 0))
+    assert len(learnt.found) == MOST
+    assert learnt.get(("probe", 0)) == 0  # asked for all the time
+
+
+def test_a_scorer_can_be_copied_and_sent(model: nn.Module, x: Tensor) -> None:
+    scorer = qualms.Scorer(model, ["regrad", "laplace(1,8)"], train=[x])
+    want = scorer(x).scores
+    for other in (copy.deepcopy(scorer), pickle.loads(pickle.dumps(scorer))):
+        torch.testing.assert_close(other(x).scores, want)
+
+
+def test_any_way_of_picking_inputs_will_do(model: nn.Module, x: Tensor) -> None:
+    whole = qualms.Scorer(model, "entropy", class_names=list("abcde"), engine="sketch")(x)
+    assert whole[::-1].ids == list(range(11))[::-1]
+    assert whole[np.array([-1, 0], dtype=np.int8)].ids == [10, 0]
+    assert whole[torch.tensor([10, 0], dtype=torch.uint8)].ids == [10, 0]
+    for nothing in ([], np.array([]), slice(0, 0), torch.zeros(11, dtype=torch.bool)):
+        assert whole[nothing].ids == []
+    both = pyarrow.concat_tables([whole[:2].to_arrow(), whole[0:0].to_arrow()])
+    assert both.num_rows == 2
+
+
+def test_odd_arrays_are_read_or_refused(model: nn.Module, x: Tensor) -> None:
+    class Doubles(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(x)
+
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return {"input": x[i].numpy(), "labels": 3}
+
+    single = copy.deepcopy(model).float()
+    want = qualms.score(single, x.float())
+    for given in (x.numpy().astype(">f8"), x.numpy().astype(np.longdouble)):
+        torch.testing.assert_close(qualms.score(single, given), want)
+    assert len(qualms.score(single, Doubles())) == 11
+    with pytest.raises(qualms.QualmsError, match="MaskedArray"):
+        qualms.score(single, np.ma.masked_array(x.numpy(), mask=x.numpy() > 0))
+    once = (part for part in [x])
+    with pytest.raises(qualms.QualmsError, match="train yields no batch"):
+        qualms.compare(model, x, ["laplace(1,8)", "laplace(2,8)"], train=once)

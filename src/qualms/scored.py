@@ -1,9 +1,10 @@
 """`Scored`: what a scorer says of some inputs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -23,6 +24,7 @@ class Scored:
         ids: the inputs' numbers, or names in their place.
         class_names: of the columns of `probs`, if they are known.
         threshold: the highest score of the first method that is accepted, if there is one.
+        sketched: the methods whose scores are estimates, with standard errors.
 
     Example:
         ```python
@@ -42,6 +44,7 @@ class Scored:
     ids: Sequence[Any]
     class_names: tuple[str, ...] | None = None
     threshold: Threshold | None = None
+    sketched: tuple[str, ...] = ()
 
     @property
     def prediction(self) -> Int[Tensor, " n"]:
@@ -72,21 +75,18 @@ class Scored:
 
     def __getitem__(self, index: Any) -> "Scored":
         """Some of the inputs: a slice, a mask, or their positions."""
-        if isinstance(index, int):
-            raise QualmsError(f"a Scored is cut by a slice, a mask or a list of positions; use [{index}:{index + 1}].")
-        places = torch.arange(len(self))[index if isinstance(index, slice) else torch.as_tensor(index).cpu()]
-        at = places.to(self.probs.device)
-        return Scored(
-            {name: s[at] for name, s in self.scores.items()},
-            {name: e[at] for name, e in self.errors.items()},
-            self.probs[at],
-            [self.ids[i] for i in places.tolist()],
-            self.class_names,
-            self.threshold,
+        positions = _positions(index, len(self))
+        at = torch.tensor(positions, dtype=torch.long, device=self.probs.device)
+        return replace(
+            self,
+            scores={name: s[at] for name, s in self.scores.items()},
+            errors={name: e[at] for name, e in self.errors.items()},
+            probs=self.probs[at],
+            ids=[self.ids[i] for i in positions],
         )
 
-    def __add__(self, other: "Scored") -> "Scored":
-        return Scored.concatenated([self, other])
+    def __add__(self, other: object) -> "Scored":
+        return Scored.concatenated([self, other]) if isinstance(other, Scored) else NotImplemented
 
     @staticmethod
     def concatenated(parts: "Iterable[Scored]") -> "Scored":
@@ -96,25 +96,32 @@ class Scored:
             raise QualmsError("there is no Scored to put together; pass at least one.")
         first = parts[0]
         for part in parts[1:]:
-            if list(part.scores) != list(first.scores):
+            if part._kind != first._kind:
                 raise QualmsError(
-                    f"one part has scores by {', '.join(first.scores)} and another by {', '.join(part.scores)}; put "
+                    f"two parts differ in their methods, classes or threshold ({part._kind} and {first._kind}); put "
                     "together what one scorer gave."
                 )
-        return Scored(
-            {name: torch.cat([part.scores[name] for part in parts]) for name in first.scores},
-            {name: torch.cat([part.errors[name] for part in parts]) for name in first.errors},
-            torch.cat([part.probs for part in parts]),
-            [one for part in parts for one in part.ids],
-            first.class_names,
-            first.threshold,
+        return replace(
+            first,
+            scores={name: torch.cat([part.scores[name] for part in parts]) for name in first.scores},
+            errors={name: torch.cat([part.errors[name] for part in parts]) for name in first.errors},
+            probs=torch.cat([part.probs for part in parts]),
+            ids=[one for part in parts for one in part.ids],
         )
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        """What parts of one whole have in common."""
+        return tuple(self.scores), self.probs.shape[1], self.class_names, self.threshold, self.sketched
 
     def columns(self) -> dict[str, list[Any]]:
         """A table with a row for each input: id, prediction, confidence, whether it is accepted, and every score.
 
         A sketch adds a column with the standard error of each of its scores.
         """
+        taken = [name for name in self.scores if name in ("id", "prediction", "confidence", "accepted")]
+        if taken:
+            raise QualmsError(f"a method is called {taken[0]!r}, which is a column of its own; give it another name.")
         table: dict[str, list[Any]] = {
             "id": list(self.ids),
             "prediction": self.predicted_names if self.class_names else self.prediction.tolist(),
@@ -124,7 +131,7 @@ class Scored:
             table["accepted"] = self.accepted.tolist()
         for name, values in self.scores.items():
             table[name] = values.tolist()
-            if bool(self.errors[name].any()):
+            if name in self.sketched:
                 table[f"{name} (standard error)"] = self.errors[name].tolist()
         return table
 
@@ -134,7 +141,11 @@ class Scored:
             import pyarrow
         except ImportError:
             raise QualmsError("to_arrow needs pyarrow; pip install 'qualms[app]'.") from None
-        return pyarrow.table(self.columns())
+        kinds = {"prediction": pyarrow.string() if self.class_names else pyarrow.int64(), "accepted": pyarrow.bool_()}
+        kinds["id"] = pyarrow.int64() if all(isinstance(one, int) for one in self.ids) else pyarrow.string()
+        columns = self.columns()
+        arrays = [pyarrow.array(values, kinds.get(name, pyarrow.float64())) for name, values in columns.items()]
+        return pyarrow.table(arrays, names=list(columns))
 
     def to_pandas(self) -> Any:
         """`columns()` as a pandas.DataFrame, with ids as its index."""
@@ -143,3 +154,19 @@ class Scored:
         except ImportError:
             raise QualmsError("to_pandas needs pandas; pip install pandas.") from None
         return pandas.DataFrame(self.columns()).set_index("id")
+
+
+def _positions(index: Any, length: int) -> list[int]:
+    """The positions that a slice, a mask or a list of positions picks."""
+    if isinstance(index, slice):
+        return list(range(length))[index]
+    found = np.asarray(index.cpu() if isinstance(index, Tensor) else index)
+    found = found.astype(int) if found.size == 0 and found.ndim == 1 else found
+    whole = found.dtype.kind == "b" and found.shape == (length,)
+    numbers = found.dtype.kind in "iu" and found.ndim == 1
+    if not whole and (not numbers or bool(((found < -length) | (found >= length)).any())):
+        raise QualmsError(
+            f"a Scored of {length} inputs is cut by a slice, a mask of as many entries, or a list of positions, not by "
+            f"{index!r}; for one input use [3:4] or [[3]]."
+        )
+    return [int(i) for i in np.arange(length)[found]]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.choice import choose_engine
@@ -32,7 +32,8 @@ class Scorer:
 
     What methods learn from training data, the sketch's random tangents, the engine that `auto` picks, and what the
     engines find out about the model on its first batch are kept for all further batches. If the model's weights have
-    changed since the last call, all of this but the engine is found anew. Between calls the model is as it came.
+    changed since the last call, all of this but the engine is found anew. Between calls the model is as it came; during
+    a call it is in evaluation mode, so one thread at a time should use it.
 
     Args:
         model: any classifier that returns logits.
@@ -93,7 +94,7 @@ class Scorer:
         self.class_names = None if class_names is None else tuple(class_names)
         self._train, self._members = train, tuple(models)
         self._learnt, self._fitted = Learnt(), dict[Any, Any]()
-        self._weights: tuple[tuple[int, int], ...] | None = None  # as they were after the last batch
+        self._state: tuple[Any, ...] | None = None  # of the model at the last batch
 
     def __call__(self, x: Any, first: int = 0) -> Scored:
         """The scores of all inputs of `x`.
@@ -108,6 +109,8 @@ class Scorer:
     def stream(self, batches: Any, first: int = 0) -> Iterator[Scored]:
         """The scores of each batch as it comes, so that a long run can keep what it has; arguments as for a call."""
         _require_model(self.model)
+        if not isinstance(first, int) or first < 0:
+            raise QualmsError(f"first is {first!r}; it is the number of an input, 0 or more.")
         for start, batch in numbered_batches(batches, eager(self.model)):
             yield self._scored(batch, first + start)
 
@@ -122,21 +125,27 @@ class Scorer:
 
     def _scored(self, batch: Batch, first: int) -> Scored:
         with untouched(self.model) as inner:
-            if self._weights != _weights(inner):
-                self._learnt, self._fitted = Learnt(), {}
+            state = _state(inner)
+            if self._state != state:
+                self._learnt, self._fitted, self._state = Learnt(), {}, state
             self._pick_engine(inner, batch)
             more = (self._train, self._members, self._gradient_methods(), self._learnt, self._fitted)
             passes = Passes(Subject(inner, self.settings, *more), batch, first)
             found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             probs = passes.probs.detach()
-        self._weights = _weights(inner)
         if self.class_names is not None and len(self.class_names) != probs.shape[1]:
             raise QualmsError(
                 f"there are {len(self.class_names)} class_names and {probs.shape[1]} logits; name every class once."
             )
         ids = range(first, first + count(batch))
-        return Scored(found, errors, probs, ids, self.class_names, self.threshold)
+        sketched = self.settings.sketch is not None
+        names = tuple(name for name, m in self.methods.items() if sketched and isinstance(m, GradientScore))
+        return Scored(found, errors, probs, ids, self.class_names, self.threshold, names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""
+        return {**vars(self), "_learnt": Learnt(), "_fitted": {}, "_state": None}
 
     def _gradient_methods(self) -> tuple[GradientScore, ...]:
         return tuple(method for method in self.methods.values() if isinstance(method, GradientScore))
@@ -188,7 +197,24 @@ def _require_model(model: object) -> None:
         raise QualmsError(f"model is a {type(model).__name__}; pass a torch.nn.Module.")
 
 
-def _weights(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """What changes when somebody trains the model, loads other weights, or moves it."""
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    return tuple((t.data_ptr(), t._version) for t in tensors if not t.is_inference())
+def _state(model: nn.Module) -> tuple[Any, ...]:
+    """What changes when somebody trains the model, loads other weights, replaces a part of it, or moves it.
+
+    The bits of all weights are added up: optimisers and `.data` may change them without torch counting it.
+    """
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    sums = tuple((t.data_ptr(), tuple(t.shape), t.dtype, _sum_of_bits(t)) for t in tensors)
+    return (tuple(map(id, model.modules())), sums)
+
+
+def _sum_of_bits(t: Tensor) -> int:
+    """Exact, so that no change is too small; by position as well, or two entries could change places."""
+    if t.is_meta or t.layout != torch.strided or t.numel() == 0:
+        return 0
+    flat = t.detach().contiguous().reshape(-1)
+    odd = flat.storage_offset() * flat.element_size() % 8 != 0  # words begin at multiples of eight bytes
+    bits = (flat.clone() if odd else flat).view(torch.uint8)
+    whole = len(bits) // 8 * 8
+    words, rest = bits[:whole].view(torch.int64), bits[whole:]
+    halves = words[: len(words) // 2].sum() * 3 + words[len(words) // 2 :].sum()
+    return int(halves) + int(rest.sum())

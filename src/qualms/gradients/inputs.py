@@ -6,13 +6,14 @@ that smoothing perturbs.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from qualms.errors import QualmsError, reason
 
@@ -57,7 +58,7 @@ def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
         first += count(batch)
 
 
-def batches(x: Any, model: nn.Module) -> Iterator[Batch]:
+def batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[Batch]:
     """The batches of whatever a user passes as `x`: one batch, an iterable of them (labels are dropped), or a dataset.
 
     NumPy's floats, 64 bits unless somebody said otherwise, become those of the model.
@@ -68,7 +69,8 @@ def batches(x: Any, model: nn.Module) -> Iterator[Batch]:
         yield checked(_as_tensors(_inputs_of(x) if hasattr(x, "keys") else x, floats))
         return
     if isinstance(x, Dataset):
-        x = DataLoader(x, batch_size=DATASET_BATCH)
+        collate = partial(_collate, floats=floats)
+        x = DataLoader(x, batch_size=DATASET_BATCH, collate_fn=collate)
     if not isinstance(x, Iterable) or isinstance(x, (str, bytes)):
         raise QualmsError(
             f"x is a {type(x).__name__}; pass a tensor or array, a tuple or dict of them, an iterable of batches, or a "
@@ -79,10 +81,16 @@ def batches(x: Any, model: nn.Module) -> Iterator[Batch]:
         empty = False
         yield checked(_as_tensors(_inputs_of(batch), floats))
     if empty:
-        raise QualmsError("x yields no batch; pass at least one input.")
+        raise QualmsError(
+            f"{called} yields no batch; pass at least one input, and a list or a loader if it is read again."
+        )
 
 
 DATASET_BATCH = 64  # inputs that a dataset gives at a time
+
+
+def _collate(items: list[Any], floats: torch.dtype) -> Any:
+    return default_collate([_as_tensors(item, floats) for item in items])
 
 
 def _collated(x: Iterable[Any]) -> Iterator[Any]:
@@ -106,9 +114,10 @@ def _collated(x: Iterable[Any]) -> Iterator[Any]:
 def _as_tensors(batch: Any, floats: torch.dtype) -> Any:
     """NumPy arrays as tensors, wherever they stand in a batch."""
     if isinstance(batch, np.ndarray):
-        if batch.dtype.kind not in "biuf":
-            raise QualmsError(f"an array of x has the type {batch.dtype}; pass numbers.")
-        t = torch.from_numpy(np.array(batch))  # a copy: arrays may be read-only or run backwards
+        if batch.dtype.kind not in "biuf" or isinstance(batch, np.ma.MaskedArray):
+            raise QualmsError(f"an array of x is a {type(batch).__name__} of {batch.dtype}; pass plain numbers.")
+        kind = np.dtype(np.float64) if batch.dtype.kind == "f" else batch.dtype.newbyteorder("=")
+        t = torch.from_numpy(np.array(batch, dtype=kind))  # a copy: arrays may be read-only or run backwards
         return t.to(floats) if t.is_floating_point() else t
     if isinstance(batch, dict):
         return {key: _as_tensors(value, floats) for key, value in batch.items()}

@@ -1,10 +1,9 @@
 """One batch whose gradients are wanted, as every engine takes it."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
 from qualms.gradients.directions import Directions
@@ -46,9 +45,10 @@ class Job:
         return self.smoothing.draws + 1 if self.smoothing else 1
 
     @property
-    def shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """What inputs of the same kind have in common."""
-        return tuple((tuple(t.shape[1:]), t.dtype) for t in tensors(self.batch))
+    def shapes(self) -> tuple[Hashable, ...]:
+        """What inputs of the same kind have in common: the names, shapes and types of their tensors."""
+        names = tuple(self.batch) if isinstance(self.batch, dict) else type(self.batch).__name__
+        return (names, *((tuple(t.shape[1:]), t.dtype) for t in tensors(self.batch)))
 
     @cached_property
     def budget(self) -> int:

@@ -19,19 +19,26 @@ class Learnt:
     found: dict[Key, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)  # what the user has been warned of
 
+    def get(self, key: Key) -> Any:
+        """What is known of this, or None."""
+        if key in self.found:
+            self.found[key] = self.found.pop(key)  # the latest to be asked for
+        return self.found.get(key)
+
+    def keep(self, key: Key, found: Any) -> None:
+        """Keep a finding; of those of one kind, the first part of the key, the one not asked for longest gives way."""
+        self.found.pop(key, None)
+        like = [other for other in self.found if other[0] == key[0]]
+        for oldest in like[: max(0, len(like) + 1 - MOST)]:
+            del self.found[oldest]
+        self.found[key] = found
+
     def once(self, key: Key, find: Callable[[], T]) -> T:
         """What `find` says, asked the first time only."""
         if key not in self.found:
             self.keep(key, find())
-        found: T = self.found[key]
+        found: T = self.get(key)
         return found
-
-    def keep(self, key: Key, found: Any) -> None:
-        """Keep a finding; of those of one kind, the first part of the key, the oldest gives way."""
-        like = [other for other in self.found if other[0] == key[0] and other != key]
-        for oldest in like[: len(like) - MOST + 1]:
-            del self.found[oldest]
-        self.found[key] = found
 
     def warn_slow(self, error: Exception) -> None:
         """Say why inputs run one at a time, once for each reason: it may be a defect, or a lack of memory."""

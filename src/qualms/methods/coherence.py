@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.errors import QualmsError
 from qualms.gradients.directions import classes
 from qualms.gradients.inputs import take
 from qualms.gradients.layers import grouped, selected_parameters
@@ -71,12 +72,14 @@ def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
 
 def _last_two_blocks(passes: Passes) -> frozenset[str]:
     """The parameters of the last two blocks that have a matrix or kernel, and of what stands between or behind them."""
-    fitted = passes.subject.fitted
-    if Coherence not in fitted:
-        selected = selected_parameters(passes.model, passes.subject.settings.params)
-        order = first_use(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
-        blocks = list(grouped(passes.model, order, "block").values())
-        heavy = [i for i, names in enumerate(blocks) if any(selected[name].ndim > 1 for name in names)]
-        start = heavy[-2:][0] if heavy else 0
-        fitted[Coherence] = frozenset(name for block in blocks[start:] for name in block)
-    return fitted[Coherence]
+    selected = selected_parameters(passes.model, passes.subject.settings.params)
+    order = first_use(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
+    if not order:
+        raise QualmsError(
+            "coherence needs to see in which order the model uses its layers, which it hides from torch's function "
+            "modes (a scripted module?); use regrad or entropy."
+        )
+    blocks = list(grouped(passes.model, order, "block").values())
+    heavy = [i for i, names in enumerate(blocks) if any(selected[name].ndim > 1 for name in names)]
+    start = heavy[-2:][0] if heavy else 0
+    return frozenset(name for block in blocks[start:] for name in block)

@@ -49,7 +49,7 @@ class Subject:
         """The training inputs, labels dropped."""
         if self.train is None:
             raise QualmsError(f"{method} needs training data; pass train=, a loader of training inputs.")
-        return batches(self.train, self.model)
+        return batches(self.train, self.model, "train")
 
     @property
     def rows_at_once(self) -> int:
@@ -97,15 +97,26 @@ class Passes:
     def _outcome(self) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
         """The logits, and what the last linear layer saw.
 
-        Inputs run in groups of every second one, or fewer: in other company than the consecutive ones that an engine
-        takes, so that these logits also tell whether inputs influence each other.
+        If an engine will compare with them, inputs run in groups of every second one, or fewer: in other company than
+        the consecutive ones that it takes, so that these logits also tell whether inputs influence each other.
         """
         inputs = count(self.batch)
-        groups = max(min(2, inputs), -(-inputs // self.subject.rows_at_once))
-        parts = [with_head(self.model, take(self.batch, slice(start, None, groups))) for start in range(groups)]
-        places = torch.cat([torch.arange(start, inputs, groups) for start in range(groups)]).argsort()
+        groups = max(2 if self._compared else 1, -(-inputs // self.subject.rows_at_once))
+        members = [list(range(start, inputs, groups)) for start in range(groups)]
+        parts = [with_head(self.model, take(self.batch, group)) for group in members]
+        order = torch.tensor([i for group in members for i in group]).argsort()
         head = Head.joined([head for _, head in parts])
-        return torch.cat([z for z, _ in parts])[places], head.take(places) if isinstance(head, Head) else head
+        return torch.cat([z for z, _ in parts])[order], head.take(order) if isinstance(head, Head) else head
+
+    @property
+    def _compared(self) -> bool:
+        """Whether the exact engine will run, on the inputs themselves: smoothed ones it compares on its own."""
+        exact = self.subject.settings.engine_name == "exact" and count(self.batch) > 1
+        return exact and any(method.smooth is None for method in self.subject.gradient_methods)
+
+    @property
+    def _regrouped(self) -> Float[Tensor, "b c"] | None:
+        return self._outcome[0] if self._compared else None
 
     @property
     def logits(self) -> Float[Tensor, "b c"]:
@@ -152,8 +163,8 @@ class Passes:
         smooth, wanted = method.smooth, self._wanted(method)
         if smooth not in self._tables:
             lam = self.subject.smallest_lambda(smooth)
-            job, logits = self.job(wanted, smooth), self._outcome[0]
-            self._tables[smooth] = layer_table([job], self.subject.learnt, regrouped=logits, lam=lam)
+            job, regrouped = self.job(wanted, smooth), self._regrouped
+            self._tables[smooth] = layer_table([job], self.subject.learnt, regrouped=regrouped, lam=lam)
 
         return self._tables[smooth].values[:, self._columns(method.direction, wanted)].double()
 
@@ -162,7 +173,7 @@ class Passes:
         own = self.subject.settings
         settings = Settings(params=params.__contains__, budget=own.budget, batch_size=own.batch_size)
         job = replace(self.job(Directions(("logits",)), None), settings=settings)
-        return layer_table([job], self.subject.learnt, gram=True, regrouped=self._outcome[0]).values.double()
+        return layer_table([job], self.subject.learnt, gram=True, regrouped=self._regrouped).values.double()
 
     def _sketch(self, method: "GradientScore") -> None:
         """All scores of one sketch, block by block: they are linear in the norms, and so are their errors."""

@@ -17,7 +17,7 @@ from qualms.gradients.exact.checks import regrouped_logits, require_independent_
 from qualms.gradients.exact.early_layers import Cutoff, EarlyLayers
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.exact.probe import Probe
-from qualms.gradients.inputs import count
+from qualms.gradients.inputs import Unclear, count
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.measured import Measured
@@ -41,7 +41,7 @@ def exact(
         cutoff: with one, the values of early layers that cannot matter are zero for all but the first chunk of inputs.
     """
     key = ("probe", job.shapes, tuple(job.selected))
-    kept = learnt.found.get(key)
+    kept = learnt.get(key)
     if isinstance(kept, Probe) and (kept.twins is not None or job.inputs * job.per_input == 1):
         try:
             return _in_order(job, _in_chunks(job, kind, kept, regrouped, cutoff, None), kept.first_use)
@@ -72,7 +72,9 @@ def _in_chunks(
         try:
             if of_rows is None:
                 of_rows = regrouped_logits(job, len(chunks))
-            part = _by_pieces(job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], early_layers)
+            part = _by_pieces(
+                job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], early_layers, slow is None
+            )
             if cutoff is not None and not parts:
                 early = cutoff.early(part.values, probe.first_use)
         except Exception as error:  # if the model itself is at fault, plain autograd will say so
@@ -99,10 +101,16 @@ def _by_pieces(
     by_features: bool,
     regrouped: Float[Tensor, "b r c"],
     early_layers: EarlyLayers | None,
+    same_path: bool,
 ) -> Measured:
-    """The fast way; an exception if it cannot be trusted with these inputs."""
+    """The fast way; an exception if it cannot be trusted with these inputs.
+
+    `same_path`: the probe saw other inputs, and its order of layers holds for these only if they take the same path.
+    """
     inputs = count(on.batch) // on.per_input
     logits, recorder = recorded(job.model, on, probe.weights, probe.twins)
+    if same_path and recorder.first_use != probe.first_use:
+        raise Unclear("these inputs use the model's parameters in another order")
     require_independent_rows(job.model, on, logits.detach(), regrouped.flatten(0, 1), recorder)
     require_separate_gradients(logits, recorder, probe.weights, inputs)
     apart = logits.unflatten(0, (inputs, on.per_input))

@@ -28,10 +28,11 @@ from qualms.gradients.directions import projected
 from qualms.gradients.inputs import tensors
 from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped, layer_weights
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.learnt import Key, Learnt
 from qualms.gradients.settings import Sketch
 from qualms.gradients.sketch.push import Push, PushProbe, RowGradient, Tangent, checked_pushes, working_push
 from qualms.gradients.sketch.stable import Law, Sample
+from qualms.gradients.watch.forward import first_use
 from qualms.random import generator
 
 TANGENT_STREAM = 1_000_000_007  # sets the draws of tangents apart from those of inputs
@@ -54,7 +55,8 @@ def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple
     sums = work.how.combine == "sum" and lam is not None
     parts = list(zip(groups.values(), weights, strict=True))
     key = ("tangents", lam, tuple(work.probe.used), tuple(job.selected))
-    tangents = learnt.once(key, lambda: work.tangents(parts, sums, job.budget // 4))
+    kept = sum(other.size for other in learnt.found.values() if isinstance(other, Tangents))
+    tangents = learnt.once(key, lambda: work.tangents(parts, sums, max(0, job.budget // 4 - kept)))
     return ((block, sample) for block, sample, _ in work.samples(tangents))
 
 
@@ -80,14 +82,17 @@ class Tangents:
     room: int = 0
     kept: dict[int, Tangent] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Bytes of those that are kept."""
+        return sum(s.nbytes for tangent in self.kept.values() for s in tangent.values())
+
     def __getitem__(self, j: int) -> Tangent:
         if j in self.kept:
             return self.kept[j]
         drawn = self.draw(j)
-        size = sum(s.nbytes for s in drawn.values())
-        if size <= self.room:
+        if self.size + sum(s.nbytes for s in drawn.values()) <= self.room:
             self.kept[j] = drawn
-            self.room -= size
         return drawn
 
 
@@ -127,12 +132,12 @@ class SketchRun:
 
     @classmethod
     def on(cls, job: Job, learnt: Learnt) -> "SketchRun":
-        """Looks at the first rows, unless such rows were seen before, and decides how many inputs run at once."""
+        """Looks at the first rows, unless such rows took the same path before; decides how many inputs run at once."""
         key, gradients = ("push probe", job.shapes, tuple(job.selected)), list[RowGradient]()
-        if key not in learnt.found:
-            fresh, gradients = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
-            learnt.keep(key, fresh)
-        probe: PushProbe = learnt.found[key]
+        probe: PushProbe | None = learnt.get(key)
+        if probe is None or probe.first_use != first_use(job.model, job.rows(slice(0, 1)), job.selected):
+            probe, gradients = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
+            learnt.keep(key, probe)
         per_input = max(1, probe.largest_result) * job.per_input
         # A pass holds a handful of results at a time. Larger ones leave the cache, smaller ones wait for the weights.
         most = min(MOST_BYTES // per_input, job.budget // (8 * per_input))
@@ -149,7 +154,14 @@ class SketchRun:
         """The projections of the gradients along the directions on k tangents, and the logits, block by block."""
         push = self.push(tangents)
         for block in self._blocks():
-            projections, logits = self._in_block(block, push, tangents)
+            try:
+                projections, logits = self._in_block(block, push, tangents)
+            except QualmsError:
+                if self.row_gradients:
+                    raise
+                del self.learnt.found[self._way(tangents)]  # found on other inputs: look for one again
+                push = self.push(tangents)
+                projections, logits = self._in_block(block, push, tangents)
             if not bool(torch.isfinite(projections).all()):
                 raise QualmsError(
                     "engine='sketch' met numbers too large for the model's precision; use float32, or engine='exact'."
@@ -166,7 +178,10 @@ class SketchRun:
                 )
             return working_push(self.job.model, self.probe, self.row_gradients, tangents[0])
 
-        return self.learnt.once(("push", self.job.shapes, tuple(tangents[0])), find)
+        return self.learnt.once(self._way(tangents), find)
+
+    def _way(self, tangents: Tangents) -> Key:
+        return ("push", self.job.shapes, tuple(tangents[0]))
 
     def _blocks(self) -> Iterator[slice]:
         """Inputs whose rows and projections are held at the same time."""

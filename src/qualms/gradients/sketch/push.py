@@ -143,6 +143,7 @@ class PushProbe(FirstLook):
     """What the first rows tell."""
 
     used: list[str]  # parameters that the logits of these rows depend on, in order of first use
+    first_use: list[str]  # parameters that the first row uses, in that order; empty if that cannot be seen
     alone: bool  # rows are compared with what they give alone: the model reads values, or cannot be watched
 
     @classmethod
@@ -162,12 +163,12 @@ class PushProbe(FirstLook):
             _, recorder = recorded(model, first.rows, Weights.of(selected, model.parameters()), None)
         except Exception as error:
             log.info("%s: each row is compared with what it gives alone", error)
-            return cls(classes, max(UNSEEN, nbytes), False, used, True), known
+            return cls(classes, max(UNSEEN, nbytes), False, used, [], True), known
         order = [name for name in recorder.first_use if name in used]
         order += [name for name in used if name not in order]
         last = _takes_channels_last(model, first, selected)
         largest = max(largest_result(recorder.meetings), nbytes)
-        return cls(classes, largest, last, order, recorder.reads_values), known
+        return cls(classes, largest, last, order, recorder.first_use, recorder.reads_values), known
 
 
 def working_push(model: nn.Module, probe: PushProbe, known: list[RowGradient], tangent: Tangent) -> Push:
