@@ -69,7 +69,7 @@ def sketch(name: str, each: int) -> Iterator[Row]:
             settings = Settings(qualms.Sketch(max(TANGENTS), combine), seed=seed)
             with untouched(model) as inner:
                 job = Job(inner, x, range(len(x)), settings, Directions(("classes",)))
-                samples = [sample for _, sample in sketch_totals(job, LAMBDA[name], Learnt())]
+                samples = [sample for sample, _ in sketch_totals(job, LAMBDA[name], Learnt())]
             for k in TANGENTS:
                 norms = torch.cat([Sample(sample.projections[:k], sample.law).scale for sample in samples])
                 score = (REGrad().weights(probs) * norms).sum(-1)

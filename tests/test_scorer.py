@@ -457,3 +457,12 @@ def test_odd_arrays_are_read_or_refused(model: nn.Module, x: Tensor) -> None:
     once = (part for part in [x])
     with pytest.raises(qualms.QualmsError, match="train yields no batch"):
         qualms.compare(model, x, ["laplace(1,8)", "laplace(2,8)"], train=once)
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
+def test_inputs_that_influence_each_other_are_scored_as_if_each_were_alone(engine: Any) -> None:
+    torch.manual_seed(0)
+    model, x = net.Mixing().double(), torch.randn(5, 5, 6).double()
+    scorer = qualms.Scorer(model, "regrad", engine=engine)
+    alone = torch.cat([scorer(x[i : i + 1], first=i).scores["regrad"] for i in range(5)])
+    torch.testing.assert_close(scorer(x).scores["regrad"], alone, rtol=1e-9, atol=0)

@@ -26,7 +26,6 @@ from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.sketch.engine import sketch_totals
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
-from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT, parse
 from qualms.progress import Progress
 from qualms.scores import score
@@ -167,10 +166,10 @@ def gradient_features(
     learnt, directions = Learnt(), Directions((method.direction,))
     with untouched(model) as inner:
         for some, batch in _gathered(pool, inner, set(chosen)):
-            weights = method.weights(Passes(Subject(inner, settings), batch).probs)
             job = Job(inner, batch, some, settings, directions, method.smooth)
-            for block, sample in sketch_totals(job, method.layers, learnt):
-                projections = weights[block] * sample.projections / math.sqrt(len(sample.projections))
+            for sample, logits in sketch_totals(job, method.layers, learnt):
+                weights = method.weights(logits.double().softmax(-1))
+                projections = weights * sample.projections / math.sqrt(len(sample.projections))
                 parts.append(projections.movedim(0, -1).flatten(1).float())
             numbers += some
     rows = {number: row for row, number in enumerate(numbers)}

@@ -164,12 +164,12 @@ def test_smoothing_depends_on_the_seed_and_the_input_number_alone() -> None:
 
 
 def test_antithetic_draws_come_in_pairs() -> None:
-    noise = qualms.Smoothing((0.1, 0.2), draws=5).noise((2, 3), index=7, seed=0)
+    noise = qualms.Smoothing((0.1, 0.2), draws=5).noise((2, 3), number=7, seed=0)
     assert noise.shape == (6, 2, 3)
     assert torch.equal(noise[0], torch.zeros(2, 3))
     assert torch.equal(noise[1], -noise[2])
     assert torch.equal(noise[3], -noise[4])
-    many = qualms.Smoothing((0.1, 0.2), draws=20_000, antithetic=False).noise((2, 1), index=0, seed=0)[1:]
+    many = qualms.Smoothing((0.1, 0.2), draws=20_000, antithetic=False).noise((2, 1), number=0, seed=0)[1:]
     torch.testing.assert_close(many.std(0).flatten(), torch.tensor([0.1, 0.2]), rtol=0.02, atol=0)
 
 

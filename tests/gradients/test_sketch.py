@@ -42,7 +42,7 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
         work = SketchRun.on(job, Learnt())
         drawn = work.tangents([(list(job.selected), 1.0)])
         tangents = [drawn[j] for j in (0, 1)]
-        ((_, sample, logits),) = work.samples(drawn)
+        ((sample, logits),) = work.samples(drawn)
         have = sample.projections
         for i in range(len(logits)):
             on = job.rows(slice(i, i + 1))

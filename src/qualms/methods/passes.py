@@ -154,19 +154,21 @@ class Passes:
             if method not in self._sketched:
                 self._sketch(method)
             return self._sketched[method]
-        norms = total_norms(self._norms(method), method.layers, self.subject.settings.norm)
-        value = (method.weights(self.probs) * norms).sum(-1)
+        table, columns = self._norms(method)
+        norms = total_norms(table.values[:, columns].double(), method.layers, self.subject.settings.norm)
+        # p of the rows as the engine ran them: alone, if inputs influence each other.
+        value = (method.weights(table.logits.double().softmax(-1)) * norms).sum(-1)
         return value, torch.zeros_like(value)
 
-    def _norms(self, method: "GradientScore") -> Float[Tensor, "b m l"]:
-        """Gradient norms per layer along a method's directions, from the one pass that serves all scores."""
+    def _norms(self, method: "GradientScore") -> tuple[LayerTable, slice]:
+        """Gradient norms per layer, from the one pass that serves all methods, and where this one's directions are."""
         smooth, wanted = method.smooth, self._wanted(method)
         if smooth not in self._tables:
             lam = self.subject.smallest_lambda(smooth)
             job, regrouped = self.job(wanted, smooth), self._regrouped
             self._tables[smooth] = layer_table([job], self.subject.learnt, regrouped=regrouped, lam=lam)
 
-        return self._tables[smooth].values[:, self._columns(method.direction, wanted)].double()
+        return self._tables[smooth], self._columns(method.direction, wanted)
 
     def gram(self, params: frozenset[str]) -> Float[Tensor, "b l c c"]:
         """G_l = J_l J_lᵀ, the inner products between the gradients of the logits by some of the parameters, exact."""
@@ -180,13 +182,13 @@ class Passes:
         wanted = self._wanted(method)
         like = [m for m in self.subject.gradient_methods if (m.smooth, m.layers) == (method.smooth, method.layers)]
         methods = dict.fromkeys([method, *like])
-        probs, parts = self.probs, {m: list[tuple[Tensor, Tensor]]() for m in methods}
-        for block, sample in sketch_totals(self.job(wanted, method.smooth), method.layers, self.subject.learnt):
-            norms = sample.scale
+        parts = {m: list[tuple[Tensor, Tensor]]() for m in methods}
+        for sample, logits in sketch_totals(self.job(wanted, method.smooth), method.layers, self.subject.learnt):
+            norms, probs = sample.scale, logits.double().softmax(-1)
             for m in methods:
                 columns = self._columns(m.direction, wanted)
                 own = Sample(sample.projections[:, :, columns], sample.law)
-                weights = m.weights(probs[block])
+                weights = m.weights(probs)
                 parts[m].append(((weights * norms[:, columns]).sum(-1), own.weighted_error(norms[:, columns], weights)))
         for m, blocks in parts.items():
             values, errors = (torch.cat(column) for column in zip(*blocks, strict=True))

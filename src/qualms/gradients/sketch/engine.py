@@ -41,8 +41,8 @@ LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
 Layer = tuple[Sequence[str], float]  # its parameters and its weight a_l
 
 
-def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[slice, Sample]]:
-    """Projections of whole gradients, layers weighted by exp(λ(l - L)), block by block; without a λ, unweighted."""
+def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
+    """Projections of whole gradients, and the logits, block by block; with a λ, layers weighted by exp(λ(l - L))."""
     work = SketchRun.on(job, learnt)
     groups = grouped(job.model, work.probe.used, job.settings.granularity)
     weights = layer_weights(len(groups), lam or 0.0).tolist()
@@ -57,7 +57,7 @@ def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple
     key = ("tangents", lam, tuple(work.probe.used), tuple(job.selected))
     kept = sum(other.size for other in learnt.found.values() if isinstance(other, Tangents))
     tangents = learnt.once(key, lambda: work.tangents(parts, sums, max(0, job.budget // 4 - kept)))
-    return ((block, sample) for block, sample, _ in work.samples(tangents))
+    return work.samples(tangents)
 
 
 def sketch_layers(job: Job, learnt: Learnt) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
@@ -66,7 +66,7 @@ def sketch_layers(job: Job, learnt: Learnt) -> tuple[dict[str, tuple[Tensor, Ten
     unused = [name for name in job.selected if name not in work.probe.used]
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for layer, names in grouped(job.model, work.probe.used + unused, job.settings.granularity).items():
-        blocks = [(s.scale, s.error(s.scale), z) for _, s, z in work.samples(work.tangents([(names, 1.0)]))]
+        blocks = [(s.scale, s.error(s.scale), z) for s, z in work.samples(work.tangents([(names, 1.0)]))]
         norms, errors, logits = (torch.cat(parts) for parts in zip(*blocks, strict=True))
         if bool(norms.any()) or not set(names) <= set(unused):
             found[layer] = norms, errors
@@ -150,7 +150,7 @@ class SketchRun:
         law: Law = "cauchy" if l1 or sums else "normal"
         return Tangents(partial(tangent, self.job.selected, layers, law, l1, self.job.settings.seed), law, room)
 
-    def samples(self, tangents: Tangents) -> Iterator[tuple[slice, Sample, Float[Tensor, "b c"]]]:
+    def samples(self, tangents: Tangents) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
         """The projections of the gradients along the directions on k tangents, and the logits, block by block."""
         push = self.push(tangents)
         for block in self._blocks():
@@ -166,7 +166,7 @@ class SketchRun:
                 raise QualmsError(
                     "engine='sketch' met numbers too large for the model's precision; use float32, or engine='exact'."
                 )
-            yield block, Sample(projections, tangents.law), logits
+            yield Sample(projections, tangents.law), logits
 
     def push(self, tangents: Tangents) -> Push:
         """The way of pushing tangents that plain autograd confirms on the first rows, found once for each kind."""
