@@ -63,7 +63,7 @@ def _all_directions(logits: Tensor) -> Tensor:
     return Directions(DIRECTIONS)(logits[:, None])
 
 
-@pytest.mark.parametrize("norm", ["l2", "l1"])
+@pytest.mark.parametrize("norm", ["l2", pytest.param("l1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
 def test_many_tangents_give_the_norms_of_every_layer(norm: str, smoothing: qualms.Smoothing | None) -> None:
     torch.manual_seed(0)
@@ -96,6 +96,7 @@ def test_many_tangents_give_the_score(spec: str, combine: str) -> None:
     assert ((have - want).abs() < 4 * error).all()
 
 
+@pytest.mark.slow
 def test_the_error_bar_is_the_spread_over_seeds() -> None:
     torch.manual_seed(0)
     model, x = net.mlp(), torch.randn(3, 3, 4, 4)
