@@ -82,3 +82,17 @@ def test_a_parameter_that_takes_no_part_is_left_out() -> None:
         assert g.layers == ["1", "3", "5"]
     with pytest.raises(qualms.QualmsError, match="none of the selected parameters takes part"):
         qualms.class_gradient_norms(model, torch.randn(2, 3, 4, 4), params="spare")
+
+
+def test_an_exception_without_a_message_is_told_by_its_name() -> None:
+    class Silent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            raise RuntimeError
+
+    with pytest.raises(qualms.QualmsError, match="cannot be differentiated: RuntimeError"):
+        qualms.class_gradient_norms(Returns(Silent.apply), X)
