@@ -45,6 +45,32 @@ class Likely(GradientScore):
         return (probs == probs.amax(-1, keepdim=True)).to(probs)
 
 
+@dataclass(frozen=True)
+class Mixture(Method):
+    """Made of two scores that nobody else asked for."""
+
+    name = "mixture"
+    paper = "none"
+    needs = ("gradients",)
+    cost = "many"
+
+    def score(self, passes: Passes) -> Tensor:
+        return parse("gradnorm").score(passes) + 2 * parse("regrad+layers(2)").score(passes)
+
+
+@dataclass(frozen=True)
+class OfLogits(GradientScore):
+    """Σ_c ‖∇θ z_c‖."""
+
+    name = "of-logits"
+    paper = "none"
+    cost = "2, and C backward"
+    direction = "logits"
+
+    def weights(self, probs: Tensor) -> Tensor:
+        return torch.ones_like(probs)
+
+
 def setting() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(6, 5)
@@ -67,6 +93,22 @@ def test_a_method_of_ones_own_goes_everywhere_that_others_go() -> None:
     with pytest.raises(qualms.QualmsError, match="margin is not one"):
         qualms.select(model, x, 2, Margin(), diversity=2)
     assert Margin(2.0).in_units(doubled).quick() == Margin(2.0)
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch"])
+def test_a_method_may_be_made_of_scores_that_nobody_asked_for(engine: str) -> None:
+    model, x = setting()
+    parts = qualms.compare(model, x, ["gradnorm", "regrad+layers(2)"], engine=engine)
+    for others in ([], ["exgrad"], ["exgrad", "negrad", "regrad+layers(2)"]):
+        have = qualms.compare(model, x, [Mixture(), *others], engine=engine, tolerance=0.2)["mixture"]
+        torch.testing.assert_close(have, parts["gradnorm"] + 2 * parts["regrad+layers(2)"])
+
+
+def test_gradients_of_the_logits_are_one_for_each_class() -> None:
+    model, x = setting()
+    gram = qualms.class_gradient_gram(model, x).gram.sum(1)
+    have = qualms.compare(model, x, [OfLogits(), "exgrad", "gradnorm"])["of-logits"]
+    torch.testing.assert_close(have, gram.diagonal(dim1=1, dim2=2).sqrt().sum(1))
 
 
 def test_noise_in_pixels_is_converted_once() -> None:

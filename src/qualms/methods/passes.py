@@ -72,7 +72,7 @@ class Passes:
 
     def __init__(self, subject: Subject, batch: Batch, first: int = 0) -> None:
         self.subject, self.batch, self.first = subject, batch, first
-        self._tables: dict[Smoothing | None, LayerTable] = {}
+        self._tables: dict[tuple[Smoothing | None, Directions, bool], LayerTable] = {}
         self._sketched: dict[GradientScore, tuple[Tensor, Tensor]] = {}
         self._draws: dict[Smoothing, Tensor] = {}
 
@@ -162,13 +162,13 @@ class Passes:
 
     def _norms(self, method: "GradientScore") -> tuple[LayerTable, slice]:
         """Gradient norms per layer, from the one pass that serves all methods, and where this one's directions are."""
-        smooth, wanted = method.smooth, self._wanted(method)
-        if smooth not in self._tables:
-            lam = self.subject.smallest_lambda(smooth)
+        smooth, wanted, foreseen = method.smooth, self._wanted(method), method in self.subject.gradient_methods
+        key = (smooth, wanted, foreseen)
+        if key not in self._tables:
+            lam = self.subject.smallest_lambda(smooth) if foreseen else None
             job, regrouped = self.job(wanted, smooth), self._regrouped
-            self._tables[smooth] = layer_table([job], self.subject.learnt, regrouped=regrouped, lam=lam)
-
-        return self._tables[smooth], self._columns(method.direction, wanted)
+            self._tables[key] = layer_table([job], self.subject.learnt, regrouped=regrouped, lam=lam)
+        return self._tables[key], self._columns(method.direction, wanted)
 
     def gram(self, params: frozenset[str]) -> Float[Tensor, "b l c c"]:
         """G_l = J_l J_lᵀ, the inner products between the gradients of the logits by some of the parameters, exact."""
@@ -179,9 +179,9 @@ class Passes:
 
     def _sketch(self, method: "GradientScore") -> None:
         """All scores of one sketch, block by block: they are linear in the norms, and so are their errors."""
-        wanted = self._wanted(method)
-        like = [m for m in self.subject.gradient_methods if (m.smooth, m.layers) == (method.smooth, method.layers)]
-        methods = dict.fromkeys([method, *like])
+        wanted, foreseen = self._wanted(method), self.subject.gradient_methods
+        like = [m for m in foreseen if (m.smooth, m.layers) == (method.smooth, method.layers)]
+        methods = dict.fromkeys(like if method in foreseen else [method])
         parts = {m: list[tuple[Tensor, Tensor]]() for m in methods}
         for sample, logits in sketch_totals(self.job(wanted, method.smooth), method.layers, self.subject.learnt):
             norms, probs = sample.scale, logits.double().softmax(-1)
@@ -200,8 +200,9 @@ class Passes:
         return Job(self.model, self.batch, numbers, self.subject.settings, directions, smooth)
 
     def _wanted(self, method: "GradientScore") -> Directions:
-        found = self.subject.directions(method.smooth)
-        return found if method.direction in found.names else Directions((*found.names, method.direction))
+        """The directions of the pass that serves a method; one that nobody foresaw has a pass of its own."""
+        foreseen = method in self.subject.gradient_methods
+        return self.subject.directions(method.smooth) if foreseen else Directions((method.direction,))
 
     def _columns(self, direction: str, wanted: Directions) -> slice:
         """Where a set of directions stands among those of one pass."""
