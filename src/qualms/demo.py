@@ -62,7 +62,7 @@ def prepare(seed: int = 0, tell: Tell | None = None) -> Scene:
 
 
 def every_method() -> dict[str, Method]:
-    """The paper's REGrad* first, then all the others with their own settings; noise in pixels from 0 to 1."""
+    """Methods by spec: the paper's REGrad* first, then all others at their defaults; noise in pixels from 0 to 1."""
     return {spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *(kind.name for kind in METHODS))}
 
 

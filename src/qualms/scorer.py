@@ -162,7 +162,7 @@ class Scorer:
 
 
 def by_name(methods: Methods) -> dict[str, Method]:
-    """The methods by name: the one given in a dict, else the spec as it was written."""
+    """The methods parsed, by name: the dict's key, else the spec as it was written."""
     if isinstance(methods, (str, Method)):
         methods = [methods]
     if not methods:
@@ -198,7 +198,7 @@ def _require_model(model: object) -> None:
 
 
 def _state(model: nn.Module) -> tuple[Any, ...]:
-    """What changes when somebody trains the model, loads other weights, replaces a part of it, or moves it.
+    """A fingerprint that changes when the model is trained, reloaded, moved, or has a module replaced.
 
     The bits of all weights are added up: optimisers and `.data` may change them without torch counting it.
     """

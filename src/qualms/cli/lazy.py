@@ -21,7 +21,7 @@ class LazyGroup(TyperGroup):
         self.commands = {name: LazyCommand(name, *entry) for name, entry in self.table.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names; what there is instead, if it names none."""
+        """The command that the first word names; if there is none, exit with the nearest name or a list of all."""
         name = args[0]
         if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
             near = get_close_matches(name, self.commands, n=1)

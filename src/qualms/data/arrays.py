@@ -36,6 +36,7 @@ def read_npz(path: Path, split: str, name: str) -> Images:
 
 
 def _keys(path: Path, kept: set[str], split: str) -> tuple[str, str | None]:
+    """The names of the image array and of its label array, if there is one, out of those in the file."""
     pairs = [(f"x_{split}", (f"y_{split}",)), (f"{split}_images", (f"{split}_labels",)), *((k, LABELS) for k in IMAGES)]
     for key, labels in pairs:
         if key in kept:

@@ -36,7 +36,7 @@ def opened(content: bytes, where: str) -> Any:
 
 
 def pillow() -> Any:
-    """The library that knows the formats of images."""
+    """Pillow's Image module, or an error that says how to install it."""
     return extra("PIL.Image", "pillow", "images")
 
 

@@ -27,6 +27,7 @@ def read_omniglot(root: Path, split: str) -> Images:
 
 
 def _drawing(file: Path) -> np.ndarray:
+    """One drawing in grey, bright ink on black, resized to 28x28."""
     image = opened(content_of(file), str(file)).convert("L")
     if image.size != (SIZE, SIZE):
         image = image.resize((SIZE, SIZE), pillow().Resampling.LANCZOS)

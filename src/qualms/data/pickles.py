@@ -133,6 +133,8 @@ class _MakeType:
 
 
 class _MakeArray:
+    """Stands in for numpy's _reconstruct: makes an empty array, which the pickle fills with `__setstate__`."""
+
     __slots__ = ()
 
     def __call__(self, kind: Any, shape: Any, code: Any) -> _Array:
@@ -168,6 +170,8 @@ class _Encode:
 
 
 class _NoBytes:
+    """Stands in for `bytes`, called with nothing: how Python 3 writes empty bytes for Python 2."""
+
     __slots__ = ()
 
     def __call__(self) -> bytes:

@@ -37,7 +37,7 @@ def row_gradients(
 def gradients_of(
     target: Tensor, parameters: list[Tensor], cotangent: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """autograd's gradients, None for parameters that the target does not depend on."""
+    """Jᵀ·cotangent of the target by autograd, keeping the graph; None for parameters that it does not depend on."""
     try:
         return torch.autograd.grad(target, parameters, cotangent, retain_graph=True, allow_unused=True)
     except RuntimeError as error:

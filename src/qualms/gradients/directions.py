@@ -34,7 +34,7 @@ def of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r 
 
 
 def others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
-    """Σ_{k≠c} of non-negative parts; for the largest it is added up, for the rest the total less c keeps its digits."""
+    """Σ_{k≠c} parts_k for each class c (parts ≥ 0), without cancellation where parts_c dominates the total."""
     largest = parts.argmax(-1, keepdim=True)
     rest = parts.scatter(-1, largest, 0).sum(-1, keepdim=True)
     return (rest + parts.gather(-1, largest) - parts).scatter(-1, largest, rest)
@@ -97,7 +97,7 @@ class Directions:
         return slice(start, start + Directions((name,)).size(classes))
 
     def __call__(self, logits: Logits) -> Float[Tensor, "m b r c"]:
-        """All of them, for these logits."""
+        """The directions of all sets in logit space, stacked along m in the order of `names`."""
         return torch.cat([DIRECTIONS[name](logits.detach()) for name in self.names])
 
 

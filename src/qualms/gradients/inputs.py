@@ -94,7 +94,7 @@ def _collate(items: list[Any], floats: torch.dtype) -> Any:
 
 
 def _collated(x: Iterable[Any]) -> Iterator[Any]:
-    """The batches of an iterable; a dataset whose items do not fit into one batch is told what to do."""
+    """The batches of x; a DataLoader that cannot collate its items is an error that says what to do."""
     iterator = iter(x)
     while True:
         try:
@@ -161,7 +161,7 @@ def checked(batch: Any) -> Batch:
 
 
 def run(model: nn.Module, batch: Batch) -> Any:
-    """The model's output; whatever the model itself rejects becomes one clear error."""
+    """The model's raw output for a batch; a wrong device, or any error in the model, becomes a QualmsError."""
     parameter = next(model.parameters(), None)
     here = tensors(batch)[0].device
     if parameter is not None and parameter.device != here:

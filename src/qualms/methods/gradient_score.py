@@ -72,7 +72,7 @@ class GradientScore(Method):
 
     @property
     def spec(self) -> str:
-        """The name with its modifiers; of noise per channel the first."""
+        """The name with its modifiers, as in `regrad+layers(λ)+smooth(σ,N)`; if σ is per channel, only the first."""
         spec = self.name
         if self.layers is not None:
             spec += f"+layers({self.layers:g})"

@@ -194,6 +194,7 @@ def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float
 
 
 def _with_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:
+    """The features in float64, with a column of ones appended if the head has a bias (k = f + 1, else f)."""
     return torch.nn.functional.pad(features.double(), (0, int(has_bias)), value=1.0)
 
 

@@ -75,6 +75,7 @@ Statistics = list[tuple[nn.modules.batchnorm._BatchNorm, Pair]]
 
 
 def _copy(m: nn.modules.batchnorm._BatchNorm) -> Pair:
+    """Copies of the layer's running mean and variance; (None, None) if it keeps none."""
     return (
         (None, None)
         if m.running_mean is None or m.running_var is None

@@ -57,7 +57,7 @@ class Subject:
         return self.settings.batch_size or ROWS_AT_ONCE
 
     def directions(self, smooth: Smoothing | None) -> Directions:
-        """Along which the gradients of one pass are wanted, plain or smoothed."""
+        """The directions that the gradient methods with this smoothing need, each set once; None is the plain pass."""
         return Directions(tuple(dict.fromkeys(m.direction for m in self.gradient_methods if m.smooth == smooth)))
 
     def smallest_lambda(self, smooth: Smoothing | None) -> float | None:
@@ -205,7 +205,7 @@ class Passes:
         return self.subject.directions(method.smooth) if foreseen else Directions((method.direction,))
 
     def _columns(self, direction: str, wanted: Directions) -> slice:
-        """Where a set of directions stands among those of one pass."""
+        """The columns of the set named `direction` among all the directions of one pass."""
         return wanted.columns(direction, self._outcome[0].shape[1])
 
     # Further plain forward passes.

@@ -1,6 +1,7 @@
 """Numbers in, Plotly figures out, as plain values for the page's JSON.
 
-Colours are names of the style sheet's, `var(--known)`: the page puts in their values, for light and for dark.
+Each figure comes with a sentence that sums it up. Colours are names of the style sheet's, `var(--known)`: the page puts
+in their values, for light and for dark.
 """
 
 import html

@@ -146,6 +146,7 @@ def _paper_ood(pair: str, table: str) -> dict[str, Any]:
 
 
 def _percent(shares: Iterable[float]) -> str:
+    """The mean of the shares, in percent with two decimals."""
     return f"{100 * statistics.fmean(shares):.2f}"
 
 

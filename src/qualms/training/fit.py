@@ -133,7 +133,7 @@ class _Run:
         self.best_state: dict[str, Tensor] = {}
 
     def one_epoch(self, images: Images, normalisation: Normalisation, seed: int) -> float:
-        """The mean loss over one pass through the images."""
+        """Train for one epoch, in an order that the seed decides, and return the mean loss."""
         assert images.labels is not None
         self.model.train()
         device = next(self.model.parameters()).device

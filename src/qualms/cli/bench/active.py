@@ -65,7 +65,7 @@ def active(
 
 
 def named(methods: str, dataset: str) -> Pickers:
-    """The methods that --methods names; `random` is one, and `paper` has it."""
+    """The methods that --methods asks for, by name; `random` may be one of them, and `paper` includes it."""
     specs = [spec for spec in listed(methods) if spec != "random"]
     found: Pickers = {RANDOM: None} if "random" in listed(methods) or methods == "paper" else {}
     return {**found, **chosen_methods(",".join(specs), dataset)} if specs else found

@@ -141,6 +141,7 @@ def _inner_products(
 
 
 def _products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
+    """Inner products ⟨g_m, g_n⟩ of each input's gradients, given one tensor [b, …] for each direction."""
     g = torch.stack([_flat(gradient) for gradient in gradients], dim=1)
     return g @ g.mT
 

@@ -45,6 +45,7 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Tensor, 
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
     def formatted(t: Tensor) -> Tensor:
+        """t in channels-last format if the input is in it and t has four axes, else t as it is."""
         return t.contiguous(memory_format=torch.channels_last) if last and t.ndim == 4 else t
 
     theta = {f"model.{name}": formatted(model.get_parameter(name).detach()) for name in tangent}

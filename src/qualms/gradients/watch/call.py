@@ -123,6 +123,7 @@ class Call:
         return self._one_row_at_a_time(used)
 
     def _one_row_at_a_time(self, used: list[Tensor]) -> Any:
+        """Runs the operation once per row on fresh copies of `used`, leaves their pieces, joins the results."""
         if self.meeting.name.endswith("_") and not self.meeting.name.startswith("_"):
             raise Unclear(f"{self.meeting.name} changes its argument in place")
         layouts = {id(t): self.layout(t) for t in self.meeting.arguments}

@@ -115,6 +115,7 @@ def _windows_of_input(
     features, positions = weight.shape[0] // groups, math.prod(out.shape[-space:])
 
     def moving(d: Tensor) -> Tensor:
+        """δ at each output position, as [n, t, g, o]."""
         d = image(d).movedim(1, -1)  # [n, *positions, o]
         return d.reshape(d.shape[0], positions, groups, features)
 
@@ -142,6 +143,7 @@ def _windows_of_cotangent(
     positions = input.shape[-space:]
 
     def moving(d: Tensor) -> Tensor:
+        """δ's window at each position of a, as [n, t, g, k·o]."""
         return windows(image(d), geometry, positions)
 
     def still() -> Tensor:

@@ -99,6 +99,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _used(self, tracked: list[Tensor]) -> None:
+        """Appends to `first_use` the names of the parameters among these tensors that are not in it yet."""
         names = (self.weights.names.get(id(t)) for t in tracked)
         self.first_use += [name for name in names if name is not None and name not in self.first_use]
 
