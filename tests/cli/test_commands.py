@@ -301,7 +301,7 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_without_its_extra_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "qualms.cli.main")
+    monkeypatch.delitem(sys.modules, "qualms.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)
     assert run(monkeypatch, "--version") == 1
     assert capsys.readouterr().err == "qualms: the command line needs typer; pip install 'qualms[app]'.\n"

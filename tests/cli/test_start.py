@@ -12,8 +12,8 @@ import pytest
 import typer
 
 import qualms
+from qualms.cli.app import Commands
 from qualms.cli.bench import Tasks
-from qualms.cli.main import Commands
 from tests.cli.test_commands import run
 
 WITHOUT_TORCH = """

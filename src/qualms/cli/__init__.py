@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """The command `qualms`, whose own needs are an extra."""
     try:
-        from qualms.cli.main import run
+        from qualms.cli.app import run
     except ModuleNotFoundError as missing:
         print(f"qualms: the command line needs {missing.name}; pip install 'qualms[app]'.", file=sys.stderr)
         sys.exit(1)
