@@ -20,6 +20,7 @@ import qualms
 from qualms.errors import SlowWarning
 from qualms.gradients.learnt import MOST, Learnt
 from qualms.gradients.sketch import engine as sketch_engine
+from qualms.scorer import _sum_of_bits
 from tests import networks as net
 from tests.gradients.test_untouched import fingerprint, same
 
@@ -390,6 +391,9 @@ def test_weights_that_change_unseen_are_noticed(x: Tensor) -> None:
     torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
     model[0].weight.data.mul_(1.0005)
     torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
+    with torch.no_grad():
+        model[3].weight.copy_(model[3].weight.flip(1))  # the same numbers in other places
+    torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
     model[1] = nn.ReLU()
     torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
 
@@ -466,3 +470,45 @@ def test_inputs_that_influence_each_other_are_scored_as_if_each_were_alone(engin
     scorer = qualms.Scorer(model, "regrad", engine=engine)
     alone = torch.cat([scorer(x[i : i + 1], first=i).scores["regrad"] for i in range(5)])
     torch.testing.assert_close(scorer(x).scores["regrad"], alone, rtol=1e-9, atol=0)
+
+
+def test_entries_that_change_places_are_noticed() -> None:
+    weights = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    before = _sum_of_bits(weights)
+    for i, j in ((0, 1), (0, 2), (7, 135), (128, 256), (2998, 2999), (0, 2999)):
+        swapped = weights.clone().flatten()
+        swapped[[i, j]] = swapped[[j, i]]
+        assert _sum_of_bits(swapped.view(3, 1000)) != before
+    assert _sum_of_bits(weights.clone()) == before == _sum_of_bits(torch.cat([torch.zeros(1), weights.flatten()])[1:])
+
+
+def test_a_way_of_pushing_that_later_inputs_cannot_take_is_looked_for_again() -> None:
+    class Doubled(torch.autograd.Function):  # without a forward-mode rule
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.head((2 * h if x.sum() > 0 else Doubled.apply(h)).tanh())
+
+    torch.manual_seed(0)
+    model, x = Sometimes().double(), torch.rand(4, 6).double()
+    scorer = qualms.Scorer(model, "regrad+layers", engine="sketch")
+    for batch in (x, -x, x):
+        want = qualms.score(model, batch, "regrad+layers", engine="sketch")
+        torch.testing.assert_close(scorer(batch).scores["regrad+layers"], want, rtol=1e-5, atol=0)
+
+
+def test_coherence_says_what_a_model_hides_from_it() -> None:
+    with pytest.raises(qualms.QualmsError, match="coherence needs to see in which order the model uses its layers"):
+        qualms.score(net.Hidden().double(), torch.randn(3, 5, 6).double(), "coherence")

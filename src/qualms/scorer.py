@@ -24,6 +24,7 @@ from qualms.scored import Scored
 from qualms.threshold import Threshold
 
 MANY = 1000  # classes, to weigh passes by
+GRID = 64  # words in a row, when bits are added up
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
 
 
@@ -208,13 +209,12 @@ def _state(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _sum_of_bits(t: Tensor) -> int:
-    """Exact, so that no change is too small; by position as well, or two entries could change places."""
+    """Exact, so that no change is too small; by rows and columns of a grid, so that no entries change places unseen."""
     if t.is_meta or t.layout != torch.strided or t.numel() == 0:
         return 0
     flat = t.detach().contiguous().reshape(-1)
     odd = flat.storage_offset() * flat.element_size() % 8 != 0  # words begin at multiples of eight bytes
     bits = (flat.clone() if odd else flat).view(torch.uint8)
-    whole = len(bits) // 8 * 8
-    words, rest = bits[:whole].view(torch.int64), bits[whole:]
-    halves = words[: len(words) // 2].sum() * 3 + words[len(words) // 2 :].sum()
-    return int(halves) + int(rest.sum())
+    whole = len(bits) // (8 * GRID) * (8 * GRID)
+    grid, rest = bits[:whole].view(torch.int64).view(-1, GRID), bits[whole:].long()
+    return sum(int((v * torch.arange(1, len(v) + 1, device=v.device)).sum()) for v in (grid.sum(0), grid.sum(1), rest))
