@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests import evasive
 from tests import networks as net
 
 INPUTS = 8
@@ -267,6 +268,15 @@ CASES = [
         ),
         images(),
     ),
+    Case("matrix-dispatch", evasive.MatrixDispatch, lambda: innocent_first(), general=None),
+    Case("permutes-by-a-matrix", evasive.PermutesByAMatrix, lambda: innocent_first(), general=None),
+    Case("reorders-by-a-list", evasive.ReordersByAList, lambda: innocent_first(), general=None),
+    Case("sorts-by-length", evasive.SortsByLength, lambda: unpadded(), general=None),
+    Case("rounded-weight", evasive.RoundedWeight, lambda: innocent_first(), general=None),
+    Case("slope-inside", evasive.SlopeInside, lambda: innocent_first(), general=None),
+    Case("factor-from-numbers", evasive.FactorFromNumbers, lambda: innocent_first(), general=...),
+    Case("experts", evasive.Experts, lambda: innocent_first(), general=None),
+    Case("early-exit", evasive.EarlyExit, lambda: innocent_first(), general=None),
     Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
 ]
 

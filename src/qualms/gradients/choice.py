@@ -80,7 +80,7 @@ def timed(
     work = SketchRun.on(job, Learnt())
     exact = _exact_seconds(work, settings.norm)
     try:
-        layers = len(grouped(model, work.probe.used, settings.granularity)) if each_layer else 1
+        layers = len(grouped(model, work.probe.counted, settings.granularity)) if each_layer else 1
         sketch = _sketch_seconds(work, Sketch().tangents * layers, count(batch))
     except QualmsError as reason:
         log.info("%s", reason)

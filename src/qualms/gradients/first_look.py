@@ -25,14 +25,18 @@ class FirstRow:
         """Runs the row twice: a model that is random in evaluation mode has no gradient to speak of."""
         first = on.take(slice(0, 1))
         logits, gradient = row_gradients(model, first, selected, random_direction)
-        with torch.no_grad():
-            again = logits_of(model, first)
-        if not close_logits(again, logits):
-            raise QualmsError(
-                "the model is random in evaluation mode: the same input gave two different logits; "
-                "switch its randomness off (dropout called with training=True, sampling layers)."
-            )
+        require_repeatable(model, first, logits)
         return cls(first, logits, gradient)
+
+
+@torch.no_grad()
+def require_repeatable(model: nn.Module, row: Rows, logits: Float[Tensor, "1 c"]) -> None:
+    """The logits that a row gave must be what it gives: another input may show a randomness that the first one hid."""
+    if not close_logits(logits_of(model, row), logits):
+        raise QualmsError(
+            "the model is random in evaluation mode: the same input gave two different logits; "
+            "switch its randomness off (dropout called with training=True, sampling layers)."
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from qualms.gradients.job import Job
 from qualms.gradients.layers import Norm
 from qualms.gradients.measured import Measured
 from qualms.gradients.rows import logits_of
-from qualms.gradients.watch.forward import first_use
+from qualms.gradients.watch.forward import use_order
 
 
 def reference(job: Job, norm: Norm) -> Measured:
@@ -50,8 +50,7 @@ def reference(job: Job, norm: Norm) -> Measured:
             values.append([[float((g.abs() if norm == "l1" else g**2).sum()) for g in g_c] for g_c in mean])
     table = torch.tensor(values, dtype=all_logits[0].dtype, device=all_logits[0].device)  # [b, c, parameter]
     by_name = {name: table[:, :, i] for i, name in enumerate(selected)}
-    order = first_use(model, on, selected)
-    names = [n for n in order if n in used] + [n for n in selected if n in used and n not in order]
+    names = use_order(model, on, selected).counted(used, selected)
     return Measured({name: by_name[name] for name in names}, torch.cat(all_logits), set(names))
 
 

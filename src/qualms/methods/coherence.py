@@ -23,7 +23,7 @@ from qualms.gradients.directions import classes
 from qualms.gradients.inputs import take
 from qualms.gradients.layers import grouped, selected_parameters
 from qualms.gradients.rows import Rows
-from qualms.gradients.watch.forward import first_use
+from qualms.gradients.watch.forward import use_order
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.passes import Passes
 
@@ -73,13 +73,13 @@ def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
 def _last_two_blocks(passes: Passes) -> frozenset[str]:
     """The parameters of the last two blocks that have a matrix or kernel, and of what stands between or behind them."""
     selected = selected_parameters(passes.model, passes.subject.settings.params)
-    order = first_use(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
-    if not order:
+    order = use_order(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
+    if not order.names:
         raise QualmsError(
             "coherence needs to see in which order the model uses its layers, which it hides from torch's function "
             "modes (a scripted module?); use regrad or entropy."
         )
-    blocks = list(grouped(passes.model, order, "block").values())
+    blocks = list(grouped(passes.model, order.counted(order.names, selected), "block").values())
     heavy = [i for i, names in enumerate(blocks) if any(selected[name].ndim > 1 for name in names)]
     start = heavy[-2:][0] if heavy else 0
     return frozenset(name for block in blocks[start:] for name in block)

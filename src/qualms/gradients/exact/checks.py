@@ -3,13 +3,14 @@
 - The first row's gradient is also computed by plain autograd (`probe.py`).
 - No parameter may reach the logits around its stand-in: the graph itself is searched for it (`watch/forward.py`).
 - The logits of a chunk must not change when its rows are run in other company: rows that influence each other do.
-- If the model picks or places rows by an index that depends on the input, a cotangent on some inputs must leave the
-  gradients of all others at exactly zero.
+- Each input's gradients must follow its own cotangent: scaled input by input, they scale alike, in every layer.
 
 Whatever fails is run by plain autograd, one row at a time, which is right by definition.
 """
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from qualms.gradients.exact.measure import measure
 from qualms.gradients.inputs import Unclear, count
 from qualms.gradients.job import Job
-from qualms.gradients.precision import close_logits
+from qualms.gradients.precision import COARSE, TOLERANCE, close_logits
 from qualms.gradients.rows import Rows, logits_of
+from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.record import Recorder
 from qualms.gradients.watch.weights import Weights
 
@@ -65,17 +67,75 @@ def require_independent_rows(
         raise Unclear("the inputs of a batch influence each other")
 
 
-def require_separate_gradients(
-    logits: Float[Tensor, "rows c"], recorder: Recorder, weights: Weights, inputs: int
-) -> None:
-    """For each binary digit of an input's number: a cotangent on the inputs that have it reaches no other input."""
-    if inputs < 2 or not recorder.picks_rows:
-        return
-    digits = range(math.ceil(math.log2(inputs)))
-    number = torch.arange(inputs, device=logits.device)
-    chosen = torch.stack([(number >> k & 1) == side for k in digits for side in (0, 1)])  # [m, inputs]
-    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
-    cotangents = noise * chosen.repeat_interleave(len(logits) // inputs, dim=1)[:, :, None]
-    for value in measure(logits, cotangents, recorder.pieces, weights, inputs, "l2").values():
-        if bool((value.T[~chosen] != 0).any()):
+@dataclass(frozen=True)
+class Separation:
+    """A further cotangent by which a chunk shows that each input's gradients are its own.
+
+    It is one of the chunk's cotangents v with every input b scaled by a number s_b of its own, so that the norms of the
+    gradients must be s_b times those of v. Where the model moves rows about, by an index, a list or a matrix, a layer
+    has the gradient of one input scaled by the number of another.
+    """
+
+    scales: Float[Tensor, " b"]
+
+    @classmethod
+    def of(cls, inputs: int, dtype: torch.dtype, device: torch.device) -> "Separation":
+        """Numbers from 1 down that differ as much as their type allows, in an order that no model knows."""
+        octaves = 6 if dtype in TOLERANCE else 3
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
+        return cls((-octaves * order.double() / inputs).exp2().to(device))
+
+    def scaled(self, cotangent: Float[Tensor, "rows c"]) -> Float[Tensor, "rows c"]:
+        """The further cotangent."""
+        return cotangent * self.scales.repeat_interleave(len(cotangent) // len(self.scales))[:, None].to(cotangent)
+
+    def require(self, plain: dict[str, Float[Tensor, " b"]], scaled: dict[str, Float[Tensor, " b"]]) -> None:
+        """Norms of each parameter's gradients along v, and along v scaled."""
+        names = list(plain)
+        if not names:
+            return
+        have = torch.stack([scaled[name] for name in names]).double()
+        want = torch.stack([plain[name] for name in names]).double() * self.scales
+        # Of a parameter whose gradient is next to nothing, rounding is all there is.
+        room = TELLING.get(plain[names[0]].dtype, COARSE) * (have.maximum(want) + 1e-2 * want.square().sum(0).sqrt())
+        if bool(((have - want).abs() > room).any()):
             raise Unclear("the model moves the inputs of a batch about")
+
+
+# What tells two scales apart; a model may compute in 32 bits whatever type its weights have.
+TELLING = {torch.float64: 1e-3, torch.float32: 1e-3}
+
+
+def require_separate_gradients(
+    logits: Float[Tensor, "rows c"], pieces: Sequence[Piece], weights: Weights, inputs: int
+) -> None:
+    """The same by two passes along a random direction, where the values of no other direction can serve."""
+    if inputs < 2 or not pieces:
+        return
+    separation = Separation.of(inputs, logits.dtype, logits.device)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double).to(logits.device)
+    squares = measure(logits, torch.stack([noise, separation.scaled(noise)]), pieces, weights, inputs, "l2")
+    norms = {name: value.sqrt() for name, value in squares.items()}
+    separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (0, 1)))
+
+
+def measure_separate(
+    logits: Float[Tensor, "rows c"],
+    cotangents: Float[Tensor, "m rows c"],
+    pieces: Sequence[Piece],
+    weights: Weights,
+    inputs: int,
+    kind: Literal["l2", "l1"],
+) -> dict[str, Float[Tensor, "b m"]]:
+    """What `measure` says, checked by one further pass: along the largest of the cotangents, scaled input by input."""
+    if inputs < 2 or not pieces:
+        return measure(logits, cotangents, pieces, weights, inputs, kind)
+    separation = Separation.of(inputs, logits.dtype, logits.device)
+    # The least likely class of all has a direction e_c - p that is nowhere near zero.
+    sizes = cotangents.square().sum(2).unflatten(1, (inputs, -1)).sum(2)  # [m, b]
+    chosen = int(sizes.amin(1).argmax())
+    also = torch.cat([cotangents, separation.scaled(cotangents[chosen])[None]])
+    values = measure(logits, also, pieces, weights, inputs, kind)
+    norms = {name: value if kind == "l1" else value.sqrt() for name, value in values.items()}
+    separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (chosen, -1)))
+    return {name: value[:, :-1] for name, value in values.items()}

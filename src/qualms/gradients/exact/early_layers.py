@@ -25,7 +25,7 @@ MARGIN = 4  # between what the first inputs show and what the others may do
 
 @dataclass(frozen=True)
 class Cutoff:
-    """How much of Σ_l a_l ‖g_l‖ may be left out, and how parameters, in order of first use, make up layers."""
+    """How much of Σ_l a_l ‖g_l‖ may be left out, and how parameters, in the model's order, make up layers."""
 
     tolerance: float
     lam: float
@@ -34,7 +34,7 @@ class Cutoff:
 
     def early(self, values: dict[str, Float[Tensor, "b m"]], order: list[str]) -> frozenset[str]:
         """The parameters of the first layers that together add little for every input and direction."""
-        layers = self.group([name for name in order if name in values])
+        layers = self.group(order)
         shares = self._shares(values, layers)
         small = (shares <= self.tolerance / MARGIN).flatten(0, 1).all(0)
         number = int(small.long().cumprod(0).sum())
@@ -42,13 +42,14 @@ class Cutoff:
 
     def holds(self, values: dict[str, Float[Tensor, "b m"]], order: list[str], early: frozenset[str]) -> bool:
         """Whether these layers add less than the tolerance here too."""
-        layers = self.group([name for name in order if name in values])
+        layers = self.group(order)
         number = sum(1 for names in layers if set(names) <= early)
         return number == 0 or bool((self._shares(values, layers)[..., number - 1] <= self.tolerance).all())
 
     def _shares(self, values: dict[str, Tensor], layers: list[list[str]]) -> Float[Tensor, "b m l"]:
         """What the layers up to each one add, as a share of all."""
-        sums = torch.stack([sum((values[n].double() for n in names), torch.zeros(())) for names in layers], dim=-1)
+        none = torch.zeros_like(next(iter(values.values())))  # of a layer that no input here uses
+        sums = torch.stack([sum((values.get(n, none).double() for n in names), none) for names in layers], dim=-1)
         norms = sums if self.kind == "l1" else sums.sqrt()
         added = (norms * layer_weights(len(layers), self.lam).to(norms)).cumsum(-1)
         return added / added[..., -1:].clamp_min(torch.finfo(torch.double).tiny)

@@ -8,22 +8,30 @@ What the pieces say is checked before it is believed (`checks.py`). Inputs that 
 of a batch or hides operations from torch's function modes, are run by plain autograd, one row at a time.
 """
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.autograd import row_gradients
 from qualms.gradients.exact.by_features import LastProduct, measure_by_features
-from qualms.gradients.exact.checks import regrouped_logits, require_independent_rows, require_separate_gradients
+from qualms.gradients.exact.checks import (
+    measure_separate,
+    regrouped_logits,
+    require_independent_rows,
+    require_separate_gradients,
+)
 from qualms.gradients.exact.early_layers import Cutoff, EarlyLayers
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.exact.probe import Probe
+from qualms.gradients.first_look import require_repeatable
 from qualms.gradients.inputs import Unclear, count
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.measured import Measured
 from qualms.gradients.rows import Rows
-from qualms.gradients.watch.forward import first_use, recorded
+from qualms.gradients.watch.forward import recorded, use_order
 from qualms.gradients.watch.pieces import Piece
+from qualms.gradients.watch.weights import UseOrder
 
 PROBED = 16  # inputs among which the probe looks for two that differ
 
@@ -44,16 +52,16 @@ def exact(
     kept = learnt.get(key)
     if isinstance(kept, Probe) and (kept.twins is not None or job.inputs * job.per_input == 1):
         try:
-            return _in_order(job, _in_chunks(job, kind, kept, regrouped, cutoff, None), kept.first_use)
+            return _in_order(job, _in_chunks(job, kind, kept, regrouped, cutoff, None), kept.use_order)
         except Exception:  # other inputs than those it was made on: look again
             del learnt.found[key]
     probe = Probe.of(job.model, job.rows(slice(0, PROBED)), job.selected)
     if isinstance(probe, Exception):
         learnt.warn_slow(probe)
         whole = Measured.joined([_by_autograd(job, job.rows(slice(i, i + 1)), kind) for i in range(job.inputs)])
-        return _in_order(job, whole, first_use(job.model, job.rows(slice(0, 1)), job.selected))
+        return _in_order(job, whole, use_order(job.model, job.rows(slice(0, 1)), job.selected))
     learnt.keep(key, probe)
-    return _in_order(job, _in_chunks(job, kind, probe, regrouped, cutoff, learnt), probe.first_use)
+    return _in_order(job, _in_chunks(job, kind, probe, regrouped, cutoff, learnt), probe.use_order)
 
 
 def _in_chunks(
@@ -64,11 +72,11 @@ def _in_chunks(
     most = probe.inputs_in(job.budget, job.per_input, kind, by_features)
     chunks = _chunks(job.inputs, min(job.settings.batch_size or most, most))
     parts: list[Measured] = []
-    early: frozenset[str] = frozenset()
+    early, order = frozenset[str](), list[str]()
     of_rows: Tensor | None = regrouped[:, None] if regrouped is not None and job.per_input == 1 else None
     for chunk in chunks:
         on = job.rows(chunk)
-        early_layers = EarlyLayers(cutoff, early, probe.first_use) if cutoff is not None and early else None
+        early_layers = EarlyLayers(cutoff, early, order) if cutoff is not None and early else None
         try:
             if of_rows is None:
                 of_rows = regrouped_logits(job, len(chunks))
@@ -76,7 +84,8 @@ def _in_chunks(
                 job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], early_layers, slow is None
             )
             if cutoff is not None and not parts:
-                early = cutoff.early(part.values, probe.first_use)
+                order = probe.use_order.counted(part.values, job.selected)
+                early = cutoff.early(part.values, order)
         except Exception as error:  # if the model itself is at fault, plain autograd will say so
             if slow is None:
                 raise
@@ -105,14 +114,13 @@ def _by_pieces(
 ) -> Measured:
     """The fast way; an exception if it cannot be trusted with these inputs.
 
-    `same_path`: the probe saw other inputs, and its order of layers holds for these only if they take the same path.
+    `same_path`: the probe saw other inputs, and what it says of the rows' places holds only on the same path.
     """
     inputs = count(on.batch) // on.per_input
     logits, recorder = recorded(job.model, on, probe.weights, probe.twins)
-    if same_path and recorder.first_use != probe.first_use:
+    if same_path and recorder.first_use != probe.use_order.names:
         raise Unclear("these inputs use the model's parameters in another order")
     require_independent_rows(job.model, on, logits.detach(), regrouped.flatten(0, 1), recorder)
-    require_separate_gradients(logits, recorder, probe.weights, inputs)
     apart = logits.unflatten(0, (inputs, on.per_input))
     pieces: list[Piece] = recorder.pieces
     if early_layers is not None:
@@ -121,10 +129,16 @@ def _by_pieces(
     if by_features and last is None:  # nothing else is left: chunks of this size have no room for a pass for each class
         last = LastProduct.of(logits, recorder.pieces, probe.weights)
     if last is not None:
+        require_separate_gradients(logits, pieces, probe.weights, inputs)
         values = measure_by_features(logits, job.directions.names, last, probe.weights, inputs)
+    elif kind == "gram":
+        require_separate_gradients(logits, pieces, probe.weights, inputs)
+        values = measure(
+            logits, job.directions(apart).flatten(1, 2) / on.per_input, pieces, probe.weights, inputs, kind
+        )
     else:
         cotangents = job.directions(apart).flatten(1, 2) / on.per_input
-        values = measure(logits, cotangents, pieces, probe.weights, inputs, kind)
+        values = measure_separate(logits, cotangents, pieces, probe.weights, inputs, kind)
     return Measured(values, apart[:, 0].detach(), recorder.general)
 
 
@@ -138,20 +152,21 @@ def _by_autograd(job: Job, on: Rows, kind: Kind) -> Measured:
             z, gradients = row_gradients(
                 job.model, row, job.selected, lambda z: job.directions(z[:, None]).flatten(1, 2)
             )
+            require_repeatable(job.model, row, z)
             if r == 0:
                 logits = z
             for name, g in gradients.items():
                 total[name] = total.get(name, 0) + g / on.per_input
         values = {name: _measured(g.reshape(1, len(g), -1), kind) for name, g in total.items()}
-        parts.append(Measured(values, logits, set(values)))
+        parts.append(Measured(values, logits, set(job.selected)))
     return Measured.joined(parts)
 
 
-def _in_order(job: Job, whole: Measured, used_first: list[str]) -> Measured:
-    """The same with parameters in order of first use; those that were not seen to be used, last."""
-    order = [name for name in used_first if name in whole.values]
-    order += [name for name in job.selected if name in whole.values and name not in order]
-    whole.values = {name: whole.values[name] for name in order}
+def _in_order(job: Job, whole: Measured, use_order: UseOrder) -> Measured:
+    """The same with the parameters that count in the model's order; what no input here uses is zero."""
+    like = next(iter(whole.values.values()))
+    order = use_order.counted(whole.values, job.selected)
+    whole.values = {name: whole.values.get(name, torch.zeros_like(like)) for name in order}
     return whole
 
 

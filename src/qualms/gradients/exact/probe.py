@@ -18,7 +18,7 @@ from qualms.gradients.watch.forward import recorded
 from qualms.gradients.watch.meetings import Meeting, TwinPasses, largest_result
 from qualms.gradients.watch.pieces import Outer, Piece
 from qualms.gradients.watch.record import Recorder
-from qualms.gradients.watch.weights import Weights
+from qualms.gradients.watch.weights import UseOrder, Weights
 
 CACHED_BYTES = 2**22
 FEWEST = 4  # rows at once: with fewer, a pass costs more for each than it would save
@@ -31,7 +31,7 @@ class Probe(FirstLook):
 
     twins: TwinPasses | None  # None if there was only one row
     weights: Weights
-    first_use: list[str]  # parameters in the order in which the forward pass uses them
+    use_order: UseOrder  # of the parameters, in the first row's forward pass
     row_bytes: int  # kept by autograd for one row
     pieces: list[Piece]
     itemsize: int
@@ -88,7 +88,7 @@ class Probe(FirstLook):
             channels_last=channels_last,
             twins=None,
             weights=weights,
-            first_use=one.first_use,
+            use_order=one.use_order,
             row_bytes=kept,
             pieces=one.pieces,
             itemsize=z.element_size(),

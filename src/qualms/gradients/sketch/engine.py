@@ -32,7 +32,6 @@ from qualms.gradients.learnt import Key, Learnt
 from qualms.gradients.settings import Sketch
 from qualms.gradients.sketch.push import Push, PushProbe, RowGradient, Tangent, checked_pushes, working_push
 from qualms.gradients.sketch.stable import Law, Sample
-from qualms.gradients.watch.forward import first_use
 from qualms.random import generator
 
 TANGENT_STREAM = 1_000_000_007  # sets the draws of tangents apart from those of inputs
@@ -44,17 +43,11 @@ Layer = tuple[Sequence[str], float]  # its parameters and its weight a_l
 def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
     """Projections of whole gradients, and the logits, block by block; with a λ, layers weighted by exp(λ(l - L))."""
     work = SketchRun.on(job, learnt)
-    groups = grouped(job.model, work.probe.used, job.settings.granularity)
+    groups = grouped(job.model, work.probe.counted, job.settings.granularity)
     weights = layer_weights(len(groups), lam or 0.0).tolist()
-    group_of = {name: group for group in groups.values() for name in group}
-    near = next(iter(groups.values()))
-    for name in job.selected:  # one that these rows do not use: with the layer before it, so that L stays as it is
-        near = group_of.get(name, near)
-        if name not in group_of:
-            near.append(name)
     sums = work.how.combine == "sum" and lam is not None
     parts = list(zip(groups.values(), weights, strict=True))
-    key = ("tangents", lam, tuple(work.probe.used), tuple(job.selected))
+    key = ("tangents", lam, tuple(work.probe.counted))
     kept = sum(other.size for other in learnt.found.values() if isinstance(other, Tangents))
     tangents = learnt.once(key, lambda: work.tangents(parts, sums, max(0, job.budget // 4 - kept)))
     return work.samples(tangents)
@@ -63,13 +56,11 @@ def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple
 def sketch_layers(job: Job, learnt: Learnt) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
     """Norms [b, m] of each layer's gradients and their standard errors, from k tangents for every layer."""
     work = SketchRun.on(job, learnt)
-    unused = [name for name in job.selected if name not in work.probe.used]
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for layer, names in grouped(job.model, work.probe.used + unused, job.settings.granularity).items():
+    for layer, names in grouped(job.model, work.probe.counted, job.settings.granularity).items():
         blocks = [(s.scale, s.error(s.scale), z) for s, z in work.samples(work.tangents([(names, 1.0)]))]
         norms, errors, logits = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-        if bool(norms.any()) or not set(names) <= set(unused):
-            found[layer] = norms, errors
+        found[layer] = norms, errors
     return found, logits
 
 
@@ -132,10 +123,10 @@ class SketchRun:
 
     @classmethod
     def on(cls, job: Job, learnt: Learnt) -> "SketchRun":
-        """Looks at the first rows, unless such rows took the same path before; decides how many inputs run at once."""
+        """Looks at the first rows, unless such rows were seen before; decides how many inputs run at once."""
         key, gradients = ("push probe", job.shapes, tuple(job.selected)), list[RowGradient]()
         probe: PushProbe | None = learnt.get(key)
-        if probe is None or probe.first_use != first_use(job.model, job.rows(slice(0, 1)), job.selected):
+        if probe is None:
             probe, gradients = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
             learnt.keep(key, probe)
         per_input = max(1, probe.largest_result) * job.per_input

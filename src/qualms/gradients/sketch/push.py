@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError, reason
 from qualms.gradients.autograd import gradients_of, row_gradients
-from qualms.gradients.first_look import NOTHING_USED, FirstLook, FirstRow, random_direction
+from qualms.gradients.first_look import NOTHING_USED, FirstLook, FirstRow, random_direction, require_repeatable
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import Unclear, count, tensors, with_tensors
 from qualms.gradients.learnt import Learnt
@@ -143,8 +143,7 @@ PUSHES: dict[str, Push] = {"forward mode": forward_mode, "central difference": c
 class PushProbe(FirstLook):
     """What the first rows tell."""
 
-    used: list[str]  # parameters that the logits of these rows depend on, in order of first use
-    first_use: list[str]  # parameters that the first row uses, in that order; empty if that cannot be seen
+    counted: list[str]  # parameters whose layers count, in the model's order
     alone: bool  # rows are compared with what they give alone: the model reads values, or cannot be watched
 
     @classmethod
@@ -154,22 +153,22 @@ class PushProbe(FirstLook):
         inputs = list(range(0, count(on.batch), on.per_input))
         others = [on.take([i]) for i in sorted({inputs[len(inputs) // 2], count(on.batch) - 1} - {0})]
         known = [(first.rows, first.gradient)]
-        known += [(row, row_gradients(model, row, selected, random_direction)[1]) for row in others]
+        for row in others:
+            logits, gradient = row_gradients(model, row, selected, random_direction)
+            require_repeatable(model, row, logits)
+            known.append((row, gradient))
         anywhere = {name for _, found in known for name in found} | _used_by(model, on.take(inputs), selected)
-        used = [name for name in selected if name in anywhere]
-        if not used:
+        if not anywhere:
             raise QualmsError(NOTHING_USED)
         classes, nbytes = first.logits.shape[1], first.logits.nbytes
         try:
             _, recorder = recorded(model, first.rows, Weights.of(selected, model.parameters()), None)
         except Exception as error:
             log.info("%s: each row is compared with what it gives alone", error)
-            return cls(classes, max(UNSEEN, nbytes), False, used, [], True), known
-        order = [name for name in recorder.first_use if name in used]
-        order += [name for name in used if name not in order]
+            return cls(classes, max(UNSEEN, nbytes), False, list(selected), True), known
         last = _takes_channels_last(model, first, selected)
         largest = max(largest_result(recorder.meetings), nbytes)
-        return cls(classes, largest, last, order, recorder.first_use, recorder.reads_values), known
+        return cls(classes, largest, last, recorder.use_order.counted(anywhere, selected), recorder.reads_values), known
 
 
 def working_push(model: nn.Module, probe: PushProbe, known: list[RowGradient], tangent: Tangent) -> Push:
@@ -228,7 +227,11 @@ def checked_pushes(
     """How to push tangents through each chunk, all rows at once if they do not influence each other, and the first."""
 
     def alone(m: nn.Module, on: Rows, s: Tangent) -> tuple[Tensor, Tensor]:
-        pairs = [push(m, on.take([row]), s) for row in range(count(on.batch))]
+        each = [on.take([row]) for row in range(count(on.batch))]
+        pairs = [push(m, row, s) for row in each]
+        if s is tangent:
+            for row in each:
+                require_repeatable(m, row, logits_of(m, row))
         return torch.cat([z for z, _ in pairs]), torch.cat([dz for _, dz in pairs])
 
     found: list[tuple[Push, tuple[Tensor, Tensor]]] = []

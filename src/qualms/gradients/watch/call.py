@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qualms.gradients.inputs import Unclear
 from qualms.gradients.nested import each_tensor
+from qualms.gradients.precision import same_values
 from qualms.gradients.watch.layout import Layout, infer
 from qualms.gradients.watch.meetings import Meeting
 from qualms.gradients.watch.pieces import Piece, Summed
@@ -32,10 +32,14 @@ class Call:
         self._number = recorder.count - 1
 
     def run(self) -> Any:
-        """Carry the operation out as it is."""
-        out = self.func(*self.args, **self.kwargs)
+        """Carry the operation out as it is, on copies of its tracked arguments that nothing else may use."""
+        copies = {id(t): t.detach().requires_grad_() for t in self.meeting.arguments if self.tracked(t)}
+        before = [get_gradient_edge(t).node for t in self.meeting.arguments if id(t) not in copies and t.requires_grad]
+        out = self.run_with(copies)
         # A change in place of a view would lead the graph around the edge that a rule takes hold of.
-        return out.clone() if out._is_view() else out
+        out = out.clone() if out._is_view() else out
+        self.recorder.reach.enclose(out.grad_fn, before)
+        return out
 
     def run_with(self, copies: dict[int, Tensor]) -> Any:
         """Carry the operation out with some of its tensors, known by id, replaced."""
@@ -60,9 +64,8 @@ class Call:
         alone = self.on_one_row(derived)
         layout = self.layout(derived) if self.recorder.twins else None
         parts = [derived] if layout is None else [layout.part(derived, row) for row in range(self.rows)]
-        with torch.no_grad():
-            if not all(torch.allclose(part, alone, rtol=1e-4, atol=0) for part in parts):
-                raise Unclear(f"an argument of {self.meeting.name} depends on the input in a way that was not seen")
+        if not all(same_values(part, alone) for part in parts):
+            raise Unclear(f"an argument of {self.meeting.name} depends on the input in a way that was not seen")
         return alone
 
     # Which part of a tensor belongs to which row.

@@ -11,7 +11,7 @@ from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.rows import Rows, logits_of
 from qualms.gradients.watch.meetings import TwinPasses
 from qualms.gradients.watch.record import Recorder
-from qualms.gradients.watch.weights import Weights, leaves_behind
+from qualms.gradients.watch.weights import Reach, UseOrder, Weights, nodes_behind
 
 
 def recorded(model: nn.Module, on: Rows, weights: Weights, twins: TwinPasses | None) -> tuple[Tensor, Recorder]:
@@ -21,20 +21,26 @@ def recorded(model: nn.Module, on: Rows, weights: Weights, twins: TwinPasses | N
         logits = logits_of(model, on, recorder)
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
-        require_no_bypass(logits, model.parameters())
+        require_no_bypass(logits, [*model.parameters(), *weights.leaves.values()], recorder.reach)
     return logits, recorder
 
 
-def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor]) -> None:
-    """A parameter that is used where function modes do not look (a script, an autograd function) is in the graph."""
-    if not leaves_behind([logits.grad_fn]).isdisjoint(map(id, parameters)):
+def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach) -> None:
+    """No gradient may reach a parameter, or its stand-in, but through an operation that a rule has seen.
+
+    What function modes do not see (a script, an autograd function, a gradient inside the forward pass) is in the graph.
+    """
+    forbidden, behind = set(map(id, parameters)), nodes_behind([logits.grad_fn])
+    if any(id(node.variable) in forbidden for node in behind if hasattr(node, "variable")):
         raise Unclear("a parameter is used where it cannot be watched")
+    if any(reach.entered_aside(node, follower) for node in behind for follower, _ in node.next_functions):
+        raise Unclear("the forward pass takes gradients of its own")
 
 
-def first_use(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> list[str]:
-    """The names of the selected parameters in the order in which a forward pass first uses them."""
+def use_order(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> UseOrder:
+    """The order in which a forward pass over the first row uses the selected parameters."""
     try:
         _, recorder = recorded(model, on.take(slice(0, 1)), Weights.of(selected, model.parameters()), None)
-    except Exception:  # a model that cannot be watched has its parameters in the order of registration
-        return []
-    return recorder.first_use
+    except Exception:  # a model that cannot be watched does not tell
+        return UseOrder([], False)
+    return recorder.use_order

@@ -28,7 +28,7 @@ from qualms.gradients.watch.call import Call
 from qualms.gradients.watch.meetings import Meeting, TwinPasses
 from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.rules import find_rule
-from qualms.gradients.watch.weights import Weights
+from qualms.gradients.watch.weights import Reach, UseOrder, Weights
 
 
 class Recorder(TorchFunctionMode):
@@ -40,12 +40,13 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.weights, self.rows, self.per_input, self.twins = weights, rows, per_input, twins
         self.pieces: list[Piece] = []
+        self.reach = Reach()
         self.meetings: list[Meeting] = []
         self.count = 0  # of meetings so far
         self.first_use: list[str] = []
         self.general: set[str] = set()  # parameters that no rule covered
-        self.picks_rows = False  # an index or mask that depends on the input picks or places entries
         self.reads_values = False  # something that depends on the input becomes a Python number or an array
+        self.shapes_vary = False  # the values of something that depends on the input decide a shape
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in weights.leaves.values()}
         self._active = WeakIdKeyDictionary()
         self._mark(inputs)
@@ -59,9 +60,8 @@ class Recorder(TorchFunctionMode):
         tracked = [t for t in given if id(t) in self._tracked]
         active = any(t in self._active for t in given)
         if active:
-            name = _bare_name(func)
-            self.reads_values |= name in _READING
-            self.picks_rows |= name in _PICKING and any(_is_index(t) for t in given if t in self._active)
+            self.reads_values |= _bare_name(func) in _READING
+            self.shapes_vary |= _counts(_bare_name(func), args, [t for t in given if t in self._active])
         if not tracked or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
             if active:
@@ -83,6 +83,15 @@ class Recorder(TorchFunctionMode):
         out = self._meet(func, args, kwargs, given)
         self._mark(tensors_in(out))
         return out
+
+    @property
+    def use_order(self) -> UseOrder:
+        """The order in which parameters were used, and whether every other pass would use them so.
+
+        A pass can depend on the values of its input only after it has read one, or made a shape of some: up to that
+        point all passes are the same, so they agree on whether it comes.
+        """
+        return UseOrder(self.first_use, not (self.reads_values or self.shapes_vary))
 
     def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         name = str(getattr(func, "__name__", func)).split(".")[0]
@@ -124,15 +133,22 @@ def _bare_name(func: Any) -> str:
     return str(getattr(func, "__name__", func)).split(".")[0].strip("_")
 
 
-def _is_index(t: Tensor) -> bool:
-    return not t.is_floating_point() and not t.is_complex()
+def _counts(name: str, args: tuple[Any, ...], active: list[Tensor]) -> bool:
+    """Whether the shape of the result depends on values: how many entries are picked, or how often."""
+    if name in ("getitem", "index"):
+        return any(t.dtype in (torch.bool, torch.uint8) for t in active)
+    if name == "repeat_interleave":
+        return any(not t.is_floating_point() for t in active)
+    return name in _COUNTING or (name == "where" and len(args) == 1)
 
 
 _WRITES = (Tensor.__setitem__, torch.ops.aten.copy_.default)
-_READING = frozenset(("bool", "int", "float", "index", "item", "tolist", "numpy", "array", "equal", "allclose"))
-_PICKING = frozenset(
-    ("getitem", "setitem", "index", "index_select", "index_put", "index_add", "index_copy", "gather", "take", "sort")
-) | frozenset(("take_along_dim", "scatter", "scatter_add", "scatter_reduce", "masked_select", "masked_scatter"))
+_READING = frozenset(
+    ("bool", "int", "float", "complex", "index", "item", "tolist", "numpy", "array", "dlpack", "equal", "allclose")
+) | frozenset(("contains", "is_nonzero", "format", "repr", "tensor_split"))
+_COUNTING = frozenset(
+    ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "pack_padded_sequence")
+)
 
 
 def _never(*_: Any) -> bool:

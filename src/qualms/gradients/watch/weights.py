@@ -1,7 +1,7 @@
 """The parameters of a model as the recorder knows them, and the way back to them through a graph."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,50 @@ def roots(t: Tensor, weights: Weights) -> set[str]:
     if id(t) in weights.names:
         return {weights.names[id(t)]}
     return {weights.names[leaf] for leaf in leaves_behind([t.grad_fn]) if leaf in weights.names}
+
+
+@dataclass(frozen=True)
+class UseOrder:
+    """Parameters in the order in which a forward pass first used them; `fixed` if every pass uses them so."""
+
+    names: list[str]
+    fixed: bool
+
+    def counted(self, used: Collection[str], selected: Iterable[str]) -> list[str]:
+        """The parameters whose layers count, in an order that belongs to the model, not to the inputs at hand.
+
+        In order of first use, without those that the logits do not depend on. If the path through the model depends on
+        the input, both would vary from batch to batch: then all count, in the order in which the model has them.
+        """
+        if not self.fixed:
+            return list(selected)
+        order = [name for name in self.names if name in used]
+        return order + [name for name in selected if name in used and name not in order]
+
+
+@dataclass
+class Reach:
+    """What of the graph may be reached only through the operation that made it: the parameters that rules watch there.
+
+    A rule knows the cotangent of its operation's result. Whatever leads from the logits to the operation's parameters
+    by another way (a gradient that the forward pass takes itself, an autograd function) is not in that cotangent.
+    """
+
+    inside: dict[Any, Any] = field(default_factory=dict)  # node -> the node of the operation's result
+
+    def enclose(self, result: Any, before: Iterable[Any]) -> None:
+        """Take in the nodes that an operation added to the graph, between its result and what was there before."""
+        outside, nodes = set(before), [result]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in outside and node not in self.inside:
+                self.inside[node] = result
+                nodes.extend(n for n, _ in node.next_functions)
+
+    def entered_aside(self, node: Any, follower: Any) -> bool:
+        """Whether a step of the graph leads into an operation elsewhere than by its result."""
+        result = self.inside.get(follower)
+        return result is not None and follower is not result and self.inside.get(node) is not result
 
 
 def leaves_behind(nodes: list[Any]) -> set[int]:

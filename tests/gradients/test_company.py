@@ -1,0 +1,74 @@
+"""An input's score is its own: what else is in the batch, or came before it, does not matter."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qualms
+from qualms.errors import QualmsError
+from tests import evasive
+from tests import networks as net
+
+DYNAMIC = {"experts": evasive.Experts, "early-exit": evasive.EarlyExit, "routed": net.Routed}
+
+
+def made(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    model = build().double()
+    return model, torch.randn(6, 5, 6, dtype=torch.double) if build is net.Routed else torch.randn(6, 6).double()
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
+@pytest.mark.parametrize("build", DYNAMIC.values(), ids=DYNAMIC)
+def test_layer_weights_do_not_depend_on_the_other_inputs(build: Callable[[], nn.Module], engine: str) -> None:
+    model, x = made(build)
+    together = qualms.score(model, x, "regrad+layers(0.5)", engine=engine)
+    alone = [qualms.score(model, x[i : i + 1], "regrad+layers(0.5)", engine=engine) for i in range(len(x))]
+    backwards = qualms.score(model, x.flip(0), "regrad+layers(0.5)", engine=engine).flip(0)
+    torch.testing.assert_close(torch.cat(alone), together, rtol=1e-9, atol=0)
+    torch.testing.assert_close(backwards, together, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch"])
+def test_a_scorer_that_met_other_paths_first_gives_the_same_scores(engine: str) -> None:
+    model, x = made(evasive.Experts)
+    whole = qualms.score(model, x, "regrad+layers(0.5)", engine=engine)
+    scorer = qualms.Scorer(model, "regrad+layers(0.5)", engine=engine)
+    for i in reversed(range(len(x))):
+        torch.testing.assert_close(
+            scorer(x[i : i + 1]).scores["regrad+layers(0.5)"], whole[i : i + 1], rtol=1e-9, atol=0
+        )
+
+
+def test_every_layer_of_a_model_with_many_paths_counts_in_the_models_order() -> None:
+    model, x = made(evasive.Experts)
+    names = ["gate", "fc", *(f"experts.{i}" for i in range(4))]
+    for engine in ("exact", "sketch", "reference"):
+        found = qualms.class_gradient_norms(model, x[:1], engine=engine)
+        assert found.layers == names
+        assert int((found.norms.sum((0, 1)) == 0).sum()) == 2  # two of four experts are picked
+
+
+class DropsOut(nn.Module):
+    """Random in evaluation mode too, which a first input of negatives hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 20), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.dropout(self.a(x.relu()) - self.a.bias, 0.5, training=True))
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch"])
+@pytest.mark.parametrize("batch_size", [None, 1, 2])
+@pytest.mark.filterwarnings("ignore::qualms.errors.SlowWarning")
+def test_randomness_that_the_first_input_hides_is_an_error(engine: str, batch_size: int | None) -> None:
+    torch.manual_seed(0)
+    model, x = DropsOut(), torch.randn(6, 6)
+    x[0] = -x[0].abs()
+    with pytest.raises(QualmsError, match="random in evaluation mode"):
+        qualms.score(model, x, "regrad", engine=engine, batch_size=batch_size)
