@@ -4,13 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.choice import choose_engine
 from qualms.gradients.directions import Directions
-from qualms.gradients.guard import eager, untouched
+from qualms.gradients.guard import eager, state_on_entry, untouched, usable
 from qualms.gradients.inputs import Batch, batches, count, numbered_batches
 from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.learnt import Learnt
@@ -24,7 +23,6 @@ from qualms.scored import Scored
 from qualms.threshold import Threshold
 
 MANY = 1000  # classes, to weigh passes by
-GRID = 64  # words in a row, when bits are added up
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
 
 
@@ -34,7 +32,7 @@ class Scorer:
     What methods learn from training data, the sketch's random tangents, the engine that `auto` picks, and what the
     engines find out about the model on its first batch are kept for all further batches. If the model's weights have
     changed since the last call, all of this but the engine is found anew. Between calls the model is as it came; during
-    a call it is in evaluation mode, so one thread at a time should use it.
+    a call it is in evaluation mode, so nothing else should run it then. Several threads may score: they take turns.
 
     Args:
         model: any classifier that returns logits.
@@ -109,7 +107,7 @@ class Scorer:
 
     def stream(self, batches: Any, first: int = 0) -> Iterator[Scored]:
         """The scores of each batch as it comes, so that a long run can keep what it has; arguments as for a call."""
-        _require_model(self.model)
+        usable(self.model)
         if not isinstance(first, int) or first < 0:
             raise QualmsError(f"first is {first!r}; it is the number of an input, 0 or more.")
         for start, batch in numbered_batches(batches, eager(self.model)):
@@ -118,7 +116,7 @@ class Scorer:
     def choose_engine(self, x: Any) -> Engine | Sketch:
         """The engine, which `auto` picks on the first batch it sees: here, that of `x`."""
         if self.settings.engine == "auto":
-            _require_model(self.model)
+            usable(self.model)
             batch = next(batches(x, eager(self.model)))
             with untouched(self.model) as inner:
                 self._pick_engine(inner, batch)
@@ -126,7 +124,7 @@ class Scorer:
 
     def _scored(self, batch: Batch, first: int) -> Scored:
         with untouched(self.model) as inner:
-            state = _state(inner)
+            state = state_on_entry(inner)
             if self._state != state:
                 self._learnt, self._fitted, self._state = Learnt(), {}, state
             self._pick_engine(inner, batch)
@@ -191,30 +189,3 @@ def _threshold(threshold: Threshold | float | None) -> Threshold | None:
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
         raise QualmsError(f"threshold is a {type(threshold).__name__}; pass a number, or a qualms.Threshold.")
     return Threshold(float(threshold), 0, "given")
-
-
-def _require_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise QualmsError(f"model is a {type(model).__name__}; pass a torch.nn.Module.")
-
-
-def _state(model: nn.Module) -> tuple[Any, ...]:
-    """A fingerprint that changes when the model is trained, reloaded, moved, or has a module replaced.
-
-    The bits of all weights are added up: optimisers and `.data` may change them without torch counting it.
-    """
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    sums = tuple((t.data_ptr(), tuple(t.shape), t.dtype, _sum_of_bits(t)) for t in tensors)
-    return (tuple(map(id, model.modules())), sums)
-
-
-def _sum_of_bits(t: Tensor) -> int:
-    """Exact, so that no change is too small; by rows and columns of a grid, so that no entries change places unseen."""
-    if t.is_meta or t.layout != torch.strided or t.numel() == 0:
-        return 0
-    flat = t.detach().contiguous().reshape(-1)
-    odd = flat.storage_offset() * flat.element_size() % 8 != 0  # words begin at multiples of eight bytes
-    bits = (flat.clone() if odd else flat).view(torch.uint8)
-    whole = len(bits) // (8 * GRID) * (8 * GRID)
-    grid, rest = bits[:whole].view(torch.int64).view(-1, GRID), bits[whole:].long()
-    return sum(int((v * torch.arange(1, len(v) + 1, device=v.device)).sum()) for v in (grid.sum(0), grid.sum(1), rest))

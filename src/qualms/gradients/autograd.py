@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError, reason
+from qualms.gradients import interrupts
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.precision import accurate
 from qualms.gradients.rows import Rows, logits_of
@@ -38,6 +39,7 @@ def gradients_of(
     target: Tensor, parameters: list[Tensor], cotangent: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Jᵀ·cotangent of the target by autograd, keeping the graph; None for parameters that it does not depend on."""
+    interrupts.deliver()
     try:
         return torch.autograd.grad(target, parameters, cotangent, retain_graph=True, allow_unused=True)
     except RuntimeError as error:

@@ -1,12 +1,34 @@
 """The model leaves as it came: weights, buffers, modes, gradients, attributes and random state."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from qualms.errors import QualmsError
+from qualms.gradients import interrupts
+from qualms.gradients.bits import state_of, sum_of
+from qualms.gradients.traces import Traces, copies_of, put_back, restore
+
+# One thread at a time, whatever the model: the random state, the switches of attention kernels, forward mode, the
+# compiler's stance and Python's filters of warnings belong to the process, and two models may share modules. Nearly all
+# the time goes to torch's operations, which have threads of their own, so more of ours would win little.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+@dataclass(frozen=True)
+class _Held:
+    state: Any  # the fingerprint of the model as it came
+    traces: Traces
+    device: torch.device | None  # for tensors that the model makes without naming one; None: torch's own default
+
+
+_held: dict[int, _Held] = {}  # by the id of a model that is untouched
 
 
 def eager(model: nn.Module) -> nn.Module:
@@ -14,49 +36,130 @@ def eager(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-@contextmanager
-def untouched(model: object) -> Iterator[nn.Module]:
-    """Evaluation mode with gradients on; every trace of it is gone afterwards, also after an error."""
+def usable(model: object) -> nn.Module:
+    """The model itself, or an error if it is none, or has no weights yet."""
     if not isinstance(model, nn.Module):
         raise QualmsError(f"model is a {type(model).__name__}; pass a torch.nn.Module.")
-    model = eager(model)
-    modules = list(model.modules())
-    training = [m.training for m in modules]
-    if any(p.is_inference() for p in model.parameters()):
-        raise QualmsError("the model was made in inference mode, so it has no gradients; make it outside of that.")
-    # Forward passes may replace attributes and buffers (caches, counters, hook-based weight_norm) or write into them.
-    ours = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in ours]
-    kept = [t for m in ours for t in (*vars(m).values(), *m._buffers.values()) if isinstance(t, Tensor)]
-    kept += [m.weight for m in modules if getattr(m, "max_norm", None) is not None and isinstance(m.weight, Tensor)]
-    values = [(t, t._version, t.detach().clone()) for t in kept]
-    versions = {name: p._version for name, p in model.named_parameters()}
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng(devices=_devices(model), device_type=_device_type(model)))
+    for name, p in eager(model).named_parameters():
+        if is_lazy(p):
+            raise QualmsError(f"the parameter {name} is of a lazy module without a shape yet; run the model once.")
+        if p.is_inference():
+            raise QualmsError("the model was made in inference mode, so it has no gradients; make it outside of that.")
+    return model
+
+
+@contextmanager
+def untouched(model: object) -> Iterator[nn.Module]:
+    """Evaluation mode with gradients on; every trace of it is gone afterwards, also after an error or Ctrl-C.
+
+    Other threads wait until this one is done.
+    """
+    model = eager(usable(model))
+    with _ONE_AT_A_TIME, interrupts.held(), ExitStack() as process:
+        elsewhere = torch.get_default_device().type != "cpu"
+        if elsewhere:  # the user has changed it; what we make ourselves goes where we say, or to the CPU
+            process.enter_context(torch.device("cpu"))
+        process.enter_context(torch.inference_mode(False))
+        process.enter_context(torch.enable_grad())
+        process.enter_context(torch.random.fork_rng(devices=_devices(model), device_type=_device_type(model)))
+        modules = list(model.modules())
         if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in modules):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            for m in modules:
-                m.training = False
+            process.enter_context(torch.compiler.set_stance("force_eager"))
+        parameter = next(model.parameters(), None)
+        device = parameter.device if elsewhere and parameter is not None else None
+        held = _Held(state_of(model), Traces(modules), device)
+        own = [m for m in modules if _switches_itself(m)]
+        kept = [*held.traces.tensors, *model.buffers(), *(p for m in own for p in m.parameters(recurse=False))]
+        kept += [m.weight for m in modules if getattr(m, "max_norm", None) is not None and isinstance(m.weight, Tensor)]
+        with ExitStack() as stack:
+            stack.callback(restore, copies_of(kept))
+            stack.callback(put_back, held.traces.noted())
+            stack.enter_context(_evaluating(model, modules, bool(own)))
+            stack.enter_context(_entered(model, held))
             yield model
+        _require_same_weights(model, held.state)
+
+
+@contextmanager
+def one_pass(model: nn.Module) -> Iterator[None]:
+    """A forward pass, of which nothing stays on the modules of a model that is `untouched`.
+
+    What one pass caches holds tensors of its graph, or has none at all, and would be wrong for the next.
+    """
+    interrupts.deliver()
+    held = _held.get(id(model))
+    if held is None:
+        yield
+        return
+    before = held.traces.noted_before_a_pass()
+    try:
+        if held.device is None:
+            yield
+        else:
+            with torch.device(held.device):
+                yield
+    finally:
+        put_back(before)
+
+
+def state_on_entry(model: nn.Module) -> Any:
+    """The fingerprint of a model that is `untouched`, as it came."""
+    return _held[id(model)].state
+
+
+@contextmanager
+def _entered(model: nn.Module, held: _Held) -> Iterator[None]:
+    outer = _held.get(id(model))
+    _held[id(model)] = held
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _held[id(model)]
+        else:
+            _held[id(model)] = outer
+
+
+@contextmanager
+def _evaluating(model: nn.Module, modules: Sequence[nn.Module], own: bool) -> Iterator[None]:
+    """All modules in evaluation mode, then each in its own again.
+
+    With `own` there are modules that do more than note the mode, such as dropping what they have cached when training
+    begins: they are told of both modes, so that they begin without a cache.
+    """
+    modes = [(m, m.training) for m in modules if hasattr(m, "training")]  # a frozen script has no mode
+    try:
+        if own:
+            _switch(model, True)
+            _switch(model, False)
+        for m, _ in modes:
+            m.training = False
+        yield
+    finally:
+        try:
+            if own and model.training != modes[0][1]:
+                _switch(model, modes[0][1])
         finally:
-            for m, mode in zip(modules, training, strict=True):
+            for m, mode in modes:
                 m.training = mode
-            for m, before, buffers in attributes:
-                vars(m).clear()
-                vars(m).update(before)
-                m._buffers.clear()
-                m._buffers.update(buffers)
-            for t, version, value in values:
-                if t._version != version:
-                    with torch.no_grad():
-                        t.copy_(value)
-                    versions = {n: v for n, v in versions.items() if model.get_parameter(n) is not t}
-        changed = [name for name, version in versions.items() if model.get_parameter(name)._version != version]
-        if changed:
-            raise QualmsError(f"the model changes its parameter {changed[0]} in its forward pass; score a copy of it.")
+
+
+def _switch(model: nn.Module, training: bool) -> None:
+    try:
+        model.train() if training else model.eval()
+    except NotImplementedError:  # an exported graph has no modes
+        return
+
+
+def _switches_itself(m: nn.Module) -> bool:
+    own = type(m).train is not nn.Module.train or type(m).eval is not nn.Module.eval
+    return own or not {"train", "eval"}.isdisjoint(vars(m))
+
+
+def _require_same_weights(model: nn.Module, state: Any) -> None:
+    for (name, p), before in zip(model.named_parameters(), state[1], strict=False):
+        if sum_of(p) != before:
+            raise QualmsError(f"the model changes its parameter {name} in its forward pass; score a copy of it.")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from qualms.errors import QualmsError, reason
+from qualms.gradients.guard import one_pass
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 LABEL_KEYS = ("label", "labels")
@@ -169,9 +170,10 @@ def run(model: nn.Module, batch: Batch) -> Any:
             f"the model's parameters are on {parameter.device} and x is on {here}; move one to the other."
         )
     try:
-        if isinstance(batch, Tensor):
-            return model(batch)
-        return model(**batch) if isinstance(batch, dict) else model(*batch)
+        with one_pass(model):
+            if isinstance(batch, Tensor):
+                return model(batch)
+            return model(**batch) if isinstance(batch, dict) else model(*batch)
     except (QualmsError, Unclear):
         raise
     except Exception as error:

@@ -64,14 +64,20 @@ def in_channels_last(on: Rows) -> Rows:
 
 
 def logits_of(model: nn.Module, on: Rows, *modes: TorchFunctionMode) -> Float[Tensor, "rows classes"]:
-    """One forward pass over the rows, under further function modes (the last one given sees each call first)."""
+    """One forward pass over the rows, under further function modes (the last one given sees each call first).
+
+    The model gets copies, which it may change: the rows serve other passes too, and may be the user's own tensors.
+    """
     with ExitStack() as stack:
         noisy = None
         if on.embedding_noise is not None:
-            noisy = stack.enter_context(NoisyEmbedding(tensors(on.batch)[0], on.embedding_noise))
+            noisy = stack.enter_context(NoisyEmbedding(on.embedding_noise))
         for mode in modes:
             stack.enter_context(mode)
-        output = run(model, on.batch)
+        batch = with_tensors(on.batch, [t.clone() for t in tensors(on.batch)])  # modes see where these come from
+        if noisy is not None:
+            noisy.ids = tensors(batch)[0]
+        output = run(model, batch)
     if noisy is not None and not noisy.done:
         raise QualmsError(
             "x is discrete and no embedding of the model reads it, so there is nothing to perturb; "
@@ -83,9 +89,10 @@ def logits_of(model: nn.Module, on: Rows, *modes: TorchFunctionMode) -> Float[Te
 class NoisyEmbedding(TorchFunctionMode):
     """Adds noise to the output of the first embedding that reads the input itself."""
 
-    def __init__(self, ids: Tensor, noise: Callable[[tuple[int, ...]], Tensor]) -> None:
+    def __init__(self, noise: Callable[[tuple[int, ...]], Tensor]) -> None:
         super().__init__()
-        self.ids, self.noise, self.done = ids, noise, False
+        self.noise, self.done = noise, False
+        self.ids: Tensor | None = None  # what the model is called with
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,11 +110,17 @@ class NoisyEmbedding(TorchFunctionMode):
 
     def _rows_axis(self, index: Any) -> int | None:
         """The axis of `index` that counts the rows, if `index` is the input itself, whole or a view of it."""
-        if not isinstance(index, Tensor) or index.is_floating_point():
+        if not isinstance(index, Tensor) or index.is_floating_point() or self.ids is None:
             return None
-        while is_functorch_wrapped_tensor(index):  # under forward-mode differentiation
-            index = get_unwrapped(index)
-        if index.untyped_storage().data_ptr() != self.ids.untyped_storage().data_ptr():
+        index, ids = _unwrapped(index), _unwrapped(self.ids)
+        if index.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr():
             return None
         axes = zip(index.shape, index.stride(), strict=True)
-        return next((i for i, axis in enumerate(axes) if axis == (self.ids.shape[0], self.ids.stride(0))), None)
+        return next((i for i, axis in enumerate(axes) if axis == (ids.shape[0], ids.stride(0))), None)
+
+
+def _unwrapped(t: Tensor) -> Tensor:
+    """The tensor under the wrappers of forward-mode differentiation."""
+    while is_functorch_wrapped_tensor(t):
+        t = get_unwrapped(t)
+    return t

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from qualms.gradients import interrupts
 from qualms.gradients.directions import DIRECTIONS, of_class, others
 from qualms.gradients.exact.measure import by_parameter, deltas_of, measure, unique_edges, written
 from qualms.gradients.precision import accurate
@@ -162,6 +163,7 @@ def _body(
     for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (inputs / rows):
         pulls.append((last.features, unit.expand(rows, -1)))
     for start, cotangent in pulls:
+        interrupts.deliver()
         at = torch.autograd.grad([start], edges, [cotangent], retain_graph=True, allow_unused=True)
         for name, piece in alone.items():
             deltas = deltas_of(piece, at, places)

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from qualms.gradients import interrupts
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.pieces import Outer, Piece
 from qualms.gradients.watch.weights import Weights, roots
@@ -40,6 +41,7 @@ def measure(
     values: dict[str, list[Tensor]] = {}
     kept: list[Cotangents] = []
     for cotangent in cotangents:
+        interrupts.deliver()
         at: Cotangents = torch.autograd.grad(
             logits, edges, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
         )

@@ -1,0 +1,32 @@
+"""Sums of the bits of weights: whether any of them has changed, exactly, without a copy of them."""
+
+import torch
+from torch import Tensor, nn
+
+GRID = 64  # words in a row, when bits are added up
+Sum = tuple[int, tuple[int, ...], torch.dtype, int]
+
+
+def state_of(model: nn.Module) -> tuple[tuple[int, ...], tuple[Sum, ...]]:
+    """A fingerprint that changes when the model is trained, reloaded, moved, or has a module replaced.
+
+    The bits of all weights are added up: optimisers and `.data` may change them without torch counting it.
+    """
+    return tuple(map(id, model.modules())), tuple(map(sum_of, (*model.parameters(), *model.buffers())))
+
+
+def sum_of(t: Tensor) -> Sum:
+    """Where a tensor is, its shape and kind, and the sum of its bits."""
+    return t.data_ptr() if t.layout == torch.strided else id(t), tuple(t.shape), t.dtype, _sum_of_bits(t)
+
+
+def _sum_of_bits(t: Tensor) -> int:
+    """Exact, so that no change is too small; by rows and columns of a grid, so that no entries change places unseen."""
+    if t.is_meta or t.layout != torch.strided or t.numel() == 0:
+        return 0
+    flat = t.detach().contiguous().reshape(-1)
+    odd = flat.storage_offset() * flat.element_size() % 8 != 0  # words begin at multiples of eight bytes
+    bits = (flat.clone() if odd else flat).view(torch.uint8)
+    whole = len(bits) // (8 * GRID) * (8 * GRID)
+    grid, rest = bits[:whole].view(torch.int64).view(-1, GRID), bits[whole:].long()
+    return sum(int((v * torch.arange(1, len(v) + 1, device=v.device)).sum()) for v in (grid.sum(0), grid.sum(1), rest))
