@@ -41,9 +41,10 @@ def gradients_of(
     """Jᵀ·cotangent of the target by autograd, keeping the graph; None for parameters that it does not depend on."""
     interrupts.deliver()
     try:
-        return torch.autograd.grad(target, parameters, cotangent, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(target, parameters, cotangent, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         raise QualmsError(f"the model cannot be differentiated: {reason(error)}") from error
+    return tuple(g if g is None or g.layout == torch.strided else g.to_dense() for g in found)
 
 
 NO_PATH = (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.autograd import row_gradients
-from qualms.gradients.precision import close_logits
+from qualms.gradients.precision import Narrowest, close_logits
 from qualms.gradients.rows import Rows, in_channels_last, logits_of
 
 
@@ -19,24 +19,30 @@ class FirstRow:
     rows: Rows
     logits: Float[Tensor, "1 c"]
     gradient: dict[str, Float[Tensor, "1 ..."]]  # along a random direction, by the parameter's name
+    precision: torch.dtype  # that rounds most on the way to the logits
 
     @classmethod
     def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "FirstRow":
         """Runs the row twice: a model that is random in evaluation mode has no gradient to speak of."""
         first = on.take(slice(0, 1))
         logits, gradient = row_gradients(model, first, selected, random_direction)
-        require_repeatable(model, first, logits)
-        return cls(first, logits, gradient)
+        return cls(first, logits, gradient, require_repeatable(model, first, logits))
 
 
 @torch.no_grad()
-def require_repeatable(model: nn.Module, row: Rows, logits: Float[Tensor, "1 c"]) -> None:
-    """The logits that a row gave must be what it gives: another input may show a randomness that the first one hid."""
-    if not close_logits(logits_of(model, row), logits):
+def require_repeatable(model: nn.Module, row: Rows, logits: Float[Tensor, "1 c"]) -> torch.dtype:
+    """The logits that a row gave must be what it gives: another input may show a randomness that the first one hid.
+
+    Returns the type that rounds most on the way to them.
+    """
+    casts = Narrowest()
+    again = logits_of(model, row, casts)
+    if not close_logits(again, logits, casts.of(logits)):
         raise QualmsError(
             "the model is random in evaluation mode: the same input gave two different logits; "
             "switch its randomness off (dropout called with training=True, sampling layers)."
         )
+    return casts.of(logits)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class FirstLook:
     classes: int
     largest_result: int  # bytes of the largest result of an operation on one row
     channels_last: bool  # the model takes images in that memory format, in which convolutions are faster
+    precision: torch.dtype  # that rounds most on the way to the logits: a model of 64 bits may cast to 32 inside
 
     def formatted(self, on: Rows) -> Rows:
         """Rows in the memory format that is fastest for this model."""

@@ -1,8 +1,13 @@
 """How precise numbers are: what sums are taken in, and when two ways to the same numbers agree but for rounding."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from qualms.gradients.nested import tensors_in
 
 # Rounding, nothing more; 16-bit numbers are coarse.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -11,21 +16,63 @@ MASKED = 100.0  # below the largest logit: a class without any probability
 NOTHING = 1e-6  # of the largest row, which is rounding in a row of zeros
 
 
-def close(have: Float[Tensor, "rows n"], want: Float[Tensor, "rows n"]) -> bool:
-    """Whether two tensors are the same but for rounding, each row measured by its largest entry."""
-    return have.shape == want.shape and _within(have, want, want.abs().amax(-1, keepdim=True))
+class Narrowest(TorchFunctionMode):
+    """Watches a forward pass for casts: numbers are no more precise than the narrowest type they have gone through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast_to: torch.dtype | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [_rounding(t.dtype) for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        for t in tensors_in(out):
+            if given and t.is_floating_point() and _rounding(t.dtype) > min(given):
+                self.cast_to = t.dtype if self.cast_to is None else coarser(t.dtype, self.cast_to)
+        return out
+
+    def of(self, logits: Tensor) -> torch.dtype:
+        """The type that tells how precise the logits of the pass are."""
+        return logits.dtype if self.cast_to is None else coarser(logits.dtype, self.cast_to)
 
 
-def close_logits(have: Float[Tensor, "rows c"], want: Float[Tensor, "rows c"]) -> bool:
+def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The one of two types that rounds more."""
+    return max(a, b, key=_rounding)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The relative difference that rounding may make."""
+    return TOLERANCE.get(dtype, COARSE)
+
+
+def close(have: Float[Tensor, "rows n"], want: Float[Tensor, "rows n"], precision: torch.dtype | None = None) -> bool:
+    """Whether two tensors are the same but for rounding, each row measured by its largest entry.
+
+    `precision`: the type that rounds most on the way to them, if it is not their own.
+    """
+    return have.shape == want.shape and _within(have, want, want.abs().amax(-1, keepdim=True), precision)
+
+
+def close_logits(
+    have: Float[Tensor, "rows c"], want: Float[Tensor, "rows c"], precision: torch.dtype | None = None
+) -> bool:
     """The same for logits, where classes that are masked by a huge negative number set no measure for the others."""
     if have.shape != want.shape:
         return False
     live = want >= want.amax(-1, keepdim=True) - MASKED
-    return _within(have, want, torch.where(live, want, 0.0).abs().amax(-1, keepdim=True).maximum(want.abs() * ~live))
+    scale = torch.where(live, want, 0.0).abs().amax(-1, keepdim=True).maximum(want.abs() * ~live)
+    return _within(have, want, scale, precision)
 
 
-def _within(have: Tensor, want: Tensor, scale: Tensor) -> bool:
-    tolerance = TOLERANCE.get(want.dtype, COARSE)
+def _within(have: Tensor, want: Tensor, scale: Tensor, precision: torch.dtype | None) -> bool:
+    tolerance = tolerance_of(precision or want.dtype)
     return bool(((have - want).abs() <= tolerance * (scale + NOTHING * scale.max())).all())
 
 
@@ -42,7 +89,7 @@ def same_values(have: Tensor, want: Tensor) -> bool:
 def same_norms(found: dict[str, Tensor], expected: dict[str, float], dtype: torch.dtype) -> bool:
     """Whether the squared norms of all parameters are what plain autograd says."""
     scale = sum(expected.values()) ** 0.5
-    tolerance = TOLERANCE.get(dtype, COARSE)
+    tolerance = tolerance_of(dtype)
     for name in found.keys() | expected.keys():
         have = float(found[name].sum()) ** 0.5 if name in found else 0.0
         want = expected.get(name, 0.0) ** 0.5

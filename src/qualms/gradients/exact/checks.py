@@ -55,6 +55,7 @@ def require_independent_rows(
     logits: Float[Tensor, "rows c"],
     regrouped: Float[Tensor, "rows c"],
     recorder: Recorder,
+    precision: torch.dtype,
 ) -> None:
     """Rows must give the logits that they give in other company; alone, if the model reads values.
 
@@ -63,7 +64,7 @@ def require_independent_rows(
     """
     if recorder.reads_values:
         regrouped = torch.cat([logits_of(model, on.take([row])) for row in range(count(on.batch))])
-    if not close_logits(regrouped, logits):
+    if not close_logits(regrouped, logits, precision):
         raise Unclear("the inputs of a batch influence each other")
 
 

@@ -120,7 +120,7 @@ def _by_pieces(
     logits, recorder = recorded(job.model, on, probe.weights, probe.twins)
     if same_path and recorder.first_use != probe.use_order.names:
         raise Unclear("these inputs use the model's parameters in another order")
-    require_independent_rows(job.model, on, logits.detach(), regrouped.flatten(0, 1), recorder)
+    require_independent_rows(job.model, on, logits.detach(), regrouped.flatten(0, 1), recorder, probe.precision)
     apart = logits.unflatten(0, (inputs, on.per_input))
     pieces: list[Piece] = recorder.pieces
     if early_layers is not None:

@@ -64,7 +64,7 @@ class Probe(FirstLook):
         z, both = recorded(model, pair, probe.weights, twins)
         lone = torch.cat([random_direction(z), torch.zeros_like(random_direction(z))], dim=1)
         found = measure(z, lone, both.pieces, probe.weights, 2, "l2")
-        if not same_norms({name: value[:1] for name, value in found.items()}, expected, z.dtype):
+        if not same_norms({name: value[:1] for name, value in found.items()}, expected, probe.precision):
             raise Unclear("an input's gradient depends on what else is in the batch")
         return replace(probe, twins=twins)
 
@@ -80,12 +80,14 @@ class Probe(FirstLook):
             channels_last = False
             weights, z, one, kept = _first_row(model, first.rows, selected, channels_last)
         found = measure(z, random_direction(z), one.pieces, weights, 1, "l2")
-        if not close_logits(z.detach(), first.logits) or not same_norms(found, expected, z.dtype):
+        same = close_logits(z.detach(), first.logits, first.precision)
+        if not same or not same_norms(found, expected, first.precision):
             raise Unclear("the recorded gradient is not plain autograd's")
         probe = cls(
             classes=z.shape[1],
             largest_result=largest_result(one.meetings),
             channels_last=channels_last,
+            precision=first.precision,
             twins=None,
             weights=weights,
             use_order=one.use_order,

@@ -24,7 +24,7 @@ from qualms.gradients.first_look import NOTHING_USED, FirstLook, FirstRow, rando
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import Unclear, count, tensors, with_tensors
 from qualms.gradients.learnt import Learnt
-from qualms.gradients.precision import COARSE, TOLERANCE, close, close_logits
+from qualms.gradients.precision import close, close_logits, coarser, tolerance_of
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, wants_channels_last
 from qualms.gradients.watch.forward import recorded
 from qualms.gradients.watch.meetings import largest_result
@@ -165,10 +165,11 @@ class PushProbe(FirstLook):
             _, recorder = recorded(model, first.rows, Weights.of(selected, model.parameters()), None)
         except Exception as error:
             log.info("%s: each row is compared with what it gives alone", error)
-            return cls(classes, max(UNSEEN, nbytes), False, list(selected), True), known
+            return cls(classes, max(UNSEEN, nbytes), False, first.precision, list(selected), True), known
         last = _takes_channels_last(model, first, selected)
         largest = max(largest_result(recorder.meetings), nbytes)
-        return cls(classes, largest, last, recorder.use_order.counted(anywhere, selected), recorder.reads_values), known
+        order = recorder.use_order.counted(anywhere, selected)
+        return cls(classes, largest, last, first.precision, order, recorder.reads_values), known
 
 
 def working_push(model: nn.Module, probe: PushProbe, known: list[RowGradient], tangent: Tangent) -> Push:
@@ -195,7 +196,7 @@ def _wrong(
     terms = [g.double().flatten() * tangent[n].double().flatten() for n, g in gradient.items() if n in tangent]
     want = float(sum(term.sum() for term in terms))
     size = float(sum(term.square().sum() for term in terms)) ** 0.5
-    tolerance = TOLERANCE.get(dz.dtype, COARSE) if push is forward_mode else DIFFERENCE
+    tolerance = tolerance_of(coarser(dz.dtype, probe.precision)) if push is forward_mode else DIFFERENCE
     right = abs(have - want) <= tolerance * max(size, abs(want))
     return None if right else f"{have:.3g} where plain autograd gives {want:.3g}"
 
@@ -208,7 +209,7 @@ def _takes_channels_last(model: nn.Module, first: FirstRow, selected: dict[str, 
         z, _ = forward_mode(model, in_channels_last(first.rows), {name: p.detach() for name, p in selected.items()})
     except Exception:
         return False
-    return close_logits(z, first.logits)
+    return close_logits(z, first.logits, first.precision)
 
 
 def _used_by(model: nn.Module, inputs: Rows, selected: dict[str, Tensor]) -> set[str]:
@@ -241,8 +242,10 @@ def checked_pushes(
             continue
         try:
             together = push(model, on, tangent)
+            rounded = coarser(together[0].dtype, probe.precision) if push is forward_mode else together[0].dtype
             apart = (alone if probe.alone else in_halves(push))(model, on, tangent)
-            if not close_logits(apart[0], together[0]) or not close(apart[1], together[1]):
+            same = close_logits(apart[0], together[0], rounded) and close(apart[1], together[1], rounded)
+            if not same:
                 raise Unclear("the inputs of a batch influence each other")
             found.append((push, together))
         except Exception as error:  # if the model itself is at fault, a row alone will say so
