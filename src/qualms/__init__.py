@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from qualms.errors import QualmsError, SlowWarning
+from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning
 from qualms.version import __version__
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ClassGradientGram",
     "ClassGradientNorms",
+    "ProbabilitiesWarning",
     "QualmsError",
     "Scored",
     "Scorer",

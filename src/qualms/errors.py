@@ -1,4 +1,4 @@
-"""The one exception that qualms raises for anything a user can put right, and the one warning it gives."""
+"""The one exception that qualms raises for anything a user can put right, and the two warnings it gives."""
 
 
 class QualmsError(ValueError):
@@ -26,6 +26,29 @@ class SlowWarning(UserWarning):
         import qualms
 
         warnings.simplefilter("ignore", qualms.SlowWarning)  # to silence it
+        ```
+    """
+
+
+class ProbabilitiesWarning(UserWarning):
+    """What the model returns looks like probabilities, and is scored as logits: scores and probabilities are wrong.
+
+    Leave out the model's last softmax. Where that cannot be done, return the logarithm of the probabilities: its
+    softmax is the probabilities again, and the gradients of log p are the same. Scores that read the logits themselves
+    (`energy`, `max-logit`, `confounding-label`) differ.
+
+    Example:
+        ```python
+        import warnings
+        import torch
+        import qualms
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Softmax(-1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            qualms.score(model, torch.rand(2, 4), "entropy")
+        assert caught[0].category is qualms.ProbabilitiesWarning
+        qualms.score(model[:-1], torch.rand(2, 4), "entropy")  # logits: as it should be
         ```
     """
 

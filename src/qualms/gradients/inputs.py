@@ -205,3 +205,17 @@ def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
             "check the model's weights and the input's scaling."
         )
     return logits
+
+
+def look_like_probabilities(logits: Float[Tensor, "rows c"]) -> bool:
+    """Whether all rows add up to 1 and have no negative entry.
+
+    Up to rounding, logits hardly ever do so by chance. That of 16 bits is coarse, so there several rows must agree.
+    """
+    rounding = torch.finfo(logits.dtype).eps
+    if bool((logits < 0).any()) or (rounding > 1e-6 and len(logits) < SEVERAL):
+        return False
+    return bool(((logits.double().sum(1) - 1).abs() <= logits.shape[1] * rounding).all())
+
+
+SEVERAL = 4  # rows

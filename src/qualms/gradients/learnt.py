@@ -5,7 +5,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from qualms.errors import SlowWarning, reason
+from torch import Tensor
+
+from qualms.errors import ProbabilitiesWarning, SlowWarning, reason
+from qualms.gradients.inputs import look_like_probabilities
 
 T = TypeVar("T")
 Key = tuple[Hashable, ...]  # what kind of finding, and what it is about
@@ -48,3 +51,15 @@ class Learnt:
             warnings.warn(
                 f"the inputs are run one at a time, which is exact but slow, because {why}.", SlowWarning, stacklevel=2
             )
+
+    def warn_of_probabilities(self, logits: Tensor) -> None:
+        """Say once that what is taken for logits looks like probabilities."""
+        if PROBABILITIES not in self.warned and look_like_probabilities(logits):
+            self.warned.add(PROBABILITIES)
+            warnings.warn(PROBABILITIES, ProbabilitiesWarning, stacklevel=2)
+
+
+PROBABILITIES = (
+    "the model's outputs look like probabilities (none is negative, and those of an input add up to 1), but are taken "
+    "for logits; leave out its last softmax, or return the logarithm of the probabilities."
+)

@@ -167,4 +167,6 @@ def _whole_table(
     jobs = (
         Job(model, batch, range(first, first + count(batch)), settings, wanted, smoothing) for first, batch in inputs
     )
-    return layer_table(jobs, learnt, gram=gram)
+    table = layer_table(jobs, learnt, gram=gram)
+    learnt.warn_of_probabilities(table.logits)
+    return table

@@ -106,7 +106,9 @@ class Passes:
         parts = [with_head(self.model, take(self.batch, group)) for group in members]
         order = torch.tensor([i for group in members for i in group]).argsort()
         head = Head.joined([head for _, head in parts])
-        return torch.cat([z for z, _ in parts])[order], head.take(order) if isinstance(head, Head) else head
+        logits = torch.cat([z for z, _ in parts])[order]
+        self.subject.learnt.warn_of_probabilities(logits)
+        return logits, head.take(order) if isinstance(head, Head) else head
 
     @property
     def _compared(self) -> bool:
