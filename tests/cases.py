@@ -138,10 +138,16 @@ def compiled() -> nn.Module:
     return torch.compile(net.mnist_cnn(), backend="eager")  # type: ignore[return-value]
 
 
-def scripted() -> nn.Module:
+def traced() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.jit.trace(net.mlp(), torch.randn(2, 3, 4, 4))
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)))
 
 
 def old_weight_norm(layer: nn.Module) -> nn.Module:
@@ -233,6 +239,7 @@ CASES = [
     Case("wholly-frozen", lambda: net.ViT(batch_first=True).requires_grad_(False), images()),
     Case("compiled", compiled, images(1, 12)),
     Case("exported-pt2", exported, images()),
+    Case("traced", traced, images(3, 4), general=None),
     Case("scripted", scripted, images(3, 4), general=None),
     Case("hidden-from-function-modes", net.Hidden, sequences(), general=None),
     Case("batch-mixing", net.Mixing, sequences(), general=None),
@@ -249,6 +256,8 @@ CASES = [
     Case("writes-into-a-token-copy", net.WritesIntoATokenCopy, lambda: innocent_first(), general=...),
     Case("one-at-a-time", net.OneAtATime, lambda: innocent_first(), general=None),
     Case("checkpointed", net.Checkpointed, lambda: innocent_first(), general=...),
+    Case("changes-its-input", net.ChangesItsInput, lambda: innocent_first()),
+    Case("caches-in-evaluation", net.CachesInEvaluation, lambda: innocent_first()),
     Case("wide-head", net.Wide, sequences()),
     Case("wide-head-without-bias", lambda: net.Wide(bias=False), sequences()),
     Case("wide-head-confident", lambda: net.Wide(bias=False, certain=20.0), sequences()),
@@ -278,6 +287,17 @@ CASES = [
     Case("experts", evasive.Experts, lambda: innocent_first(), general=None),
     Case("early-exit", evasive.EarlyExit, lambda: innocent_first(), general=None),
     Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
+    Case(
+        "embedding-bag-sparse",
+        lambda: nn.Sequential(nn.EmbeddingBag(20, 5, sparse=True), nn.Linear(5, 3)),
+        ids(),
+        general=...,
+    ),
+    Case(
+        "embedding-sparse",
+        lambda: nn.Sequential(nn.Embedding(20, 5, sparse=True), nn.Flatten(), nn.Linear(30, 3)),
+        ids(),
+    ),
 ]
 
 

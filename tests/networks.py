@@ -468,3 +468,40 @@ class WideTied(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.output(self.hidden(self.embedding(ids)).tanh().mean(1))
+
+
+class ChangesItsInput(Bypassed):
+    """Normalises what it was given in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 0.3
+        return self.c(self.a(x.mul_(2)).tanh())
+
+
+class CastsInside(Bypassed):
+    """Normalises in 32 bits whatever the model's own precision, as language models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.c(self.b(h.to(x.dtype)).tanh())
+
+
+class CachesInEvaluation(Bypassed):
+    """Keeps what it computes from a weight until training begins, as LeViT does with its attention biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> "CachesInEvaluation":
+        if mode:
+            self.cache = {}
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.c(self.a(x) + self.b.weight.exp().sum(1))
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.b.weight.exp().sum(1)
+        return self.c(self.a(x) + self.cache["bias"])

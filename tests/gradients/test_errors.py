@@ -1,5 +1,6 @@
 """Whatever a user gets wrong is said in one sentence."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -19,6 +20,12 @@ class Returns(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.change(self.fc(x))
+
+
+def frozen_script() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.freeze(torch.jit.script(nn.Linear(4, 3).eval()))
 
 
 X = torch.randn(2, 4)
@@ -42,6 +49,8 @@ WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     "no path": (Returns(lambda z: z.detach()), X, {}, "do not depend on any parameter"),
     "in place": (Returns(lambda z: z.sigmoid().mul_(2) * z.tanh().add_(1)), X, {}, "cannot be differentiated"),
     "not a model": (lambda x: x, X, {}, "model is a function; pass a torch.nn.Module"),  # type: ignore[dict-item]
+    "lazy": (nn.LazyLinear(3), X, {}, "parameter weight is of a lazy module without a shape yet; run the model once"),
+    "frozen script": (frozen_script(), X, {}, "has no parameters"),
     "not inputs": (LINEAR, 3, {}, "x is a int"),
     "sizes disagree": (LINEAR, (X, X[:1]), {}, r"disagree on the number of inputs: \[1, 2\]"),
     "unknown layers": (LINEAR, X, {"layers": "modul"}, "layers='modul' is not known; choose one of module"),
@@ -96,3 +105,42 @@ def test_an_exception_without_a_message_is_told_by_its_name() -> None:
 
     with pytest.raises(qualms.QualmsError, match="cannot be differentiated: RuntimeError"):
         qualms.class_gradient_norms(Returns(Silent.apply), X)
+
+
+def test_probabilities_in_place_of_logits_get_one_warning() -> None:
+    model, x = Returns(lambda z: z.softmax(-1)), torch.randn(8, 4)
+    for work in (
+        lambda: qualms.score(model, x, "entropy"),
+        lambda: qualms.score(model, x[:1], "regrad", engine="sketch"),
+        lambda: qualms.class_gradient_norms(model, x),
+        lambda: qualms.class_gradient_gram(model, [x[:1], x]),
+        lambda: qualms.score(model.bfloat16(), x.bfloat16(), "entropy"),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", qualms.ProbabilitiesWarning)
+            work()
+        assert [str(c.message).partition(" (")[0] for c in caught] == ["the model's outputs look like probabilities"]
+
+
+def test_logits_log_probabilities_and_rows_of_other_sums_get_no_warning() -> None:
+    x = torch.randn(8, 4)
+    for change in (
+        lambda z: z.log_softmax(-1),
+        lambda z: z.sigmoid(),
+        lambda z: z.softmax(-1) * 1.001,
+        lambda z: z - z.mean(1, keepdim=True) + 1 / 3,  # adds up to 1, with negative ones
+        lambda z: torch.cat([z.softmax(-1)[:-1], z[-1:]]),
+    ):
+        qualms.class_gradient_norms(Returns(change), x)
+    qualms.class_gradient_norms(Returns(lambda z: z.softmax(-1)).bfloat16(), x[:1].bfloat16() * 0)  # one coarse row
+
+
+def test_log_probabilities_score_like_the_logits() -> None:
+    torch.manual_seed(0)
+    model, x = Returns(lambda z: z), torch.randn(8, 4)
+    methods = ["regrad+layers", "exgrad", "ungrad", "entropy", "msp"]
+    want = qualms.compare(model, x, methods)
+    model.change = lambda z: z.log_softmax(-1)
+    have = qualms.compare(model, x, methods)
+    for method in methods:
+        torch.testing.assert_close(have[method], want[method])

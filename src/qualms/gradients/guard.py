@@ -67,17 +67,19 @@ def untouched(model: object) -> Iterator[nn.Module]:
             process.enter_context(torch.compiler.set_stance("force_eager"))
         parameter = next(model.parameters(), None)
         device = parameter.device if elsewhere and parameter is not None else None
-        held = _Held(state_of(model), Traces(modules), device)
+        state, traces = state_of(model), Traces(modules)
         own = [m for m in modules if _switches_itself(m)]
-        kept = [*held.traces.tensors, *model.buffers(), *(p for m in own for p in m.parameters(recurse=False))]
+        kept = [*traces.tensors, *model.buffers(), *(p for m in own for p in m.parameters(recurse=False))]
         kept += [m.weight for m in modules if getattr(m, "max_norm", None) is not None and isinstance(m.weight, Tensor)]
         with ExitStack() as stack:
             stack.callback(restore, copies_of(kept))
-            stack.callback(put_back, held.traces.noted())
+            stack.callback(put_back, traces.noted())
             stack.enter_context(_evaluating(model, modules, bool(own)))
-            stack.enter_context(_entered(model, held))
+            if own:  # they may keep things in new places now
+                traces = Traces(modules)
+            stack.enter_context(_entered(model, _Held(state, traces, device)))
             yield model
-        _require_same_weights(model, held.state)
+        _require_same_weights(model, state)
 
 
 @contextmanager
