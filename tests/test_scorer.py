@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import qualms
 from qualms.errors import SlowWarning
+from qualms.gradients.bits import _sum_of_bits
 from qualms.gradients.learnt import MOST, Learnt
 from qualms.gradients.sketch import engine as sketch_engine
-from qualms.scorer import _sum_of_bits
 from tests import networks as net
 from tests.gradients.test_untouched import fingerprint, same
 

@@ -22,7 +22,7 @@ def sum_of(t: Tensor) -> Sum:
 
 def _sum_of_bits(t: Tensor) -> int:
     """Exact, so that no change is too small; by rows and columns of a grid, so that no entries change places unseen."""
-    if t.is_meta or t.layout != torch.strided or t.numel() == 0:
+    if t.is_meta or t.is_quantized or t.layout != torch.strided or t.numel() == 0:
         return 0
     flat = t.detach().contiguous().reshape(-1)
     odd = flat.storage_offset() * flat.element_size() % 8 != 0  # words begin at multiples of eight bytes
