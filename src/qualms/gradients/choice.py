@@ -103,7 +103,7 @@ def _exact_seconds(work: SketchRun, kind: Kind) -> float:
     twins = probe.twins if count(on.batch) > 1 else None
     forward = _seconds(lambda: recorded(job.model, on, probe.weights, twins))
     logits, recorder = recorded(job.model, on, probe.weights, twins)
-    cotangents = Directions(("uniform", "uniform"))(logits.unflatten(0, (inputs, -1))).flatten(1, 2)
+    cotangents = Directions(("uniform", "uniform")).along(logits.unflatten(0, (inputs, -1)))
     a_pass = _seconds(partial(measure, logits, cotangents, recorder.pieces, probe.weights, inputs, kind)) / 2
     return (2 * forward + passes * a_pass) / inputs
 

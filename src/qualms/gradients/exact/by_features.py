@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.directions import DIRECTIONS, of_class, others
+from qualms.gradients.directions import DIRECTIONS, Cotangents, of_class, others, unit_sized
 from qualms.gradients.exact.measure import by_parameter, deltas_of, measure, unique_edges, written
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.pieces import CANCELLED, Outer, Piece, cheaper_by_pairs
@@ -125,8 +125,8 @@ def measure_by_features(
     predicted = z[:, 0].argmax(-1)
     further = [name for name in directions if name != "classes"]
     direct = torch.cat([of_class(z, predicted), *(DIRECTIONS[name](z) for name in further)]).flatten(1, 2) / per_input
-    known = measure(logits, direct, [*last.body, *last.own], weights, inputs, "l2")
-    of_classes = _body(logits, direct[0], predicted, last, weights, inputs)
+    known = measure(logits, Cotangents.of(direct, inputs), [*last.body, *last.own], weights, inputs, "l2")
+    of_classes = _body(logits, direct[:1], predicted, last, weights, inputs) if last.body else {}
     of_classes |= {weights.names[id(p.target)]: _own(z, p) for p in last.own}
     values: dict[str, Tensor] = {}
     for name, column in known.items():
@@ -142,12 +142,12 @@ def _own(z: Float[Tensor, "b r c"], piece: Piece) -> Float[Tensor, "b c"]:
     outer = piece.gradient
     h = outer.fixed.double() if isinstance(outer, Outer) else p.new_ones(*p.shape[:2], 1)
     theirs, its = ((weight.mT @ h / p.shape[1]).square().sum(-1) for weight in (p, others(p)))
-    return (its + others(theirs)).to(accurate(z).dtype)
+    return its + others(theirs)
 
 
 def _body(
     logits: Float[Tensor, "rows c"],
-    toward_predicted: Float[Tensor, "rows c"],
+    toward_predicted: Float[Tensor, "1 rows c"],
     predicted: Int[Tensor, " b"],
     last: LastProduct,
     weights: Weights,
@@ -158,7 +158,8 @@ def _body(
     edges, places = unique_edges(last.body)
     alone, shared = by_parameter(last.body, weights)
     found: dict[str, Kept] = {name: Kept(piece, width + 1, inputs) for name, piece in alone.items()}
-    pulls: list[tuple[Any, Tensor]] = [(logits, toward_predicted.to(logits.dtype))]
+    (of_predicted,), (size,) = unit_sized(toward_predicted, inputs)
+    pulls: list[tuple[Any, Tensor]] = [(logits, of_predicted.to(logits.dtype))]
     for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (inputs / rows):
         pulls.append((last.features, unit.expand(rows, -1)))
     for start, cotangent in pulls:
@@ -171,12 +172,12 @@ def _body(
             found.setdefault(name, Kept(None, width + 1, inputs)).factors.append(gradient.flatten(1)[:, None])
     w = accurate(last.weight)
     apart = w - w[predicted][:, None]
-    x = torch.cat([apart.new_ones(inputs, classes, 1), apart], dim=2)
+    x = torch.cat([size.to(apart)[:, None, None].expand(-1, classes, 1), apart], dim=2)
     values: dict[str, Tensor] = {}
     while found:  # each is let go when its norms are known
         name, kept = found.popitem()
         if kept.factors:
-            values[name] = kept.squares(x, predicted)
+            values[name] = kept.squares(x, predicted).double()
     return values
 
 

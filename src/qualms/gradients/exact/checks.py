@@ -8,7 +8,7 @@
 Whatever fails is run by plain autograd, one row at a time, which is right by definition.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qualms.gradients.directions import Cotangents
 from qualms.gradients.exact.measure import measure
 from qualms.gradients.inputs import Unclear, count
 from qualms.gradients.job import Job
@@ -121,21 +122,34 @@ def require_separate_gradients(
 
 def measure_separate(
     logits: Float[Tensor, "rows c"],
-    cotangents: Float[Tensor, "m rows c"],
+    cotangents: Cotangents,
     pieces: Sequence[Piece],
     weights: Weights,
     inputs: int,
     kind: Literal["l2", "l1"],
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """What `measure` says, checked by one further pass: along the largest of the cotangents, scaled input by input."""
+    """What `measure` says, checked by one further pass: along one of the cotangents, scaled input by input."""
     if inputs < 2 or not pieces:
         return measure(logits, cotangents, pieces, weights, inputs, kind)
     separation = Separation.of(inputs, logits.dtype, logits.device)
-    # The least likely class of all has a direction e_c - p that is nowhere near zero.
-    sizes = cotangents.square().sum(2).unflatten(1, (inputs, -1)).sum(2)  # [m, b]
-    chosen = int(sizes.amin(1).argmax())
-    also = torch.cat([cotangents, separation.scaled(cotangents[chosen])[None]])
+    chosen: list[tuple[int, Tensor, Tensor]] = []
+
+    def with_one_more() -> Iterator[tuple[Tensor, Tensor]]:
+        number = 0
+        for block, sizes in cotangents.blocks():
+            if not chosen:  # all are of one size, but for those that are zero for some input
+                telling = block.unflatten(1, (inputs, -1)).flatten(2).any(2).all(1).nonzero().flatten().tolist()
+                chosen.extend((number + i, block[i].clone(), sizes[i]) for i in telling[:1])
+            number += len(block)
+            yield block, sizes
+        for _, cotangent, size in chosen:
+            yield separation.scaled(cotangent)[None], size[None]
+
+    also = Cotangents(cotangents.number + 1, with_one_more)
     values = measure(logits, also, pieces, weights, inputs, kind)
-    norms = {name: value if kind == "l1" else value.sqrt() for name, value in values.items()}
-    separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (chosen, -1)))
-    return {name: value[:, :-1] for name, value in values.items()}
+    if not chosen:
+        require_separate_gradients(logits, pieces, weights, inputs)
+    for number, _, _ in chosen:
+        norms = {name: value if kind == "l1" else value.sqrt() for name, value in values.items()}
+        separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (number, -1)))
+    return {name: value[:, : cotangents.number] for name, value in values.items()}

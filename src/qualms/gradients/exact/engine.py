@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.autograd import row_gradients
+from qualms.gradients.exact.by_autograd import by_autograd, graph_bytes
 from qualms.gradients.exact.by_features import LastProduct, measure_by_features
 from qualms.gradients.exact.checks import (
     measure_separate,
@@ -23,7 +23,6 @@ from qualms.gradients.exact.checks import (
 from qualms.gradients.exact.early_layers import Cutoff, EarlyLayers
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.exact.probe import Probe
-from qualms.gradients.first_look import require_repeatable
 from qualms.gradients.inputs import Unclear, count
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
@@ -58,7 +57,10 @@ def exact(
     probe = Probe.of(job.model, job.rows(slice(0, PROBED)), job.selected)
     if isinstance(probe, Exception):
         learnt.warn_slow(probe)
-        whole = Measured.joined([_by_autograd(job, job.rows(slice(i, i + 1)), kind) for i in range(job.inputs)])
+        row_bytes = graph_bytes(job, job.rows(slice(0, 1)).take([0]))
+        whole = Measured.joined(
+            [by_autograd(job, job.rows(slice(i, i + 1)), kind, row_bytes) for i in range(job.inputs)]
+        )
         return _in_order(job, whole, use_order(job.model, job.rows(slice(0, 1)), job.selected))
     learnt.keep(key, probe)
     return _in_order(job, _in_chunks(job, kind, probe, regrouped, cutoff, learnt), probe.use_order)
@@ -90,7 +92,7 @@ def _in_chunks(
             if slow is None:
                 raise
             slow.warn_slow(error)
-            part = _by_autograd(job, on, kind)
+            part = by_autograd(job, on, kind, probe.row_bytes)
         parts.append(part)
     return Measured.joined(parts)
 
@@ -133,33 +135,10 @@ def _by_pieces(
         values = measure_by_features(logits, job.directions.names, last, probe.weights, inputs)
     elif kind == "gram":
         require_separate_gradients(logits, pieces, probe.weights, inputs)
-        values = measure(
-            logits, job.directions(apart).flatten(1, 2) / on.per_input, pieces, probe.weights, inputs, kind
-        )
+        values = measure(logits, job.directions.along(apart), pieces, probe.weights, inputs, kind)
     else:
-        cotangents = job.directions(apart).flatten(1, 2) / on.per_input
-        values = measure_separate(logits, cotangents, pieces, probe.weights, inputs, kind)
+        values = measure_separate(logits, job.directions.along(apart), pieces, probe.weights, inputs, kind)
     return Measured(values, apart[:, 0].detach(), recorder.general)
-
-
-def _by_autograd(job: Job, on: Rows, kind: Kind) -> Measured:
-    """The general path for a whole model: exact whatever it does, at the price of one row at a time."""
-    parts: list[Measured] = []
-    for start in range(0, count(on.batch), on.per_input):
-        total: dict[str, Tensor] = {}
-        for r in range(on.per_input):
-            row = on.take(slice(start + r, start + r + 1))
-            z, gradients = row_gradients(
-                job.model, row, job.selected, lambda z: job.directions(z[:, None]).flatten(1, 2)
-            )
-            require_repeatable(job.model, row, z)
-            if r == 0:
-                logits = z
-            for name, g in gradients.items():
-                total[name] = total.get(name, 0) + g / on.per_input
-        values = {name: _measured(g.reshape(1, len(g), -1), kind) for name, g in total.items()}
-        parts.append(Measured(values, logits, set(job.selected)))
-    return Measured.joined(parts)
 
 
 def _in_order(job: Job, whole: Measured, use_order: UseOrder) -> Measured:
@@ -168,9 +147,3 @@ def _in_order(job: Job, whole: Measured, use_order: UseOrder) -> Measured:
     order = use_order.counted(whole.values, job.selected)
     whole.values = {name: whole.values.get(name, torch.zeros_like(like)) for name in order}
     return whole
-
-
-def _measured(gradients: Float[Tensor, "1 m p"], kind: Kind) -> Tensor:
-    if kind == "gram":
-        return gradients @ gradients.mT
-    return gradients.abs().sum(2) if kind == "l1" else gradients.square().sum(2)

@@ -8,54 +8,66 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from qualms.gradients.directions import Cotangents
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.pieces import Outer, Piece
 from qualms.gradients.watch.weights import Weights, roots
 
 Kind = Literal["l2", "l1", "gram"]
-Cotangents = Sequence[Tensor | None]  # of one direction, at every edge
+AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every edge
 Places = dict[GradientEdge, int]  # of an edge among the cotangents
 
 
 @torch.no_grad()
 def measure(
     logits: Float[Tensor, "rows c"],
-    cotangents: Float[Tensor, "m rows c"],
+    cotangents: Cotangents | Float[Tensor, "m rows c"],
     pieces: Sequence[Piece],
     weights: Weights,
     inputs: int,
     kind: Kind,
-) -> dict[str, Tensor]:
+) -> dict[str, Float[Tensor, "b m *m"]]:
     """For each parameter ‖g‖² [b, m] (l2), Σ|g| [b, m] (l1) or the inner products ⟨g_m, g_n⟩ [b, m, m] (gram).
 
-    Parameters that the logits do not depend on are left out.
+    In double precision, in which squares of small numbers are not zero. A plain tensor of cotangents is taken as it is,
+    for those that must not be brought to one size. Parameters that the logits do not depend on are left out.
     """
     if not pieces:
         return {}
+    if isinstance(cotangents, Tensor):
+        given, as_they_are = cotangents, torch.ones(len(cotangents), inputs, dtype=torch.double, device=logits.device)
+        cotangents = Cotangents(len(cotangents), lambda: [(given, as_they_are)])
     edges, places = unique_edges(pieces)
     alone, shared = by_parameter(pieces, weights)
     if kind == "l1":
         shared |= {name: [piece] for name, piece in alone.items()}
         alone = {}
-    values: dict[str, list[Tensor]] = {}
-    kept: list[Cotangents] = []
-    for cotangent in cotangents:
-        at: Cotangents = torch.autograd.grad(
-            logits, edges, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
-        )
-        if kind == "gram":
-            kept.append(at)
-            continue
-        for name, piece in alone.items():
-            deltas = deltas_of(piece, at, places)
-            if deltas is not None:
-                values.setdefault(name, []).append(_square(piece, deltas, len(cotangents)))
-        for name, gradient in written(shared, at, places, weights, inputs).items():
-            flat = _flat(gradient)
-            values.setdefault(name, []).append(flat.abs().sum(1) if kind == "l1" else flat.square().sum(1))
+    done: dict[str, list[Tensor]] = {}
+    kept: list[AtEdges] = []
+    sizes: list[Tensor] = []
+    for block, size in cotangents.blocks():
+        values: dict[str, list[Tensor]] = {}
+        for cotangent in block.to(logits.dtype):
+            at: AtEdges = torch.autograd.grad(logits, edges, cotangent, retain_graph=True, allow_unused=True)
+            if kind == "gram":
+                kept.append(at)
+                continue
+            for name, piece in alone.items():
+                deltas = deltas_of(piece, at, places)
+                if deltas is not None:
+                    values.setdefault(name, []).append(_square(piece, deltas, cotangents.number))
+            for name, gradient in written(shared, at, places, weights, inputs).items():
+                flat = _flat(gradient)
+                values.setdefault(name, []).append(flat.abs().sum(1) if kind == "l1" else flat.square().sum(1))
+        sizes.append(size)
+        unit = size if kind == "l1" else size.square()
+        for name, columns in values.items():
+            done.setdefault(name, []).append((torch.stack(columns) * unit).T)
     if kind != "gram":
-        return {name: torch.stack(columns, dim=1) for name, columns in values.items()}
-    return _inner_products(alone, shared, kept, places, weights, inputs)
+        return {name: torch.cat(blocks, dim=1) for name, blocks in done.items()}
+    size = torch.cat(sizes).T
+    units = size[:, :, None] * size[:, None, :]
+    return {n: v * units for n, v in _inner_products(alone, shared, kept, places, weights, inputs).items()}
 
 
 def unique_edges(pieces: Sequence[Piece]) -> tuple[list[GradientEdge], Places]:
@@ -77,7 +89,7 @@ def by_parameter(pieces: Sequence[Piece], weights: Weights) -> tuple[dict[str, P
     return alone, {n: p for n, p in uses.items() if n not in alone}
 
 
-def deltas_of(piece: Piece, at: Cotangents, places: Places) -> list[Tensor | None] | None:
+def deltas_of(piece: Piece, at: AtEdges, places: Places) -> list[Tensor | None] | None:
     """The cotangents of a piece, or None if the logits do not depend on it."""
     deltas = [at[places[edge]] for edge in piece.edges]
     return None if all(d is None for d in deltas) else deltas
@@ -90,7 +102,7 @@ def _square(piece: Piece, deltas: list[Tensor | None], cotangents: int) -> Float
 
 
 def written(
-    shared: dict[str, list[Piece]], at: Cotangents, places: Places, weights: Weights, inputs: int
+    shared: dict[str, list[Piece]], at: AtEdges, places: Places, weights: Weights, inputs: int
 ) -> dict[str, Float[Tensor, "b ..."]]:
     """The whole gradient of each parameter that is used more than once or behind other operations."""
     total: dict[str, Tensor] = {}
@@ -122,7 +134,7 @@ def written(
 def _inner_products(
     alone: dict[str, Piece],
     shared: dict[str, list[Piece]],
-    kept: list[Cotangents],
+    kept: list[AtEdges],
     places: Places,
     weights: Weights,
     inputs: int,
