@@ -54,12 +54,13 @@ def graph_bytes(job: Job, row: Rows) -> int:
 
 
 def _norms(graphs: "Graphs", kind: Kind) -> dict[str, Float[Tensor, "1 m"]]:
-    columns: dict[str, list[Tensor]] = {}
-    for gradient, size in graphs.gradients():
+    values: dict[str, Tensor] = {}
+    for j, (gradient, size) in enumerate(graphs.gradients()):
         for name, g in gradient.items():
-            value = g.abs().sum() * size if kind == "l1" else g.square().sum() * size.square()
-            columns.setdefault(name, []).append(value)
-    return {name: torch.stack(column)[None] for name, column in columns.items()}
+            if name not in values:
+                values[name] = size.new_zeros(1, graphs.directions.number)
+            values[name][0, j] = g.abs().sum() * size if kind == "l1" else g.square().sum() * size.square()
+    return values
 
 
 def _inner_products(graphs: "Graphs", at_once: int) -> dict[str, Float[Tensor, "1 m m"]]:

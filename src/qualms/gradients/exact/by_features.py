@@ -37,7 +37,7 @@ class LastProduct:
     """The product that ends the forward pass: its weight, where its features come from, its pieces and all others."""
 
     weight: Float[Tensor, "c d"]
-    features: GradientEdge
+    features: GradientEdge | None  # None if nothing comes before
     own: list[Piece]
     body: list[Piece]
 
@@ -51,7 +51,7 @@ class LastProduct:
         if node is None or node.name() not in PRODUCTS:
             return None
         *bias, (source, number), weight = node.next_functions
-        if source is None or getattr(node, "_saved_alpha", 1) != 1:
+        if getattr(node, "_saved_alpha", 1) != 1:
             return None
         ends = {*seen, node}
         own = [p for p in pieces if any(edge.node in ends for edge in p.edges)]
@@ -59,33 +59,43 @@ class LastProduct:
         # The features alone may lead on to other layers.
         aside = nodes_behind([n for n, _ in (*bias, weight)])
         alone, _ = by_parameter(pieces, weights)
-        matrix: Tensor = node._saved_mat2.detach().T  # type: ignore[attr-defined]
-        if not body or any(edge.node in aside for p in body for edge in p.edges):
+        if any(edge.node in aside for p in body for edge in p.edges):
             return None
+        if body:
+            matrix: Tensor = node._saved_mat2.detach().T  # type: ignore[attr-defined]
+        else:  # nothing before it asks for the matrix, so that it is not saved: its shape is all that counts
+            widest = max((p.target for p in own), key=Tensor.numel)
+            if widest.numel() % logits.shape[1]:
+                return None
+            matrix = widest.detach().reshape(logits.shape[1], -1)
         if not {id(p) for p in own} <= {id(p) for p in alone.values()} or len(matrix) != logits.shape[1]:
             return None
         if any(p.gradient.numel not in (matrix.numel(), len(matrix)) for p in own):
             return None  # a bias that is spread over the classes
-        return cls(matrix, GradientEdge(source, number), own, body)
+        return cls(matrix, GradientEdge(source, number) if body else None, own, body)
 
     def pays(self, per_input: int) -> bool:
         """Whether D + 2 passes and the algebra on what they give take fewer multiplications than C passes.
 
         A pass takes at least twice the multiplications of the gradients it ends in (for the cotangents, and for the
-        gradients); K takes m² for each number kept of a gradient, m = D + 1, and xᵀ K x takes m² for each class.
+        gradients), and C D through the last layer, which those that start from its features need not; K takes m² for
+        each number kept of a gradient, m = D + 1, and xᵀ K x takes m² for each class.
         """
         classes, width = self.weight.shape
         m = width + 1
-        a_pass = sum(2 * _multiplications(p, per_input, m) for p in self.body)
+        before = sum(2 * _multiplications(p, per_input, m) for p in self.body)
         algebra = m * m * sum(kept_numbers(p, per_input, m) + classes for p in self.body)
-        return (m + 1) * a_pass + algebra < classes * a_pass
+        return (m + 1) * before + algebra < classes * (before + classes * width)
 
     def held(self, per_input: int) -> int:
         """How many numbers are kept for one input of `per_input` rows, if this was recorded on one row."""
         classes, width = self.weight.shape
+        own = 6 * classes * width + 16 * per_input * classes  # in double precision
+        if not self.body:
+            return own
         kept = [kept_numbers(p, per_input, width + 1) for p in self.body]
         # Of the largest there are copies while K is computed; x, x K and x² are there for every class.
-        return (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes) + 8 * per_input * classes
+        return own + (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes)
 
 
 # What the graph says of `linear`, `addmm`, `matmul`; and of views that leave [rows, classes] in order.

@@ -42,29 +42,37 @@ def measure(
     if kind == "l1":
         shared |= {name: [piece] for name, piece in alone.items()}
         alone = {}
-    done: dict[str, list[Tensor]] = {}
+    table: Tensor | None = None  # [m, parameter, b], in place: small results between large ones break memory up
+    names: list[str] = []
     kept: list[AtEdges] = []
     sizes: list[Tensor] = []
+    number = 0
     for block, size in cotangents.blocks():
-        values: dict[str, list[Tensor]] = {}
+        start = number
         for cotangent in block.to(logits.dtype):
             at: AtEdges = torch.autograd.grad(logits, edges, cotangent, retain_graph=True, allow_unused=True)
             if kind == "gram":
                 kept.append(at)
                 continue
+            values: dict[str, Tensor] = {}
             for name, piece in alone.items():
                 deltas = deltas_of(piece, at, places)
                 if deltas is not None:
-                    values.setdefault(name, []).append(_square(piece, deltas, cotangents.number))
+                    values[name] = _square(piece, deltas, cotangents.number)
             for name, gradient in written(shared, at, places, weights, inputs).items():
                 flat = _flat(gradient)
-                values.setdefault(name, []).append(flat.abs().sum(1) if kind == "l1" else flat.square().sum(1))
+                values[name] = flat.abs().sum(1) if kind == "l1" else flat.square().sum(1)
+            if table is None:
+                names = list(values)
+                table = logits.new_empty(cotangents.number, len(names), inputs, dtype=torch.double)
+            if names:
+                table[number] = torch.stack([values[name] for name in names])
+            number += 1
+        if table is not None:
+            table[start:number] *= (size if kind == "l1" else size.square())[:, None, :]
         sizes.append(size)
-        unit = size if kind == "l1" else size.square()
-        for name, columns in values.items():
-            done.setdefault(name, []).append((torch.stack(columns) * unit).T)
-    if kind != "gram":
-        return {name: torch.cat(blocks, dim=1) for name, blocks in done.items()}
+    if table is not None:
+        return {name: table[:, i].T for i, name in enumerate(names)}
     size = torch.cat(sizes).T
     units = size[:, :, None] * size[:, None, :]
     return {n: v * units for n, v in _inner_products(alone, shared, kept, places, weights, inputs).items()}
