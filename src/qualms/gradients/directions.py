@@ -105,7 +105,7 @@ class Cotangents:
 def unit_sized(
     cotangents: Float[Tensor, "k rows c"], inputs: int
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
-    """(v, s) with s v the cotangents and s a power of two for each input, so that its largest entry is from 1/2 to 1."""
+    """(v, s) with s v the cotangents; s, a power of two, brings an input's largest entry between 1/2 and 1."""
     of_input = cotangents.unflatten(1, (inputs, -1))
     largest = torch.linalg.vector_norm(of_input.flatten(2).double(), torch.inf, dim=2)
     size = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.autograd import NO_PATH, gradients_of
-from qualms.gradients.exact.measure import Kind
+from qualms.gradients.exact.measure import Kind, size_of
 from qualms.gradients.first_look import require_repeatable
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import count
@@ -47,9 +47,9 @@ def by_autograd(job: Job, on: Rows, kind: Kind, row_bytes: int | None = None) ->
 
 def graph_bytes(job: Job, row: Rows) -> int:
     """What autograd keeps for one row."""
-    with all_parameters_differentiable(job.model):
-        with saved_bytes({p.untyped_storage().data_ptr() for p in job.model.parameters()}) as total:
-            logits_of(job.model, row)
+    constants = {p.untyped_storage().data_ptr() for p in job.model.parameters()}
+    with all_parameters_differentiable(job.model), saved_bytes(constants) as total:
+        logits_of(job.model, row)
     return total[0]
 
 
@@ -59,7 +59,7 @@ def _norms(graphs: "Graphs", kind: Kind) -> dict[str, Float[Tensor, "1 m"]]:
         for name, g in gradient.items():
             if name not in values:
                 values[name] = size.new_zeros(1, graphs.directions.number)
-            values[name][0, j] = g.abs().sum() * size if kind == "l1" else g.square().sum() * size.square()
+            values[name][0, j] = size_of(g[None], kind)[0] * (size if kind == "l1" else size.square())
     return values
 
 

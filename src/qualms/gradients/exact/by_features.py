@@ -29,7 +29,7 @@ from qualms.gradients.precision import accurate
 from qualms.gradients.watch.pieces import CANCELLED, Outer, Piece, cheaper_by_pairs
 from qualms.gradients.watch.weights import Weights, nodes_behind
 
-ROOM = 2**24  # numbers in the gradients that are added up at once
+ROOM = 2**20  # numbers in what is added up at once
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LastProduct:
     """The product that ends the forward pass: its weight, where its features come from, its pieces and all others."""
 
     weight: Float[Tensor, "c d"]
-    features: GradientEdge | None  # None if nothing comes before
+    features: GradientEdge | None  # None if nothing comes before, or the forward pass was let go
     own: list[Piece]
     body: list[Piece]
 
@@ -72,7 +72,11 @@ class LastProduct:
             return None
         if any(p.gradient.numel not in (matrix.numel(), len(matrix)) for p in own):
             return None  # a bias that is spread over the classes
-        return cls(matrix, GradientEdge(source, number) if body else None, own, body)
+        return cls(matrix, GradientEdge(source, number) if source is not None else None, own, body)
+
+    def bare(self) -> "LastProduct":
+        """What can be kept when the forward pass is let go."""
+        return LastProduct(self.weight, None, [p.bare() for p in self.own], [p.bare() for p in self.body])
 
     def pays(self, per_input: int) -> bool:
         """Whether D + 2 passes and the algebra on what they give take fewer multiplications than C passes.
@@ -90,7 +94,7 @@ class LastProduct:
     def held(self, per_input: int) -> int:
         """How many numbers are kept for one input of `per_input` rows, if this was recorded on one row."""
         classes, width = self.weight.shape
-        own = 6 * classes * width + 16 * per_input * classes  # in double precision
+        own = 16 * per_input * classes  # in double precision
         if not self.body:
             return own
         kept = [kept_numbers(p, per_input, width + 1) for p in self.body]
@@ -151,8 +155,13 @@ def _own(z: Float[Tensor, "b r c"], piece: Piece) -> Float[Tensor, "b c"]:
     p = z.double().softmax(-1)
     outer = piece.gradient
     h = outer.fixed.double() if isinstance(outer, Outer) else p.new_ones(*p.shape[:2], 1)
-    theirs, its = ((weight.mT @ h / p.shape[1]).square().sum(-1) for weight in (p, others(p)))
-    return its + others(theirs)
+
+    def squares(weight: Float[Tensor, "b r c"]) -> Float[Tensor, "b c"]:
+        some = weight.split(max(1, ROOM // (len(h) * h.shape[2])), dim=2)
+        means = (part.mT @ h / p.shape[1] for part in some)
+        return torch.cat([torch.linalg.vecdot(mean, mean) for mean in means], dim=1)
+
+    return squares(others(p)) + others(squares(p))
 
 
 def _body(

@@ -9,7 +9,7 @@ Whatever fails is run by plain autograd, one row at a time, which is right by de
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,13 +18,39 @@ from torch import Tensor, nn
 
 from qualms.gradients.directions import Cotangents
 from qualms.gradients.exact.measure import measure
-from qualms.gradients.inputs import Unclear, count
+from qualms.gradients.inputs import Unclear, count, take
 from qualms.gradients.job import Job
 from qualms.gradients.precision import COARSE, TOLERANCE, close_logits
 from qualms.gradients.rows import Rows, logits_of
 from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.record import Recorder
 from qualms.gradients.watch.weights import Weights
+
+
+@dataclass
+class Regrouped:
+    """The logits of a job's rows in other company than in its chunks: known, or computed for some chunks at a time."""
+
+    job: Job
+    chunks: Sequence[slice]
+    known: Float[Tensor, "b c"] | None = None
+    _some: tuple[int, Float[Tensor, "b r c"]] | None = None  # from which input on
+
+    def __getitem__(self, chunk: slice) -> Float[Tensor, "b r c"]:
+        if self.known is not None:
+            return self.known[chunk, None]
+        start, logits = self._some or (0, None)
+        if logits is None or chunk.stop > start + len(logits):
+            start, rest = chunk.start, [c for c in self.chunks if c.start >= chunk.start]
+            some = max(1, SOME_ROWS // (self.job.per_input * (chunk.stop - start)))
+            part = slice(start, rest[:some][-1].stop)
+            job = replace(self.job, batch=take(self.job.batch, part), numbers=self.job.numbers[part])
+            logits = regrouped_logits(job, len(rest[:some]))
+            self._some = start, logits
+        return logits[chunk.start - start : chunk.stop - start]
+
+
+SOME_ROWS = 2048
 
 
 @torch.no_grad()

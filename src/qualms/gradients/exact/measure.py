@@ -39,9 +39,6 @@ def measure(
         cotangents = Cotangents(len(cotangents), lambda: [(given, as_they_are)])
     edges, places = unique_edges(pieces)
     alone, shared = by_parameter(pieces, weights)
-    if kind == "l1":
-        shared |= {name: [piece] for name, piece in alone.items()}
-        alone = {}
     table: Tensor | None = None  # [m, parameter, b], in place: small results between large ones break memory up
     names: list[str] = []
     kept: list[AtEdges] = []
@@ -58,10 +55,9 @@ def measure(
             for name, piece in alone.items():
                 deltas = deltas_of(piece, at, places)
                 if deltas is not None:
-                    values[name] = _square(piece, deltas, cotangents.number)
+                    values[name] = _measured(piece, deltas, kind, cotangents.number)
             for name, gradient in written(shared, at, places, weights, inputs).items():
-                flat = _flat(gradient)
-                values[name] = flat.abs().sum(1) if kind == "l1" else flat.square().sum(1)
+                values[name] = size_of(gradient, kind)
             if table is None:
                 names = list(values)
                 table = logits.new_empty(cotangents.number, len(names), inputs, dtype=torch.double)
@@ -103,10 +99,31 @@ def deltas_of(piece: Piece, at: AtEdges, places: Places) -> list[Tensor | None] 
     return None if all(d is None for d in deltas) else deltas
 
 
-def _square(piece: Piece, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
-    if isinstance(piece.gradient, Outer):
+def _measured(piece: Piece, deltas: list[Tensor | None], kind: Kind, cotangents: int) -> Float[Tensor, " b"]:
+    if kind == "l2" and isinstance(piece.gradient, Outer):
         return piece.gradient.square(deltas, cotangents)
-    return _flat(piece.gradient.write(deltas)).square().sum(1)
+    if isinstance(piece.gradient, Outer) and piece.gradient.sizes[0] == 1:
+        return piece.gradient.absolute(deltas)
+    return size_of(piece.gradient.write(deltas), kind)
+
+
+def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
+    """Σ|g| (l1) or Σg² of each input's gradient, without a copy of it."""
+    flat = _flat(gradient)
+    return torch.linalg.vector_norm(flat, 1, dim=1) if kind == "l1" else torch.linalg.vecdot(flat, flat)
+
+
+@torch.no_grad()
+def written_out(
+    logits: Float[Tensor, "rows c"], cotangent: Float[Tensor, "rows c"], pieces: Sequence[Piece], weights: Weights
+) -> dict[str, Float[Tensor, "1 ..."]]:
+    """The whole gradient of every parameter along one direction, for the rows of one input."""
+    edges, places = unique_edges(pieces)
+    alone, shared = by_parameter(pieces, weights)
+    at: AtEdges = torch.autograd.grad(logits, edges, cotangent, retain_graph=True, allow_unused=True)
+    deltas = {name: deltas_of(piece, at, places) for name, piece in alone.items()}
+    own = {name: alone[name].gradient.write(d) for name, d in deltas.items() if d is not None}
+    return own | written(shared, at, places, weights, 1)
 
 
 def written(
