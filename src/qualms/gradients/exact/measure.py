@@ -66,7 +66,8 @@ def measure(
             number += 1
         if table is not None:
             table[start:number] *= (size if kind == "l1" else size.square())[:, None, :]
-        sizes.append(size)
+        if kind == "gram":
+            sizes.append(size)
     if table is not None:
         return {name: table[:, i].T for i, name in enumerate(names)}
     size = torch.cat(sizes).T
