@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -21,10 +22,40 @@ def test_norms_are_accurate_when_one_class_has_nearly_all_the_probability(confid
     with torch.no_grad():
         model[-1].bias[2] += 5 - torch.tensor(confidence).log()
     have = qualms.class_gradient_norms(model, x).norms
-    # At 1 - 1e-12 the reference itself, 1 - p in float64, loses digits.
-    judge = "reference" if confidence >= 1e-6 else "exact"
-    want = qualms.class_gradient_norms(model.double(), x.double(), engine=judge).norms
+    want = qualms.class_gradient_norms(model.double(), x.double(), engine="reference").norms
     torch.testing.assert_close(have.double(), want, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("margin", [30, 60, 80])
+@pytest.mark.parametrize("norm", ["l2", "l1"])
+@pytest.mark.parametrize("model", ["cnn", "by features", "one at a time"])
+def test_norms_of_a_confident_prediction_are_not_zero(model: str, norm: str, margin: float) -> None:
+    torch.manual_seed(0)
+    last = nn.Linear(4, 30)
+    made = {
+        "cnn": net.mnist_cnn,
+        "by features": lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 4), nn.Tanh(), last),
+        "one at a time": lambda: nn.Sequential(net.mnist_cnn(), OneByOne()),
+    }[model]()
+    x = torch.randn(3, 1, 12, 12)
+    with torch.no_grad():
+        next(m for m in reversed(list(made.modules())) if isinstance(m, nn.Linear)).bias[2] += margin
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qualms.errors.SlowWarning)
+        single = [qualms.class_gradient_norms(made, x, norm=norm, engine=e).norms for e in ("exact", "reference")]
+        want = qualms.class_gradient_norms(made.double(), x.double(), norm=norm).norms
+        half = qualms.class_gradient_norms(made.bfloat16(), x.bfloat16(), norm=norm).norms
+    assert (want > 0).all()
+    for have in single:
+        torch.testing.assert_close(have.double(), want, rtol=1e-4, atol=0)
+    assert (half > 0).all()
+
+
+class OneByOne(nn.Module):
+    """Shows its input to Python, so that inputs run one at a time."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z + 0 * z.mean()
 
 
 def test_the_direction_of_the_certain_class_does_not_cancel() -> None:

@@ -92,18 +92,18 @@ def _exact_seconds(work: SketchRun, kind: Kind) -> float:
     job, names = work.job, work.job.directions.names
     passes = job.directions.size(work.probe.classes)
     on = job.rows(slice(0, job.inputs))
-    probe = Probe.of(job.model, on, job.selected)
+    probe = Probe.of(job.model, on, job.selected, job.budget)
     if isinstance(probe, Exception):
         one = on.take([0])
         return passes * on.per_input * _seconds(lambda: row_gradients(job.model, one, job.selected, random_direction))
     if probe.by_features(job.budget, on.per_input, kind, names) and probe.last_product is not None:
         passes = probe.last_product.weight.shape[1] + 2 + len(names) - 1
-    inputs = min(job.inputs, probe.inputs_in(job.budget, on.per_input, kind))
+    inputs = max(1, min(job.inputs, probe.inputs_in(job.budget, on.per_input, kind)))
     on = probe.formatted(job.rows(slice(0, inputs)))
     twins = probe.twins if count(on.batch) > 1 else None
     forward = _seconds(lambda: recorded(job.model, on, probe.weights, twins))
     logits, recorder = recorded(job.model, on, probe.weights, twins)
-    cotangents = Directions(("uniform", "uniform"))(logits.unflatten(0, (inputs, -1))).flatten(1, 2)
+    cotangents = Directions(("uniform", "uniform")).along(logits.unflatten(0, (inputs, -1)))
     a_pass = _seconds(partial(measure, logits, cotangents, recorder.pieces, probe.weights, inputs, kind)) / 2
     return (2 * forward + passes * a_pass) / inputs
 

@@ -4,25 +4,28 @@ A direction may differ from row to row of an input's perturbed copies; [b, r, c]
 and the weights p_c are always those of the input itself, row 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+BLOCK_BYTES = 2**22  # of directions that exist at once: all C of them have C² entries for every row
 ROUNDING = 1e-12  # of sums of probabilities in double precision, with room for many classes
 Logits = Float[Tensor, "b r c"]
 
 
-def classes(logits: Logits) -> Float[Tensor, "c b r c"]:
-    """e_c - p for every class c: the gradient of log p_c with respect to the logits.
+def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+    """e_c - p for every class c, or for some: the gradient of log p_c with respect to the logits.
 
     The entry 1 - p_c is the sum of the other probabilities, which does not cancel when p_c is nearly 1.
     """
     p = logits.double().softmax(-1)
-    directions = -p.expand(p.shape[-1], *p.shape).clone()
-    directions.diagonal(dim1=0, dim2=-1).copy_(others(p))
+    start, stop, _ = some.indices(p.shape[-1])
+    directions = (-p).expand(stop - start, *p.shape).clone()
+    directions.diagonal(offset=start, dim1=0, dim2=-1).copy_(others(p)[..., start:stop])
     return directions
 
 
@@ -40,10 +43,12 @@ def others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
     return (rest + parts.gather(-1, largest) - parts).scatter(-1, largest, rest)
 
 
-def logits(logits: Logits) -> Float[Tensor, "c b r c"]:
-    """e_c for every class c: the gradient of the logit z_c itself."""
-    eye = torch.eye(logits.shape[-1], dtype=torch.double, device=logits.device)
-    return eye[:, None, None, :].expand(-1, *logits.shape)
+def logits(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+    """e_c for every class c, or for some: the gradient of the logit z_c itself."""
+    start, stop, _ = some.indices(logits.shape[-1])
+    directions = torch.zeros(stop - start, *logits.shape, dtype=torch.double, device=logits.device)
+    directions.diagonal(offset=start, dim1=0, dim2=-1).fill_(1)
+    return directions
 
 
 def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
@@ -68,7 +73,7 @@ def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
     return (-torch.sigmoid(-logits.double()) / logits.shape[-1])[None]
 
 
-DIRECTIONS: dict[str, Callable[[Logits], Tensor]] = {
+DIRECTIONS: dict[str, Callable[..., Tensor]] = {
     "classes": classes,
     "logits": logits,
     "uniform": uniform,
@@ -77,7 +82,34 @@ DIRECTIONS: dict[str, Callable[[Logits], Tensor]] = {
 }
 
 
-PER_CLASS = ("classes", "logits")  # sets with a direction for each class; the others have one
+PER_CLASS = ("classes", "logits")  # sets with a direction for each class, of which some can be asked for
+
+
+@dataclass(frozen=True)
+class Cotangents:
+    """Directions [m, rows, c] to be pulled back, made a block at a time, each input's part brought to a size near 1.
+
+    The square of a gradient of size 1e-26, that of a confident prediction, is zero in 32 bits. So a block comes as
+    (v, s), v [k, rows, c] and s [k, b] powers of two, and stands for the cotangents s v.
+    """
+
+    number: int
+    blocks: Callable[[], Iterable[tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]]]
+
+    @classmethod
+    def of(cls, cotangents: Float[Tensor, "m rows c"], inputs: int) -> "Cotangents":
+        """A few that exist already."""
+        return cls(len(cotangents), lambda: [unit_sized(cotangents, inputs)])
+
+
+def unit_sized(
+    cotangents: Float[Tensor, "k rows c"], inputs: int
+) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
+    """(v, s) with s v the cotangents; s, a power of two, brings an input's largest entry between 1/2 and 1."""
+    of_input = cotangents.unflatten(1, (inputs, -1))
+    largest = torch.linalg.vector_norm(of_input.flatten(2).double(), torch.inf, dim=2)
+    size = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)
+    return (of_input / size[:, :, None, None].to(cotangents)).flatten(1, 2), size
 
 
 @dataclass(frozen=True)
@@ -96,9 +128,20 @@ class Directions:
         start = Directions(self.names[:place]).size(classes)
         return slice(start, start + Directions((name,)).size(classes))
 
-    def __call__(self, logits: Logits) -> Float[Tensor, "m b r c"]:
-        """The directions of all sets in logit space, stacked along m in the order of `names`."""
-        return torch.cat([DIRECTIONS[name](logits.detach()) for name in self.names])
+    def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
+        """The directions of all sets, in the order of `names`, divided by r: what leads to mean gradients."""
+        return Cotangents(self.size(logits.shape[-1]), partial(self._blocks, logits.detach(), block_bytes))
+
+    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        (inputs, per_input, classes), step = logits.shape, max(1, block_bytes // (DOUBLE * logits.numel()))
+        for name in self.names:
+            for start in range(0, Directions((name,)).size(classes), step):
+                some = (slice(start, start + step),) if name in PER_CLASS else ()
+                block: Tensor = DIRECTIONS[name](logits, *some)
+                yield unit_sized(block.flatten(1, 2).div_(per_input), inputs)
+
+
+DOUBLE = 8  # bytes of an entry
 
 
 def projected(
@@ -109,6 +152,8 @@ def projected(
 
 
 def _projected(name: str, logits: Logits, tangents: Float[Tensor, "b r c"]) -> Float[Tensor, "b r m"]:
+    if name == "logits":
+        return tangents
     if name != "classes":
         return (DIRECTIONS[name](logits) * tangents).sum(-1).movedim(0, -1)
     # (e_c - p)·y = Σ_k p_k (y_c - y_k); measured from the likeliest class, nothing cancels when its p is nearly 1.

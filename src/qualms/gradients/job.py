@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from qualms.gradients.directions import Directions
 from qualms.gradients.inputs import Batch, count, take, tensors
 from qualms.gradients.layers import selected_parameters
-from qualms.gradients.memory import default_budget
+from qualms.gradients.memory import default_budget, free_bytes
 from qualms.gradients.rows import Rows, rows_of
 from qualms.gradients.settings import Settings
 from qualms.gradients.smoothing import Smoothing
@@ -54,6 +54,11 @@ class Job:
     def budget(self) -> int:
         """Bytes that the work on one chunk of inputs may take."""
         return self.settings.budget or default_budget(tensors(self.batch)[0].device)
+
+    @cached_property
+    def limit(self) -> int:
+        """Bytes that the smallest part of the work must fit: the budget if one was given, else all that is free."""
+        return self.settings.budget or free_bytes(tensors(self.batch)[0].device)
 
     def rows(self, part: slice) -> Rows:
         """The rows of some of the inputs."""

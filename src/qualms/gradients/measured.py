@@ -12,7 +12,7 @@ class Measured:
     """What an engine says of a batch, parameter by parameter, in order of first use.
 
     `values[name]` is [b, m]: ‖g‖² for l2, Σ|g| for l1, for each input and direction; for gram it is [b, m, m], the
-    inner products between directions.
+    inner products between directions. In double precision: ‖g‖² of a confident prediction is zero in 32 bits.
     """
 
     values: dict[str, Tensor]
@@ -24,7 +24,9 @@ class Measured:
         """All parts in one; a parameter that the logits of a part do not depend on has gradient zero there."""
         shapes = {name: value.shape[1:] for part in parts for name, value in part.values.items()}
         values = {
-            name: torch.cat([p.values.get(name, p.logits.new_zeros(len(p.logits), *shape)) for p in parts])
+            name: torch.cat(
+                [p.values.get(name, p.logits.new_zeros(len(p.logits), *shape, dtype=torch.double)) for p in parts]
+            )
             for name, shape in shapes.items()
         }
         return cls(values, torch.cat([p.logits for p in parts]), set().union(*(p.general for p in parts)))

@@ -8,16 +8,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qualms.errors import QualmsError
+
 SHARE = 16  # a sixteenth of what is free: larger chunks are not faster on a CPU, and leave no room for the user
 FLOOR = 2**28
 
 
 def default_budget(device: torch.device) -> int:
     """Bytes that the work on one chunk may take."""
-    return max(FLOOR, _free(device) // SHARE)
+    return max(FLOOR, free_bytes(device) // SHARE)
 
 
-def _free(device: torch.device) -> int:
+def require_room(needed: int, limit: int, what: str) -> None:
+    """An error if the smallest part of the work takes more bytes than there are."""
+    if needed > limit:
+        raise QualmsError(
+            f"{what} take about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} there are; pass a larger "
+            "`budget`, fewer parameters by `params`, or smaller inputs."
+        )
+
+
+def in_mebibytes(number: int) -> str:
+    """Bytes, for people."""
+    return f"{number / 2**20:,.1f} MiB"
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")

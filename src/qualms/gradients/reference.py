@@ -1,13 +1,15 @@
 """The reference engine: the paper's way, one input, one class, one backward pass. Slow and obviously right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.autograd import NO_PATH, gradients_of
+from qualms.gradients.directions import unit_sized
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.job import Job
 from qualms.gradients.layers import Norm
@@ -35,29 +37,39 @@ def reference(job: Job, norm: Norm) -> Measured:
                     raise QualmsError(NO_PATH)
                 if i == 0:
                     all_logits.append(logits.detach())
-                    p = logits[0].detach().softmax(dim=0)
-                log_p = logits[0].log_softmax(dim=0)
-                targets = [target for name in job.directions.names for target in TARGETS[name](log_p, logits[0], p)]
+                    p = logits[0].detach().double().softmax(dim=0)
+                apart = logits[0].detach().double().requires_grad_()
+                targets = (target for name in job.directions.names for target in TARGETS[name](apart, p))
                 for c, target in enumerate(targets):
-                    found = gradients_of(target, parameters)
+                    # In two steps, with the first scaled: the squares of small gradients are zero in 32 bits.
+                    (towards,) = torch.autograd.grad(target, apart)
+                    (scaled,), size = unit_sized(towards[None, None], 1)
+                    found = gradients_of(logits, parameters, scaled.to(logits.dtype))
                     used |= {name for name, g in zip(selected, found, strict=True) if g is not None}
                     pairs = zip(parameters, found, strict=True)
-                    g_c = [torch.zeros_like(p) if g is None else g / on.per_input for p, g in pairs]
+                    unit = float(size) / on.per_input
+                    g_c = [unit * (torch.zeros_like(t) if g is None else g).double() for t, g in pairs]
                     if i == 0:
                         mean.append(g_c)
                     else:
                         mean[c] = [m + g for m, g in zip(mean[c], g_c, strict=True)]
             values.append([[float((g.abs() if norm == "l1" else g**2).sum()) for g in g_c] for g_c in mean])
-    table = torch.tensor(values, dtype=all_logits[0].dtype, device=all_logits[0].device)  # [b, c, parameter]
+    table = torch.tensor(values, dtype=torch.double, device=all_logits[0].device)  # [b, c, parameter]
     by_name = {name: table[:, :, i] for i, name in enumerate(selected)}
     names = use_order(model, on, selected).counted(used, selected)
     return Measured({name: by_name[name] for name in names}, torch.cat(all_logits), set(names))
 
 
-# What is differentiated, from log p(x_i), the logits of x_i and the probabilities of x_0.
-TARGETS: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
-    "classes": lambda log_p, z, p: list(log_p),
-    "uniform": lambda log_p, z, p: [log_p.mean()],
-    "expected": lambda log_p, z, p: [(p * log_p).sum()],
-    "confounding": lambda log_p, z, p: [F.binary_cross_entropy_with_logits(z, torch.ones_like(z))],
+def log_probabilities(z: Float[Tensor, " c"]) -> Iterator[Tensor]:
+    """log p_c = log σ(z_c - log Σ_{k≠c} exp z_k), whose derivative does not cancel where p_c is nearly 1."""
+    for c in range(len(z)):
+        yield F.logsigmoid(z[c] - torch.cat([z[:c], z[c + 1 :]]).logsumexp(0))
+
+
+# What is differentiated, from the logits of x_i and the probabilities of x_0.
+TARGETS: dict[str, Callable[[Tensor, Tensor], Iterable[Tensor]]] = {
+    "classes": lambda z, p: log_probabilities(z),
+    "uniform": lambda z, p: [z.log_softmax(0).mean()],
+    "expected": lambda z, p: [(p * z.log_softmax(0)).sum()],
+    "confounding": lambda z, p: [F.binary_cross_entropy_with_logits(z, torch.ones_like(z))],
 }

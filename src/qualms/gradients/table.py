@@ -68,10 +68,14 @@ def layer_table(
         )
         return LayerTable(norms, whole.logits, list(whole.values), [], error)
     groups = grouped(job.model, list(whole.values), settings.granularity)
-    sums = [torch.stack([whole.values[name] for name in names]).sum(0) for names in groups.values()]
-    values = torch.stack(sums, dim=1) if gram else torch.stack(sums, dim=-1)
+    dtype = accurate(whole.logits).dtype
+    columns: list[Tensor] = []
+    for names in groups.values():  # each is let go when it is in its layer: together they take more than the table
+        sums = sum((whole.values.pop(name) for name in names), whole.logits.new_zeros((), dtype=torch.double))
+        columns.append((sums.sqrt() if kind == "l2" else sums).to(dtype))
+    values = torch.stack(columns, dim=1 if gram else -1)
     general = [layer for layer, names in groups.items() if not whole.general.isdisjoint(names)]
-    return LayerTable(values.sqrt() if kind == "l2" else values, whole.logits, list(groups), general)
+    return LayerTable(values, whole.logits, list(groups), general)
 
 
 def _cutoff(job: Job, kind: Kind, lam: float | None) -> Cutoff | None:

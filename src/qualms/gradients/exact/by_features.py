@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from qualms.gradients import interrupts
-from qualms.gradients.directions import DIRECTIONS, of_class, others
+from qualms.gradients.directions import DIRECTIONS, Cotangents, of_class, others, unit_sized
 from qualms.gradients.exact.measure import by_parameter, deltas_of, measure, unique_edges, written
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.pieces import CANCELLED, Outer, Piece, cheaper_by_pairs
 from qualms.gradients.watch.weights import Weights, nodes_behind
 
-ROOM = 2**24  # numbers in the gradients that are added up at once
+ROOM = 2**20  # numbers in what is added up at once
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LastProduct:
     """The product that ends the forward pass: its weight, where its features come from, its pieces and all others."""
 
     weight: Float[Tensor, "c d"]
-    features: GradientEdge
+    features: GradientEdge | None  # None if nothing comes before, or the forward pass was let go
     own: list[Piece]
     body: list[Piece]
 
@@ -52,7 +52,7 @@ class LastProduct:
         if node is None or node.name() not in PRODUCTS:
             return None
         *bias, (source, number), weight = node.next_functions
-        if source is None or getattr(node, "_saved_alpha", 1) != 1:
+        if getattr(node, "_saved_alpha", 1) != 1:
             return None
         ends = {*seen, node}
         own = [p for p in pieces if any(edge.node in ends for edge in p.edges)]
@@ -60,33 +60,47 @@ class LastProduct:
         # The features alone may lead on to other layers.
         aside = nodes_behind([n for n, _ in (*bias, weight)])
         alone, _ = by_parameter(pieces, weights)
-        matrix: Tensor = node._saved_mat2.detach().T  # type: ignore[attr-defined]
-        if not body or any(edge.node in aside for p in body for edge in p.edges):
+        if any(edge.node in aside for p in body for edge in p.edges):
             return None
+        if body:
+            matrix: Tensor = node._saved_mat2.detach().T  # type: ignore[attr-defined]
+        else:  # nothing before it asks for the matrix, so that it is not saved: its shape is all that counts
+            widest = max((p.target for p in own), key=Tensor.numel)
+            if widest.numel() % logits.shape[1]:
+                return None
+            matrix = widest.detach().reshape(logits.shape[1], -1)
         if not {id(p) for p in own} <= {id(p) for p in alone.values()} or len(matrix) != logits.shape[1]:
             return None
         if any(p.gradient.numel not in (matrix.numel(), len(matrix)) for p in own):
             return None  # a bias that is spread over the classes
-        return cls(matrix, GradientEdge(source, number), own, body)
+        return cls(matrix, GradientEdge(source, number) if source is not None else None, own, body)
+
+    def bare(self) -> "LastProduct":
+        """What can be kept when the forward pass is let go."""
+        return LastProduct(self.weight, None, [p.bare() for p in self.own], [p.bare() for p in self.body])
 
     def pays(self, per_input: int) -> bool:
         """Whether D + 2 passes and the algebra on what they give take fewer multiplications than C passes.
 
         A pass takes at least twice the multiplications of the gradients it ends in (for the cotangents, and for the
-        gradients); K takes m² for each number kept of a gradient, m = D + 1, and xᵀ K x takes m² for each class.
+        gradients), and C D through the last layer, which those that start from its features need not; K takes m² for
+        each number kept of a gradient, m = D + 1, and xᵀ K x takes m² for each class.
         """
         classes, width = self.weight.shape
         m = width + 1
-        a_pass = sum(2 * _multiplications(p, per_input, m) for p in self.body)
+        before = sum(2 * _multiplications(p, per_input, m) for p in self.body)
         algebra = m * m * sum(kept_numbers(p, per_input, m) + classes for p in self.body)
-        return (m + 1) * a_pass + algebra < classes * a_pass
+        return (m + 1) * before + algebra < classes * (before + classes * width)
 
     def held(self, per_input: int) -> int:
         """How many numbers are kept for one input of `per_input` rows, if this was recorded on one row."""
         classes, width = self.weight.shape
+        own = 16 * per_input * classes  # in double precision
+        if not self.body:
+            return own
         kept = [kept_numbers(p, per_input, width + 1) for p in self.body]
         # Of the largest there are copies while K is computed; x, x K and x² are there for every class.
-        return (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes) + 8 * per_input * classes
+        return own + (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes)
 
 
 # What the graph says of `linear`, `addmm`, `matmul`; and of views that leave [rows, classes] in order.
@@ -126,8 +140,8 @@ def measure_by_features(
     predicted = z[:, 0].argmax(-1)
     further = [name for name in directions if name != "classes"]
     direct = torch.cat([of_class(z, predicted), *(DIRECTIONS[name](z) for name in further)]).flatten(1, 2) / per_input
-    known = measure(logits, direct, [*last.body, *last.own], weights, inputs, "l2")
-    of_classes = _body(logits, direct[0], predicted, last, weights, inputs)
+    known = measure(logits, Cotangents.of(direct, inputs), [*last.body, *last.own], weights, inputs, "l2")
+    of_classes = _body(logits, direct[:1], predicted, last, weights, inputs) if last.body else {}
     of_classes |= {weights.names[id(p.target)]: _own(z, p) for p in last.own}
     values: dict[str, Tensor] = {}
     for name, column in known.items():
@@ -142,13 +156,18 @@ def _own(z: Float[Tensor, "b r c"], piece: Piece) -> Float[Tensor, "b c"]:
     p = z.double().softmax(-1)
     outer = piece.gradient
     h = outer.fixed.double() if isinstance(outer, Outer) else p.new_ones(*p.shape[:2], 1)
-    theirs, its = ((weight.mT @ h / p.shape[1]).square().sum(-1) for weight in (p, others(p)))
-    return (its + others(theirs)).to(accurate(z).dtype)
+
+    def squares(weight: Float[Tensor, "b r c"]) -> Float[Tensor, "b c"]:
+        some = weight.split(max(1, ROOM // (len(h) * h.shape[2])), dim=2)
+        means = (part.mT @ h / p.shape[1] for part in some)
+        return torch.cat([torch.linalg.vecdot(mean, mean) for mean in means], dim=1)
+
+    return squares(others(p)) + others(squares(p))
 
 
 def _body(
     logits: Float[Tensor, "rows c"],
-    toward_predicted: Float[Tensor, "rows c"],
+    toward_predicted: Float[Tensor, "1 rows c"],
     predicted: Int[Tensor, " b"],
     last: LastProduct,
     weights: Weights,
@@ -159,7 +178,8 @@ def _body(
     edges, places = unique_edges(last.body)
     alone, shared = by_parameter(last.body, weights)
     found: dict[str, Kept] = {name: Kept(piece, width + 1, inputs) for name, piece in alone.items()}
-    pulls: list[tuple[Any, Tensor]] = [(logits, toward_predicted.to(logits.dtype))]
+    (of_predicted,), (size,) = unit_sized(toward_predicted, inputs)
+    pulls: list[tuple[Any, Tensor]] = [(logits, of_predicted.to(logits.dtype))]
     for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (inputs / rows):
         pulls.append((last.features, unit.expand(rows, -1)))
     for start, cotangent in pulls:
@@ -173,12 +193,12 @@ def _body(
             found.setdefault(name, Kept(None, width + 1, inputs)).factors.append(gradient.flatten(1)[:, None])
     w = accurate(last.weight)
     apart = w - w[predicted][:, None]
-    x = torch.cat([apart.new_ones(inputs, classes, 1), apart], dim=2)
+    x = torch.cat([size.to(apart)[:, None, None].expand(-1, classes, 1), apart], dim=2)
     values: dict[str, Tensor] = {}
     while found:  # each is let go when its norms are known
         name, kept = found.popitem()
         if kept.factors:
-            values[name] = kept.squares(x, predicted)
+            values[name] = kept.squares(x, predicted).double()
     return values
 
 

@@ -8,22 +8,49 @@
 Whatever fails is run by plain autograd, one row at a time, which is right by definition.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qualms.gradients.directions import Cotangents
 from qualms.gradients.exact.measure import measure
-from qualms.gradients.inputs import Unclear, count
+from qualms.gradients.inputs import Unclear, count, take
 from qualms.gradients.job import Job
 from qualms.gradients.precision import COARSE, TOLERANCE, close_logits
 from qualms.gradients.rows import Rows, logits_of
 from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.record import Recorder
 from qualms.gradients.watch.weights import Weights
+
+
+@dataclass
+class Regrouped:
+    """The logits of a job's rows in other company than in its chunks: known, or computed for some chunks at a time."""
+
+    job: Job
+    chunks: Sequence[slice]
+    known: Float[Tensor, "b c"] | None = None
+    _some: tuple[int, Float[Tensor, "b r c"]] | None = None  # from which input on
+
+    def __getitem__(self, chunk: slice) -> Float[Tensor, "b r c"]:
+        if self.known is not None:
+            return self.known[chunk, None]
+        start, logits = self._some or (0, None)
+        if logits is None or chunk.stop > start + len(logits):
+            start, rest = chunk.start, [c for c in self.chunks if c.start >= chunk.start]
+            some = max(1, SOME_ROWS // (self.job.per_input * (chunk.stop - start)))
+            part = slice(start, rest[:some][-1].stop)
+            job = replace(self.job, batch=take(self.job.batch, part), numbers=self.job.numbers[part])
+            logits = regrouped_logits(job, len(rest[:some]))
+            self._some = start, logits
+        return logits[chunk.start - start : chunk.stop - start]
+
+
+SOME_ROWS = 2048
 
 
 @torch.no_grad()
@@ -78,13 +105,14 @@ class Separation:
     """
 
     scales: Float[Tensor, " b"]
+    rounding: float  # relative difference that is none; a model may compute in 32 bits whatever type its weights have
 
     @classmethod
-    def of(cls, inputs: int, dtype: torch.dtype, device: torch.device) -> "Separation":
-        """Numbers from 1 down that differ as much as their type allows, in an order that no model knows."""
-        octaves = 6 if dtype in TOLERANCE else 3
+    def of(cls, inputs: int, logits: Tensor) -> "Separation":
+        """Numbers from 1 down that differ as much as the type of the logits allows, in an order that no model knows."""
+        octaves, rounding = (6, TOLERANCE[torch.float32]) if logits.dtype in TOLERANCE else (3, COARSE)
         order = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
-        return cls((-octaves * order.double() / inputs).exp2().to(device))
+        return cls((-octaves * order.double() / inputs).exp2().to(logits.device), rounding)
 
     def scaled(self, cotangent: Float[Tensor, "rows c"]) -> Float[Tensor, "rows c"]:
         """The further cotangent."""
@@ -98,13 +126,9 @@ class Separation:
         have = torch.stack([scaled[name] for name in names]).double()
         want = torch.stack([plain[name] for name in names]).double() * self.scales
         # Of a parameter whose gradient is next to nothing, rounding is all there is.
-        room = TELLING.get(plain[names[0]].dtype, COARSE) * (have.maximum(want) + 1e-2 * want.square().sum(0).sqrt())
+        room = self.rounding * (have.maximum(want) + 1e-2 * want.square().sum(0).sqrt())
         if bool(((have - want).abs() > room).any()):
             raise Unclear("the model moves the inputs of a batch about")
-
-
-# What tells two scales apart; a model may compute in 32 bits whatever type its weights have.
-TELLING = {torch.float64: 1e-3, torch.float32: 1e-3}
 
 
 def require_separate_gradients(
@@ -113,7 +137,7 @@ def require_separate_gradients(
     """The same by two passes along a random direction, where the values of no other direction can serve."""
     if inputs < 2 or not pieces:
         return
-    separation = Separation.of(inputs, logits.dtype, logits.device)
+    separation = Separation.of(inputs, logits)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double).to(logits.device)
     squares = measure(logits, torch.stack([noise, separation.scaled(noise)]), pieces, weights, inputs, "l2")
     norms = {name: value.sqrt() for name, value in squares.items()}
@@ -122,21 +146,34 @@ def require_separate_gradients(
 
 def measure_separate(
     logits: Float[Tensor, "rows c"],
-    cotangents: Float[Tensor, "m rows c"],
+    cotangents: Cotangents,
     pieces: Sequence[Piece],
     weights: Weights,
     inputs: int,
     kind: Literal["l2", "l1"],
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """What `measure` says, checked by one further pass: along the largest of the cotangents, scaled input by input."""
+    """What `measure` says, checked by one further pass: along one of the cotangents, scaled input by input."""
     if inputs < 2 or not pieces:
         return measure(logits, cotangents, pieces, weights, inputs, kind)
-    separation = Separation.of(inputs, logits.dtype, logits.device)
-    # The least likely class of all has a direction e_c - p that is nowhere near zero.
-    sizes = cotangents.square().sum(2).unflatten(1, (inputs, -1)).sum(2)  # [m, b]
-    chosen = int(sizes.amin(1).argmax())
-    also = torch.cat([cotangents, separation.scaled(cotangents[chosen])[None]])
+    separation = Separation.of(inputs, logits)
+    chosen: list[tuple[int, Tensor, Tensor]] = []
+
+    def with_one_more() -> Iterator[tuple[Tensor, Tensor]]:
+        number = 0
+        for block, sizes in cotangents.blocks():
+            if not chosen:  # all are of one size, but for those that are zero for some input
+                telling = block.unflatten(1, (inputs, -1)).flatten(2).any(2).all(1).nonzero().flatten().tolist()
+                chosen.extend((number + i, block[i].clone(), sizes[i]) for i in telling[:1])
+            number += len(block)
+            yield block, sizes
+        for _, cotangent, size in chosen:
+            yield separation.scaled(cotangent)[None], size[None]
+
+    also = Cotangents(cotangents.number + 1, with_one_more)
     values = measure(logits, also, pieces, weights, inputs, kind)
-    norms = {name: value if kind == "l1" else value.sqrt() for name, value in values.items()}
-    separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (chosen, -1)))
-    return {name: value[:, :-1] for name, value in values.items()}
+    if not chosen:
+        require_separate_gradients(logits, pieces, weights, inputs)
+    for number, _, _ in chosen:
+        norms = {name: value if kind == "l1" else value.sqrt() for name, value in values.items()}
+        separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (number, -1)))
+    return {name: value[:, : cotangents.number] for name, value in values.items()}

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.directions import DIRECTIONS, Directions, of_class
+from qualms.gradients.directions import DIRECTIONS, Cotangents, Directions, of_class
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.layers import layer_weights
 from qualms.gradients.watch.pieces import Piece
@@ -81,7 +81,8 @@ class EarlyLayers:
         signs = (torch.randint(0, 2, p.shape[-1:], generator=coin) * 2 - 1).to(p)
         tried = [of_class(z, z[:, 0].argmax(-1)), (signs - p * signs.sum())[None]]  # Σ_c ±(e_c - p)
         tried += [DIRECTIONS[name](z) for name in directions.names if name != "classes"]
-        values = measure(logits, torch.cat(tried).flatten(1, 2), pieces, weights, inputs, self.cutoff.kind)
+        cotangents = Cotangents.of(torch.cat(tried).flatten(1, 2), inputs)
+        values = measure(logits, cotangents, pieces, weights, inputs, self.cutoff.kind)
         if not self.cutoff.holds(values, self.order, self.early):
             return pieces
         return [piece for piece in pieces if not roots(piece.target, weights) <= self.early]

@@ -12,28 +12,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.autograd import row_gradients
+from qualms.gradients.exact.by_autograd import by_autograd, graph_bytes
 from qualms.gradients.exact.by_features import LastProduct, measure_by_features
+from qualms.gradients.exact.by_parts import by_parts
 from qualms.gradients.exact.checks import (
+    Regrouped,
     measure_separate,
-    regrouped_logits,
     require_independent_rows,
     require_separate_gradients,
 )
 from qualms.gradients.exact.early_layers import Cutoff, EarlyLayers
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.exact.probe import Probe
-from qualms.gradients.first_look import require_repeatable
 from qualms.gradients.inputs import Unclear, count
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.measured import Measured
+from qualms.gradients.memory import in_mebibytes
 from qualms.gradients.rows import Rows
 from qualms.gradients.watch.forward import recorded, use_order
 from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.weights import UseOrder
 
-PROBED = 16  # inputs among which the probe looks for two that differ
+PROBED = 16  # rows among which the probe looks for two that differ
 
 
 def exact(
@@ -50,15 +51,18 @@ def exact(
     """
     key = ("probe", job.shapes, tuple(job.selected))
     kept = learnt.get(key)
-    if isinstance(kept, Probe) and (kept.twins is not None or job.inputs * job.per_input == 1):
+    if isinstance(kept, Probe) and kept.serves(job.inputs * job.per_input, job.budget):
         try:
             return _in_order(job, _in_chunks(job, kind, kept, regrouped, cutoff, None), kept.use_order)
         except Exception:  # other inputs than those it was made on: look again
             del learnt.found[key]
-    probe = Probe.of(job.model, job.rows(slice(0, PROBED)), job.selected)
+    probe = Probe.of(job.model, job.rows(slice(0, max(2, PROBED // job.per_input))), job.selected, job.budget)
     if isinstance(probe, Exception):
         learnt.warn_slow(probe)
-        whole = Measured.joined([_by_autograd(job, job.rows(slice(i, i + 1)), kind) for i in range(job.inputs)])
+        row_bytes = graph_bytes(job, job.rows(slice(0, 1)).take([0]))
+        whole = Measured.joined(
+            [by_autograd(job, job.rows(slice(i, i + 1)), kind, row_bytes) for i in range(job.inputs)]
+        )
         return _in_order(job, whole, use_order(job.model, job.rows(slice(0, 1)), job.selected))
     learnt.keep(key, probe)
     return _in_order(job, _in_chunks(job, kind, probe, regrouped, cutoff, learnt), probe.use_order)
@@ -70,28 +74,33 @@ def _in_chunks(
     """Chunk by chunk; what fails a check is run by plain autograd and told to `slow`; without one it is an error."""
     by_features = probe.by_features(job.budget, job.per_input, kind, job.directions.names)
     most = probe.inputs_in(job.budget, job.per_input, kind, by_features)
-    chunks = _chunks(job.inputs, min(job.settings.batch_size or most, most))
+    chunks = _chunks(job.inputs, min(job.settings.batch_size or most, most) or 1)
     parts: list[Measured] = []
     early, order = frozenset[str](), list[str]()
-    of_rows: Tensor | None = regrouped[:, None] if regrouped is not None and job.per_input == 1 else None
+    of_rows = Regrouped(job, chunks, regrouped if job.per_input == 1 else None)
     for chunk in chunks:
         on = job.rows(chunk)
         early_layers = EarlyLayers(cutoff, early, order) if cutoff is not None and early else None
+        part: Measured | None
         try:
-            if of_rows is None:
-                of_rows = regrouped_logits(job, len(chunks))
-            part = _by_pieces(
-                job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], early_layers, slow is None
-            )
+            if most == 0 and kind == "gram":
+                raise Unclear(f"the gradients of all classes of one input do not fit {in_mebibytes(job.budget)}")
+            if most == 0:
+                part = by_parts(job, on, kind, probe)
+            else:
+                part = _by_pieces(
+                    job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], early_layers, slow is None
+                )
             if cutoff is not None and not parts:
                 order = probe.use_order.counted(part.values, job.selected)
                 early = cutoff.early(part.values, order)
-        except Exception as error:  # if the model itself is at fault, plain autograd will say so
+        except Exception as error:
             if slow is None:
                 raise
             slow.warn_slow(error)
-            part = _by_autograd(job, on, kind)
-        parts.append(part)
+            part = None
+        # Outside of the block, whose error holds the graph. If the model itself is at fault, plain autograd says so.
+        parts.append(part or by_autograd(job, on, kind, probe.row_bytes))
     return Measured.joined(parts)
 
 
@@ -133,33 +142,10 @@ def _by_pieces(
         values = measure_by_features(logits, job.directions.names, last, probe.weights, inputs)
     elif kind == "gram":
         require_separate_gradients(logits, pieces, probe.weights, inputs)
-        values = measure(
-            logits, job.directions(apart).flatten(1, 2) / on.per_input, pieces, probe.weights, inputs, kind
-        )
+        values = measure(logits, job.directions.along(apart), pieces, probe.weights, inputs, kind)
     else:
-        cotangents = job.directions(apart).flatten(1, 2) / on.per_input
-        values = measure_separate(logits, cotangents, pieces, probe.weights, inputs, kind)
+        values = measure_separate(logits, job.directions.along(apart), pieces, probe.weights, inputs, kind)
     return Measured(values, apart[:, 0].detach(), recorder.general)
-
-
-def _by_autograd(job: Job, on: Rows, kind: Kind) -> Measured:
-    """The general path for a whole model: exact whatever it does, at the price of one row at a time."""
-    parts: list[Measured] = []
-    for start in range(0, count(on.batch), on.per_input):
-        total: dict[str, Tensor] = {}
-        for r in range(on.per_input):
-            row = on.take(slice(start + r, start + r + 1))
-            z, gradients = row_gradients(
-                job.model, row, job.selected, lambda z: job.directions(z[:, None]).flatten(1, 2)
-            )
-            require_repeatable(job.model, row, z)
-            if r == 0:
-                logits = z
-            for name, g in gradients.items():
-                total[name] = total.get(name, 0) + g / on.per_input
-        values = {name: _measured(g.reshape(1, len(g), -1), kind) for name, g in total.items()}
-        parts.append(Measured(values, logits, set(job.selected)))
-    return Measured.joined(parts)
 
 
 def _in_order(job: Job, whole: Measured, use_order: UseOrder) -> Measured:
@@ -168,9 +154,3 @@ def _in_order(job: Job, whole: Measured, use_order: UseOrder) -> Measured:
     order = use_order.counted(whole.values, job.selected)
     whole.values = {name: whole.values.get(name, torch.zeros_like(like)) for name in order}
     return whole
-
-
-def _measured(gradients: Float[Tensor, "1 m p"], kind: Kind) -> Tensor:
-    if kind == "gram":
-        return gradients @ gradients.mT
-    return gradients.abs().sum(2) if kind == "l1" else gradients.square().sum(2)

@@ -9,55 +9,72 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from qualms.gradients import interrupts
+from qualms.gradients.directions import Cotangents
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.pieces import Outer, Piece
 from qualms.gradients.watch.weights import Weights, roots
 
 Kind = Literal["l2", "l1", "gram"]
-Cotangents = Sequence[Tensor | None]  # of one direction, at every edge
+AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every edge
 Places = dict[GradientEdge, int]  # of an edge among the cotangents
 
 
 @torch.no_grad()
 def measure(
     logits: Float[Tensor, "rows c"],
-    cotangents: Float[Tensor, "m rows c"],
+    cotangents: Cotangents | Float[Tensor, "m rows c"],
     pieces: Sequence[Piece],
     weights: Weights,
     inputs: int,
     kind: Kind,
-) -> dict[str, Tensor]:
+) -> dict[str, Float[Tensor, "b m *m"]]:
     """For each parameter ‖g‖² [b, m] (l2), Σ|g| [b, m] (l1) or the inner products ⟨g_m, g_n⟩ [b, m, m] (gram).
 
-    Parameters that the logits do not depend on are left out.
+    In double precision, in which squares of small numbers are not zero. A plain tensor of cotangents is taken as it is,
+    for those that must not be brought to one size. Parameters that the logits do not depend on are left out.
     """
     if not pieces:
         return {}
+    if isinstance(cotangents, Tensor):
+        given, as_they_are = cotangents, torch.ones(len(cotangents), inputs, dtype=torch.double, device=logits.device)
+        cotangents = Cotangents(len(cotangents), lambda: [(given, as_they_are)])
     edges, places = unique_edges(pieces)
     alone, shared = by_parameter(pieces, weights)
-    if kind == "l1":
-        shared |= {name: [piece] for name, piece in alone.items()}
-        alone = {}
-    values: dict[str, list[Tensor]] = {}
-    kept: list[Cotangents] = []
-    for cotangent in cotangents:
-        interrupts.deliver()
-        at: Cotangents = torch.autograd.grad(
-            logits, edges, cotangent.to(logits.dtype), retain_graph=True, allow_unused=True
-        )
+    table: Tensor | None = None  # [m, parameter, b], in place: small results between large ones break memory up
+    names: list[str] = []
+    kept: list[AtEdges] = []
+    sizes: list[Tensor] = []
+    number = 0
+    for block, size in cotangents.blocks():
+        start = number
+        for cotangent in block.to(logits.dtype):
+            interrupts.deliver()
+            at: AtEdges = torch.autograd.grad(logits, edges, cotangent, retain_graph=True, allow_unused=True)
+            if kind == "gram":
+                kept.append(at)
+                continue
+            values: dict[str, Tensor] = {}
+            for name, piece in alone.items():
+                deltas = deltas_of(piece, at, places)
+                if deltas is not None:
+                    values[name] = _measured(piece, deltas, kind, cotangents.number)
+            for name, gradient in written(shared, at, places, weights, inputs).items():
+                values[name] = size_of(gradient, kind)
+            if table is None:
+                names = list(values)
+                table = logits.new_empty(cotangents.number, len(names), inputs, dtype=torch.double)
+            if names:
+                table[number] = torch.stack([values[name] for name in names])
+            number += 1
+        if table is not None:
+            table[start:number] *= (size if kind == "l1" else size.square())[:, None, :]
         if kind == "gram":
-            kept.append(at)
-            continue
-        for name, piece in alone.items():
-            deltas = deltas_of(piece, at, places)
-            if deltas is not None:
-                values.setdefault(name, []).append(_square(piece, deltas, len(cotangents)))
-        for name, gradient in written(shared, at, places, weights, inputs).items():
-            flat = _flat(gradient)
-            values.setdefault(name, []).append(flat.abs().sum(1) if kind == "l1" else flat.square().sum(1))
-    if kind != "gram":
-        return {name: torch.stack(columns, dim=1) for name, columns in values.items()}
-    return _inner_products(alone, shared, kept, places, weights, inputs)
+            sizes.append(size)
+    if table is not None:
+        return {name: table[:, i].T for i, name in enumerate(names)}
+    size = torch.cat(sizes).T
+    units = size[:, :, None] * size[:, None, :]
+    return {n: v * units for n, v in _inner_products(alone, shared, kept, places, weights, inputs).items()}
 
 
 def unique_edges(pieces: Sequence[Piece]) -> tuple[list[GradientEdge], Places]:
@@ -79,20 +96,41 @@ def by_parameter(pieces: Sequence[Piece], weights: Weights) -> tuple[dict[str, P
     return alone, {n: p for n, p in uses.items() if n not in alone}
 
 
-def deltas_of(piece: Piece, at: Cotangents, places: Places) -> list[Tensor | None] | None:
+def deltas_of(piece: Piece, at: AtEdges, places: Places) -> list[Tensor | None] | None:
     """The cotangents of a piece, or None if the logits do not depend on it."""
     deltas = [at[places[edge]] for edge in piece.edges]
     return None if all(d is None for d in deltas) else deltas
 
 
-def _square(piece: Piece, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
-    if isinstance(piece.gradient, Outer):
+def _measured(piece: Piece, deltas: list[Tensor | None], kind: Kind, cotangents: int) -> Float[Tensor, " b"]:
+    if kind == "l2" and isinstance(piece.gradient, Outer):
         return piece.gradient.square(deltas, cotangents)
-    return _flat(piece.gradient.write(deltas)).square().sum(1)
+    if isinstance(piece.gradient, Outer) and piece.gradient.sizes[0] == 1:
+        return piece.gradient.absolute(deltas)
+    return size_of(piece.gradient.write(deltas), kind)
+
+
+def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
+    """Σ|g| (l1) or Σg² of each input's gradient, without a copy of it."""
+    flat = _flat(gradient)
+    return torch.linalg.vector_norm(flat, 1, dim=1) if kind == "l1" else torch.linalg.vecdot(flat, flat)
+
+
+@torch.no_grad()
+def written_out(
+    logits: Float[Tensor, "rows c"], cotangent: Float[Tensor, "rows c"], pieces: Sequence[Piece], weights: Weights
+) -> dict[str, Float[Tensor, "1 ..."]]:
+    """The whole gradient of every parameter along one direction, for the rows of one input."""
+    edges, places = unique_edges(pieces)
+    alone, shared = by_parameter(pieces, weights)
+    at: AtEdges = torch.autograd.grad(logits, edges, cotangent, retain_graph=True, allow_unused=True)
+    deltas = {name: deltas_of(piece, at, places) for name, piece in alone.items()}
+    own = {name: alone[name].gradient.write(d) for name, d in deltas.items() if d is not None}
+    return own | written(shared, at, places, weights, 1)
 
 
 def written(
-    shared: dict[str, list[Piece]], at: Cotangents, places: Places, weights: Weights, inputs: int
+    shared: dict[str, list[Piece]], at: AtEdges, places: Places, weights: Weights, inputs: int
 ) -> dict[str, Float[Tensor, "b ..."]]:
     """The whole gradient of each parameter that is used more than once or behind other operations."""
     total: dict[str, Tensor] = {}
@@ -124,7 +162,7 @@ def written(
 def _inner_products(
     alone: dict[str, Piece],
     shared: dict[str, list[Piece]],
-    kept: list[Cotangents],
+    kept: list[AtEdges],
     places: Places,
     weights: Weights,
     inputs: int,

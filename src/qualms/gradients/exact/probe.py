@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
+from qualms.gradients.directions import BLOCK_BYTES
 from qualms.gradients.exact.by_features import LastProduct
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.first_look import NOTHING_USED, FirstLook, FirstRow, random_direction
@@ -23,13 +24,14 @@ from qualms.gradients.watch.weights import UseOrder, Weights
 CACHED_BYTES = 2**22
 FEWEST = 4  # rows at once: with fewer, a pass costs more for each than it would save
 DOUBLE = 8  # bytes of an entry of the cotangents
+AROUND = 4 * BLOCK_BYTES  # a block of directions, with the copies on its way to the model's precision
 
 
 @dataclass(frozen=True)
 class Probe(FirstLook):
     """What the first rows tell when they are watched."""
 
-    twins: TwinPasses | None  # None if there was only one row
+    twins: TwinPasses | None  # None if there was only one row, or no room for two
     weights: Weights
     use_order: UseOrder  # of the parameters, in the first row's forward pass
     row_bytes: int  # kept by autograd for one row
@@ -38,19 +40,19 @@ class Probe(FirstLook):
     last_product: LastProduct | None
 
     @classmethod
-    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "Probe | Exception":
+    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], budget: int) -> "Probe | Exception":
         """Runs the first one or two rows, by plain autograd and watched; the reason if the two do not agree."""
         first = FirstRow.of(model, on, selected)
         if not first.gradient:
             raise QualmsError(NOTHING_USED)
         # Whatever goes wrong from here on is the recorder's fault, not the model's: plain autograd has managed.
         try:
-            return cls._watch(model, on, selected, first)
+            return cls._watch(model, on, selected, first, budget)
         except Exception as error:
             return error
 
     @classmethod
-    def _watch(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], first: FirstRow) -> "Probe":
+    def _watch(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], first: FirstRow, budget: int) -> "Probe":
         expected = {name: float(g.square().sum()) for name, g in first.gradient.items()}
         probe, meetings = cls._watch_one(model, first, selected, expected)
         if count(on.batch) == 1:
@@ -58,9 +60,11 @@ class Probe(FirstLook):
         second = next((i for i in range(1, count(on.batch)) if _differ(on, 0, i)), None)
         if second is None:
             raise Unclear("all inputs are the same")
+        if probe.too_large(2, budget):
+            return probe
         pair = probe.formatted(on.take([0, second]))
-        _, two = recorded(model, pair, probe.weights, None)
-        twins = TwinPasses(meetings, two.meetings)
+        twins = TwinPasses(meetings, recorded(model, pair, probe.weights, None)[1].meetings).light()
+        del meetings
         z, both = recorded(model, pair, probe.weights, twins)
         lone = torch.cat([random_direction(z), torch.zeros_like(random_direction(z))], dim=1)
         found = measure(z, lone, both.pieces, probe.weights, 2, "l2")
@@ -83,6 +87,7 @@ class Probe(FirstLook):
         same = close_logits(z.detach(), first.logits, first.precision)
         if not same or not same_norms(found, expected, first.precision):
             raise Unclear("the recorded gradient is not plain autograd's")
+        last = LastProduct.of(z, one.pieces, weights)
         probe = cls(
             classes=z.shape[1],
             largest_result=largest_result(one.meetings),
@@ -92,38 +97,69 @@ class Probe(FirstLook):
             weights=weights,
             use_order=one.use_order,
             row_bytes=kept,
-            pieces=one.pieces,
+            pieces=[piece.bare() for piece in one.pieces],
             itemsize=z.element_size(),
-            last_product=LastProduct.of(z, one.pieces, weights),
+            last_product=last and last.bare(),
         )
         return probe, one.meetings
+
+    def serves(self, rows: int, budget: int) -> bool:
+        """Whether what one row told is enough for so many."""
+        return self.twins is not None or rows == 1 or self.too_large(2, budget)
 
     def by_features(self, budget: int, per_input: int, kind: Kind, directions: Sequence[str]) -> bool:
         """Whether the gradients of all classes come cheaper from those of the last layer's features, and fit."""
         last = self.last_product
         if last is None or kind != "l2" or "classes" not in directions or not last.pays(per_input):
             return False
-        return self._affordable(budget, per_input, kind, True) * per_input >= FEWEST
+        rows = self._affordable(budget, per_input, kind, True) * per_input
+        return rows * last.weight.shape[0] >= FEWEST * (last.weight.shape[1] + 2)
 
     def inputs_in(self, budget: int, per_input: int, kind: Kind, by_features: bool = False) -> int:
-        """How many inputs at once keep the work within `budget` bytes."""
+        """How many inputs at once keep the work within `budget` bytes; 0 if the rows of one have to come in parts."""
         affordable = self._affordable(budget, per_input, kind, by_features)
+        if self.twins is None:
+            affordable = min(affordable, 1)
         if self.weights.device.type == "cpu":  # beyond this size a tensor leaves the cache, and passes get slower
-            affordable = min(affordable, CACHED_BYTES // max(1, self.largest_result * per_input))
-        return max(1, affordable)
+            affordable = min(affordable, max(1, CACHED_BYTES // max(1, self.largest_result * per_input)))
+        if affordable == 0 and (per_input == 1 or self.twins is not None):
+            affordable = int(self._bytes(per_input, kind, by_features, alone=True) <= budget)
+        return affordable
+
+    def rows_in(self, budget: int) -> int:
+        """How many rows of one input at once, where its gradients are written out, keep the work within the budget."""
+        one = 2 * (self.row_bytes + self.largest_result) + 6 * DOUBLE * self.classes
+        return max(1, (budget - 2 * self.gradient_bytes) // one) if self.twins is not None else 1
+
+    def too_large(self, rows: int, budget: int) -> bool:
+        """Whether a pass over so many rows, each an input, does not fit."""
+        return rows * self._bytes(1, "l2", False) > budget
+
+    @property
+    def row_needs(self) -> int:
+        """Bytes that one row and one of its gradients take."""
+        return 2 * self.row_bytes + 2 * self.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a whole gradient, written out."""
+        return sum(self.itemsize * leaf.numel() for leaf in self.weights.leaves.values())
 
     def _affordable(self, budget: int, per_input: int, kind: Kind, by_features: bool) -> int:
+        return max(0, budget - AROUND) // self._bytes(per_input, kind, by_features)
+
+    def _bytes(self, per_input: int, kind: Kind, by_features: bool, alone: bool = False) -> int:
+        """What the work on one input takes; `alone` in its chunk it can do without copies of large windows."""
         outers = [p.gradient for p in self.pieces if isinstance(p.gradient, Outer)]
         numels = [p.gradient.numel for p in self.pieces]
         passes = self.classes + 1 if kind == "gram" else 1
-        rows = per_input * self.row_bytes * (1 + passes)
-        shared = self.itemsize * sum(outer.held(per_input, self.classes) for outer in outers)
+        rows = per_input * (self.row_bytes * (1 + passes) + 2 * self.largest_result)
+        shared = self.itemsize * sum(outer.held(per_input, self.classes, alone) for outer in outers)
         written = self.itemsize * max(numels, default=0) * (self.classes if kind == "gram" else 2)
-        if by_features and self.last_product is not None:
-            cotangents = self.itemsize * self.last_product.held(per_input)
-        else:
-            cotangents = 2 * DOUBLE * per_input * self.classes**2
-        return int(budget // (rows + shared + written + cotangents))
+        directions = 6 * DOUBLE * per_input * self.classes  # one of them, its probabilities, and what they take
+        results = DOUBLE * 2 * self.classes * len(self.weights.leaves) * (self.classes if kind == "gram" else 1)
+        kept = self.itemsize * self.last_product.held(per_input) if by_features and self.last_product else 0
+        return rows + shared + written + directions + results + kept
 
 
 def _first_row(

@@ -16,7 +16,7 @@ from qualms.gradients.precision import accurate
 from qualms.gradients.watch.layout import Layout
 from qualms.gradients.watch.pieces import Outer
 from qualms.gradients.watch.scales import channel_sum, row_layout
-from qualms.gradients.watch.windows import Geometry, pads, pixel_pairs, windows
+from qualms.gradients.watch.windows import Geometry, pads, pixel_pairs, weight_gradient, windows
 
 if TYPE_CHECKING:
     from qualms.gradients.watch.call import Call
@@ -131,8 +131,12 @@ def _windows_of_input(
     images = math.prod(out.shape[: -space - 1]) // inputs
     sizes = (images * positions, features, weight.shape[1] * math.prod(kernel), groups)
     padded = math.prod(n + sum(p) for n, p in zip(input.shape[-space:], geometry.around, strict=True))
+
+    def direct(d: Tensor) -> Tensor:
+        return weight_gradient(image(d), image(input), weight, geometry)
+
     by_pixels = groups == 1 and padded**2 < positions**2 * math.prod(kernel)
-    return Outer(moving, still, arrange, inputs, sizes, pairs if by_pixels else None)
+    return Outer(moving, still, arrange, inputs, sizes, pairs if by_pixels else None, direct)
 
 
 def _windows_of_cotangent(

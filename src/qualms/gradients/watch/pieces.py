@@ -15,6 +15,7 @@ Index letters: b input, g group, t position, o/f features of δ and a, m/n cotan
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -25,12 +26,20 @@ from qualms.gradients.precision import accurate
 from qualms.gradients.watch.layout import Layout
 
 
+def _gone(*_: Any) -> Tensor:
+    raise AssertionError("the forward pass was let go")
+
+
 @dataclass(frozen=True)
 class Summed:
     """A gradient that is written out: `write` takes the cotangents at the piece's edges to [inputs, *shape]."""
 
     write: Callable[[list[Tensor | None]], Tensor]
     numel: int  # of one input's gradient
+
+    def bare(self) -> "Summed":
+        """Its size alone."""
+        return Summed(_gone, self.numel)
 
     @classmethod
     def over_rows(cls, layout: Layout, inputs: int, shape: torch.Size) -> "Summed":
@@ -72,6 +81,7 @@ class Summed:
         return cls(write, shape.numel())
 
 
+LARGE = 2**22  # numbers in all windows of one input: beyond that no copy of them is made
 CANCELLED = 1e-3  # of the sum without cancellation
 
 
@@ -91,6 +101,7 @@ class Outer:
         inputs: b.
         sizes: (t, o, f, g), positions counted per input.
         pairs: gives aaᵀ [b·g, t, t] where that is cheaper than multiplying `still` with itself.
+        direct: writes the gradient [*target.shape] of a single input from a cotangent, where `still` is large.
     """
 
     moving: Callable[[Tensor], Tensor]
@@ -99,6 +110,7 @@ class Outer:
     inputs: int
     sizes: tuple[int, int, int, int]
     pairs: Callable[[], Tensor] | None = None
+    direct: Callable[[Tensor], Tensor] | None = None
 
     @property
     def numel(self) -> int:
@@ -106,11 +118,20 @@ class Outer:
         _, o, f, g = self.sizes
         return g * o * f
 
-    def held(self, per_input: int, cotangents: int) -> int:
-        """How many numbers are kept for one input of `per_input` rows, if this was recorded on one row."""
+    def held(self, per_input: int, cotangents: int, alone: bool = False) -> int:
+        """How many numbers are kept for one input of `per_input` rows, if this was recorded on one row.
+
+        `alone`: it is the only input of its chunk, so that its gradient may be written without a copy of all windows.
+        """
         t, o, f, g = self.sizes
         t *= per_input
-        return g * (t * t if cheaper_by_pairs(t, o, f, cotangents) else t * f)
+        if cheaper_by_pairs(t, o, f, cotangents):
+            return g * t * t
+        return 0 if alone and self.direct is not None and g * t * f > LARGE else g * t * f
+
+    def bare(self) -> "Outer":
+        """Its sizes alone, without the tensors of a forward pass that it leads to."""
+        return Outer(_gone, _gone, _gone, self.inputs, self.sizes, direct=_gone if self.direct else None)
 
     def by_pairs(self, cotangents: int) -> bool:
         """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than writing the gradient out, for so many cotangents."""
@@ -140,12 +161,17 @@ class Outer:
 
     def write(self, cotangents: list[Tensor | None]) -> Tensor:
         """The gradient of each input: [b, *target.shape]."""
+        if self._directly:
+            return self._direct(cotangents)
         d = self.delta(cotangents)
         grad = torch.bmm(d.mT, self.fixed)
         return self.arrange(grad.unflatten(0, (self.inputs, -1)))
 
     def square(self, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
         """The squared norm of each input's gradient; `cotangents` is how many share the work on a."""
+        if self._directly and not self.by_pairs(cotangents):
+            gradient = self._direct(deltas).flatten(1)
+            return torch.linalg.vecdot(gradient, gradient)
         d = self.delta(deltas)
         if self.sizes[0] == 1:  # one position: ‖δ‖²‖a‖²
             each = _dot(d, d) * _dot(self.fixed, self.fixed)
@@ -155,6 +181,22 @@ class Outer:
             gradient = torch.bmm(d.mT, self.fixed)
             each = _dot(gradient, gradient)
         return each.unflatten(0, (self.inputs, -1)).sum(1)
+
+    @property
+    def _directly(self) -> bool:
+        t, _, f, g = self.sizes
+        return self.inputs == 1 and self.direct is not None and g * t * f > LARGE
+
+    def _direct(self, cotangents: list[Tensor | None]) -> Float[Tensor, "1 ..."]:
+        (d,) = cotangents
+        assert d is not None
+        assert self.direct is not None
+        return self.direct(d)[None]
+
+    def absolute(self, deltas: list[Tensor | None]) -> Float[Tensor, " b"]:
+        """Σ|g| of each input's gradient where there is one position: Σ|δ| Σ|a|."""
+        d = self.delta(deltas)
+        return (d.abs().sum((1, 2)) * self.fixed.abs().sum((1, 2))).unflatten(0, (self.inputs, -1)).sum(1)
 
     def _square_by_pairs(self, d: Float[Tensor, "bg t o"]) -> Float[Tensor, " bg"]:
         pairs = self.fixed_pairs
@@ -214,3 +256,7 @@ class Piece:
     target: Tensor
     edges: tuple[GradientEdge, ...]
     gradient: Outer | Summed
+
+    def bare(self) -> "Piece":
+        """What can be kept when the forward pass is let go: the target, and how large the gradient is."""
+        return Piece(self.target, (), self.gradient.bare())

@@ -95,7 +95,7 @@ class Recorder(TorchFunctionMode):
 
     def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         name = str(getattr(func, "__name__", func)).split(".")[0]
-        meeting = Meeting(name, given)
+        meeting = Meeting(name, given, tracked=frozenset(i for i, t in enumerate(given) if id(t) in self._tracked))
         self.count += 1
         if self.twins is None:  # a first look, to be compared with another; later ones need not be remembered
             self.meetings.append(meeting)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.gradients.precision import accurate
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -90,6 +92,19 @@ def pixel_pairs(image: Float[Tensor, "n c *space"], geometry: Geometry, inputs: 
     assert total is not None
     t = per_input * math.prod(positions)
     return total.reshape(inputs, t, t)
+
+
+def weight_gradient(
+    cotangent: Float[Tensor, "n o *positions"], image: Float[Tensor, "n c *space"], weight: Tensor, geometry: Geometry
+) -> Tensor:
+    """The gradient of a convolution's weight, added up over all images: torch's own, which makes no copy of windows."""
+    x, space = _padded(accurate(image), geometry.around), len(geometry.kernel)
+    how = (list(geometry.stride), [0] * space, list(geometry.dilation), False, [0] * space, geometry.groups)
+    wanted = [False, True, False]
+    found: Tensor = torch.ops.aten.convolution_backward(
+        accurate(cotangent), x, accurate(weight.detach()), None, *how, wanted
+    )[1]
+    return found
 
 
 def _padded(image: Tensor, around: list[tuple[int, int]]) -> Tensor:
