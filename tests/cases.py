@@ -212,6 +212,7 @@ CASES = [
     Case("gru-learned-state", lambda: net.FromStates(nn.GRU(6, 3, num_layers=2), "learned"), sequences(3)),
     Case("lstm-projected", lambda: net.FromStates(nn.LSTM(6, 4, proj_size=3)), sequences(3), general=("layer",)),
     Case("recurrent-layers-tied", net.TiedLayers, sequences(3, 4)),
+    Case("recurrent-decoder", net.Decoder, sequences(3)),
     Case("recurrent-cells", net.Cells, sequences(3)),
     Case("packed-sequences", net.Packed, sequences(3), general=None),
     Case("sequences-in-batch-axis", net.ParallelSequences, sequences(3)),

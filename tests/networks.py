@@ -180,7 +180,7 @@ class FromStates(nn.Module):
 
 
 class TiedLayers(nn.Module):
-    """Two recurrent layers with one weight, and a third whose weight is normalised."""
+    """Two recurrent layers with one weight, a change in place, and a third layer whose weight is normalised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,9 @@ class TiedLayers(nn.Module):
         self.fc = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.third(self.pair(x.transpose(0, 1))[0])[0][-1])
+        h, _ = self.pair(x.transpose(0, 1))
+        h += x.transpose(0, 1)
+        return self.fc(self.third(h.tanh_())[0][-1])
 
 
 class Cells(nn.Module):
@@ -211,6 +213,19 @@ class Cells(nn.Module):
             h = self.gru(state[0], h)
             last = self.rnn(h, last)
         return self.fc(last)
+
+
+class Decoder(nn.Module):
+    """The input is where a recurrent layer starts from; what it reads step by step is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Parameter(torch.randn(3, 1, 2))
+        self.first, self.layer, self.fc = nn.Linear(6, 4), nn.GRU(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.layer(self.steps.expand(-1, len(x), -1), self.first(x[:, 0]).unsqueeze(0))
+        return self.fc(h[-1])
 
 
 class Packed(nn.Module):

@@ -25,7 +25,7 @@ from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import Unclear, count, tensors, with_tensors
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.precision import COARSE, TOLERANCE, close, close_logits
-from qualms.gradients.recurrent import Unrolled
+from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, wants_channels_last
 from qualms.gradients.watch.forward import recorded
 from qualms.gradients.watch.meetings import largest_result

@@ -1,6 +1,6 @@
 """Rules for recurrent layers: one sum over all steps for each weight, and single cells taken apart.
 
-The cotangents δ_t of the gates p_t (`gradients/recurrent.py`) arrive together, at one edge, so the weights of a layer
+The cotangents δ_t of the gates p_t (`gradients/recurrent`) arrive together, at one edge, so the weights of a layer
 in one direction are those of a linear layer with a position for each step: ∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ,
 and both biases Σ_t δ_t. What a GRU's state adds to its candidate is scaled by r_t, and so are its δ_t for U and b'.
 """
@@ -11,15 +11,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from qualms.gradients.recurrent import Direction, State, before, unrolled
+from qualms.gradients.nested import each_tensor
+from qualms.gradients.recurrent.layers import Direction, unrolled
+from qualms.gradients.recurrent.steps import State, before, state_scale
 from qualms.gradients.watch.layout import Layout
 from qualms.gradients.watch.pieces import Outer, SharedPairs, Summed
-from qualms.gradients.watch.scales import row_layout, trailing_sum
+from qualms.gradients.watch.scales import trailing_sum
 
 if TYPE_CHECKING:
     from qualms.gradients.watch.call import Call
@@ -40,41 +41,28 @@ def recurrent_rule(kind: str) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool = False,
     ) -> Any:
-        layout = row_layout(call, input)
-        if layout is None or layout.axis not in (None, 0 if batch_first else 1):
-            return NotImplemented
+        layout, axis = call.layout(input), 0 if batch_first else 1
         states = [hx] if isinstance(hx, Tensor) else list(hx)
-        learned = [s for s in states if call.tracked(s)]
+        learned = [t for t in (input, *states) if call.tracked(t)]
         computed = [p for p in params if p.requires_grad and not call.tracked(p)]  # from the input
-        if computed or any(call.layout(s) is None for s in learned):
+        if layout is None or layout.axis not in (None, axis) or computed or not all(map(call.layout, learned)):
             return NotImplemented
         rows = layout if layout.axis is None else replace(layout, axis=1)  # time comes first inside
-        copies = {id(s): s.detach().requires_grad_() for s in learned}
+        copies = {id(t): t.detach().requires_grad_() for t in learned}
 
         def run(direction: Direction, x: Tensor, state: State) -> tuple[Tensor, State]:
             return _watched(call, direction, rows, x, state)
 
-        begin = [copies.get(id(s), s) for s in states]
-        out = unrolled(
-            kind,
-            run,
-            input,
-            begin if kind == "lstm" else begin[0],
-            params,
-            has_biases,
-            num_layers,
-            dropout,
-            train,
-            bidirectional,
-            batch_first,
-        )
+        x, begin = each_tensor((input, hx), lambda t: copies.get(id(t), t))
+        how = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        out = unrolled(kind, run, x, begin, params, *how)
         if out is NotImplemented:
             return out
-        for s in learned:
-            of_rows = call.layout(s)
+        for t in learned:
+            of_rows = call.layout(t)
             assert of_rows is not None
-            gradient = Summed.over_rows(of_rows, call.inputs, call.on_one_row(s).shape)
-            call.leave(s, [get_gradient_edge(copies[id(s)])], gradient)
+            gradient = Summed.over_rows(of_rows, call.inputs, call.on_one_row(t).shape)
+            call.leave(t, [get_gradient_edge(copies[id(t)])], gradient)
         return out
 
     return rule
@@ -83,18 +71,11 @@ def recurrent_rule(kind: str) -> Callable[..., Any]:
 def _watched(call: Call, direction: Direction, rows: Layout, x: Tensor, state: State) -> tuple[Tensor, State]:
     """One layer in one direction, and a piece for each of its weights."""
     plain = Direction(direction.kind, [w.detach() for w in direction.weights])
-    gates = plain.gates(x)
-    if not gates.requires_grad:
-        gates.requires_grad_()
-    edge = get_gradient_edge(gates)
-    h, *others = plain.steps(gates, state)
     w, u, *biases = direction.weights
-    scale: Tensor | None = None
-    if direction.kind == "gru":
-        ones = torch.ones_like(h)
-        scale = torch.cat([ones, ones, others[0][..., : h.shape[-1]]], dim=-1)  # r comes first among a GRU's values
-
-    same = SharedPairs()
+    shift = x.new_zeros(()).expand(*x.shape[:2], len(w)).requires_grad_()
+    edge = get_gradient_edge(shift)
+    h, last, coefficients = plain(x, state, shift)
+    scale, same = state_scale(direction.kind, coefficients), SharedPairs()
 
     def product(a: Tensor, times: Tensor | None) -> Outer:
         outer = Outer.product(call.inputs, rows, a.detach(), w.shape[0], lambda grad: grad.squeeze(1))
@@ -110,7 +91,7 @@ def _watched(call: Call, direction: Direction, rows: Layout, x: Tensor, state: S
         if call.tracked(bias):
             times = None if scale is None or number == 0 else lambda: scale
             call.leave(bias, [edge], trailing_sum(call.inputs, rows, bias, times))
-    return h, (h[-1], *others[: len(state) - 1])
+    return h, last
 
 
 def cell_rule(step: Callable[..., Any]) -> Callable[..., Any]:
