@@ -214,6 +214,7 @@ CASES = [
     Case("recurrent-layers-tied", net.TiedLayers, sequences(3, 4)),
     Case("recurrent-decoder", net.Decoder, sequences(3)),
     Case("recurrent-cells", net.Cells, sequences(3)),
+    Case("recurrent-slope", net.RecurrentSlope, sequences(3), general=None),
     Case("packed-sequences", net.Packed, sequences(3), general=None),
     Case("sequences-in-batch-axis", net.ParallelSequences, sequences(3)),
     Case("tied-weights", net.Tied, ids(9)),

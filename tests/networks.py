@@ -228,6 +228,21 @@ class Decoder(nn.Module):
         return self.fc(h[-1])
 
 
+class RecurrentSlope(nn.Module):
+    """The logits depend on the derivative of a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.fc = nn.Linear(6, 2), nn.LSTM(2, 3, batch_first=True), nn.Linear(3 + 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            h = self.layer(self.first(x))[0][:, -1]
+            (slope,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+        return self.fc(torch.cat([h, slope[:, 0]], dim=1))
+
+
 class Packed(nn.Module):
     """Sequences of several lengths, packed."""
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from qualms.gradients.recurrent.steps import KINDS, Coefficients, Gates, Hidden, State, before, state_scale
@@ -44,6 +45,7 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_forward(x, w, u, state[0], h, *coefficients)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
         assert not any(ctx.needs_input_grad[3:7])
         _, w, u, *coefficients = ctx.saved_tensors
