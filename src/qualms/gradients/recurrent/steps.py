@@ -57,7 +57,7 @@ def state_scale(kind: str, coefficients: Coefficients) -> Float[Tensor, "t n g"]
 
 
 def _lstm(gates: Gates, weight: Tensor, bias: Tensor | None, state: State) -> tuple[Hidden, State, Coefficients]:
-    """With the coefficients ∂c/∂(i, f, g), ∂h/∂o, ∂h/∂c and ∂c/∂c'."""
+    """With the coefficients ∂c/∂(i, f, g) beside ∂h/∂o, ∂h/∂c and ∂c/∂c'."""
     (h, c), across, size = state, weight.t(), weight.shape[1]
     inner = torch.empty_like(gates)
     every_h, every_c = (gates.new_empty(len(gates), *h.shape) for _ in range(2))
@@ -70,19 +70,20 @@ def _lstm(gates: Gates, weight: Tensor, bias: Tensor | None, state: State) -> tu
         h = torch.mul(o, c.tanh(), out=of_h)
     i, f, g, o = inner.unflatten(-1, (4, -1)).unbind(2)
     seen = every_c.tanh()
-    into_c = torch.stack([g * i * (1 - i), before(state[1], every_c) * f * (1 - f), i * (1 - g * g)], dim=2)
-    return every_h, (h, c.clone()), (into_c, seen * o * (1 - o), o * (1 - seen * seen), f.contiguous())
+    into_c = [g * i * (1 - i), before(state[1], every_c) * f * (1 - f), i * (1 - g * g)]
+    into = torch.stack([*into_c, seen * o * (1 - o)], dim=2)
+    return every_h, (h, c.clone()), (into, o * (1 - seen * seen), f.contiguous())
 
 
 def _lstm_pull(coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None) -> tuple[Gates, State]:
     steps, n, size = dh.shape
     gates = dh.new_empty(steps, n, 4, size)
-    backwards = [t.unbind(0)[::-1] for t in (*coefficients, gates[:, :, :3], gates[:, :, 3], gates.flatten(2))]
+    into, *others = coefficients
+    parts = (into[:, :, :3], into[:, :, 3], *others, gates[:, :, :3], gates[:, :, 3], gates.flatten(2))
+    backwards = zip(*(t.unbind(0)[::-1] for t in parts), strict=True)
     own = dh.unbind(0)
     d = own[-1]
-    for left, (into_c, into_h, through, kept, of_c, of_o, whole) in zip(
-        range(steps - 1, -1, -1), zip(*backwards, strict=True), strict=True
-    ):
+    for left, (into_c, into_h, through, kept, of_c, of_o, whole) in zip(reversed(range(steps)), backwards, strict=True):
         dc = d * through if dc is None else torch.addcmul(dc, d, through)
         torch.mul(dc.unsqueeze(1), into_c, out=of_c)
         torch.mul(d, into_h, out=of_o)
@@ -94,11 +95,12 @@ def _lstm_pull(coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tenso
 
 def _lstm_push(coefficients: Coefficients, weight: Tensor, dp: Gates, state: State) -> tuple[Hidden, State]:
     (h, c), across, hs = state, weight.t(), []
-    every = (t.unbind(0) for t in (dp, *coefficients))
-    for p, into_c, into_h, through, kept in zip(*every, strict=True):
-        p = torch.addmm(p, h, across).unflatten(1, (4, -1))
-        c = torch.addcmul((p[:, :3] * into_c).sum(1), kept, c)
-        h = torch.addcmul(p[:, 3] * into_h, through, c)
+    into, *others = coefficients
+    every = (t.unbind(0) for t in (dp, into.flatten(2), *others))
+    for p, slope, through, kept in zip(*every, strict=True):
+        i, f, g, o = (torch.addmm(p, h, across) * slope).chunk(4, dim=1)
+        c = torch.addcmul(i, kept, c) + (f + g)
+        h = torch.addcmul(o, through, c)
         hs.append(h)
     return torch.stack(hs), (h, c)
 
