@@ -25,6 +25,7 @@ from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import Unclear, count, tensors, with_tensors
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.precision import close, close_logits, coarser, tolerance_of
+from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, wants_channels_last
 from qualms.gradients.watch.forward import recorded
 from qualms.gradients.watch.meetings import largest_result
@@ -50,7 +51,7 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Tensor, 
 
     theta = {f"model.{name}": formatted(model.get_parameter(name).detach()) for name in tangent}
     tangents = {f"model.{name}": formatted(s) for name, s in tangent.items()}
-    with torch.no_grad(), _differentiable_kernels(), ConstantPadding(), warnings.catch_warnings():
+    with torch.no_grad(), _differentiable_kernels(), ConstantPadding(), Unrolled(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of the rules it compiles on first use
         pair: Any = torch.func.jvp(lambda t: torch.func.functional_call(inner, t, (on,)), (theta,), (tangents,))
     return pair[0].detach(), pair[1].detach()

@@ -12,6 +12,7 @@ Perturbed copies of an input are further positions of the same sum, so smoothing
 Index letters: b input, g group, t position, o/f features of δ and a, m/n cotangents.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,6 +91,22 @@ def cheaper_by_pairs(t: int, o: int, f: int, cotangents: int) -> bool:
     return t * t * (o + f / cotangents) < t * o * f
 
 
+class SharedPairs:
+    """δδᵀ for several gradients that have the same factor δ: computed by the first one that asks for it."""
+
+    def __init__(self) -> None:
+        self._of: Callable[[], Tensor | None] = lambda: None
+        self._known: Tensor | None = None
+
+    def __call__(self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]) -> Float[Tensor, "bg t t"]:
+        """From the factor δ, and the one cotangent that it comes from."""
+        (cotangent,) = deltas
+        assert cotangent is not None
+        if self._known is None or self._of() is not cotangent:
+            self._of, self._known = weakref.ref(cotangent), torch.bmm(d, d.mT)
+        return self._known
+
+
 @dataclass
 class Outer:
     """A gradient Σ_t moving_t ⊗ fixed_t per group, not written out unless that is cheaper.
@@ -102,6 +119,7 @@ class Outer:
         sizes: (t, o, f, g), positions counted per input.
         pairs: gives aaᵀ [b·g, t, t] where that is cheaper than multiplying `still` with itself.
         direct: writes the gradient [*target.shape] of a single input from a cotangent, where `still` is large.
+        moving_pairs: from the factor δ, and the cotangents that it comes from, to δδᵀ [b·g, t, t].
     """
 
     moving: Callable[[Tensor], Tensor]
@@ -111,6 +129,21 @@ class Outer:
     sizes: tuple[int, int, int, int]
     pairs: Callable[[], Tensor] | None = None
     direct: Callable[[Tensor], Tensor] | None = None
+    moving_pairs: Callable[[Tensor, list[Tensor | None]], Tensor] = lambda d, _: torch.bmm(d, d.mT)
+
+    @classmethod
+    def product(
+        cls, inputs: int, layout: Layout, a: Tensor, features: int, arrange: Callable[[Tensor], Tensor]
+    ) -> "Outer":
+        """Of the cotangent [..., features] and the input a [..., f] of a product: every axis but the last is t."""
+
+        def factor(t: Tensor) -> Tensor:
+            leading = layout.leading(t)
+            n = 1 if layout.axis is None else leading.shape[0]
+            return leading.reshape(n, -1, 1, t.shape[-1])
+
+        positions = a.numel() // a.shape[-1] // inputs
+        return cls(factor, lambda: factor(a), arrange, inputs, (positions, features, a.shape[-1], 1))
 
     @property
     def numel(self) -> int:
@@ -176,7 +209,7 @@ class Outer:
         if self.sizes[0] == 1:  # one position: ‖δ‖²‖a‖²
             each = _dot(d, d) * _dot(self.fixed, self.fixed)
         elif self.by_pairs(cotangents):
-            each = self._square_by_pairs(d)
+            each = self._square_by_pairs(d, deltas)
         else:
             gradient = torch.bmm(d.mT, self.fixed)
             each = _dot(gradient, gradient)
@@ -198,12 +231,15 @@ class Outer:
         d = self.delta(deltas)
         return (d.abs().sum((1, 2)) * self.fixed.abs().sum((1, 2))).unflatten(0, (self.inputs, -1)).sum(1)
 
-    def _square_by_pairs(self, d: Float[Tensor, "bg t o"]) -> Float[Tensor, " bg"]:
+    def _square_by_pairs(self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]) -> Float[Tensor, " bg"]:
         pairs = self.fixed_pairs
-        # The same sum, with the smaller matrix in between.
-        each = _dot(torch.bmm(d, d.mT), pairs) if d.shape[1] < d.shape[2] else _dot(torch.bmm(pairs, d), d)
+        if d.shape[1] < d.shape[2]:  # the same sum, with the smaller matrix in between
+            own = self.moving_pairs(d, deltas)
+            each, sizes = _dot(own, pairs), own.diagonal(dim1=1, dim2=2)
+        else:
+            each, sizes = _dot(torch.bmm(pairs, d), d), torch.linalg.vecdot(d, d)
         # Positions that cancel take twice as many digits with them here as in the gradient itself: write those out.
-        apart = (d.square().sum(2) * pairs.diagonal(dim1=1, dim2=2)).sum(1)
+        apart = torch.linalg.vecdot(sizes, pairs.diagonal(dim1=1, dim2=2))
         cancelled = (each < CANCELLED * apart).nonzero().squeeze(1)
         if len(cancelled):
             gradient = torch.bmm(d[cancelled].mT, self._positions(self.still())[cancelled])

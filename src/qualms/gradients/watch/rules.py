@@ -16,8 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.convolutions import convolution, convolution_rule, transposed_convolution_rule
-from qualms.gradients.watch.layout import Layout
 from qualms.gradients.watch.pieces import Outer, Summed
+from qualms.gradients.watch.recurrent import RECURRENT
 from qualms.gradients.watch.scales import (
     batch_norm,
     group_norm,
@@ -51,7 +51,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     out = call.run()
     edge = get_gradient_edge(out)
     if call.tracked(weight):
-        outer = _product(call, input, layout, weight.shape[0], lambda grad: grad.squeeze(1))
+        outer = Outer.product(call.inputs, layout, input, weight.shape[0], lambda grad: grad.squeeze(1))
         call.leave(weight, [edge], outer)
     if bias is not None and call.tracked(bias):
         call.leave(bias, [edge], trailing_sum(call.inputs, layout, bias))
@@ -66,7 +66,7 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Any:
     if layout is None or layout.axis == input.ndim - 1:
         return NotImplemented
     out = call.run()
-    outer = _product(call, input, layout, other.shape[1], lambda grad: grad.squeeze(1).mT)
+    outer = Outer.product(call.inputs, layout, input, other.shape[1], lambda grad: grad.squeeze(1).mT)
     call.leave(other, [get_gradient_edge(out)], outer)
     return out
 
@@ -80,23 +80,11 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
     out = call.run()
     edge = get_gradient_edge(out)
     if call.tracked(mat2):
-        outer = _product(call, mat1, layout, mat2.shape[1], lambda grad: grad.squeeze(1).mT)
+        outer = Outer.product(call.inputs, layout, mat1, mat2.shape[1], lambda grad: grad.squeeze(1).mT)
         call.leave(mat2, [edge], outer)
     if call.tracked(input):
         call.leave(input, [edge], trailing_sum(call.inputs, layout, input))
     return out
-
-
-def _product(call: Call, a: Tensor, layout: Layout, features: int, arrange: Callable[[Tensor], Tensor]) -> Outer:
-    """The outer product of the cotangent [..., features] and the input a [..., f]: every axis but the last is t."""
-
-    def factor(t: Tensor) -> Tensor:
-        leading = layout.leading(t)
-        n = 1 if layout.axis is None else leading.shape[0]
-        return leading.reshape(n, -1, 1, t.shape[-1])
-
-    positions = a.numel() // a.shape[-1] // call.inputs
-    return Outer(factor, lambda: factor(a), arrange, call.inputs, (positions, features, a.shape[-1], 1))
 
 
 # Embeddings: δ ⊗ one-hot.
@@ -183,4 +171,5 @@ RULES: dict[str, Callable[..., Any]] = {
     "convolution": convolution,
     **{f"conv{n}d": convolution_rule(n) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": transposed_convolution_rule(n) for n in (1, 2, 3)},
+    **RECURRENT,
 }
