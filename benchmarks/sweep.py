@@ -1,0 +1,120 @@
+"""Is it exact, batched and sketched? Every classifier of transformers, and a network of each family of timm.
+
+    python benchmarks/sweep.py transformers              (make sweep runs all three)
+    PYTHONPATH=.timm python benchmarks/sweep.py timm
+    python benchmarks/sweep.py page
+
+Each model is built small with random weights (`tiny_models.py`), in double precision, and its gradient norms for each
+input, class and layer are compared with those of the reference engine. Rows go to `results/sweep.jsonl` as they come;
+a model that has one is passed over, unless it is named on the command line. `page` fills the table of docs/engine.md.
+"""
+
+import argparse
+import json
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import lively, timm_model, timm_names, transformers_model, transformers_names
+
+import qualms
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "sweep.jsonl"
+PAGE = HERE.parent / "docs" / "engine.md"
+SECONDS = 300  # for one model
+NEGLIGIBLE = 1e-9
+Row = dict[str, Any]
+
+
+LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str], Any]]] = {
+    "transformers": (transformers_names, transformers_model),
+    "timm": (timm_names, timm_model),
+}
+
+
+def tried(library: str, name: str) -> Row:
+    """One row: how the model fared."""
+    row: Row = {"library": library, "name": name}
+    start = time.monotonic()
+    try:
+        model, x = LIBRARIES[library][1](name)
+        model = lively(model)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        want = qualms.class_gradient_norms(model, x, engine="reference")
+    except Exception as error:
+        return row | {"outcome": "not run", "reason": said(error)}
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", qualms.SlowWarning)
+            have = qualms.class_gradient_norms(model, x)
+        slow = [str(w.message).partition("because ")[2] for w in caught if issubclass(w.category, qualms.SlowWarning)]
+        row |= {"outcome": "one at a time", "reason": slow[0]} if slow else {"outcome": "batched"}
+        row |= {"general": have.general} if not slow and have.general else {}
+        row["error"] = relative_error(have, want)
+    except Exception as error:
+        row |= {"outcome": "failed", "reason": said(error)}
+    try:
+        qualms.score(model, x, "exgrad", engine=qualms.Sketch(tangents=2))
+        row["sketch"] = "runs"
+    except Exception as error:
+        row["sketch"] = said(error)
+    return row | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def relative_error(have: qualms.ClassGradientNorms, want: qualms.ClassGradientNorms) -> float:
+    """The largest over inputs, classes and layers, but for norms that are zero beside the input's largest."""
+    if have.layers != want.layers:
+        return float("inf")
+    counted = want.norms > NEGLIGIBLE * want.norms.amax(dim=(1, 2), keepdim=True)
+    return float(((have.norms - want.norms).abs() / want.norms)[counted].max())
+
+
+def said(error: Exception) -> str:
+    """The first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'nothing said').splitlines()[0]}"[:300]
+
+
+def out_of_time(*_: Any) -> None:
+    """Ends a model that takes too long."""
+    raise TimeoutError(f"not done in {SECONDS} s")
+
+
+def sweep(library: str, named: list[str]) -> None:
+    """Try all models that have no row yet, or those named."""
+    signal.signal(signal.SIGALRM, out_of_time)
+    known = read()
+    done = {row["name"] for row in known if row["library"] == library}
+    names = named or [name for name in LIBRARIES[library][0]() if name not in done]
+    for number, name in enumerate(names, 1):
+        signal.alarm(SECONDS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            row = tried(library, name)
+        signal.alarm(0)
+        known = [old for old in read() if (old["library"], old["name"]) != (library, name)] + [row]
+        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in known))
+        print(f"{number}/{len(names)} {json.dumps(row)}", flush=True)
+
+
+def read() -> list[Row]:
+    """The rows so far."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def main() -> None:
+    """Sweep one library, or fill the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*LIBRARIES, "page"])
+    parser.add_argument("names", nargs="*", help="only these models, again")
+    arguments = parser.parse_args()
+    sweep(arguments.part, arguments.names)
+
+
+if __name__ == "__main__":
+    main()
