@@ -14,12 +14,10 @@ import json
 import signal
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from tiny_models import lively, timm_model, timm_names, transformers_model, transformers_names
 
 import qualms

@@ -29,8 +29,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "prediction_head_size"), 24),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("num_decoder_layers", "decoder_num_hidden_layers", "num_self_attends_per_block"), 1),
-    **dict.fromkeys(("num_pooler_layers", "pred_num_hidden_layers", "num_feedforward_networks", "num_adapter_layers"), 1),
-    **dict.fromkeys(("num_spatial_layers", "num_temporal_layers", "num_auxiliary_layers", "depth"), 1),
+    **dict.fromkeys(("num_pooler_layers", "pred_num_hidden_layers", "num_feedforward_networks", "depth"), 1),
+    **dict.fromkeys(("num_spatial_layers", "num_temporal_layers", "num_auxiliary_layers", "num_adapter_layers"), 1),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "num_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "num_self_attention_heads", "num_cross_attention_heads"), 4),
     **dict.fromkeys(("decoder_num_attention_heads", "pred_num_attention_heads", "index_n_heads"), 4),
@@ -277,7 +277,7 @@ def lively(model: nn.Module) -> nn.Module:
             m.running_var.uniform_(0.5, 2)
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
+            p.add_(torch.randn_like(p), alpha=0.1)
     return model
 
 

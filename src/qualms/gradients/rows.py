@@ -69,6 +69,8 @@ def logits_of(model: nn.Module, on: Rows, *modes: TorchFunctionMode) -> Float[Te
         noisy = None
         if on.embedding_noise is not None:
             noisy = stack.enter_context(NoisyEmbedding(tensors(on.batch)[0], on.embedding_noise))
+        if count(on.batch) == 1 and torch.is_grad_enabled():
+            stack.enter_context(SoundBatchNorm())
         for mode in modes:
             stack.enter_context(mode)
         output = run(model, on.batch)
@@ -111,3 +113,23 @@ class NoisyEmbedding(TorchFunctionMode):
             return None
         axes = zip(index.shape, index.stride(), strict=True)
         return next((i for i, axis in enumerate(axes) if axis == (self.ids.shape[0], self.ids.stride(0))), None)
+
+
+class SoundBatchNorm(TorchFunctionMode):
+    """Hands batch normalisation its cotangent in plain order.
+
+    torch's derivatives of scale and shift on the CPU are wrong for a single image whose cotangent has the strides of a
+    [position, channel] matrix, (C, 1, …): it takes them for those of the plain order.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "batch_norm" and isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(_in_plain_order)
+        return out
+
+
+def _in_plain_order(cotangent: Tensor) -> Tensor:
+    return cotangent.clone(memory_format=torch.contiguous_format)

@@ -139,8 +139,9 @@ class Call:
         if len(results) == 1:
             self.recorder.reach.enclose(results[0].grad_fn, before)
         edges = tuple(get_gradient_edge(t) for t in results)
-        own = {key: partial(Owners.by_autograd, copy=copy) for key, copy in copies.items()}
-        how = {**own, **(gradients or {})}
+        how: dict[int, Callable[[Owners], Outer | Summed]] = dict(gradients or {})
+        for key, copy in copies.items():
+            how.setdefault(key, partial(Owners.by_autograd, copy=copy))
         self.recorder.scattered.append(Scattered(results, edges, [(t, how[id(t)]) for t in used]))
         if gradients is None:
             self.recorder.general |= {name for t in used for name in roots(t, self.recorder.weights)}
