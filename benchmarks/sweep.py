@@ -14,6 +14,7 @@ import json
 import signal
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "sweep.jsonl"
 PAGE = HERE.parent / "docs" / "engine.md"
 SECONDS = 300  # for one model
-NEGLIGIBLE = 1e-9
+NEGLIGIBLE = 1e-9  # beside the largest norm of an input
+EXACT = 1e-9
 Row = dict[str, Any]
 
 
@@ -105,13 +107,56 @@ def read() -> list[Row]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
+def page(rows: list[Row]) -> str:
+    """How many models fared how, and those that did not fare well, with the reason."""
+    header = ["library", "models", "compared", "largest relative error", "batched", "one at a time", "sketched"]
+    lines = [header, ["---"] * len(header)]
+    for library in LIBRARIES:
+        here = [row for row in rows if row["library"] == library]
+        compared = [row for row in here if "error" in row]
+        counts = Counter(row["outcome"] for row in here)
+        sketched = sum(row["sketch"] == "runs" for row in compared)
+        worst = max((row["error"] for row in compared), default=0.0)
+        numbers = [len(here), len(compared), f"{worst:.0e}", counts["batched"], counts["one at a time"], sketched]
+        lines.append([library, *map(str, numbers)])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    inexact = [row for row in rows if row.get("error", 0) > EXACT]
+    parts = [
+        ("One at a time, because", grouped(rows, "one at a time", "reason")),
+        ("Failed, because", grouped(rows, "failed", "reason")),
+        (f"Exact to no more than {EXACT:.0e}", [f"{row['name']} ({row['error']:.0e})" for row in inexact]),
+        ("Refused by the sketch", [", ".join(row["name"] for row in rows if row.get("sketch", "runs") != "runs")]),
+        ("Not compared, because", grouped(rows, "not run", "reason")),
+    ]
+    found = [f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines) for title, lines in parts if any(lines)]
+    return "\n\n".join([table, *found])
+
+
+def grouped(rows: list[Row], outcome: str, field: str) -> list[str]:
+    """One line for each reason, with the models that it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["outcome"] == outcome:
+            reasons.setdefault(row[field].rstrip("."), []).append(row["name"])
+    return [f"{reason}: {', '.join(names)}" for reason, names in reasons.items()]
+
+
+def fill(rows: list[Row]) -> None:
+    """Put the table between its marks in the docs."""
+    before, mark, rest = PAGE.read_text().partition("<!-- sweep -->\n")
+    PAGE.write_text(f"{before}{mark}\n{page(rows)}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}")
+
+
 def main() -> None:
     """Sweep one library, or fill the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*LIBRARIES, "page"])
     parser.add_argument("names", nargs="*", help="only these models, again")
     arguments = parser.parse_args()
-    sweep(arguments.part, arguments.names)
+    if arguments.part == "page":
+        fill(read())
+    else:
+        sweep(arguments.part, arguments.names)
 
 
 if __name__ == "__main__":

@@ -321,7 +321,7 @@ def timm_model(name: str) -> tuple[nn.Module, Tensor]:
     timm = imported_timm()
     size = int(timm.get_pretrained_cfg(name).input_size[1])
     failures: list[Exception] = []
-    for side in sorted({64, 96, 128, size}):
+    for side in sorted({32, 64, 96, 128, size}):
         for fewer in SMALLER:
             for fixed in ({"img_size": side}, {}):
                 torch.manual_seed(0)
