@@ -8,7 +8,7 @@ TIMM := .timm/.installed
 
 FAST := not slow and not data and not browser and not ray
 
-.PHONY: demo docs test test-all test-timm test-wheel check format bench-speed clean
+.PHONY: demo docs test test-all test-timm test-wheel check format bench-speed sweep clean
 
 demo: $(INSTALLED)
 	$(BIN)/qualms demo
@@ -49,6 +49,13 @@ bench-speed: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py
 	test -z "$$QUALMS_DATA" || $(BIN)/python benchmarks/ranking.py
 	$(BIN)/python benchmarks/speed_page.py
+
+# Some 300 small classifiers of transformers and timm against the reference: a quarter of an hour. What has a row in
+# benchmarks/results/sweep.jsonl is passed over, so remove that for a fresh table.
+sweep: $(TIMM)
+	$(BIN)/python benchmarks/sweep.py transformers
+	PYTHONPATH=.timm $(BIN)/python benchmarks/sweep.py timm
+	$(BIN)/python benchmarks/sweep.py page
 
 # torch by its exact pin in the same call as the rest, so that only one build of it is ever fetched.
 $(INSTALLED): pyproject.toml constraints.txt requirements-peers.txt

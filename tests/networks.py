@@ -429,6 +429,92 @@ class Routed(nn.Module):
         return torch.stack([self.experts[int(v[0] > 0)](v) for v in h])
 
 
+class MatrixExperts(nn.Module):
+    """Each word goes to the two experts that its router likes best, and experts keep their matrices in one parameter.
+
+    With `bias` they are multiplied from the right, and a row of another parameter is added.
+    """
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.embed, self.router, self.fc = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 3)
+        self.inner, self.outer = nn.Parameter(torch.randn(4, 5, 6)), nn.Parameter(torch.randn(4, 6, 5))
+        self.bias = nn.Parameter(torch.randn(4, 6)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x).flatten(0, 1)
+        share, choice = self.router(h).softmax(-1).topk(2)
+        asked = F.one_hot(choice, 4).permute(2, 1, 0)
+        out = torch.zeros_like(h)
+        for expert in (asked.sum((1, 2)) > 0).nonzero()[:, 0]:
+            rank, word = torch.where(asked[expert])
+            if self.bias is None:
+                new = F.linear(F.linear(h[word], self.inner[expert]).tanh(), self.outer[expert])
+            else:
+                new = (h[word] @ self.inner[expert].T).tanh() @ self.outer[expert].T + self.bias[expert]
+            out.index_add_(0, word, new * share[word, rank, None])
+        return self.fc(torch.tanh(h + out).view(x.shape).sum(1))
+
+
+class Choices(nn.Module):
+    """Multiple choice: the answers to a question stand beside each other in the batch, all with the same positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.places = nn.Embedding(2, 6), nn.Embedding(5, 6)
+        self.inner, self.fc = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.flatten(0, 1)
+        kinds = torch.zeros_like(words[:, :, 0]).long()
+        places = torch.arange(5) + kinds
+        h = self.inner(words + self.kinds(kinds) + self.places(places)).tanh()
+        return self.fc(h.sum(1)).view(x.shape[:2])
+
+
+class PixelsAsWords(nn.Module):
+    """Normalised pixels as a sequence behind a class token: the cotangent of an image alone has strides of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.fc = nn.BatchNorm2d(24), nn.Linear(24, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x.view(-1, 24, 2, 2)).flatten(2).transpose(1, 2)
+        h = torch.cat([x.new_ones(len(h), 1, 24), h], dim=1)
+        return self.fc(self.inner(h).tanh()[:, 1:].pow(2).sum(1))
+
+
+class MasksPadding(nn.Module):
+    """A mask is added to the biases of attention, but only in a batch that has anything to mask, as T5 does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(30, 6), nn.Linear(6, 3)
+        self.table = nn.Parameter(torch.randn(1, 6, 6))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        h, bias = self.embed(input_ids), self.table
+        if not attention_mask.all():
+            bias = bias.masked_fill(attention_mask[:, None, :] == 0, -1e9)
+        return self.fc(((h @ h.mT + bias).softmax(-1) @ h).tanh().sum(1))
+
+
+class CutsPositions(nn.Module):
+    """Writes as many positions as an input has, from a table, into a tensor for the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(30, 6), nn.Linear(6, 3)
+        self.table = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        places = torch.zeros(*input_ids.shape, 6, dtype=self.table.dtype)
+        for row, length in enumerate(attention_mask.sum(1).tolist()):
+            places[row, :length] = self.table[6 - length :].tanh()
+        return self.fc((self.embed(input_ids) + places).tanh().sum(1))
+
+
 # Models that try to slip past the recorder. Row 0 of their inputs looks innocent.
 
 

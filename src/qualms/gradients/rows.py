@@ -72,6 +72,8 @@ def logits_of(model: nn.Module, on: Rows, *modes: TorchFunctionMode) -> Float[Te
         noisy = None
         if on.embedding_noise is not None:
             noisy = stack.enter_context(NoisyEmbedding(on.embedding_noise))
+        if count(on.batch) == 1 and torch.is_grad_enabled():
+            stack.enter_context(SoundBatchNorm())
         for mode in modes:
             stack.enter_context(mode)
         batch = with_tensors(on.batch, [t.clone() for t in tensors(on.batch)])  # modes see where these come from
@@ -124,3 +126,23 @@ def _unwrapped(t: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(t):
         t = get_unwrapped(t)
     return t
+
+
+class SoundBatchNorm(TorchFunctionMode):
+    """Hands batch normalisation its cotangent in plain order.
+
+    torch's derivatives of scale and shift on the CPU are wrong for a single image whose cotangent has the strides of a
+    [position, channel] matrix, (C, 1, …): it takes them for those of the plain order.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "batch_norm" and isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(_in_plain_order)
+        return out
+
+
+def _in_plain_order(cotangent: Tensor) -> Tensor:
+    return cotangent.clone(memory_format=torch.contiguous_format)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qualms.gradients.inputs import Unclear
-from qualms.gradients.nested import each_tensor
+from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.precision import same_values
 from qualms.gradients.watch.layout import Layout, infer
 from qualms.gradients.watch.meetings import Meeting
-from qualms.gradients.watch.pieces import Piece, Summed
+from qualms.gradients.watch.owners import Owners, Scattered
+from qualms.gradients.watch.pieces import Outer, Piece, Summed
 from qualms.gradients.watch.weights import roots
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ class Call:
     ) -> None:
         self.recorder, self.func, self.args, self.kwargs, self.meeting = recorder, func, args, kwargs, meeting
         self.rows, self.inputs = recorder.rows, recorder.rows // recorder.per_input
-        self._number = recorder.count - 1
 
     def run(self) -> Any:
         """Carry the operation out as it is, on copies of its tracked arguments that nothing else may use."""
@@ -71,14 +72,11 @@ class Call:
     # Which part of a tensor belongs to which row.
 
     def _twin_meetings(self) -> tuple[Meeting, Meeting]:
-        twins = self.recorder.twins
-        assert twins is not None
-        if self._number >= min(len(twins.one), len(twins.two)):
+        assert self.recorder.twins is not None
+        twins = self.recorder.twins.of(self.meeting)
+        if twins is None or any(len(twin.arguments) != len(self.meeting.arguments) for twin in twins):
             raise Unclear(f"{self.meeting.name} is not called for every input")
-        one, two = twins.one[self._number], twins.two[self._number]
-        if not self.meeting.name == one.name == two.name or len(one.arguments) != len(self.meeting.arguments):
-            raise Unclear(f"{self.meeting.name} is not called for every input")
-        return one, two
+        return twins
 
     def on_one_row(self, t: Tensor) -> Tensor:
         """The tensor in t's place when the model runs on a single row."""
@@ -124,6 +122,30 @@ class Call:
                 self.leave(t, [get_gradient_edge(copies[id(t)])], Summed.over_rows(layout, self.inputs, shape))
             return self.run_with(copies)
         return self._one_row_at_a_time(used)
+
+    def with_owners(self, gradients: dict[int, Callable[[Owners], Outer | Summed]] | None = None) -> Any:
+        """Carry the operation out where no axis of its result counts the rows: see `owners.py`.
+
+        `gradients` has, for tracked arguments by id, how their gradients follow once owners are known; for any others
+        the operation's own derivative does.
+        """
+        used = [t for t in self.meeting.arguments if self.tracked(t)]
+        copies = {id(t): t.detach().requires_grad_() for t in used}
+        before = [get_gradient_edge(t).node for t in self.meeting.arguments if id(t) not in copies and t.requires_grad]
+        out = each_tensor(self.run_with(copies), lambda t: t.clone() if t._is_view() else t)
+        results = [t for t in tensors_in(out) if t.requires_grad]
+        if not results:
+            raise Unclear(f"{self.meeting.name} gives no result")
+        if len(results) == 1:
+            self.recorder.reach.enclose(results[0].grad_fn, before)
+        edges = tuple(get_gradient_edge(t) for t in results)
+        how: dict[int, Callable[[Owners], Outer | Summed]] = dict(gradients or {})
+        for key, copy in copies.items():
+            how.setdefault(key, partial(Owners.by_autograd, copy=copy))
+        self.recorder.scattered.append(Scattered(results, edges, [(t, how[id(t)]) for t in used]))
+        if gradients is None:
+            self.recorder.general |= {name for t in used for name in roots(t, self.recorder.weights)}
+        return out
 
     def _one_row_at_a_time(self, used: list[Tensor]) -> Any:
         """Runs the operation once per row on fresh copies of `used`, leaves their pieces, joins the results."""

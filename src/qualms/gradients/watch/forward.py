@@ -10,6 +10,8 @@ from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.rows import Rows, logits_of
 from qualms.gradients.watch.meetings import TwinPasses
+from qualms.gradients.watch.owners import settled
+from qualms.gradients.watch.parts import joined
 from qualms.gradients.watch.record import Recorder
 from qualms.gradients.watch.weights import Reach, UseOrder, Weights, nodes_behind
 
@@ -22,6 +24,8 @@ def recorded(model: nn.Module, on: Rows, weights: Weights, twins: TwinPasses | N
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
         require_no_bypass(logits, [*model.parameters(), *weights.leaves.values()], recorder.reach)
+    recorder.pieces += settled(recorder.scattered, logits, recorder.rows // recorder.per_input)
+    recorder.pieces = joined(recorder.pieces, weights)
     return logits, recorder
 
 

@@ -2,19 +2,34 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
-@dataclass
-class Meeting:
-    """An operation that brought parameters and input together: its name, tensor arguments and tensor results."""
+@dataclass(frozen=True)
+class Place:
+    """What an operation is known by in another pass: its name and parameters. The same may happen several times."""
 
     name: str
+    parameters: frozenset[str]
+
+
+@dataclass
+class Meeting:
+    """An operation that brought parameters and input together: where, its tensor arguments and tensor results."""
+
+    place: Place
+    time: int  # how often the same happened before, in this pass
     arguments: list[Tensor]
     results: list[Tensor] = field(default_factory=list)
     tracked: frozenset[int] = frozenset()  # places of arguments that come from parameters alone
+
+    @property
+    def name(self) -> str:
+        """Of the operation."""
+        return self.place.name
 
 
 def largest_result(meetings: Iterable[Meeting]) -> int:
@@ -24,14 +39,31 @@ def largest_result(meetings: Iterable[Meeting]) -> int:
 
 @dataclass(frozen=True)
 class TwinPasses:
-    """The same forward pass on one row and on two: comparing them tells which axis counts the rows."""
+    """The same forward pass on one row and on two: comparing them tells which axis counts the rows.
+
+    `scattered` are the places where none does, because the values of the input decide what stands where.
+    """
 
     one: list[Meeting]
     two: list[Meeting]
+    scattered: set[Place] = field(default_factory=set)
+
+    def of(self, meeting: Meeting) -> tuple[Meeting, Meeting] | None:
+        """The same meeting in the two passes, if it takes place in both."""
+        found = [of_pass.get((meeting.place, meeting.time)) for of_pass in self._by_place]
+        one, two = found
+        return None if one is None or two is None else (one, two)
+
+    @cached_property
+    def _by_place(self) -> tuple[dict[tuple[Place, int], Meeting], dict[tuple[Place, int], Meeting]]:
+        one, two = ({(m.place, m.time): m for m in of_pass} for of_pass in (self.one, self.two))
+        return one, two
 
     def light(self) -> "TwinPasses":
         """The same without the graphs, and without values where shapes tell all: what may be kept."""
-        for one, two in zip(self.one, self.two, strict=False):
+        first, second = self._by_place
+        for place, one in first.items():
+            two = second.get(place, one)
             for i, (a, b) in enumerate(zip(one.arguments, two.arguments, strict=False)):
                 if i not in one.tracked:
                     one.arguments[i], two.arguments[i] = _light(a, b)

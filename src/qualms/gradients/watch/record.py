@@ -15,6 +15,7 @@ is caught by the checks of `exact/checks.py`.
 
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,12 +24,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from qualms.gradients.inputs import Unclear
 from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.watch.call import Call
-from qualms.gradients.watch.meetings import Meeting, TwinPasses
+from qualms.gradients.watch.meetings import Meeting, Place, TwinPasses
+from qualms.gradients.watch.owners import Scattered
 from qualms.gradients.watch.pieces import Piece
-from qualms.gradients.watch.rules import find_rule
-from qualms.gradients.watch.weights import Reach, UseOrder, Weights
+from qualms.gradients.watch.rules import SCATTERED, find_rule
+from qualms.gradients.watch.weights import Reach, UseOrder, Weights, roots
 
 
 class Recorder(TorchFunctionMode):
@@ -42,7 +45,8 @@ class Recorder(TorchFunctionMode):
         self.pieces: list[Piece] = []
         self.reach = Reach()
         self.meetings: list[Meeting] = []
-        self.count = 0  # of meetings so far
+        self.scattered: list[Scattered] = []
+        self._times: Counter[Place] = Counter()  # how often each meeting took place so far
         self.first_use: list[str] = []
         self.general: set[str] = set()  # parameters that no rule covered
         self.reads_values = False  # something that depends on the input becomes a Python number or an array
@@ -59,6 +63,10 @@ class Recorder(TorchFunctionMode):
         given = list(tensors_in((args, kwargs)))
         tracked = [t for t in given if id(t) in self._tracked]
         active = any(t in self._active for t in given)
+        if tracked and active and _bare_name(func) == "getitem":
+            # W[e] with a single e is W[3], say: the input is read, as if by `int(e)`, and W[3] is tracked.
+            active = any(t in self._active and (t.ndim > 0 or t.is_floating_point()) for t in given)
+            self.reads_values |= not active
         if active:
             self.reads_values |= _bare_name(func) in _READING
             self.shapes_vary |= _counts(_bare_name(func), args, [t for t in given if t in self._active])
@@ -66,12 +74,13 @@ class Recorder(TorchFunctionMode):
             out = func(*args, **kwargs)
             if active:
                 self._mark(tensors_in(out))
-                if func in _WRITES or getattr(func, "__name__", "").endswith("_"):
+                if _writes(func):
                     self._mark(given[:1])
             return out
         if not active:
             out = func(*args, **kwargs)
-            derived = {id(t): t for t in tensors_in(out) if t.requires_grad}
+            written = given[:1] if _writes(func) else []
+            derived = {id(t): t for t in (*tensors_in(out), *written) if t.requires_grad}
             self._tracked |= derived
             if derived:
                 self._used(tracked)
@@ -95,17 +104,33 @@ class Recorder(TorchFunctionMode):
 
     def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         name = str(getattr(func, "__name__", func)).split(".")[0]
-        meeting = Meeting(name, given, tracked=frozenset(i for i, t in enumerate(given) if id(t) in self._tracked))
-        self.count += 1
+        places = frozenset(i for i, t in enumerate(given) if id(t) in self._tracked)
+        behind = [roots(given[i], self.weights) for i in places]
+        place = Place(name, frozenset[str]().union(*behind))
+        meeting = Meeting(place, self._times[place], given, tracked=places)
+        self._times[place] += 1
         if self.twins is None:  # a first look, to be compared with another; later ones need not be remembered
             self.meetings.append(meeting)
         call = Call(self, func, args, kwargs, meeting)
-        rule = find_rule(name)
-        out = rule(call, *args, **kwargs) if rule and _fits(rule, call, args, kwargs) else NotImplemented
-        if out is NotImplemented:
-            out = call.with_copies()
+        out = self._by_layout(call, args, kwargs)
         meeting.results = list(tensors_in(out))
         return out
+
+    def _by_layout(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By a rule or the general path; where rows have no axis of their own, by the owners of entries."""
+        left = len(self.pieces)
+        try:
+            if self.twins is not None and call.meeting.place in self.twins.scattered:
+                raise Unclear("known not to keep its rows apart")
+            out = _by_rule(find_rule(call.meeting.name), call, args, kwargs)
+            return call.with_copies() if out is NotImplemented else out
+        except Unclear:
+            if self.twins is None:
+                raise
+            del self.pieces[left:]
+            self.twins.scattered.add(call.meeting.place)
+            out = _by_rule(SCATTERED.get(call.meeting.name.strip("_")), call, args, kwargs)
+            return call.with_owners() if out is NotImplemented else out
 
     def _used(self, tracked: list[Tensor]) -> None:
         """Appends to `first_use` the names of the parameters among these tensors that are not in it yet."""
@@ -119,13 +144,15 @@ class Recorder(TorchFunctionMode):
                 self._active[t._base] = True
 
 
-def _fits(rule: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation was called with the arguments that the rule knows."""
+def _by_rule(rule: Callable[..., Any] | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the rule says, or NotImplemented if it does not know the arguments that the operation was called with."""
+    if rule is None:
+        return NotImplemented
     try:
         inspect.signature(rule).bind(call, *args, **kwargs)
     except TypeError:
-        return False
-    return True
+        return NotImplemented
+    return rule(call, *args, **kwargs)
 
 
 def _bare_name(func: Any) -> str:
@@ -140,6 +167,11 @@ def _counts(name: str, args: tuple[Any, ...], active: list[Tensor]) -> bool:
     if name == "repeat_interleave":
         return any(not t.is_floating_point() for t in active)
     return name in _COUNTING or (name == "where" and len(args) == 1)
+
+
+def _writes(func: Any) -> bool:
+    """Whether the operation changes its first argument."""
+    return func in _WRITES or getattr(func, "__name__", "").endswith("_")
 
 
 _WRITES = (Tensor.__setitem__, torch.ops.aten.copy_.default)

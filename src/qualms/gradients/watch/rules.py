@@ -87,6 +87,21 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
     return out
 
 
+def scattered_linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """`linear` where no axis counts the rows."""
+    if call.tracked(input) or weight.ndim != 2:
+        return NotImplemented
+    gradients = {id(weight): lambda whose: whose.product(input, lambda grad: grad.squeeze(1))}
+    return call.with_owners(gradients | ({} if bias is None else {id(bias): lambda whose: whose.total(bias)}))
+
+
+def scattered_matmul(call: Call, input: Tensor, other: Tensor) -> Any:
+    """`matmul` where no axis counts the rows."""
+    if call.tracked(input) or other.ndim != 2 or input.ndim < 2:
+        return NotImplemented
+    return call.with_owners({id(other): lambda whose: whose.product(input, lambda grad: grad.squeeze(1).mT)})
+
+
 # Embeddings: δ ⊗ one-hot.
 
 
@@ -172,4 +187,10 @@ RULES: dict[str, Callable[..., Any]] = {
     **{f"conv{n}d": convolution_rule(n) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": transposed_convolution_rule(n) for n in (1, 2, 3)},
     **RECURRENT,
+}
+# The same where the values of the input decide what stands where.
+SCATTERED: dict[str, Callable[..., Any]] = {
+    "linear": scattered_linear,
+    "matmul": scattered_matmul,
+    "mm": scattered_matmul,
 }

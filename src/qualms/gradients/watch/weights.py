@@ -34,6 +34,15 @@ class Weights:
         return next(iter(self.leaves.values())).device
 
 
+def part_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
+    """The parameter and the number on its first axis, if that is all that a tracked tensor is: W[3]."""
+    node: Any = t.grad_fn
+    if type(node).__name__ != "SelectBackward0" or node._saved_dim != 0:
+        return None
+    name = weights.names.get(id(getattr(node.next_functions[0][0], "variable", None)))
+    return None if name is None else (name, int(node._saved_index))
+
+
 def roots(t: Tensor, weights: Weights) -> set[str]:
     """The parameters that a tracked tensor was computed from."""
     if id(t) in weights.names:

@@ -1,0 +1,77 @@
+"""Matrices kept in one parameter, such as those of all experts: their gradients stand side by side in the parameter's.
+
+Each matrix W[e] has a piece of its own. Together they are one `Outer` with a group for each, so that the parameter's
+gradient, zero but for the experts that were asked, need not be written out to have its norm.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.watch.pieces import Outer, Piece
+from qualms.gradients.watch.weights import Weights, part_of
+
+
+def joined(pieces: Sequence[Piece], weights: Weights) -> list[Piece]:
+    """The same pieces, those of different matrices of one parameter put together."""
+    found: dict[str, dict[int, Piece]] = {}
+    others: list[Piece] = []
+    for piece in pieces:
+        part = part_of(piece.target, weights)
+        of_parameter = None if part is None else found.setdefault(part[0], {})
+        if part is None or of_parameter is None or part[1] in of_parameter or not _plain(piece):
+            others.append(piece)
+        else:
+            of_parameter[part[1]] = piece
+    return others + [_together(weights.leaves[name], parts) for name, parts in found.items() if parts]
+
+
+def _plain(piece: Piece) -> bool:
+    return isinstance(piece.gradient, Outer) and piece.gradient.sizes[3] == 1 and len(piece.edges) == 1
+
+
+def _together(target: Tensor, parts: dict[int, Piece]) -> Piece:
+    numbers, pieces = list(parts), list(parts.values())
+    outers = [piece.gradient for piece in pieces if isinstance(piece.gradient, Outer)]
+    edges = tuple(piece.edges[0] for piece in pieces)
+    return Piece(target, edges, Parts.of(outers, numbers, target))
+
+
+@dataclass
+class Parts(Outer):
+    """The gradients of matrices that stand side by side: one cotangent for each, and one group."""
+
+    outers: Sequence[Outer] = ()
+
+    @classmethod
+    def of(cls, outers: Sequence[Outer], numbers: list[int], target: Tensor) -> "Parts":
+        """From the gradients of target[number]."""
+
+        def arrange(grad: Float[Tensor, "b g o f"]) -> Tensor:
+            whole = grad.new_zeros(len(grad), *target.shape)
+            whole[:, numbers] = torch.stack([outer.arrange(grad[:, [g]]) for g, outer in enumerate(outers)], dim=1)
+            return whole
+
+        def still() -> Tensor:
+            return side_by_side([outer.fixed for outer in outers])
+
+        first, most = outers[0], max(outer.sizes[0] for outer in outers)
+        _, o, f, _ = first.sizes
+        return cls(first.moving, still, arrange, first.inputs, (most, o, f, len(outers)), outers=outers)
+
+    def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
+        """The factor δ that a cotangent gives; zero for a matrix that it does not reach."""
+        known = {g: self.outers[g].delta([d]) for g, d in enumerate(cotangents) if d is not None}
+        some = next(iter(known.values()))
+        none = some.new_zeros(len(some), 0, some.shape[2])
+        return self._positions(side_by_side([known.get(g, none) for g in range(len(self.outers))], self.sizes[0]))
+
+
+def side_by_side(factors: Sequence[Float[Tensor, "b _ f"]], most: int = 0) -> Float[Tensor, "b t g f"]:
+    """One group for each, with zeros at positions that it does not have."""
+    t = max(most, *(factor.shape[1] for factor in factors))
+    return torch.stack([F.pad(factor, (0, 0, 0, t - factor.shape[1])) for factor in factors], dim=2)
