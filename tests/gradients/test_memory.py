@@ -139,3 +139,12 @@ def test_blocks_of_directions_are_all_directions() -> None:
     blocks = [v.unflatten(1, (3, 2)) * s[:, :, None, None] for v, s in wanted.along(z, 8 * z.numel() * 2).blocks()]
     assert [len(block) for block in blocks] == [2, 2, 1, 1, 2, 2, 1]
     assert torch.equal(torch.cat(blocks).flatten(1, 2), whole)
+
+
+def test_smoothed_scores_of_rows_that_run_alone_weight_them_by_the_input_itself() -> None:
+    torch.manual_seed(0)
+    model, x = OneAtATime().double(), torch.randn(2, 484).double()
+    model.before, model.after = nn.Linear(484, 5).double(), nn.Linear(5, 4).double()
+    with pytest.warns(qualms.errors.SlowWarning):
+        have = qualms.score(model, x, "negrad+smooth(0.5,2)")
+    torch.testing.assert_close(have, qualms.score(model, x, "negrad+smooth(0.5,2)", engine="reference"))
