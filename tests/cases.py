@@ -225,6 +225,7 @@ CASES = [
     Case("sequences-in-batch-axis", net.ParallelSequences, sequences(3)),
     Case("experts-in-one-parameter", net.MatrixExperts, sequences()),
     Case("experts-with-biases", lambda: net.MatrixExperts(bias=True), sequences(), general=...),
+    Case("gated-words", net.GatedWords, sequences(), general=...),
     Case("multiple-choice", net.Choices, lambda: torch.randn(INPUTS, 3, 5, 6, dtype=torch.double)),
     Case("pixels-as-words", net.PixelsAsWords, lambda: torch.randn(INPUTS, 96, dtype=torch.double)),
     Case("masks-padding-where-there-is-any", net.MasksPadding, padded_text, general=...),
