@@ -262,7 +262,7 @@ CASES = [
     Case("scripted", scripted, images(3, 4), general=None),
     Case("hidden-from-function-modes", net.Hidden, sequences(), general=None),
     Case("batch-mixing", net.Mixing, sequences(), general=None),
-    Case("routed-by-input", net.Routed, sequences(), general=None),
+    Case("routed-by-input", net.Routed, sequences(), general=...),
     Case("scripted-activation", net.ScriptedActivation, lambda: innocent_first(), general=...),
     Case("through-numpy", net.ThroughNumpy, lambda: innocent_first(), general=...),
     Case("through-numbers", net.ThroughNumbers, lambda: innocent_first(), general=...),
@@ -304,7 +304,7 @@ CASES = [
     Case("slope-inside", evasive.SlopeInside, lambda: innocent_first(), general=None),
     Case("factor-from-numbers", evasive.FactorFromNumbers, lambda: innocent_first(), general=...),
     Case("experts", evasive.Experts, lambda: innocent_first(), general=...),
-    Case("early-exit", evasive.EarlyExit, lambda: innocent_first(), general=None),
+    Case("early-exit", evasive.EarlyExit, lambda: innocent_first(), general=...),
     Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
     Case(
         "embedding-bag-sparse",
