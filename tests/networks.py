@@ -456,6 +456,22 @@ class MatrixExperts(nn.Module):
         return self.fc(torch.tanh(h + out).view(x.shape).sum(1))
 
 
+class GatedWords(nn.Module):
+    """Words without padding, in an operation without a rule, of whose results the logits need one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.fc = nn.GRUCell(6, 6), nn.Linear(6, 3)
+        self.start = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[:, :, 0] > 0
+        words = self.cell(x[kept])
+        first, _ = torch.linalg.qr(words[:, :, None] * self.start)
+        owner = torch.arange(len(x))[:, None].expand_as(kept)[kept]
+        return self.fc(x.new_zeros(len(x), 6).index_add(0, owner, words + first[:, :, 0].abs()))
+
+
 class Choices(nn.Module):
     """Multiple choice: the answers to a question stand beside each other in the batch, all with the same positions."""
 

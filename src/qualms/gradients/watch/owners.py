@@ -36,10 +36,11 @@ def settled(scattered: Sequence[Scattered], logits: Float[Tensor, "rows c"], inp
     found = dict(zip(edges, owners(logits, edges, inputs), strict=True)) if edges else {}
     pieces: list[Piece] = []
     for one in scattered:
-        numbers = [owner for edge in one.edges if (owner := found[edge]) is not None]
-        if len(numbers) == len(one.edges):  # else the logits do not depend on it
-            whose = Owners(one.results, numbers, inputs)
-            pieces += [Piece(target, one.edges, gradient(whose)) for target, gradient in one.gradients]
+        reached = [(r, e, n) for r, e in zip(one.results, one.edges, strict=True) if (n := found[e]) is not None]
+        if reached:
+            results, own, numbers = zip(*reached, strict=True)
+            whose = Owners(results, numbers, inputs)
+            pieces += [Piece(target, own, gradient(whose)) for target, gradient in one.gradients]
     return pieces
 
 
@@ -70,7 +71,7 @@ def owners(
 
 def _require_one_owner(have: Tensor, want: Tensor) -> None:
     # Doubling is exact in floating point, so what is left is the order of sums, on devices where that varies.
-    room = 1e-3 * want.abs() + 100 * torch.finfo(want.dtype).eps * want.square().sum().sqrt()
+    room = torch.finfo(want.dtype).eps * (1000 * want.abs() + 100 * torch.linalg.vector_norm(want))
     if bool(((have - want).abs() > room).any()):
         raise Unclear("the inputs of a batch influence each other")
 

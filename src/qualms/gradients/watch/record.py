@@ -124,8 +124,8 @@ class Recorder(TorchFunctionMode):
                 raise Unclear("known not to keep its rows apart")
             out = _by_rule(find_rule(call.meeting.name), call, args, kwargs)
             return call.with_copies() if out is NotImplemented else out
-        except Unclear:
-            if self.twins is None:
+        except (Unclear, RuntimeError) as error:  # copies for as many rows as there would be do not fit what is there
+            if self.twins is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             del self.pieces[left:]
             self.twins.scattered.add(call.meeting.place)
