@@ -37,7 +37,7 @@ from qualms.models.vit import vit_small
 RESULTS = Path(__file__).parent / "results" / "speed.jsonl"
 BATCHES = (1, 4, 16, 64, 256)
 DRAWS = (2, 8, 32)
-TOLERANCE = 0.015  # with many classes: some of them stand for all
+TOLERANCE = 0.025  # with many classes: some of them stand for all
 Way = Callable[[nn.Module, Tensor], Tensor]
 
 

@@ -51,7 +51,7 @@ class Scorer:
         batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of a score that the exact engine may be off by to save passes; 0 is exact. With more than
-            32 classes, only those that count most for an input and a few of the others are run, so many that the
+            24 classes, only those that count most for an input and a few of the others are run, so many that the
             score's standard error, which is told, is within this share. Of a `+layers` score, early layers that add
             less than this share are left out; what they add is measured on some of the directions, not proven.
         threshold: the highest score of the first method that is accepted; a number, or a `qualms.Threshold`.

@@ -22,7 +22,7 @@ from qualms.gradients.directions import Directions, Logits, of_class, others, un
 from qualms.random import generator
 
 STREAM = 1_000_000_009  # sets the start of the walk apart from other draws
-FIRST = 16  # classes that are measured at least
+FIRST = 12  # classes that are measured at least
 SPREAD = 0.07  # of ‖g_c‖ / ‖e_c - p‖ among an input's classes: a guess to begin with; what is found decides
 FEWEST = 4  # drawn classes that tell an error
 Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]

@@ -21,7 +21,7 @@ Layer = tuple[Sequence[str], float]  # its parameters and its weight a_l
 class Tangents:
     """k random tangents, drawn when they are asked for; as many as fit into `room` bytes are kept, or held at once."""
 
-    draw: Callable[[int, Tangent | None], Tangent]
+    draw: Callable[..., Tangent]  # of a number, and of where to write
     law: Law
     like: dict[str, Tensor]
     room: int = 0
@@ -41,7 +41,7 @@ class Tangents:
     def __getitem__(self, j: int) -> Tangent:
         if j in self.kept:
             return self.kept[j]
-        drawn = self.draw(j, None)
+        drawn = self.draw(j)
         if self.size + sum(s.nbytes for s in drawn.values()) <= self.room:
             self.kept[j] = drawn
         return drawn
