@@ -57,12 +57,33 @@ class Words(nn.Module):
         return self.head(seen + torch.relu(self.hidden(seen)))
 
 
+class Characters(nn.Module):
+    """A character model: two LSTMs of 128 over 40 steps, attention over all of them, 465 classes."""
+
+    def __init__(self, classes: int = 465, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, 100)
+        self.first = nn.LSTM(100, width, batch_first=True)
+        self.second = nn.LSTM(width, width, batch_first=True)
+        self.attention = nn.Linear(100 + 2 * width, 1)
+        self.head = nn.Linear(100 + 2 * width, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next character."""
+        seen = self.embedding(ids)
+        first, _ = self.first(seen)
+        second, _ = self.second(first)
+        steps = torch.cat([seen, first, second], dim=-1)
+        return self.head((self.attention(steps).softmax(1) * steps).sum(1))
+
+
 NETWORKS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Tensor]]] = {
     "MNIST CNN": (mnist_cnn, lambda n: torch.randn(n, 1, 28, 28)),
     "ResNet-18": (resnet18, lambda n: torch.randn(n, 3, 32, 32)),
     "ResNet-56": (resnet56, lambda n: torch.randn(n, 3, 32, 32)),
     "ResNet-50": (resnet50, lambda n: torch.randn(n, 3, 32, 32)),
     "ViT": (vit_small, lambda n: torch.randn(n, 3, 32, 32)),
+    "characters": (Characters, lambda n: torch.randint(0, 465, (n, 40))),
     "30,000 words": (Words, lambda n: torch.randint(0, 30_000, (n, 16))),
 }
 
@@ -138,6 +159,8 @@ JOBS = [
     Job("draws", "ResNet-18", 10, (*((f"exact, N = {n}", 2) for n in DRAWS), ("sketch, N = 8", 4),
                                    ("the loop in batches, N = 100", 1), ("the paper's loop, N = 100", 1)), rounds=1),
     Job("tolerance", "ResNet-18", 10, (("exact", 96), ("exact, tolerance 0.001", 96), ("exact, tolerance 0.01", 96)),
+        rounds=1),
+    Job("recurrent", "characters", 465, (("exact", 4), ("sketch", 32), (f"exact, tolerance {TOLERANCE}", 32)),
         rounds=1),
     Job("words", "30,000 words", 30_000, (("sketch", 64), ("exact", 8)), rounds=2),
 ]  # fmt: skip

@@ -73,6 +73,10 @@ def aims(speed: list[Row], ranks: list[Row]) -> str:
     for part, network, classes in (("few classes", "ResNet-56", 100), ("classes", "ResNet-18", 1000)):
         passes = one(speed, part=part, network=network, classes=classes, way=FEW)["passes"]
         add(f"{network}, {classes} classes, {FEW}: at most 60 forward passes", passes, passes <= 60)
+    for way, most in (("exact", 700), ("sketch", 120)):
+        passes = one(speed, part="recurrent", way=way)["passes"]
+        add(f"a character model with two LSTMs, 465 classes, {way}: at most {most} forward passes", passes,
+            passes <= most, ".0f")  # fmt: skip
     few = [r for r in ranks if r["part"] == "tolerance" and r["way"] == FEW.removeprefix("exact, ")]
     for row in few:
         add(f"{row['network']}, {row['way']}: rank correlation with exact at least 0.999 (worst of 3 seeds)",
