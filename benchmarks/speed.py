@@ -4,7 +4,8 @@
 
 One process for each job, which times its ways in turn. Every time is the median over rounds, divided by that of a plain
 forward pass over 32 inputs in the same rounds, so numbers are ratios within one process. Peak memory is what a call
-adds to the process. Rows go to `results/speed.jsonl` beside this file as they come.
+adds to the process. "Second call" is a `Scorer` that has seen an input of the kind before. Rows go to
+`results/speed.jsonl` beside this file as they come.
 """
 
 import argparse
@@ -16,25 +17,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from peers import PEERS
+from peers import PEERS, loop_in_batches
 from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.settings import Engine
 from qualms.methods.regrad import REGrad
+from qualms.models.cifar_resnet import resnet56
 from qualms.models.cnn import mnist_cnn
 from qualms.models.resnet import resnet18, resnet50
 from qualms.models.vit import vit_small
 
 RESULTS = Path(__file__).parent / "results" / "speed.jsonl"
 BATCHES = (1, 4, 16, 64, 256)
-DRAWS = (2, 4, 8, 16, 32)
+DRAWS = (2, 8, 32)
+TOLERANCE = 0.025  # with many classes: some of them stand for all
 Way = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -54,11 +57,33 @@ class Words(nn.Module):
         return self.head(seen + torch.relu(self.hidden(seen)))
 
 
+class Characters(nn.Module):
+    """A character model: two LSTMs of 128 over 40 steps, attention over all of them, 465 classes."""
+
+    def __init__(self, classes: int = 465, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, 100)
+        self.first = nn.LSTM(100, width, batch_first=True)
+        self.second = nn.LSTM(width, width, batch_first=True)
+        self.attention = nn.Linear(100 + 2 * width, 1)
+        self.head = nn.Linear(100 + 2 * width, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next character."""
+        seen = self.embedding(ids)
+        first, _ = self.first(seen)
+        second, _ = self.second(first)
+        steps = torch.cat([seen, first, second], dim=-1)
+        return self.head((self.attention(steps).softmax(1) * steps).sum(1))
+
+
 NETWORKS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Tensor]]] = {
     "MNIST CNN": (mnist_cnn, lambda n: torch.randn(n, 1, 28, 28)),
     "ResNet-18": (resnet18, lambda n: torch.randn(n, 3, 32, 32)),
+    "ResNet-56": (resnet56, lambda n: torch.randn(n, 3, 32, 32)),
     "ResNet-50": (resnet50, lambda n: torch.randn(n, 3, 32, 32)),
     "ViT": (vit_small, lambda n: torch.randn(n, 3, 32, 32)),
+    "characters": (Characters, lambda n: torch.randint(0, 465, (n, 40))),
     "30,000 words": (Words, lambda n: torch.randint(0, 30_000, (n, 16))),
 }
 
@@ -69,8 +94,22 @@ def scored(engine: Engine, draws: int = 0, antithetic: bool = True, tolerance: f
     return lambda model, x: qualms.score(model, x, method, engine=engine, tolerance=tolerance)
 
 
+@cache
+def scorer(model: nn.Module, engine: Engine) -> qualms.Scorer:
+    """One for each model, which knows it from its first call."""
+    return qualms.Scorer(model, REGrad(0.3), engine=engine)
+
+
+def again(engine: Engine) -> Way:
+    """The same by a scorer that is kept."""
+    return lambda model, x: next(iter(scorer(model, engine)(x).scores.values()))
+
+
 WAYS: dict[str, Way] = {
     "exact": scored("exact"),
+    "exact, second call": again("exact"),
+    "sketch, second call": again("sketch"),
+    f"exact, tolerance {TOLERANCE}": scored("exact", tolerance=TOLERANCE),
     "exact, tolerance 0.001": scored("exact", tolerance=1e-3),
     "exact, tolerance 0.01": scored("exact", tolerance=1e-2),
     "sketch": scored("sketch"),
@@ -79,7 +118,9 @@ WAYS: dict[str, Way] = {
     **{f"exact, N = {n}": scored("exact", n) for n in DRAWS},
     "sketch, N = 8": scored("sketch", 8),
     "the paper's loop, N = 100": scored("reference", 100, antithetic=False),
+    "the loop in batches, N = 100": partial(loop_in_batches, draws=100),
 }
+LOOPS = [way for way in WAYS if "loop" in way]  # which learn nothing from a first call
 
 
 @dataclass(frozen=True)
@@ -103,15 +144,23 @@ JOBS = [
     *(Job("batch", "MNIST CNN", 10, (("exact", n), ("sketch", n), ("BackPACK", n),
                                      *((("vmap(jacrev)", n),) if n <= 64 else ())), rounds=2) for n in BATCHES),
     *(Job("batch", "ResNet-18", 10, (("exact", n),), rounds=1) for n in BATCHES[:-1]),
-    *(Job("classes", "ResNet-18", c, (("exact", n), ("sketch", 32)), rounds=1)
-      for c, n in ((10, 16), (100, 8), (1000, 8))),
+    *(Job("one image", name, 10, (("exact, second call", 1), ("sketch, second call", 1)), rounds=7)
+      for name in ("MNIST CNN", "ResNet-18")),
+    Job("one image", "ResNet-18", 1000, (("sketch, second call", 1),), rounds=7),
+    *(Job("classes", "ResNet-18", c, (("exact", n), ("sketch", 32),
+                                      *(((f"exact, tolerance {TOLERANCE}", 32),) if c > 10 else ())), rounds=1)
+      for c, n in ((10, 16), (100, 8), (1000, 4))),
+    Job("few classes", "ResNet-56", 100, (("exact", 8), (f"exact, tolerance {TOLERANCE}", 32), ("sketch", 32)),
+        rounds=1),
     *(Job("depth", name, 10, (("exact", 16), ("sketch", 16), ("the paper's loop", 1)), rounds=1)
       for name in ("ResNet-18", "ResNet-50")),
     Job("draws", "MNIST CNN", 10, (*((f"exact, N = {n}", 32) for n in DRAWS), ("sketch, N = 8", 32),
-                                   ("the paper's loop, N = 100", 2)), rounds=2),
+                                   ("the loop in batches, N = 100", 2), ("the paper's loop, N = 100", 1)), rounds=2),
     Job("draws", "ResNet-18", 10, (*((f"exact, N = {n}", 2) for n in DRAWS), ("sketch, N = 8", 4),
-                                   ("the paper's loop, N = 100", 1)), rounds=1),
+                                   ("the loop in batches, N = 100", 1), ("the paper's loop, N = 100", 1)), rounds=1),
     Job("tolerance", "ResNet-18", 10, (("exact", 96), ("exact, tolerance 0.001", 96), ("exact, tolerance 0.01", 96)),
+        rounds=1),
+    Job("recurrent", "characters", 465, (("exact", 4), ("sketch", 32), (f"exact, tolerance {TOLERANCE}", 32)),
         rounds=1),
     Job("words", "30,000 words", 30_000, (("sketch", 64), ("exact", 8)), rounds=2),
 ]  # fmt: skip
@@ -153,7 +202,7 @@ def run(job: Job) -> list[dict[str, object]]:
             model(some)
 
     forward()
-    for way, _ in job.ways:
+    for way in {way for way, _ in job.ways}.difference(LOOPS):
         WAYS[way](model, x[:1])  # what happens once, such as the fit of a posterior, does not count
     peaks: dict[str, float] = {}
     units: list[float] = []
@@ -171,14 +220,22 @@ def run(job: Job) -> list[dict[str, object]]:
     ]
 
 
+def _smaller(job: Job, most: int | None) -> Job:
+    """The same job in one round on fewer inputs."""
+    if most is None:
+        return job
+    return replace(job, ways=tuple((way, min(n, most)) for way, n in job.ways), rounds=1)
+
+
 def main() -> None:
     """Run all jobs, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", help="only jobs of this part; the rows of others are kept")
+    parser.add_argument("--inputs", type=int, help="at most so many for each way, to see that all of them run")
     parser.add_argument("--job", type=int, help="run one job in this process, and print its rows")
     arguments = parser.parse_args()
     if arguments.job is not None:
-        print(json.dumps(run(JOBS[arguments.job])))
+        print(json.dumps(run(_smaller(JOBS[arguments.job], arguments.inputs))))
         return
     RESULTS.parent.mkdir(exist_ok=True)
     known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
@@ -188,6 +245,7 @@ def main() -> None:
         if arguments.part not in (None, job.part):
             continue
         command = [sys.executable, __file__, "--job", str(number)]
+        command += ["--inputs", str(arguments.inputs)] if arguments.inputs else []
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{asdict(job)} failed:\n{done.stderr}")

@@ -19,7 +19,7 @@ class Scored:
 
     Args:
         scores: one number for each input, by method; higher always means more uncertain.
-        errors: the standard errors that the tangents of a sketch give the scores; 0 for other engines.
+        errors: the standard errors of scores that are estimates, by a sketch or within a `tolerance`; 0 for others.
         probs: p(y | x).
         ids: the inputs' numbers, or names in their place.
         class_names: of the columns of `probs`, if they are known.
@@ -117,7 +117,7 @@ class Scored:
     def columns(self) -> dict[str, list[Any]]:
         """A table with a row for each input: id, prediction, confidence, whether it is accepted, and every score.
 
-        A sketch adds a column with the standard error of each of its scores.
+        Each score that is an estimate has its standard error in a further column.
         """
         taken = [name for name in self.scores if name in ("id", "prediction", "confidence", "accepted")]
         if taken:

@@ -50,8 +50,10 @@ class Scorer:
         seed: decides every random draw, together with an input's number.
         batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of a `+layers` score that may be left out with early layers, to save the exact engine
-            passes through them. What they add is measured on some of the directions, not proven; 0 leaves out nothing.
+        tolerance: the share of a score that the exact engine may be off by to save passes; 0 is exact. With more than
+            24 classes, only those that count most for an input and a few of the others are run, so many that the
+            score's standard error, which is told, is within this share. Of a `+layers` score, early layers that add
+            less than this share are left out; what they add is measured on some of the directions, not proven.
         threshold: the highest score of the first method that is accepted; a number, or a `qualms.Threshold`.
         class_names: names of the classes, in the order of the logits.
 
@@ -133,14 +135,14 @@ class Scorer:
             found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             probs = passes.probs.detach()
+            gradients = {name: m for name, m in self.methods.items() if isinstance(m, GradientScore)}
+            estimated = tuple(name for name, m in gradients.items() if passes.estimates(m))
         if self.class_names is not None and len(self.class_names) != probs.shape[1]:
             raise QualmsError(
                 f"there are {len(self.class_names)} class_names and {probs.shape[1]} logits; name every class once."
             )
         ids = range(first, first + count(batch))
-        sketched = self.settings.sketch is not None
-        names = tuple(name for name, m in self.methods.items() if sketched and isinstance(m, GradientScore))
-        return Scored(found, errors, probs, ids, self.class_names, self.threshold, names)
+        return Scored(found, errors, probs, ids, self.class_names, self.threshold, estimated)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""

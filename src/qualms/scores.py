@@ -47,7 +47,7 @@ def score(
         seed: decides every random draw, together with an input's number.
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of a `+layers` score that may be left out with early layers.
+        tolerance: the share of a score that it may be off by, to save passes (see `Scorer`).
         progress: True for a count on the terminal, or a function that is told how many inputs are done.
 
     Example:
@@ -93,7 +93,7 @@ def score_with_error(
     budget: int | None = None,
     tolerance: float = 0.0,
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Scores, and the standard error that the random tangents of `engine="sketch"` give them (0 for other engines).
+    """Scores, and the standard errors of those that are estimates: by `engine="sketch"`, or within a `tolerance`.
 
     The tangents are shared by all inputs, so most of the error is common to them: rankings are more reliable
     than it suggests. Arguments as for `score`.
@@ -156,7 +156,7 @@ def compare(
         seed: decides every random draw, together with an input's number.
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of a `+layers` score that may be left out with early layers.
+        tolerance: the share of a score that it may be off by, to save passes (see `Scorer`).
         progress: True for a count on the terminal, or a function that is told how many inputs are done.
 
     Returns:

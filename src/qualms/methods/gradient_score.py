@@ -67,7 +67,7 @@ class GradientScore(Method):
         return passes.gradient_score(self)[0]
 
     def error(self, passes: Passes) -> Float[Tensor, " b"]:
-        """The standard error that the random tangents of a sketch give the score."""
+        """The standard error of a score from random tangents, or from some of many classes."""
         return passes.gradient_score(self)[1]
 
     @property

@@ -75,7 +75,7 @@ class Method(Protocol):
         """One number for each input."""
 
     def error(self, passes: Passes) -> Float[Tensor, " b"]:
-        """The standard error of the score that comes from a sketch's random tangents; 0 where there is none."""
+        """The standard error of a score that is an estimate; 0 where it is none."""
         return torch.zeros(len(passes.logits), dtype=torch.double, device=passes.device)
 
     @property

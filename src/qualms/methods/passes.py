@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.directions import Directions
+from qualms.gradients.exact.likeliest import FIRST
 from qualms.gradients.inputs import Batch, batches, count, take, tensors
 from qualms.gradients.job import Job
 from qualms.gradients.layers import total_norms
@@ -25,6 +26,7 @@ from qualms.gradients.sketch.engine import sketch_totals
 from qualms.gradients.sketch.stable import Sample
 from qualms.gradients.smoothing import Smoothing
 from qualms.gradients.table import LayerTable, layer_table
+from qualms.methods.few_classes import scores_by_few_classes
 from qualms.methods.head import Head, with_head
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Passes:
     def __init__(self, subject: Subject, batch: Batch, first: int = 0) -> None:
         self.subject, self.batch, self.first = subject, batch, first
         self._tables: dict[tuple[Smoothing | None, Directions, bool], LayerTable] = {}
-        self._sketched: dict[GradientScore, tuple[Tensor, Tensor]] = {}
+        self._estimated: dict[GradientScore, tuple[Tensor, Tensor]] = {}
         self._draws: dict[Smoothing, Tensor] = {}
 
     @property
@@ -101,7 +103,7 @@ class Passes:
         the consecutive ones that it takes, so that these logits also tell whether inputs influence each other.
         """
         inputs = count(self.batch)
-        groups = max(2 if self._compared else 1, -(-inputs // self.subject.rows_at_once))
+        groups = max(2 if self._compared and inputs > 1 else 1, -(-inputs // self.subject.rows_at_once))
         members = [list(range(start, inputs, groups)) for start in range(groups)]
         parts = [with_head(self.model, take(self.batch, group)) for group in members]
         order = torch.tensor([i for group in members for i in group]).argsort()
@@ -113,7 +115,7 @@ class Passes:
     @property
     def _compared(self) -> bool:
         """Whether the exact engine will run, on the inputs themselves: smoothed ones it compares on its own."""
-        exact = self.subject.settings.engine_name == "exact" and count(self.batch) > 1
+        exact = self.subject.settings.engine_name == "exact"
         return exact and any(method.smooth is None for method in self.subject.gradient_methods)
 
     @property
@@ -151,16 +153,22 @@ class Passes:
     # Gradients.
 
     def gradient_score(self, method: "GradientScore") -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-        """Σ_m w_m ‖g_m‖ over the gradients along a method's directions, and the standard error a sketch gives it."""
-        if self.subject.settings.sketch is not None:
-            if method not in self._sketched:
-                self._sketch(method)
-            return self._sketched[method]
+        """Σ_m w_m ‖g_m‖ over the gradients along a method's directions, and its standard error if it is estimated."""
+        if self.estimates(method):
+            if method not in self._estimated:
+                (self._draw_classes if self.subject.settings.sketch is None else self._sketch)(method)
+            return self._estimated[method]
         table, columns = self._norms(method)
         norms = total_norms(table.values[:, columns].double(), method.layers, self.subject.settings.norm)
         # p of the rows as the engine ran them: alone, if inputs influence each other.
         value = (method.weights(table.logits.double().softmax(-1)) * norms).sum(-1)
         return value, torch.zeros_like(value)
+
+    def estimates(self, method: "GradientScore") -> bool:
+        """Whether a score has a standard error: it is sketched, or comes from some of many classes."""
+        settings, many = self.subject.settings, self._outcome[0].shape[1] > 2 * FIRST
+        few = settings.tolerance > 0 and settings.engine_name == "exact" and method.direction == "classes" and many
+        return settings.sketch is not None or few
 
     def _norms(self, method: "GradientScore") -> tuple[LayerTable, slice]:
         """Gradient norms per layer, from the one pass that serves all methods, and where this one's directions are."""
@@ -194,7 +202,16 @@ class Passes:
                 parts[m].append(((weights * norms[:, columns]).sum(-1), own.weighted_error(norms[:, columns], weights)))
         for m, blocks in parts.items():
             values, errors = (torch.cat(column) for column in zip(*blocks, strict=True))
-            self._sketched[m] = values, errors
+            self._estimated[m] = values, errors
+
+    def _draw_classes(self, method: "GradientScore") -> None:
+        """All scores that are sums over the same classes, from some of them."""
+        foreseen = self.subject.gradient_methods
+        like = [m for m in foreseen if (m.smooth, m.direction) == (method.smooth, method.direction)]
+        methods = list(dict.fromkeys(like)) if method in foreseen else [method]
+        lam = self.subject.smallest_lambda(method.smooth) if method in foreseen else None
+        job, learnt = self.job(Directions((method.direction,)), method.smooth), self.subject.learnt
+        self._estimated |= scores_by_few_classes(job, methods, self.logits, learnt, regrouped=self._regrouped, lam=lam)
 
     def job(self, directions: Directions, smooth: Smoothing | None) -> Job:
         """The batch as an engine takes it."""

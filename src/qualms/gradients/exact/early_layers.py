@@ -80,7 +80,7 @@ class EarlyLayers:
         coin = torch.Generator().manual_seed(0)
         signs = (torch.randint(0, 2, p.shape[-1:], generator=coin) * 2 - 1).to(p)
         tried = [of_class(z, z[:, 0].argmax(-1)), (signs - p * signs.sum())[None]]  # Σ_c ±(e_c - p)
-        tried += [DIRECTIONS[name](z) for name in directions.names if name != "classes"]
+        tried += [DIRECTIONS[name](z) for name in directions.names if name in DIRECTIONS and name != "classes"]
         cotangents = Cotangents.of(torch.cat(tried).flatten(1, 2), inputs)
         values = measure(logits, cotangents, pieces, weights, inputs, self.cutoff.kind)
         if not self.cutoff.holds(values, self.order, self.early):

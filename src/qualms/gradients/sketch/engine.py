@@ -4,7 +4,8 @@ For a tangent s on the weights one forward-mode pass over a batch gives J s, and
 v: the projections of all class gradients on s at once. The same k tangents serve all inputs, so most of their noise is
 common to all and leaves the ranking alone. The weights a_l of the layers are folded into the tangents:
 
-- *quadrature*: s_l = a_l ξ_l with ξ_l normal. A projection is normal with variance Σ_l a_l² ‖g_l‖².
+- *quadrature*: s_l = a_l ξ_l with ξ_l random signs (normal for small parameters). A projection has variance
+  Σ_l a_l² ‖g_l‖², and as a sum of many terms it is as good as normal.
 - *sum*, the paper's form: s_l = a_l ξ_l / ζ_l with ζ_l one normal number for each layer. A layer's projection is Cauchy
   with scale a_l ‖g_l‖, and scales of independent Cauchy variables add up: Σ_l a_l ‖g_l‖, with no tangent of its own for
   any layer.
@@ -15,8 +16,9 @@ tangent is believed, v·(J s) of the first row is compared with ⟨Jᵀv, s⟩ f
 they give in other company.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,19 +27,20 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.directions import projected
-from qualms.gradients.inputs import tensors
+from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped, layer_weights
 from qualms.gradients.learnt import Key, Learnt
+from qualms.gradients.precision import close, close_logits
+from qualms.gradients.rows import Rows
 from qualms.gradients.settings import Sketch
-from qualms.gradients.sketch.push import Push, PushProbe, RowGradient, Tangent, checked_pushes, working_push
+from qualms.gradients.sketch.push import Push, PushProbe, RowGradient, checked_pushes, forward_mode, working_push
 from qualms.gradients.sketch.stable import Law, Sample
-from qualms.random import generator
+from qualms.gradients.sketch.tangents import Layer, Tangents, tangent
 
-TANGENT_STREAM = 1_000_000_007  # sets the draws of tangents apart from those of inputs
+log = logging.getLogger("qualms")
 MOST_BYTES = 2**24  # of one result
 LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
-Layer = tuple[Sequence[str], float]  # its parameters and its weight a_l
 
 
 def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
@@ -62,52 +65,6 @@ def sketch_layers(job: Job, learnt: Learnt) -> tuple[dict[str, tuple[Tensor, Ten
         norms, errors, logits = (torch.cat(parts) for parts in zip(*blocks, strict=True))
         found[layer] = norms, errors
     return found, logits
-
-
-@dataclass
-class Tangents:
-    """k random tangents, drawn when they are asked for; as many as fit into `room` bytes are kept."""
-
-    draw: Callable[[int], Tangent]
-    law: Law
-    room: int = 0
-    kept: dict[int, Tangent] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        """Bytes of those that are kept."""
-        return sum(s.nbytes for tangent in self.kept.values() for s in tangent.values())
-
-    def __getitem__(self, j: int) -> Tangent:
-        if j in self.kept:
-            return self.kept[j]
-        drawn = self.draw(j)
-        if self.size + sum(s.nbytes for s in drawn.values()) <= self.room:
-            self.kept[j] = drawn
-        return drawn
-
-
-def tangent(like: dict[str, Tensor], layers: Sequence[Layer], law: Law, l1: bool, seed: int, j: int) -> Tangent:
-    """Tangent number j: s_l for each layer, given by its parameters and its weight a_l. Names decide the draws."""
-    drawn: Tangent = {}
-    for names, weight in layers:
-        scale = weight
-        if law == "cauchy":
-            common = generator(seed, TANGENT_STREAM, j, *_digits(min(names)), 1)
-            scale = weight / float(torch.randn((), generator=common, dtype=torch.double))
-        for name in names:
-            noise, shape = generator(seed, TANGENT_STREAM, j, *_digits(name)), like[name].shape
-            if l1:
-                s = weight * torch.empty(shape, dtype=torch.double).cauchy_(generator=noise)
-            else:
-                s = torch.randn(shape, generator=noise).mul_(scale)
-            drawn[name] = s.to(like[name])
-    return drawn
-
-
-def _digits(name: str) -> tuple[int, ...]:
-    """A parameter's name as numbers."""
-    return tuple(name.encode())
 
 
 @dataclass
@@ -139,7 +96,8 @@ class SketchRun:
         """Tangents on these layers whose projections add up layers in quadrature, or as the `sums` of their norms."""
         l1 = self.job.settings.norm == "l1"
         law: Law = "cauchy" if l1 or sums else "normal"
-        return Tangents(partial(tangent, self.job.selected, layers, law, l1, self.job.settings.seed), law, room)
+        like = {name: self.job.selected[name] for names, _ in layers for name in names}
+        return Tangents(partial(tangent, like, layers, law, l1, self.job.settings.seed), law, like, room)
 
     def samples(self, tangents: Tangents) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
         """The projections of the gradients along the directions on k tangents, and the logits, block by block."""
@@ -172,7 +130,7 @@ class SketchRun:
         return self.learnt.once(self._way(tangents), find)
 
     def _way(self, tangents: Tangents) -> Key:
-        return ("push", self.job.shapes, tuple(tangents[0]))
+        return ("push", self.job.shapes, tuple(tangents.like))
 
     def _blocks(self) -> Iterator[slice]:
         """Inputs whose rows and projections are held at the same time."""
@@ -185,6 +143,10 @@ class SketchRun:
         chunks = [slice(i, min(i + self.at_once, block.stop)) for i in range(block.start, block.stop, self.at_once)]
         on = [self.probe.formatted(self.job.rows(chunk)) for chunk in chunks]
         model = self.job.model
+        if len(on) == 1 and count(on[0].batch) == 1:
+            found = self._several_at_once(self.job.rows(block), push, tangents)
+            if found is not None:
+                return found
         pushes, first_results = zip(*checked_pushes(push, model, self.probe, on, tangents[0], self.learnt), strict=True)
         kept: list[list[Tensor]] = [[] for _ in chunks]
         for j in range(self.how.tangents):
@@ -195,3 +157,29 @@ class SketchRun:
                 kept[i].append(projected(self.job.directions.names, *apart))
         logits = [z[:: chunk.per_input] for (z, _), chunk in zip(first_results, on, strict=True)]
         return torch.cat([torch.stack(of_chunk) for of_chunk in kept], dim=1), torch.cat(logits)
+
+    def _several_at_once(self, row: Rows, push: Push, tangents: Tangents) -> tuple[Tensor, Tensor] | None:
+        """For a row alone, with which a pass waits for the weights more than it computes; None where that fails.
+
+        The first time it must agree with one tangent at a time. Images keep the plain memory format, which is that of
+        the tangents: torch would copy each to that of its weight.
+        """
+        key = ("several", *self._way(tangents))
+        if push is not forward_mode or tangents.at_once < 2 or self.learnt.get(key) is False:
+            return None
+        model, number, done = self.job.model, self.how.tangents, list[Tensor]()
+        try:
+            one = push(model, row, tangents[0]) if self.learnt.get(key) is None else None
+            for start in range(0, number, tangents.at_once):
+                stacked = tangents.stacked(start, min(number, start + tangents.at_once))
+                z, dz = forward_mode(model, row, stacked, several=True)
+                done += dz.unbind(0)
+            if one is not None and not (close_logits(z[0], one[0]) and close(done[0], one[1])):
+                raise Unclear("tangents influence each other")
+        except Exception as error:
+            log.info("%s: tangents are pushed one at a time", error)
+            self.learnt.keep(key, False)
+            return None
+        self.learnt.keep(key, True)
+        names, logits = self.job.directions.names, z[0]
+        return torch.stack([projected(names, logits[:, None], t[:, None]) for t in done]), logits

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ RowGradient = tuple[Rows, dict[str, Float[Tensor, "1 ..."]]]  # a row, and its g
 Push = Callable[[nn.Module, Rows, Tangent], tuple[Float[Tensor, "rows c"], Float[Tensor, "rows c"]]]
 
 
-def forward_mode(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Tensor, Tensor]:
-    """The logits z and J s, exact: one pass with dual numbers."""
+def forward_mode(model: nn.Module, on: Rows, tangent: Tangent, several: bool = False) -> tuple[Tensor, Tensor]:
+    """The logits z and J s, exact: one pass with dual numbers. `several`: s, z and J s are [k, …], for k tangents."""
     inner = _Logits(model)
     x = tensors(on.batch)[0]
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
@@ -53,7 +54,8 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Tensor, 
     tangents = {f"model.{name}": formatted(s) for name, s in tangent.items()}
     with torch.no_grad(), _differentiable_kernels(), ConstantPadding(), Unrolled(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of the rules it compiles on first use
-        pair: Any = torch.func.jvp(lambda t: torch.func.functional_call(inner, t, (on,)), (theta,), (tangents,))
+        jvp = partial(torch.func.jvp, lambda t: torch.func.functional_call(inner, t, (on,)), (theta,))
+        pair: Any = torch.vmap(lambda s: jvp((s,)))(tangents) if several else jvp((tangents,))
     return pair[0].detach(), pair[1].detach()
 
 

@@ -3,7 +3,8 @@
 A gradient's projection on a random tangent is normal with standard deviation ‖g‖ if the tangent is, and Cauchy with
 scale Σ_l ‖g_l‖ if each layer's part of the tangent is divided by a normal number of its own: the normal law adds
 squares of scales, the Cauchy law adds scales (Indyk, Stable distributions, pseudorandom generators, embeddings and data
-stream computation, J. ACM 2006).
+stream computation, J. ACM 2006). Tangents of random signs give the variance ‖g‖² as well, and nearly the normal law
+where g has many entries; if it had one alone, the correction of bias, 1/(4k), would be what is wrong.
 """
 
 import math

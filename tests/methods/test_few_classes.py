@@ -1,0 +1,166 @@
+"""`tolerance` with many classes: some of them stand for all, and the error is told and within what was allowed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qualms
+from qualms.gradients.exact.likeliest import Likeliest, class_sizes, estimate
+from tests import networks as net
+
+CLASSES = 80
+SPECS = ["regrad", "exgrad+layers(0.5)", "ungrad", "regrad+layers(0.3)+smooth(0.1,2)"]
+
+
+def classifier(sharpness: float = 3.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    last = nn.Linear(32, CLASSES)
+    with torch.no_grad():
+        last.weight *= sharpness
+    return nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU(), last).double()
+
+
+def inputs(number: int = 12) -> Tensor:
+    noise = torch.Generator().manual_seed(1)
+    return torch.randn(number, 10, generator=noise).double() * torch.linspace(0.3, 4, number)[:, None]
+
+
+def convolutional() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = net.ResNet((4, 8), 1, CLASSES).eval().double()
+    return model, torch.randn(4, 3, 8, 8, dtype=torch.double) * 3
+
+
+class Pulled(nn.Module):
+    """Subtracts the mean over the batch, so that inputs have to run alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.inner(x)
+        return z - (z * torch.arange(CLASSES)).mean(0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_error_is_told_and_within_the_tolerance(spec: str) -> None:
+    model, x = classifier(), inputs()
+    want = qualms.score(model, x, spec)
+    for tolerance in (0.03, 0.01):
+        have, error = qualms.score_with_error(model, x, spec, tolerance=tolerance)
+        assert (error <= tolerance * have).all()
+        assert error.any() or tolerance < 0.02
+        assert ((have - want).abs() <= 4.5 * error + tolerance * want).all()
+        assert ((have - want).abs().mean() <= tolerance * want.mean()).all()
+
+
+@pytest.mark.parametrize("make", [convolutional, lambda: (classifier(0.1), inputs())], ids=["resnet", "undecided"])
+def test_other_models_keep_within_the_tolerance(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+    model, x = make()
+    want = qualms.score(model, x, "regrad+layers")
+    scored = qualms.Scorer(model, "regrad+layers", tolerance=0.04)(x)
+    have, error = scored.scores["regrad+layers"], scored.errors["regrad+layers"]
+    assert error.any()
+    assert "regrad+layers (standard error)" in scored.columns()
+    assert (error <= 0.04 * have).all()
+    assert ((have - want).abs() <= 4.5 * error).all()
+
+
+def test_without_a_tolerance_every_class_counts() -> None:
+    model, x = classifier(), inputs()
+    want = qualms.score(model, x, "regrad", engine="reference")
+    have, error = qualms.score_with_error(model, x, "regrad", tolerance=0.0)
+    torch.testing.assert_close(have, want, rtol=1e-10, atol=0)
+    assert not error.any()
+
+
+def test_fewer_classes_are_pulled_back() -> None:
+    class Watched(torch.autograd.Function):
+        calls = 0
+
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, g: Tensor) -> Tensor:
+            Watched.calls += 1
+            return g
+
+    class Watching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Watched.apply(x)
+
+    model, x = nn.Sequential(nn.Linear(10, 10, dtype=torch.double), Watching(), *classifier()), inputs()
+
+    def calls(**more: float) -> int:
+        Watched.calls = 0
+        qualms.score(model, x, "regrad", params="0.*", **more)
+        return Watched.calls
+
+    assert calls(tolerance=0.5) < 30
+    assert calls(tolerance=0.5) < calls(tolerance=0.005) <= calls() + 16 + 32
+
+
+@pytest.mark.parametrize("spec", ["regrad+layers(0.3)", pytest.param("exgrad+smooth(0.1,2)", marks=pytest.mark.slow)])
+def test_a_score_depends_on_the_input_and_the_seed_alone(spec: str) -> None:
+    model, x = classifier(), inputs(5)
+    whole = qualms.score(model, x, spec, tolerance=0.02)
+    assert torch.equal(qualms.score(model, x, spec, tolerance=0.02), whole)
+    torch.testing.assert_close(qualms.score(model, x, spec, tolerance=0.02, batch_size=2), whole, rtol=1e-9, atol=0)
+    torch.testing.assert_close(qualms.score(model, [x[:2], x[2:]], spec, tolerance=0.02), whole, rtol=1e-9, atol=0)
+    assert not torch.allclose(qualms.score(model, x, spec, tolerance=0.02, seed=1), whole, rtol=1e-6)
+
+
+def test_one_pass_serves_all_scores_and_strangers_are_exact() -> None:
+    model, x = classifier(), inputs()
+    specs = ["regrad", "exgrad+layers(0.5)", "gradnorm", "entropy"]
+    together, want = qualms.compare(model, x, specs, tolerance=0.02), qualms.compare(model, x, specs)
+    for spec in specs[:2]:
+        torch.testing.assert_close(together[spec], want[spec], rtol=0.1, atol=0)
+        assert not torch.equal(together[spec], want[spec])
+    for spec in specs[2:]:
+        torch.testing.assert_close(together[spec], want[spec])
+
+
+def test_inputs_that_run_alone_have_classes_of_their_own() -> None:
+    model, x = Pulled(), inputs(3)
+    want = qualms.score(model, x, "regrad", batch_size=1)
+    with pytest.warns(qualms.SlowWarning):
+        have, error = qualms.score_with_error(model, x, "regrad", tolerance=0.05)
+    assert ((have - want).abs() <= 4.5 * error).all()
+
+
+def test_estimates_have_the_right_mean_and_error() -> None:
+    noise = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(5, 200, generator=noise, dtype=torch.double)
+    norms = 1 + 0.2 * torch.randn(5, 200, generator=noise, dtype=torch.double)
+    weights = logits.softmax(-1).sqrt()
+    terms = weights * norms
+    found = []
+    for seed in range(400):
+        drawn = Likeliest(("likeliest",), lambda p: class_sizes(p.sqrt(), p), 24, seed)
+        classes, chances = drawn.drawn(logits)
+        assert all(len(set(row)) == 24 for row in classes.tolist())
+        found.append(torch.stack(estimate(terms.gather(-1, classes), chances)))
+    value, error = torch.stack(found).unbind(1)
+    spread = value.std(0)
+    assert ((value.mean(0) - terms.sum(-1)).abs() < 4 * spread / 400**0.5).all()
+    told = error.square().mean(0).sqrt()
+    assert ((told / spread > 0.7) & (told / spread < 1.5)).all()
+
+
+def test_chances_follow_the_sizes_and_the_largest_are_certain() -> None:
+    logits = torch.linspace(0, 12, 60, dtype=torch.double)[None]
+    chances = Likeliest(("likeliest",), lambda p: class_sizes(p, p), 16, 0).chances(logits)[0]
+    assert float(chances.sum()) == pytest.approx(16)
+    assert (chances.diff() >= -1e-12).all()
+    assert float(chances[-1]) == 1 > float(chances[0]) > 0
+    certain = torch.full((1, 60), -1e4, dtype=torch.double)
+    certain[0, 3] = 0  # all other probabilities are exactly zero
+    classes, chances = Likeliest(("likeliest",), lambda p: class_sizes(p, p), 16, 0).drawn(certain)
+    value, error = estimate(torch.zeros(1, 16).scatter(1, (classes == 3).long().argmax(1, keepdim=True), 2.0), chances)
+    assert (float(value), float(error)) == (2.0, 0.0)
