@@ -221,7 +221,7 @@ CASES = [
     Case("recurrent-decoder", net.Decoder, sequences(3)),
     Case("recurrent-cells", net.Cells, sequences(3)),
     Case("recurrent-slope", net.RecurrentSlope, sequences(3), general=None),
-    Case("packed-sequences", net.Packed, sequences(3), general=None),
+    Case("packed-sequences", net.Packed, sequences(3), general=...),
     Case("sequences-in-batch-axis", net.ParallelSequences, sequences(3)),
     Case("experts-in-one-parameter", net.MatrixExperts, sequences()),
     Case("experts-with-biases", lambda: net.MatrixExperts(bias=True), sequences(), general=...),
