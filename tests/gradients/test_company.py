@@ -72,3 +72,18 @@ def test_randomness_that_the_first_input_hides_is_an_error(engine: str, batch_si
     x[0] = -x[0].abs()
     with pytest.raises(QualmsError, match="random in evaluation mode"):
         qualms.score(model, x, "regrad", engine=engine, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
+@pytest.mark.filterwarnings("ignore::qualms.errors.SlowWarning")
+def test_selected_parameters_that_only_some_inputs_use_are_zero_for_the_others(engine: str) -> None:
+    model, x = made(evasive.Experts)
+    used = qualms.class_gradient_norms(model, x)
+    place = used.layers.index("experts.3")
+    first = int((used.norms[:, :, place].sum(1) == 0).nonzero()[0])  # an input that takes other experts comes first
+    order = [first, *(i for i in range(len(x)) if i != first)]
+    have = qualms.score(model, x[order], "regrad", params="experts.3.*", engine=engine)
+    uses = used.norms[order, :, place].sum(1) > 0
+    assert bool(uses.any())
+    assert torch.equal(have > 0, uses)
+    assert float(qualms.score(model, x[order][:1], "regrad", params="experts.3.*", engine=engine)) == 0

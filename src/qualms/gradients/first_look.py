@@ -59,9 +59,6 @@ class FirstLook:
         return in_channels_last(on) if self.channels_last else on
 
 
-NOTHING_USED = "none of the selected parameters takes part in the forward pass; widen `params`."
-
-
 def random_direction(logits: Tensor) -> Float[Tensor, "1 1 c"]:
     """A direction in logit space, the same for every model with as many classes."""
     noise = torch.Generator().manual_seed(0)

@@ -53,7 +53,7 @@ def exact(
     kept = learnt.get(key)
     if isinstance(kept, Probe) and kept.serves(job.inputs * job.per_input, job.budget):
         try:
-            return _in_order(job, _in_chunks(job, kind, kept, regrouped, cutoff, None), kept.use_order)
+            return _in_order(job, kind, _in_chunks(job, kind, kept, regrouped, cutoff, None), kept.use_order)
         except Exception:  # other inputs than those it was made on: look again
             del learnt.found[key]
     probe = Probe.of(job.model, job.rows(slice(0, max(2, PROBED // job.per_input))), job.selected, job.budget)
@@ -63,9 +63,9 @@ def exact(
         whole = Measured.joined(
             [by_autograd(job, job.rows(slice(i, i + 1)), kind, row_bytes) for i in range(job.inputs)]
         )
-        return _in_order(job, whole, use_order(job.model, job.rows(slice(0, 1)), job.selected))
+        return _in_order(job, kind, whole, use_order(job.model, job.rows(slice(0, 1)), job.selected))
     learnt.keep(key, probe)
-    return _in_order(job, _in_chunks(job, kind, probe, regrouped, cutoff, learnt), probe.use_order)
+    return _in_order(job, kind, _in_chunks(job, kind, probe, regrouped, cutoff, learnt), probe.use_order)
 
 
 def _in_chunks(
@@ -148,9 +148,11 @@ def _by_pieces(
     return Measured(values, apart[:, 0].detach(), recorder.general)
 
 
-def _in_order(job: Job, whole: Measured, use_order: UseOrder) -> Measured:
+def _in_order(job: Job, kind: Kind, whole: Measured, use_order: UseOrder) -> Measured:
     """The same with the parameters that count in the model's order; what no input here uses is zero."""
-    like = next(iter(whole.values.values()))
+    number = job.directions.size(whole.logits.shape[1])
+    shape = (job.inputs, number, number) if kind == "gram" else (job.inputs, number)
+    nothing = torch.zeros(shape, dtype=torch.double, device=whole.logits.device)
     order = use_order.counted(whole.values, job.selected)
-    whole.values = {name: whole.values.get(name, torch.zeros_like(like)) for name in order}
+    whole.values = {name: whole.values.get(name, nothing) for name in order}
     return whole

@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from qualms.errors import QualmsError
 from qualms.gradients.directions import BLOCK_BYTES
 from qualms.gradients.exact.by_features import LastProduct
 from qualms.gradients.exact.measure import Kind, measure
-from qualms.gradients.first_look import NOTHING_USED, FirstLook, FirstRow, random_direction
+from qualms.gradients.first_look import FirstLook, FirstRow, random_direction
 from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.memory import saved_bytes
 from qualms.gradients.precision import close_logits, same_norms
 from qualms.gradients.rows import Rows, in_channels_last, wants_channels_last
-from qualms.gradients.watch.forward import recorded
+from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import Meeting, TwinPasses, largest_result
 from qualms.gradients.watch.pieces import Outer, Piece
 from qualms.gradients.watch.record import Recorder
@@ -44,7 +43,8 @@ class Probe(FirstLook):
         """Runs the first one or two rows, by plain autograd and watched; the reason if the two do not agree."""
         first = FirstRow.of(model, on, selected)
         if not first.gradient:
-            raise QualmsError(NOTHING_USED)
+            require_uses_that_vary(model, on)
+            return Unclear("the first input uses none of the selected parameters")
         # Whatever goes wrong from here on is the recorder's fault, not the model's: plain autograd has managed.
         try:
             return cls._watch(model, on, selected, first, budget)

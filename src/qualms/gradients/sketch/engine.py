@@ -165,13 +165,14 @@ class SketchRun:
         the tangents: torch would copy each to that of its weight.
         """
         key = ("several", *self._way(tangents))
-        if push is not forward_mode or tangents.at_once < 2 or self.learnt.get(key) is False:
+        at_once = min(tangents.at_once, self.job.budget // (8 * max(1, self.probe.largest_result)))
+        if push is not forward_mode or at_once < 2 or self.learnt.get(key) is False:
             return None
         model, number, done = self.job.model, self.how.tangents, list[Tensor]()
         try:
             one = push(model, row, tangents[0]) if self.learnt.get(key) is None else None
-            for start in range(0, number, tangents.at_once):
-                stacked = tangents.stacked(start, min(number, start + tangents.at_once))
+            for start in range(0, number, at_once):
+                stacked = tangents.stacked(start, min(number, start + at_once))
                 z, dz = forward_mode(model, row, stacked, several=True)
                 done += dz.unbind(0)
             if one is not None and not (close_logits(z[0], one[0]) and close(done[0], one[1])):

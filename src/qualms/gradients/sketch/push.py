@@ -20,15 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError, reason
-from qualms.gradients.autograd import gradients_of, row_gradients
-from qualms.gradients.first_look import NOTHING_USED, FirstLook, FirstRow, random_direction, require_repeatable
-from qualms.gradients.guard import all_parameters_differentiable
+from qualms.gradients.autograd import row_gradients
+from qualms.gradients.first_look import FirstLook, FirstRow, random_direction, require_repeatable
 from qualms.gradients.inputs import Unclear, count, tensors, with_tensors
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.precision import close, close_logits, coarser, tolerance_of
 from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, wants_channels_last
-from qualms.gradients.watch.forward import recorded
+from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import largest_result
 from qualms.gradients.watch.weights import Weights
 
@@ -151,7 +150,7 @@ class PushProbe(FirstLook):
 
     @classmethod
     def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "tuple[PushProbe, list[RowGradient]]":
-        """Runs one row by plain autograd and watched, and others to see which parameters they use."""
+        """Runs one row by plain autograd and watched, and others by plain autograd."""
         first = FirstRow.of(model, on, selected)
         inputs = list(range(0, count(on.batch), on.per_input))
         others = [on.take([i]) for i in sorted({inputs[len(inputs) // 2], count(on.batch) - 1} - {0})]
@@ -160,9 +159,9 @@ class PushProbe(FirstLook):
             logits, gradient = row_gradients(model, row, selected, random_direction)
             require_repeatable(model, row, logits)
             known.append((row, gradient))
-        anywhere = {name for _, found in known for name in found} | _used_by(model, on.take(inputs), selected)
-        if not anywhere:
-            raise QualmsError(NOTHING_USED)
+        used = {name for _, found in known for name in found}
+        if not used:
+            require_uses_that_vary(model, on)
         classes, nbytes = first.logits.shape[1], first.logits.nbytes
         try:
             _, recorder = recorded(model, first.rows, Weights.of(selected, model.parameters()), None)
@@ -171,7 +170,7 @@ class PushProbe(FirstLook):
             return cls(classes, max(UNSEEN, nbytes), False, first.precision, list(selected), True), known
         last = _takes_channels_last(model, first, selected)
         largest = max(largest_result(recorder.meetings), nbytes)
-        order = recorder.use_order.counted(anywhere, selected)
+        order = recorder.use_order.counted(used, selected)
         return cls(classes, largest, last, first.precision, order, recorder.reads_values), known
 
 
@@ -213,16 +212,6 @@ def _takes_channels_last(model: nn.Module, first: FirstRow, selected: dict[str, 
     except Exception:
         return False
     return close_logits(z, first.logits, first.precision)
-
-
-def _used_by(model: nn.Module, inputs: Rows, selected: dict[str, Tensor]) -> set[str]:
-    """Which parameters the logits of several inputs depend on; a model that takes one at a time does not say."""
-    with all_parameters_differentiable(model):
-        try:
-            found = gradients_of(logits_of(model, inputs).sum(), list(selected.values()))
-        except QualmsError:
-            return set()
-    return {name for name, g in zip(selected, found, strict=True) if g is not None}
 
 
 def checked_pushes(

@@ -41,6 +41,12 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach
         raise Unclear("the forward pass takes gradients of its own")
 
 
+def require_uses_that_vary(model: nn.Module, on: Rows) -> None:
+    """An error if rows that use none of the selected parameters show that no row does."""
+    if use_order(model, on, dict(model.named_parameters())).fixed:
+        raise QualmsError("none of the selected parameters takes part in the forward pass; widen `params`.")
+
+
 def use_order(model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> UseOrder:
     """The order in which a forward pass over the first row uses the selected parameters."""
     try:
