@@ -175,7 +175,8 @@ class SketchRun:
                 stacked = tangents.stacked(start, min(number, start + at_once))
                 z, dz = forward_mode(model, row, stacked, several=True)
                 done += dz.unbind(0)
-            if one is not None and not (close_logits(z[0], one[0]) and close(done[0], one[1])):
+            rounds = self.probe.precision
+            if one is not None and not (close_logits(z[0], one[0], rounds) and close(done[0], one[1], rounds)):
                 raise Unclear("tangents influence each other")
         except Exception as error:
             log.info("%s: tangents are pushed one at a time", error)
