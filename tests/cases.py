@@ -305,6 +305,10 @@ CASES = [
     Case("factor-from-numbers", evasive.FactorFromNumbers, lambda: innocent_first(), general=...),
     Case("experts", evasive.Experts, lambda: innocent_first(), general=...),
     Case("early-exit", evasive.EarlyExit, lambda: innocent_first(), general=...),
+    Case("negative-index", evasive.NegativeIndex, lambda: innocent_first()),
+    Case("faint-branch", evasive.FaintBranch, lambda: innocent_first(), general=...),
+    Case("longest-of-the-batch", evasive.LongestOfTheBatch, lambda: innocent_first(), general=None),
+    Case("union-of-the-batch", evasive.UnionOfTheBatch, lambda: innocent_first(), general=None),
     Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
     Case(
         "embedding-bag-sparse",

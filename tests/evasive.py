@@ -127,3 +127,37 @@ class EarlyExit(nn.Module):
             if logits.softmax(0).max() > 0.42:
                 break
         return logits
+
+
+class NegativeIndex(nn.Module):
+    """The last matrix of a parameter by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.fc = nn.Parameter(torch.randn(3, 6, 6) / 2), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc((x @ self.weight[-1]).tanh() @ self.weight[2] + x @ self.weight[0])
+
+
+class FaintBranch(Bypassed):
+    """Rows change places in a branch that counts for next to nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = F.one_hot(x.sum(1).argsort(), len(x)).to(x)
+        return self.c(self.a(x).tanh() + 1e-7 * (order.T @ self.b(order @ x).tanh()))
+
+
+class LongestOfTheBatch(Bypassed):
+    """What an input gives depends on the longest one beside it, which stands in either half of a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = (x > 0).sum(1).max()
+        return self.c(self.a(x).tanh() * torch.where(longest > 3, 1.0, 0.5))
+
+
+class UnionOfTheBatch(Bypassed):
+    """A feature counts if any input of the batch has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x * (x > 0.2).any(0)).tanh())

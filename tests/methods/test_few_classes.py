@@ -164,3 +164,16 @@ def test_chances_follow_the_sizes_and_the_largest_are_certain() -> None:
     classes, chances = Likeliest(("likeliest",), lambda p: class_sizes(p, p), 16, 0).drawn(certain)
     value, error = estimate(torch.zeros(1, 16).scatter(1, (classes == 3).long().argmax(1, keepdim=True), 2.0), chances)
     assert (float(value), float(error)) == (2.0, 0.0)
+
+
+def test_classes_in_a_periodic_order_do_not_fall_in_with_the_steps() -> None:
+    classes, number = 96, 12
+    sizes = torch.ones(4, classes, dtype=torch.double) / classes
+    norms = (1 + torch.arange(classes) % 2).double().expand(4, -1)  # every second class has twice the gradient
+    deviations = []
+    for seed in range(60):
+        some = Likeliest(("likeliest",), lambda _: sizes, number, seed)
+        drawn, chances = some.drawn(torch.zeros(4, classes))
+        value, error = estimate(norms.gather(-1, drawn), chances)
+        deviations.append(float((value - norms.sum(-1))[0] / error[0]))
+    assert 0.7 < torch.tensor(deviations).square().mean().sqrt() < 1.4  # in standard errors

@@ -20,10 +20,9 @@ from qualms.gradients.directions import Cotangents
 from qualms.gradients.exact.measure import measure
 from qualms.gradients.inputs import Unclear, count, take
 from qualms.gradients.job import Job
-from qualms.gradients.precision import COARSE, TOLERANCE, close_logits
+from qualms.gradients.precision import TOLERANCE, close_logits, tolerance_of
 from qualms.gradients.rows import Rows, logits_of
 from qualms.gradients.watch.pieces import Piece
-from qualms.gradients.watch.record import Recorder
 from qualms.gradients.watch.weights import Weights
 
 
@@ -81,15 +80,16 @@ def require_independent_rows(
     on: Rows,
     logits: Float[Tensor, "rows c"],
     regrouped: Float[Tensor, "rows c"],
-    recorder: Recorder,
+    alone: bool,
     precision: torch.dtype,
 ) -> None:
-    """Rows must give the logits that they give in other company; alone, if the model reads values.
+    """Rows must give the logits that they give in other company; or `alone`, if that may not tell.
 
-    A model that takes values out of tensors, to branch on them or to compute elsewhere, may treat a whole chunk as it
-    would treat no row of it.
+    A model that takes values out of tensors, to branch on them or to make shapes of them, or that computes something
+    from all rows at once, such as the length of the longest one, may treat a whole chunk as it would treat no row of
+    it, and still treat half of it alike.
     """
-    if recorder.reads_values:
+    if alone:
         regrouped = torch.cat([logits_of(model, on.take([row])) for row in range(count(on.batch))])
     if not close_logits(regrouped, logits, precision):
         raise Unclear("the inputs of a batch influence each other")
@@ -105,14 +105,14 @@ class Separation:
     """
 
     scales: Float[Tensor, " b"]
-    rounding: float  # relative difference that is none; a model may compute in 32 bits whatever type its weights have
+    precision: torch.dtype  # that rounds most on the way to the logits
 
     @classmethod
-    def of(cls, inputs: int, logits: Tensor) -> "Separation":
-        """Numbers from 1 down that differ as much as the type of the logits allows, in an order that no model knows."""
-        octaves, rounding = (6, TOLERANCE[torch.float32]) if logits.dtype in TOLERANCE else (3, COARSE)
+    def of(cls, inputs: int, device: torch.device, precision: torch.dtype) -> "Separation":
+        """Numbers from 1 down that differ as much as the precision allows, in an order that no model knows."""
+        octaves = 6 if precision in TOLERANCE else 3
         order = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
-        return cls((-octaves * order.double() / inputs).exp2().to(logits.device), rounding)
+        return cls((-octaves * order.double() / inputs).exp2().to(device), precision)
 
     def scaled(self, cotangent: Float[Tensor, "rows c"]) -> Float[Tensor, "rows c"]:
         """The further cotangent."""
@@ -125,19 +125,24 @@ class Separation:
             return
         have = torch.stack([scaled[name] for name in names]).double()
         want = torch.stack([plain[name] for name in names]).double() * self.scales
-        # Of a parameter whose gradient is next to nothing, rounding is all there is.
-        room = self.rounding * (have.maximum(want) + 1e-2 * want.square().sum(0).sqrt())
+        # Of a gradient that is zero but for rounding, rounding is all there is.
+        nothing = 100 * torch.finfo(self.precision).eps * want.square().sum(0).sqrt()
+        room = tolerance_of(self.precision) * have.maximum(want) + nothing
         if bool(((have - want).abs() > room).any()):
             raise Unclear("the model moves the inputs of a batch about")
 
 
 def require_separate_gradients(
-    logits: Float[Tensor, "rows c"], pieces: Sequence[Piece], weights: Weights, inputs: int
+    logits: Float[Tensor, "rows c"],
+    pieces: Sequence[Piece],
+    weights: Weights,
+    inputs: int,
+    precision: torch.dtype,
 ) -> None:
     """The same by two passes along a random direction, where the values of no other direction can serve."""
     if inputs < 2 or not pieces:
         return
-    separation = Separation.of(inputs, logits)
+    separation = Separation.of(inputs, logits.device, precision)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double).to(logits.device)
     squares = measure(logits, torch.stack([noise, separation.scaled(noise)]), pieces, weights, inputs, "l2")
     norms = {name: value.sqrt() for name, value in squares.items()}
@@ -151,11 +156,12 @@ def measure_separate(
     weights: Weights,
     inputs: int,
     kind: Literal["l2", "l1"],
+    precision: torch.dtype,
 ) -> dict[str, Float[Tensor, "b m"]]:
     """What `measure` says, checked by one further pass: along one of the cotangents, scaled input by input."""
     if inputs < 2 or not pieces:
         return measure(logits, cotangents, pieces, weights, inputs, kind)
-    separation = Separation.of(inputs, logits)
+    separation = Separation.of(inputs, logits.device, precision)
     chosen: list[tuple[int, Tensor, Tensor]] = []
 
     def with_one_more() -> Iterator[tuple[Tensor, Tensor]]:
@@ -172,7 +178,7 @@ def measure_separate(
     also = Cotangents(cotangents.number + 1, with_one_more)
     values = measure(logits, also, pieces, weights, inputs, kind)
     if not chosen:
-        require_separate_gradients(logits, pieces, weights, inputs)
+        require_separate_gradients(logits, pieces, weights, inputs, precision)
     for number, _, _ in chosen:
         norms = {name: value if kind == "l1" else value.sqrt() for name, value in values.items()}
         separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (number, -1)))

@@ -129,7 +129,8 @@ def _by_pieces(
     logits, recorder = recorded(job.model, on, probe.weights, probe.twins)
     if same_path and recorder.first_use != probe.use_order.names:
         raise Unclear("these inputs use the model's parameters in another order")
-    require_independent_rows(job.model, on, logits.detach(), regrouped.flatten(0, 1), recorder, probe.precision)
+    alone = probe.collapses or not recorder.use_order.fixed
+    require_independent_rows(job.model, on, logits.detach(), regrouped.flatten(0, 1), alone, probe.precision)
     apart = logits.unflatten(0, (inputs, on.per_input))
     pieces: list[Piece] = recorder.pieces
     if early_layers is not None:
@@ -138,13 +139,15 @@ def _by_pieces(
     if by_features and last is None:  # nothing else is left: chunks of this size have no room for a pass for each class
         last = LastProduct.of(logits, recorder.pieces, probe.weights)
     if last is not None:
-        require_separate_gradients(logits, pieces, probe.weights, inputs)
+        require_separate_gradients(logits, pieces, probe.weights, inputs, probe.precision)
         values = measure_by_features(logits, job.directions.names, last, probe.weights, inputs)
     elif kind == "gram":
-        require_separate_gradients(logits, pieces, probe.weights, inputs)
+        require_separate_gradients(logits, pieces, probe.weights, inputs, probe.precision)
         values = measure(logits, job.directions.along(apart), pieces, probe.weights, inputs, kind)
     else:
-        values = measure_separate(logits, job.directions.along(apart), pieces, probe.weights, inputs, kind)
+        values = measure_separate(
+            logits, job.directions.along(apart), pieces, probe.weights, inputs, kind, probe.precision
+        )
     return Measured(values, apart[:, 0].detach(), recorder.general)
 
 

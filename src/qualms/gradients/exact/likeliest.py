@@ -56,10 +56,13 @@ class Likeliest(Directions):
     def drawn(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
         """The classes of each input, and their chances to be among them."""
         chances = self.chances(logits)
+        noise = generator(self.seed, STREAM)
+        # In an order of our own: classes in some periodic order would fall in with the steps.
+        mixed = torch.randperm(chances.shape[-1], generator=noise).to(chances.device)
         # Those that are certain stand first, so that every step of the walk before the others meets one of them.
-        order = (chances < 1).long().argsort(dim=-1, stable=True)
+        order = mixed[(chances[:, mixed] < 1).long().argsort(dim=-1, stable=True)]
         reached = chances.gather(-1, order).cumsum(-1)
-        start = float(torch.rand((), generator=generator(self.seed, STREAM), dtype=torch.double))
+        start = float(torch.rand((), generator=noise, dtype=torch.double))
         steps = (torch.arange(self.number, device=logits.device) + start).to(reached)
         places = torch.searchsorted(reached, steps.expand(len(reached), -1).contiguous(), right=True)
         classes = order.gather(-1, places.clamp_max(chances.shape[-1] - 1))

@@ -123,6 +123,7 @@ def written_out(
     """The whole gradient of every parameter along one direction, for the rows of one input."""
     edges, places = unique_edges(pieces)
     alone, shared = by_parameter(pieces, weights)
+    interrupts.deliver()
     at: AtEdges = torch.autograd.grad(logits, edges, cotangent, retain_graph=True, allow_unused=True)
     deltas = {name: deltas_of(piece, at, places) for name, piece in alone.items()}
     own = {name: alone[name].gradient.write(d) for name, d in deltas.items() if d is not None}

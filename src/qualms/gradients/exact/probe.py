@@ -15,9 +15,9 @@ from qualms.gradients.memory import saved_bytes
 from qualms.gradients.precision import close_logits, same_norms
 from qualms.gradients.rows import Rows, in_channels_last, wants_channels_last
 from qualms.gradients.watch.forward import recorded, require_uses_that_vary
-from qualms.gradients.watch.meetings import Meeting, TwinPasses, largest_result
+from qualms.gradients.watch.meetings import TwinPasses, largest_result
 from qualms.gradients.watch.pieces import Outer, Piece
-from qualms.gradients.watch.record import Recorder
+from qualms.gradients.watch.record import Recorder, collapses_rows
 from qualms.gradients.watch.weights import UseOrder, Weights
 
 CACHED_BYTES = 2**22
@@ -31,6 +31,7 @@ class Probe(FirstLook):
     """What the first rows tell when they are watched."""
 
     twins: TwinPasses | None  # None if there was only one row, or no room for two
+    collapses: bool  # something is computed from several rows at once
     weights: Weights
     use_order: UseOrder  # of the parameters, in the first row's forward pass
     row_bytes: int  # kept by autograd for one row
@@ -54,7 +55,7 @@ class Probe(FirstLook):
     @classmethod
     def _watch(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], first: FirstRow, budget: int) -> "Probe":
         expected = {name: float(g.square().sum()) for name, g in first.gradient.items()}
-        probe, meetings = cls._watch_one(model, first, selected, expected)
+        probe, one = cls._watch_one(model, first, selected, expected)
         if count(on.batch) == 1:
             return probe
         second = next((i for i in range(1, count(on.batch)) if _differ(on, 0, i)), None)
@@ -63,19 +64,21 @@ class Probe(FirstLook):
         if probe.too_large(2, budget):
             return probe
         pair = probe.formatted(on.take([0, second]))
-        twins = TwinPasses(meetings, recorded(model, pair, probe.weights, None)[1].meetings).light()
-        del meetings
+        _, two = recorded(model, pair, probe.weights, None)
+        collapses = collapses_rows(one.shapes, two.shapes)
+        twins = TwinPasses(one.meetings, two.meetings).light()
+        del one, two
         z, both = recorded(model, pair, probe.weights, twins)
         lone = torch.cat([random_direction(z), torch.zeros_like(random_direction(z))], dim=1)
         found = measure(z, lone, both.pieces, probe.weights, 2, "l2")
         if not same_norms({name: value[:1] for name, value in found.items()}, expected, probe.precision):
             raise Unclear("an input's gradient depends on what else is in the batch")
-        return replace(probe, twins=twins)
+        return replace(probe, twins=twins, collapses=collapses)
 
     @classmethod
     def _watch_one(
         cls, model: nn.Module, first: FirstRow, selected: dict[str, Tensor], expected: dict[str, float]
-    ) -> "tuple[Probe, list[Meeting]]":
+    ) -> "tuple[Probe, Recorder]":
         channels_last = wants_channels_last(first.rows)
         try:
             weights, z, one, kept = _first_row(model, first.rows, selected, channels_last)
@@ -94,6 +97,7 @@ class Probe(FirstLook):
             channels_last=channels_last,
             precision=first.precision,
             twins=None,
+            collapses=False,
             weights=weights,
             use_order=one.use_order,
             row_bytes=kept,
@@ -101,7 +105,7 @@ class Probe(FirstLook):
             itemsize=z.element_size(),
             last_product=last and last.bare(),
         )
-        return probe, one.meetings
+        return probe, one
 
     def serves(self, rows: int, budget: int) -> bool:
         """Whether what one row told is enough for so many."""

@@ -29,6 +29,7 @@ from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, wants_channels_last
 from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import largest_result
+from qualms.gradients.watch.record import Recorder, collapses_rows
 from qualms.gradients.watch.weights import Weights
 
 log = logging.getLogger("qualms")
@@ -146,7 +147,7 @@ class PushProbe(FirstLook):
     """What the first rows tell."""
 
     counted: list[str]  # parameters whose layers count, in the model's order
-    alone: bool  # rows are compared with what they give alone: the model reads values, or cannot be watched
+    alone: bool  # rows are compared with what they give alone: what they give in halves may not tell
 
     @classmethod
     def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "tuple[PushProbe, list[RowGradient]]":
@@ -170,8 +171,20 @@ class PushProbe(FirstLook):
             return cls(classes, max(UNSEEN, nbytes), False, first.precision, list(selected), True), known
         last = _takes_channels_last(model, first, selected)
         largest = max(largest_result(recorder.meetings), nbytes)
-        order = recorder.use_order.counted(used, selected)
-        return cls(classes, largest, last, first.precision, order, recorder.reads_values), known
+        order = recorder.use_order
+        alone = not order.fixed or _collapses(model, on, recorder, selected)
+        return cls(classes, largest, last, first.precision, order.counted(used, selected), alone), known
+
+
+def _collapses(model: nn.Module, on: Rows, one: Recorder, selected: dict[str, Tensor]) -> bool:
+    """Whether the model computes something from several rows at once."""
+    if count(on.batch) == 1:
+        return False
+    try:
+        _, two = recorded(model, on.take([0, 1]), Weights.of(selected, model.parameters()), None)
+    except Exception:
+        return True
+    return collapses_rows(one.shapes, two.shapes)
 
 
 def working_push(model: nn.Module, probe: PushProbe, known: list[RowGradient], tangent: Tangent) -> Push:

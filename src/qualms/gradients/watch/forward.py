@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
@@ -19,6 +20,8 @@ from qualms.gradients.watch.weights import Reach, UseOrder, Weights, nodes_behin
 def recorded(model: nn.Module, on: Rows, weights: Weights, twins: TwinPasses | None) -> tuple[Tensor, Recorder]:
     """One watched forward pass, in which every parameter is known by its stand-in."""
     recorder = Recorder(weights, tensors(on.batch), count(on.batch), on.per_input, twins)
+    # What a script reads is not seen.
+    recorder.reads_values = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
     with all_parameters_differentiable(model):
         logits = logits_of(model, on, recorder)
         if not logits.requires_grad:

@@ -33,6 +33,8 @@ from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.rules import SCATTERED, find_rule
 from qualms.gradients.watch.weights import Reach, UseOrder, Weights, roots
 
+Shapes = tuple[str, tuple[torch.Size, ...], tuple[torch.Size, ...]]  # name, of what it reads, of what it gives
+
 
 class Recorder(TorchFunctionMode):
     """Watches one forward pass over `rows` rows, `per_input` of them for each input."""
@@ -51,6 +53,7 @@ class Recorder(TorchFunctionMode):
         self.general: set[str] = set()  # parameters that no rule covered
         self.reads_values = False  # something that depends on the input becomes a Python number or an array
         self.shapes_vary = False  # the values of something that depends on the input decide a shape
+        self.shapes: list[Shapes] = []  # of all operations on something that depends on the input, in a first look
         self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in weights.leaves.values()}
         self._active = WeakIdKeyDictionary()
         self._mark(inputs)
@@ -73,6 +76,7 @@ class Recorder(TorchFunctionMode):
         if not tracked or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
             if active:
+                self._note(func, given, out)
                 self._mark(tensors_in(out))
                 if _writes(func):
                     self._mark(given[:1])
@@ -90,8 +94,14 @@ class Recorder(TorchFunctionMode):
             with self:
                 return _without_override_checks(func)(*args, **kwargs)
         out = self._meet(func, args, kwargs, given)
+        self._note(func, given, out)
         self._mark(tensors_in(out))
         return out
+
+    def _note(self, func: Any, given: list[Tensor], out: Any) -> None:
+        if self.twins is None and _bare_name(func) not in _SHAPED_BY_OTHERS:
+            read = tuple(t.shape for t in given if t in self._active)
+            self.shapes.append((_bare_name(func), read, tuple(t.shape for t in tensors_in(out))))
 
     @property
     def use_order(self) -> UseOrder:
@@ -169,17 +179,39 @@ def _counts(name: str, args: tuple[Any, ...], active: list[Tensor]) -> bool:
     return name in _COUNTING or (name == "where" and len(args) == 1)
 
 
+def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
+    """Whether an operation makes of two rows what it makes of one, such as the length of the longest text.
+
+    Both are the shapes of a first look, on one row and on two. If they differ in the operations themselves, it may.
+    """
+    if [name for name, _, _ in one] != [name for name, _, _ in two]:
+        return True
+    pairs = zip(one, two, strict=True)
+    return any(read != also and given and given == gives for (_, read, given), (_, also, gives) in pairs)
+
+
 def _writes(func: Any) -> bool:
     """Whether the operation changes its first argument."""
     return func in _WRITES or getattr(func, "__name__", "").endswith("_")
 
 
 _WRITES = (Tensor.__setitem__, torch.ops.aten.copy_.default)
+# What they give depends on what they read by its type or device alone.
+_SHAPED_BY_OTHERS = frozenset(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "to", "type_as", "get"))
 _READING = frozenset(
     ("bool", "int", "float", "complex", "index", "item", "tolist", "numpy", "array", "dlpack", "equal", "allclose")
-) | frozenset(("contains", "is_nonzero", "format", "repr", "tensor_split"))
+) | frozenset(("contains", "is_nonzero", "format", "repr", "tensor_split", "untyped_storage", "reduce_ex"))
 _COUNTING = frozenset(
-    ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "pack_padded_sequence")
+    (
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "bincount",
+        "pack_padded_sequence",
+        "to_sparse",
+    )
 )
 
 

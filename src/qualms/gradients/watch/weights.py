@@ -40,7 +40,10 @@ def part_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
     if type(node).__name__ != "SelectBackward0" or node._saved_dim != 0:
         return None
     name = weights.names.get(id(getattr(node.next_functions[0][0], "variable", None)))
-    return None if name is None else (name, int(node._saved_index))
+    if name is None:
+        return None
+    index = int(node._saved_index)  # of 64 bits without a sign: -1 is the largest number
+    return name, (index - 2**64 if index >= 2**63 else index) % len(weights.leaves[name])
 
 
 def roots(t: Tensor, weights: Weights) -> set[str]:
