@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests import evasive
+from tests import evasive, recurrent, scattered, wide
 from tests import networks as net
 
 INPUTS = 8
@@ -209,27 +209,29 @@ CASES = [
     Case("windows-in-batch-axis", net.Windows, images()),
     Case("hugging-face-bert", hugging_face_bert, padded_text),
     Case("hugging-face-vit", hugging_face_vit, lambda: {"pixel_values": images()()}),
-    Case("lstm", lambda: net.Recurrent(nn.LSTM, batch_first=True), ids()),
-    Case("gru-batch-second", lambda: net.Recurrent(nn.GRU, batch_first=False), ids()),
-    Case("rnn-without-biases", lambda: net.FromStates(nn.RNN(6, 3, bias=False, batch_first=True)), sequences(3)),
-    Case("relu-rnn", lambda: net.FromStates(nn.RNN(6, 3, nonlinearity="relu", bidirectional=True)), sequences(3)),
-    Case("lstm-learned-state", lambda: net.FromStates(nn.LSTM(6, 3), "learned"), sequences(3)),
-    Case("lstm-state-of-the-input", lambda: net.FromStates(nn.LSTM(6, 3, bias=False), "of the input"), sequences(3)),
-    Case("gru-learned-state", lambda: net.FromStates(nn.GRU(6, 3, num_layers=2), "learned"), sequences(3)),
-    Case("lstm-projected", lambda: net.FromStates(nn.LSTM(6, 4, proj_size=3)), sequences(3), general=("layer",)),
-    Case("recurrent-layers-tied", net.TiedLayers, sequences(3, 4)),
-    Case("recurrent-decoder", net.Decoder, sequences(3)),
-    Case("recurrent-cells", net.Cells, sequences(3)),
-    Case("recurrent-slope", net.RecurrentSlope, sequences(3), general=None),
-    Case("packed-sequences", net.Packed, sequences(3), general=...),
-    Case("sequences-in-batch-axis", net.ParallelSequences, sequences(3)),
-    Case("experts-in-one-parameter", net.MatrixExperts, sequences()),
-    Case("experts-with-biases", lambda: net.MatrixExperts(bias=True), sequences(), general=...),
-    Case("gated-words", net.GatedWords, sequences(), general=...),
+    Case("lstm", lambda: recurrent.Recurrent(nn.LSTM, batch_first=True), ids()),
+    Case("gru-batch-second", lambda: recurrent.Recurrent(nn.GRU, batch_first=False), ids()),
+    Case("rnn-without-biases", lambda: recurrent.FromStates(nn.RNN(6, 3, bias=False, batch_first=True)), sequences(3)),
+    Case("relu-rnn", lambda: recurrent.FromStates(nn.RNN(6, 3, nonlinearity="relu", bidirectional=True)), sequences(3)),
+    Case("lstm-learned-state", lambda: recurrent.FromStates(nn.LSTM(6, 3), "learned"), sequences(3)),
+    Case(
+        "lstm-state-of-the-input", lambda: recurrent.FromStates(nn.LSTM(6, 3, bias=False), "of the input"), sequences(3)
+    ),
+    Case("gru-learned-state", lambda: recurrent.FromStates(nn.GRU(6, 3, num_layers=2), "learned"), sequences(3)),
+    Case("lstm-projected", lambda: recurrent.FromStates(nn.LSTM(6, 4, proj_size=3)), sequences(3), general=("layer",)),
+    Case("recurrent-layers-tied", recurrent.TiedLayers, sequences(3, 4)),
+    Case("recurrent-decoder", recurrent.Decoder, sequences(3)),
+    Case("recurrent-cells", recurrent.Cells, sequences(3)),
+    Case("recurrent-slope", recurrent.RecurrentSlope, sequences(3), general=None),
+    Case("packed-sequences", recurrent.Packed, sequences(3), general=...),
+    Case("sequences-in-batch-axis", recurrent.ParallelSequences, sequences(3)),
+    Case("experts-in-one-parameter", scattered.MatrixExperts, sequences()),
+    Case("experts-with-biases", lambda: scattered.MatrixExperts(bias=True), sequences(), general=...),
+    Case("gated-words", scattered.GatedWords, sequences(), general=...),
     Case("multiple-choice", net.Choices, lambda: torch.randn(INPUTS, 3, 5, 6, dtype=torch.double)),
     Case("pixels-as-words", net.PixelsAsWords, lambda: torch.randn(INPUTS, 96, dtype=torch.double)),
-    Case("masks-padding-where-there-is-any", net.MasksPadding, padded_text, general=...),
-    Case("positions-by-length", net.CutsPositions, padded_text, general=...),
+    Case("masks-padding-where-there-is-any", scattered.MasksPadding, padded_text, general=...),
+    Case("positions-by-length", scattered.CutsPositions, padded_text, general=...),
     Case("tied-weights", net.Tied, ids(9)),
     Case("module-used-twice", net.UsedTwice, images()),
     Case(
@@ -253,35 +255,35 @@ CASES = [
     Case("low-rank-adapter", net.LowRank, images(3, 4)),
     Case("bare-parameters", net.BareParameters, sequences(), general=("(model)",)),
     Case("transposed-linear", net.Conv1D, sequences()),
-    Case("bilinear", lambda: Bilinear(), lambda: (sequences(1)()[:, 0], sequences(1)()[:, 0]), general=("bilinear",)),
+    Case("bilinear", net.Bilinear, lambda: (sequences(1)()[:, 0], sequences(1)()[:, 0]), general=("bilinear",)),
     Case("partly-frozen", partly_frozen, images(1, 12)),
     Case("wholly-frozen", lambda: net.ViT(batch_first=True).requires_grad_(False), images()),
     Case("compiled", compiled, images(1, 12)),
     Case("exported-pt2", exported, images()),
     Case("traced", traced, images(3, 4), general=None),
     Case("scripted", scripted, images(3, 4), general=None),
-    Case("hidden-from-function-modes", net.Hidden, sequences(), general=None),
-    Case("batch-mixing", net.Mixing, sequences(), general=None),
-    Case("routed-by-input", net.Routed, sequences(), general=...),
-    Case("scripted-activation", net.ScriptedActivation, lambda: innocent_first(), general=...),
-    Case("through-numpy", net.ThroughNumpy, lambda: innocent_first(), general=...),
-    Case("through-numbers", net.ThroughNumbers, lambda: innocent_first(), general=...),
-    Case("stale-view", net.StaleView, lambda: innocent_first(), general=...),
-    Case("sorts-its-inputs", net.SortsItsInputs, lambda: innocent_first(), general=None),
-    Case("unpads", net.Unpads, lambda: unpadded(), general=...),
-    Case("scales-by-the-batch", net.ScalesByTheBatch, lambda: innocent_first(), general=None),
-    Case("branches-on-the-batch", net.BranchesOnTheBatch, lambda: innocent_first(), general=None),
-    Case("silent-on-the-first-input", net.SilentOnTheFirstInput, lambda: innocent_first(), general=None),
-    Case("writes-into-a-token-copy", net.WritesIntoATokenCopy, lambda: innocent_first(), general=...),
-    Case("one-at-a-time", net.OneAtATime, lambda: innocent_first(), general=None),
-    Case("checkpointed", net.Checkpointed, lambda: innocent_first(), general=...),
-    Case("changes-its-input", net.ChangesItsInput, lambda: innocent_first()),
-    Case("caches-in-evaluation", net.CachesInEvaluation, lambda: innocent_first()),
-    Case("wide-head", net.Wide, sequences()),
-    Case("wide-head-without-bias", lambda: net.Wide(bias=False), sequences()),
-    Case("wide-head-confident", lambda: net.Wide(bias=False, certain=20.0), sequences()),
-    *(Case(f"wide-head-{form}", partial(net.WideInOtherWays, form), sequences()) for form in FORMS),
-    Case("wide-head-tied", net.WideTied, ids(40)),
+    Case("hidden-from-function-modes", evasive.Hidden, sequences(), general=None),
+    Case("batch-mixing", evasive.Mixing, sequences(), general=None),
+    Case("routed-by-input", scattered.Routed, sequences(), general=...),
+    Case("scripted-activation", evasive.ScriptedActivation, innocent_first, general=...),
+    Case("through-numpy", evasive.ThroughNumpy, innocent_first, general=...),
+    Case("through-numbers", evasive.ThroughNumbers, innocent_first, general=...),
+    Case("stale-view", evasive.StaleView, innocent_first, general=...),
+    Case("sorts-its-inputs", evasive.SortsItsInputs, innocent_first, general=None),
+    Case("unpads", scattered.Unpads, unpadded, general=...),
+    Case("scales-by-the-batch", evasive.ScalesByTheBatch, innocent_first, general=None),
+    Case("branches-on-the-batch", evasive.BranchesOnTheBatch, innocent_first, general=None),
+    Case("silent-on-the-first-input", evasive.SilentOnTheFirstInput, innocent_first, general=None),
+    Case("writes-into-a-token-copy", evasive.WritesIntoATokenCopy, innocent_first, general=...),
+    Case("one-at-a-time", evasive.OneAtATime, innocent_first, general=None),
+    Case("checkpointed", evasive.Checkpointed, innocent_first, general=...),
+    Case("changes-its-input", evasive.ChangesItsInput, innocent_first),
+    Case("caches-in-evaluation", evasive.CachesInEvaluation, innocent_first),
+    Case("wide-head", wide.Wide, sequences()),
+    Case("wide-head-without-bias", lambda: wide.Wide(bias=False), sequences()),
+    Case("wide-head-confident", lambda: wide.Wide(bias=False, certain=20.0), sequences()),
+    *(Case(f"wide-head-{form}", partial(wide.WideInOtherWays, form), sequences()) for form in FORMS),
+    Case("wide-head-tied", wide.WideTied, ids(40)),
     Case(
         "wide-head-images",
         lambda: nn.Sequential(
@@ -296,15 +298,15 @@ CASES = [
         ),
         images(),
     ),
-    Case("matrix-dispatch", evasive.MatrixDispatch, lambda: innocent_first(), general=None),
-    Case("permutes-by-a-matrix", evasive.PermutesByAMatrix, lambda: innocent_first(), general=None),
-    Case("reorders-by-a-list", evasive.ReordersByAList, lambda: innocent_first(), general=None),
-    Case("sorts-by-length", evasive.SortsByLength, lambda: unpadded(), general=None),
-    Case("rounded-weight", evasive.RoundedWeight, lambda: innocent_first(), general=None),
-    Case("slope-inside", evasive.SlopeInside, lambda: innocent_first(), general=None),
-    Case("factor-from-numbers", evasive.FactorFromNumbers, lambda: innocent_first(), general=...),
-    Case("experts", evasive.Experts, lambda: innocent_first(), general=...),
-    Case("early-exit", evasive.EarlyExit, lambda: innocent_first(), general=...),
+    Case("matrix-dispatch", evasive.MatrixDispatch, innocent_first, general=None),
+    Case("permutes-by-a-matrix", evasive.PermutesByAMatrix, innocent_first, general=None),
+    Case("reorders-by-a-list", evasive.ReordersByAList, innocent_first, general=None),
+    Case("sorts-by-length", evasive.SortsByLength, unpadded, general=None),
+    Case("rounded-weight", evasive.RoundedWeight, innocent_first, general=None),
+    Case("slope-inside", evasive.SlopeInside, innocent_first, general=None),
+    Case("factor-from-numbers", evasive.FactorFromNumbers, innocent_first, general=...),
+    Case("experts", scattered.Experts, innocent_first, general=...),
+    Case("early-exit", scattered.EarlyExit, innocent_first, general=...),
     Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
     Case(
         "embedding-bag-sparse",
@@ -318,14 +320,3 @@ CASES = [
         ids(),
     ),
 ]
-
-
-class Bilinear(nn.Module):
-    """Two inputs, as a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bilinear, self.fc = nn.Bilinear(6, 6, 5), nn.Linear(5, 3)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.fc(self.bilinear(a, b).tanh())
