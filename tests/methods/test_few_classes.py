@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.exact.likeliest import Likeliest, class_sizes, estimate
+from qualms.gradients.exact.drawn_classes import DrawnClasses, class_sizes, estimate
 from tests import networks as net
 
 CLASSES = 80
@@ -142,8 +142,8 @@ def test_estimates_have_the_right_mean_and_error() -> None:
     terms = weights * norms
     found = []
     for seed in range(400):
-        drawn = Likeliest(("likeliest",), lambda p: class_sizes(p.sqrt(), p), 24, seed)
-        classes, chances = drawn.drawn(logits)
+        drawn = DrawnClasses(("drawn",), lambda p: class_sizes(p.sqrt(), p), 24, seed)
+        classes, chances = drawn.draw(logits)
         assert all(len(set(row)) == 24 for row in classes.tolist())
         found.append(torch.stack(estimate(terms.gather(-1, classes), chances)))
     value, error = torch.stack(found).unbind(1)
@@ -155,12 +155,12 @@ def test_estimates_have_the_right_mean_and_error() -> None:
 
 def test_chances_follow_the_sizes_and_the_largest_are_certain() -> None:
     logits = torch.linspace(0, 12, 60, dtype=torch.double)[None]
-    chances = Likeliest(("likeliest",), lambda p: class_sizes(p, p), 16, 0).chances(logits)[0]
+    chances = DrawnClasses(("drawn",), lambda p: class_sizes(p, p), 16, 0).chances(logits)[0]
     assert float(chances.sum()) == pytest.approx(16)
     assert (chances.diff() >= -1e-12).all()
     assert float(chances[-1]) == 1 > float(chances[0]) > 0
     certain = torch.full((1, 60), -1e4, dtype=torch.double)
     certain[0, 3] = 0  # all other probabilities are exactly zero
-    classes, chances = Likeliest(("likeliest",), lambda p: class_sizes(p, p), 16, 0).drawn(certain)
+    classes, chances = DrawnClasses(("drawn",), lambda p: class_sizes(p, p), 16, 0).draw(certain)
     value, error = estimate(torch.zeros(1, 16).scatter(1, (classes == 3).long().argmax(1, keepdim=True), 2.0), chances)
     assert (float(value), float(error)) == (2.0, 0.0)

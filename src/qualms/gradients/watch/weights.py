@@ -34,7 +34,7 @@ class Weights:
         return next(iter(self.leaves.values())).device
 
 
-def part_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
+def slice_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
     """The parameter and the number on its first axis, if that is all that a tracked tensor is: W[3]."""
     node: Any = t.grad_fn
     if type(node).__name__ != "SelectBackward0" or node._saved_dim != 0:

@@ -36,7 +36,7 @@ def class_sizes(weights: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> F
 
 
 @dataclass(frozen=True)
-class Likeliest(Directions):
+class DrawnClasses(Directions):
     """e_c - p for `number` classes c of each input, a function of its logits."""
 
     sizes: Sizes
@@ -49,11 +49,11 @@ class Likeliest(Directions):
 
     def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The directions in logit space; the classes are those of the input itself, row 0."""
-        classes, _ = self.drawn(logits[:, 0])
+        classes, _ = self.draw(logits[:, 0])
         for column in classes.T:
             yield unit_sized(of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits))
 
-    def drawn(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
+    def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
         """The classes of each input, and their chances to be among them."""
         chances = self.chances(logits)
         # Those that are certain stand first, so that every step of the walk before the others meets one of them.
