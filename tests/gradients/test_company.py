@@ -76,7 +76,7 @@ def test_randomness_that_the_first_input_hides_is_an_error(engine: str, batch_si
 @pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
 @pytest.mark.filterwarnings("ignore::qualms.errors.SlowWarning")
 def test_selected_parameters_that_only_some_inputs_use_are_zero_for_the_others(engine: str) -> None:
-    model, x = made(evasive.Experts)
+    model, x = made(scattered.Experts)
     used = qualms.class_gradient_norms(model, x)
     place = used.layers.index("experts.3")
     first = int((used.norms[:, :, place].sum(1) == 0).nonzero()[0])  # an input that takes other experts comes first

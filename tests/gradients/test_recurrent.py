@@ -32,10 +32,8 @@ def test_unrolled_layers_give_what_fused_ones_give(kind: str, on: tuple[bool, ..
     torch.manual_seed(0)
     layer = LAYERS[kind](3, 4, num_layers=2, **dict(zip(SWITCHES, on, strict=True))).double()
     theta = {name: p.detach() for name, p in layer.named_parameters()}
-    x, begin = (
-        torch.randn(5, 5, 3).double(),
-        torch.randn(2 if kind == "lstm" else 1, 4 if layer.bidirectional else 2, 5, 4),
-    )
+    x = torch.randn(5, 5, 3).double()
+    begin = torch.randn(2 if kind == "lstm" else 1, 4 if layer.bidirectional else 2, 5, 4)
 
     def run(theta: dict[str, Tensor], x: Tensor, begin: Tensor) -> tuple[Tensor, ...]:
         state = tuple(begin) if kind == "lstm" else begin[0]

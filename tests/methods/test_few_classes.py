@@ -1,4 +1,4 @@
-"""`tolerance` with many classes: some of them stand for all, and the error is told and within what was allowed."""
+"""`tolerance` with many classes: some of them stand for all; the error is reported, and within the tolerance."""
 
 from collections.abc import Callable
 
@@ -46,7 +46,7 @@ class Pulled(nn.Module):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_error_is_told_and_within_the_tolerance(spec: str) -> None:
+def test_the_error_is_reported_and_within_the_tolerance(spec: str) -> None:
     model, x = classifier(), inputs()
     want = qualms.score(model, x, spec)
     for tolerance in (0.03, 0.01):

@@ -134,7 +134,7 @@ def measure_by_features(
     weights: Weights,
     inputs: int,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """For each parameter ‖g‖² pulls the directions: what `measure` says of them, without the C passes of `classes`."""
+    """For each parameter ‖g‖² along the directions: what `measure` gives, without the C passes of `classes`."""
     z = logits.detach().unflatten(0, (inputs, -1))
     per_input = z.shape[1]
     predicted = z[:, 0].argmax(-1)

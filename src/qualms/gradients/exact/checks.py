@@ -50,7 +50,7 @@ class Regrouped:
         return logits[chunk.start - start : chunk.stop - start]
 
 
-SOME_ROWS = 2048
+SOME_ROWS = 2048  # whose logits are computed ahead
 
 
 @torch.no_grad()
@@ -105,7 +105,9 @@ class Separation:
     """
 
     scales: Float[Tensor, " b"]
-    rounding: float  # relative difference that is none; a model may compute in 32 bits whatever type its weights have
+    rounding: (
+        float  # relative difference that does not count; a model may compute in 32 bits whatever type its weights have
+    )
 
     @classmethod
     def of(cls, inputs: int, logits: Tensor) -> "Separation":
@@ -119,7 +121,7 @@ class Separation:
         return cotangent * self.scales.repeat_interleave(len(cotangent) // len(self.scales))[:, None].to(cotangent)
 
     def require(self, plain: dict[str, Float[Tensor, " b"]], scaled: dict[str, Float[Tensor, " b"]]) -> None:
-        """Norms of each parameter's gradients along v, and along v scaled."""
+        """Norms along the scaled v must be s_b times those along v; both come by the parameter's name."""
         names = list(plain)
         if not names:
             return
@@ -134,7 +136,7 @@ class Separation:
 def require_separate_gradients(
     logits: Float[Tensor, "rows c"], pieces: Sequence[Piece], weights: Weights, inputs: int
 ) -> None:
-    """The same by two passes along a random direction, where the values of no other direction can serve."""
+    """Each input's gradients must be its own, shown by two passes along a random direction where no other can serve."""
     if inputs < 2 or not pieces:
         return
     separation = Separation.of(inputs, logits)
@@ -152,7 +154,7 @@ def measure_separate(
     inputs: int,
     kind: Literal["l2", "l1"],
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """What `measure` says, checked by one further pass: along one of the cotangents, scaled input by input."""
+    """What `measure` gives, checked by one further pass: along one of the cotangents, scaled input by input."""
     if inputs < 2 or not pieces:
         return measure(logits, cotangents, pieces, weights, inputs, kind)
     separation = Separation.of(inputs, logits)
