@@ -365,7 +365,7 @@ def test_models_that_view_their_input_are_scored(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["exact", qualms.Sketch(4), qualms.Sketch(4, "sum")], ids=str)
-def test_the_order_of_layers_is_that_of_the_batch_not_of_an_earlier_one(engine: Any) -> None:
+def test_another_path_in_an_earlier_batch_does_not_change_a_score(engine: Any) -> None:
     torch.manual_seed(0)
     methods, x = ["regrad+layers", "coherence"], torch.rand(4, 6).double()
     for model, batches in (

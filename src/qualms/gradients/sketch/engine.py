@@ -40,7 +40,7 @@ from qualms.gradients.sketch.tangents import Layer, Tangents, tangent
 
 log = logging.getLogger("qualms")
 MOST_BYTES = 2**24  # of one result
-LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
+LOOKED_AT = 8  # inputs, of which three are run by plain autograd
 
 
 def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
