@@ -5,7 +5,7 @@
 - smoothing: REGrad* with N antithetic draws against N = 100 plain ones, for N = 2 … 32.
 - sketch: `engine="sketch"` against `exact`, for k tangents and both ways of putting layers together.
 - tolerance: some classes of many instead of all of them. Nothing but the guess of their spread in
-  `gradients/exact/likeliest.py` was chosen by looking at this network, and what is found overrules it.
+  `gradients/exact/drawn_classes.py` was chosen by looking at this network, and what is found overrules it.
 
 Half of the inputs come from the network's own test set, half from another dataset. Reported are Spearman's rank
 correlation over all inputs, and the AUROC of telling the other dataset apart. Rows go to `results/ranking.jsonl`.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.likeliest import FIRST
+from qualms.gradients.exact.drawn_classes import FIRST
 from qualms.gradients.guard import untouched
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt

@@ -19,9 +19,9 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 PLOTS = HERE.parent / "docs" / "plots"
 Row = dict[str, Any]
-COLOURS = {"exact": "#0072B2", "sketch": "#D55E00", "the paper's loop": "#000000", "vmap(jacrev)": "#009E73",
-           "BackPACK": "#CC79A7", "exact, tolerance 0.025": "#56B4E9", "the loop in batches": "#999999"}  # fmt: skip
 FEW = "exact, tolerance 0.025"
+COLOURS = {"exact": "#0072B2", "sketch": "#D55E00", "the paper's loop": "#000000", "vmap(jacrev)": "#009E73",
+           "BackPACK": "#CC79A7", FEW: "#56B4E9", "the loop in batches": "#999999"}  # fmt: skip
 
 
 def rows(name: str) -> list[Row]:

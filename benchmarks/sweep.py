@@ -4,9 +4,10 @@
     PYTHONPATH=.timm python benchmarks/sweep.py timm
     python benchmarks/sweep.py page
 
-Each model is built small with random weights (`tiny_models.py`), in double precision, and its gradient norms for each
-input, class and layer are compared with those of the reference engine. Rows go to `results/sweep.jsonl` as they come;
-a model that has one is passed over, unless it is named on the command line. `page` fills the table of docs/engine.md.
+Each model is built small with random weights (`tiny_models.py`, `tiny_timm.py`), in double precision, and its gradient
+norms for each input, class and layer are compared with those of the reference engine. Rows go to `results/sweep.jsonl`
+as they come; a model that has one is passed over, unless it is named on the command line. `page` fills the table of
+docs/engine.md.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiny_models import lively, timm_model, timm_names, transformers_model, transformers_names
+from tiny_models import lively, transformers_model, transformers_names
+from tiny_timm import timm_model, timm_names
 
 import qualms
 

@@ -1,12 +1,185 @@
-"""Models that move the rows of a batch about, hide what they do, or leave parameters out for some inputs."""
+"""Models that try to slip past the recorder: they hide what they do, mix rows or move them about, cache or cast.
 
+Row 0 of their inputs looks innocent.
+"""
+
+import warnings
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tests.networks import Bypassed
+
+class Bypassed(nn.Module):
+    """Three linear layers; subclasses lead the input around torch's function modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+
+class Square(torch.autograd.Function):
+    """(x w)², hidden from torch's function modes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+        ctx.save_for_backward(x, w)
+        return (x * w) ** 2
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def,override]
+        x, w = ctx.saved_tensors
+        return 2 * grad * x * w**2, (2 * grad * x**2 * w).sum(0)
+
+
+class Hidden(nn.Module):
+    """Uses a parameter where the recorder cannot see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6))
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(Square.apply(x.mean(1), self.w))
+
+
+class Mixing(nn.Module):
+    """Subtracts the mean over the batch: one input's logits depend on the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fc = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x.mean(1))
+        if len(h) > 1:
+            h = h - 0.5 * h.mean(0)
+        return self.fc(h.tanh())
+
+
+class ScriptedActivation(Bypassed):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.swish = torch.jit.script(nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.c(h + self.b(self.swish(h)))
+
+
+class ThroughNumpy(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(torch.from_numpy(np.tanh(x.detach().numpy()))) + x)
+
+
+class ThroughNumbers(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] * 10).long().remainder(6).tolist()
+        return self.c((self.a(x) + torch.stack([self.b.weight[i].exp() for i in rows])).tanh())
+
+
+class StaleView(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x)
+        view = h[:, :]
+        h.copy_(x)
+        return self.c(F.linear(view, self.a.weight) + self.b(h))
+
+
+class SortsItsInputs(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum(1).argsort()
+        return self.c(self.a(x[order]).tanh()[order.argsort()])
+
+
+class ScalesByTheBatch(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x / x.abs().max()).tanh())
+
+
+class BranchesOnTheBatch(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c((self.a if x.max() < 2.2 else self.b)(x))
+
+
+class SilentOnTheFirstInput(Bypassed):
+    """A scripted layer whose gradient is zero for the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.g = torch.jit.script(nn.Linear(6, 3, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x)) + self.g(x.relu())
+
+
+class WritesIntoATokenCopy(Bypassed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = self.token.expand(len(x), -1, -1).clone()
+        t[:, 0] = x
+        return self.c(self.a(t).tanh().sum(1))
+
+
+class OneAtATime(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x.view(1, 6)).tanh())
+
+
+class Checkpointed(Bypassed):
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return torch.einsum("bi,ij->bj", h, self.a.weight).tanh()
+
+        return self.c(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False))
+
+
+class ChangesItsInput(Bypassed):
+    """Normalises what it was given in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 0.3
+        return self.c(self.a(x.mul_(2)).tanh())
+
+
+class CastsInside(Bypassed):
+    """Normalises in 32 bits whatever the model's own precision, as language models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.c(self.b(h.to(x.dtype)).tanh())
+
+
+class CachesInEvaluation(Bypassed):
+    """Keeps what it computes from a weight until training begins, as LeViT does with its attention biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> "CachesInEvaluation":
+        if mode:
+            self.cache = {}
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.c(self.a(x) + self.b.weight.exp().sum(1))
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.b.weight.exp().sum(1)
+        return self.c(self.a(x) + self.cache["bias"])
 
 
 class MatrixDispatch(nn.Module):
@@ -90,43 +263,6 @@ class FactorFromNumbers(Bypassed):
     def forward(self, x: Tensor) -> Tensor:
         factors = torch.tensor([1 + 2e-5 * v for v in x.sum(1).tanh().tolist()], dtype=x.dtype)
         return self.c(torch.bmm(x.unsqueeze(1), self.a.weight * factors[:, None, None]).squeeze(1).tanh())
-
-
-class Experts(nn.Module):
-    """Each input goes through the experts that it picks, in the order of its picking."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.fc = nn.Linear(6, 4), nn.Linear(6, 3)
-        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        chances = self.gate(x).softmax(1)
-        best = chances.topk(2).indices
-        out = []
-        for row, p, picked in zip(x, chances, best, strict=True):
-            out.append(sum(p[e] * self.experts[int(e)](row).tanh() for e in picked))
-        return self.fc(torch.stack(out))
-
-
-class EarlyExit(nn.Module):
-    """An input that is large enough leaves after the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.exits = nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.one(row) for row in x])
-
-    def one(self, row: Tensor) -> Tensor:
-        for block, leave in zip(self.blocks, self.exits, strict=True):
-            row = block(row).tanh()
-            logits: Tensor = leave(row)
-            if logits.softmax(0).max() > 0.42:
-                break
-        return logits
 
 
 class NegativeIndex(nn.Module):

@@ -21,7 +21,7 @@ from qualms.errors import SlowWarning
 from qualms.gradients.bits import _sum_of_bits
 from qualms.gradients.learnt import MOST, Learnt
 from qualms.gradients.sketch import engine as sketch_engine
-from tests import networks as net
+from tests import evasive, scattered
 from tests.gradients.test_untouched import fingerprint, same
 
 METHODS = ["regrad+layers+smooth(0.1,4)", "exgrad", "entropy", "perturb-x(0.1,4)"]
@@ -185,9 +185,9 @@ def test_what_was_learnt_on_one_batch_is_not_forced_on_another() -> None:
     images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *pooled).double()
     several = [torch.randn(4, 3, 8, 8), torch.randn(1, 3, 8, 8), torch.randn(3, 3, 6, 6), torch.randn(1, 3, 6, 6)]
     _same_as_the_reference(images, [t.double() for t in several])
-    routed = net.Routed().double()
+    routed = scattered.Routed().double()
     _same_as_the_reference(routed, [torch.randn(4, 5, 6).double() for _ in range(3)])
-    innocent = net.BranchesOnTheBatch().double()
+    innocent = evasive.BranchesOnTheBatch().double()
     _same_as_the_reference(innocent, [0.1 * torch.randn(4, 6).double(), 3 * torch.randn(4, 6).double()])
 
 
@@ -207,7 +207,7 @@ def test_auto_picks_an_engine_once(model: nn.Module, x: Tensor) -> None:
 
 def test_slowness_is_told_once_and_with_its_reason(x: Tensor) -> None:
     torch.manual_seed(0)
-    scorer = qualms.Scorer(net.Mixing().double(), "exgrad")
+    scorer = qualms.Scorer(evasive.Mixing().double(), "exgrad")
     with pytest.warns(SlowWarning, match="one at a time, which is exact but slow, because an input.s gradient dep"):
         scorer(torch.randn(4, 5, 6).double())
     with warnings.catch_warnings():
@@ -365,7 +365,7 @@ def test_models_that_view_their_input_are_scored(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["exact", qualms.Sketch(4), qualms.Sketch(4, "sum")], ids=str)
-def test_the_order_of_layers_is_that_of_the_batch_not_of_an_earlier_one(engine: Any) -> None:
+def test_another_path_in_an_earlier_batch_does_not_change_a_score(engine: Any) -> None:
     torch.manual_seed(0)
     methods, x = ["regrad+layers", "coherence"], torch.rand(4, 6).double()
     for model, batches in (
@@ -466,7 +466,7 @@ def test_odd_arrays_are_read_or_refused(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
 def test_inputs_that_influence_each_other_are_scored_as_if_each_were_alone(engine: Any) -> None:
     torch.manual_seed(0)
-    model, x = net.Mixing().double(), torch.randn(5, 5, 6).double()
+    model, x = evasive.Mixing().double(), torch.randn(5, 5, 6).double()
     scorer = qualms.Scorer(model, "regrad", engine=engine)
     alone = torch.cat([scorer(x[i : i + 1], first=i).scores["regrad"] for i in range(5)])
     torch.testing.assert_close(scorer(x).scores["regrad"], alone, rtol=1e-9, atol=0)
@@ -511,4 +511,4 @@ def test_a_way_of_pushing_that_later_inputs_cannot_take_is_looked_for_again() ->
 
 def test_coherence_says_what_a_model_hides_from_it() -> None:
     with pytest.raises(qualms.QualmsError, match="coherence needs to see in which order the model uses its layers"):
-        qualms.score(net.Hidden().double(), torch.randn(3, 5, 6).double(), "coherence")
+        qualms.score(evasive.Hidden().double(), torch.randn(3, 5, 6).double(), "coherence")

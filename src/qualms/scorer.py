@@ -50,10 +50,10 @@ class Scorer:
         seed: decides every random draw, together with an input's number.
         batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of a score that the exact engine may be off by to save passes; 0 is exact. With more than
-            24 classes, only those that count most for an input and a few of the others are run, so many that the
-            score's standard error, which is told, is within this share. Of a `+layers` score, early layers that add
-            less than this share are left out; what they add is measured on some of the directions, not proven.
+        tolerance: the share of its value that a score by the exact engine may be off by, to save passes; 0 is exact.
+            With more than 24 classes, only those that count most for an input and a few of the others are run: enough
+            for a standard error, which is reported, within this share. In `+layers` scores, early layers that add less
+            than this share are left out; what they add is measured on some of the directions, not proven.
         threshold: the highest score of the first method that is accepted; a number, or a `qualms.Threshold`.
         class_names: names of the classes, in the order of the logits.
 

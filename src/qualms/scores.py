@@ -47,7 +47,7 @@ def score(
         seed: decides every random draw, together with an input's number.
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of a score that it may be off by, to save passes (see `Scorer`).
+        tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
         progress: True for a count on the terminal, or a function that is told how many inputs are done.
 
     Example:
@@ -156,7 +156,7 @@ def compare(
         seed: decides every random draw, together with an input's number.
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of a score that it may be off by, to save passes (see `Scorer`).
+        tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
         progress: True for a count on the terminal, or a function that is told how many inputs are done.
 
     Returns:

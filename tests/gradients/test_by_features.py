@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.exact.by_features import LastProduct
-from tests import networks as net
+from tests import wide
 from tests.gradients.test_engines_agree import SMOOTHINGS, assert_norms_equal
 
 
@@ -22,7 +22,7 @@ def test_confident_inputs_keep_their_digits(
     certain: float, smoothing: qualms.Smoothing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model, x = net.Wide(bias=False, certain=certain).double(), torch.randn(8, 5, 6).double()
+    model, x = wide.Wide(bias=False, certain=certain).double(), torch.randn(8, 5, 6).double()
     have = qualms.class_gradient_norms(model, x, smoothing=smoothing)
     assert certain < 23 or float(1 - have.probs.amax()) < 1e-8
     want = with_all_passes(monkeypatch, model, x, smoothing=smoothing)
@@ -35,7 +35,7 @@ def test_confident_inputs_keep_their_digits(
 def test_features_that_cancel_do_not_take_the_digits_with_them(apart: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two features are nearly the same, and some classes see little but their difference."""
     torch.manual_seed(0)
-    model, x = net.Wide(bias=False).double(), torch.randn(8, 5, 6).double()
+    model, x = wide.Wide(bias=False).double(), torch.randn(8, 5, 6).double()
     with torch.no_grad():
         model.c.weight[1] = model.c.weight[0] + apart * torch.randn(12)
         model.c.bias[1] = model.c.bias[0]
@@ -48,7 +48,7 @@ def test_features_that_cancel_do_not_take_the_digits_with_them(apart: float, mon
 def test_there_are_two_more_passes_than_features() -> None:
     passes = 0
 
-    class Counting(net.Wide):
+    class Counting(wide.Wide):
         def features(self, x: Tensor) -> Tensor:
             h = super().features(x)
             if h.requires_grad and len(h) == 8:
@@ -72,7 +72,7 @@ def test_there_are_two_more_passes_than_features() -> None:
 
 def test_a_frozen_last_layer_is_passed_as_well() -> None:
     torch.manual_seed(0)
-    model, x = net.Wide().double(), torch.randn(8, 5, 6).double()
+    model, x = wide.Wide().double(), torch.randn(8, 5, 6).double()
     part = qualms.class_gradient_norms(model, x, params="b.*")
     whole = qualms.class_gradient_norms(model, x)
     assert_norms_equal(part.norms, whole.norms[:, :, [whole.layers.index("b")]])

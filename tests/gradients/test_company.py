@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.errors import QualmsError
-from tests import evasive
-from tests import networks as net
+from tests import scattered
 
-DYNAMIC = {"experts": evasive.Experts, "early-exit": evasive.EarlyExit, "routed": net.Routed}
+DYNAMIC = {"experts": scattered.Experts, "early-exit": scattered.EarlyExit, "routed": scattered.Routed}
 
 
 def made(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(1)
     model = build().double()
-    return model, torch.randn(6, 5, 6, dtype=torch.double) if build is net.Routed else torch.randn(6, 6).double()
+    return model, torch.randn(6, 5, 6, dtype=torch.double) if build is scattered.Routed else torch.randn(6, 6).double()
 
 
 @pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
@@ -34,7 +33,7 @@ def test_layer_weights_do_not_depend_on_the_other_inputs(build: Callable[[], nn.
 
 @pytest.mark.parametrize("engine", ["exact", "sketch"])
 def test_a_scorer_that_met_other_paths_first_gives_the_same_scores(engine: str) -> None:
-    model, x = made(evasive.Experts)
+    model, x = made(scattered.Experts)
     whole = qualms.score(model, x, "regrad+layers(0.5)", engine=engine)
     scorer = qualms.Scorer(model, "regrad+layers(0.5)", engine=engine)
     for i in reversed(range(len(x))):
@@ -44,7 +43,7 @@ def test_a_scorer_that_met_other_paths_first_gives_the_same_scores(engine: str) 
 
 
 def test_every_layer_of_a_model_with_many_paths_counts_in_the_models_order() -> None:
-    model, x = made(evasive.Experts)
+    model, x = made(scattered.Experts)
     names = ["gate", "fc", *(f"experts.{i}" for i in range(4))]
     for engine in ("exact", "sketch", "reference"):
         found = qualms.class_gradient_norms(model, x[:1], engine=engine)
@@ -77,7 +76,7 @@ def test_randomness_that_the_first_input_hides_is_an_error(engine: str, batch_si
 @pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
 @pytest.mark.filterwarnings("ignore::qualms.errors.SlowWarning")
 def test_selected_parameters_that_only_some_inputs_use_are_zero_for_the_others(engine: str) -> None:
-    model, x = made(evasive.Experts)
+    model, x = made(scattered.Experts)
     used = qualms.class_gradient_norms(model, x)
     place = used.layers.index("experts.3")
     first = int((used.norms[:, :, place].sum(1) == 0).nonzero()[0])  # an input that takes other experts comes first

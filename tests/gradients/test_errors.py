@@ -49,7 +49,7 @@ WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     "no path": (Returns(lambda z: z.detach()), X, {}, "do not depend on any parameter"),
     "in place": (Returns(lambda z: z.sigmoid().mul_(2) * z.tanh().add_(1)), X, {}, "cannot be differentiated"),
     "not a model": (lambda x: x, X, {}, "model is a function; pass a torch.nn.Module"),  # type: ignore[dict-item]
-    "lazy": (nn.LazyLinear(3), X, {}, "parameter weight is of a lazy module without a shape yet; run the model once"),
+    "lazy": (nn.LazyLinear(3), X, {}, "parameter weight is that of a lazy module, .* no shape yet; run the model once"),
     "frozen script": (frozen_script(), X, {}, "has no parameters"),
     "not inputs": (LINEAR, 3, {}, "x is a int"),
     "sizes disagree": (LINEAR, (X, X[:1]), {}, r"disagree on the number of inputs: \[1, 2\]"),

@@ -36,9 +36,7 @@ def usable(model: nn.Module, before: dict[str, object], want: Tensor, engine: qu
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of torch's own, when forward mode is used for the first time
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of the rules it compiles on first use
 @pytest.mark.parametrize("engine", ["exact", "reference", qualms.Sketch(2)], ids=["exact", "reference", "sketch"])
 @pytest.mark.parametrize("press", [partial(signal.raise_signal, signal.SIGINT), fail], ids=["signal", "exception"])
 def test_ctrl_c_during_any_forward_pass(press: Callable[[], None], engine: qualms.Sketch | str) -> None:

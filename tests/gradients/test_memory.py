@@ -119,7 +119,7 @@ def test_large_windows_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_fit_is_an_error_that_says_so() -> None:
-    with pytest.raises(qualms.QualmsError, match=r"one row .* MiB, more than the 0.0 MiB there are; pass a larger"):
+    with pytest.raises(qualms.QualmsError, match=r"one row .* MiB, more than the 0.0 MiB available; pass a larger"):
         qualms.class_gradient_norms(conv_net(1, 2), torch.randn(2, 1, 8, 8), budget=1000)
 
 

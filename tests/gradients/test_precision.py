@@ -8,7 +8,7 @@ from torch import nn
 
 import qualms
 from qualms.gradients.precision import Narrowest
-from tests import networks as net
+from tests import evasive
 
 
 def llama() -> tuple[nn.Module, Any]:
@@ -22,7 +22,7 @@ def llama() -> tuple[nn.Module, Any]:
 
 
 def casts_inside() -> tuple[nn.Module, Any]:
-    return net.CastsInside(), torch.randn(6, 6, dtype=torch.double)
+    return evasive.CastsInside(), torch.randn(6, 6, dtype=torch.double)
 
 
 @pytest.mark.parametrize("seed", range(3))

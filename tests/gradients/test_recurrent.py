@@ -14,7 +14,7 @@ from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.settings import Settings
 from qualms.gradients.sketch.engine import SketchRun
 from qualms.gradients.sketch.push import forward_mode
-from tests import networks as net
+from tests import recurrent
 
 LAYERS = {
     "lstm": nn.LSTM,
@@ -32,10 +32,8 @@ def test_unrolled_layers_give_what_fused_ones_give(kind: str, on: tuple[bool, ..
     torch.manual_seed(0)
     layer = LAYERS[kind](3, 4, num_layers=2, **dict(zip(SWITCHES, on, strict=True))).double()
     theta = {name: p.detach() for name, p in layer.named_parameters()}
-    x, begin = (
-        torch.randn(5, 5, 3).double(),
-        torch.randn(2 if kind == "lstm" else 1, 4 if layer.bidirectional else 2, 5, 4),
-    )
+    x = torch.randn(5, 5, 3).double()
+    begin = torch.randn(2 if kind == "lstm" else 1, 4 if layer.bidirectional else 2, 5, 4)
 
     def run(theta: dict[str, Tensor], x: Tensor, begin: Tensor) -> tuple[Tensor, ...]:
         state = tuple(begin) if kind == "lstm" else begin[0]
@@ -53,7 +51,7 @@ def test_unrolled_layers_give_what_fused_ones_give(kind: str, on: tuple[bool, ..
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_forward_mode_runs_recurrent_networks_in_single_precision(layer: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
-    model, ids = net.Recurrent(layer, batch_first=True).eval(), torch.randint(0, 20, (4, 6))
+    model, ids = recurrent.Recurrent(layer, batch_first=True).eval(), torch.randint(0, 20, (4, 6))
     work = SketchRun.on(
         Job(model, ids, range(4), Settings(engine=qualms.Sketch(2)), Directions(("classes",))), Learnt()
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
+from tests import evasive
 from tests import networks as net
 from tests.cases import CASES, Case
 
@@ -134,7 +135,7 @@ def test_a_parameter_that_the_model_changes_is_an_error() -> None:
 
 
 def test_an_input_that_the_model_changes_stays_the_users() -> None:
-    model, x = net.ChangesItsInput(), torch.randn(3, 6)
+    model, x = evasive.ChangesItsInput(), torch.randn(3, 6)
     kept = x.clone()
     for engine in ("exact", "reference", "sketch"):
         scores = qualms.score(model, x, "regrad", engine=engine)

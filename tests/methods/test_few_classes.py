@@ -1,4 +1,4 @@
-"""`tolerance` with many classes: some of them stand for all, and the error is told and within what was allowed."""
+"""`tolerance` with many classes: some of them stand for all; the error is reported, and within the tolerance."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.exact.likeliest import Likeliest, class_sizes, estimate
+from qualms.gradients.exact.drawn_classes import DrawnClasses, class_sizes, estimate
 from tests import networks as net
 
 CLASSES = 80
@@ -46,7 +46,7 @@ class Pulled(nn.Module):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_error_is_told_and_within_the_tolerance(spec: str) -> None:
+def test_the_error_is_reported_and_within_the_tolerance(spec: str) -> None:
     model, x = classifier(), inputs()
     want = qualms.score(model, x, spec)
     for tolerance in (0.03, 0.01):
@@ -142,8 +142,8 @@ def test_estimates_have_the_right_mean_and_error() -> None:
     terms = weights * norms
     found = []
     for seed in range(400):
-        drawn = Likeliest(("likeliest",), lambda p: class_sizes(p.sqrt(), p), 24, seed)
-        classes, chances = drawn.drawn(logits)
+        drawn = DrawnClasses(("drawn",), lambda p: class_sizes(p.sqrt(), p), 24, seed)
+        classes, chances = drawn.draw(logits)
         assert all(len(set(row)) == 24 for row in classes.tolist())
         found.append(torch.stack(estimate(terms.gather(-1, classes), chances)))
     value, error = torch.stack(found).unbind(1)
@@ -155,13 +155,13 @@ def test_estimates_have_the_right_mean_and_error() -> None:
 
 def test_chances_follow_the_sizes_and_the_largest_are_certain() -> None:
     logits = torch.linspace(0, 12, 60, dtype=torch.double)[None]
-    chances = Likeliest(("likeliest",), lambda p: class_sizes(p, p), 16, 0).chances(logits)[0]
+    chances = DrawnClasses(("drawn",), lambda p: class_sizes(p, p), 16, 0).chances(logits)[0]
     assert float(chances.sum()) == pytest.approx(16)
     assert (chances.diff() >= -1e-12).all()
     assert float(chances[-1]) == 1 > float(chances[0]) > 0
     certain = torch.full((1, 60), -1e4, dtype=torch.double)
     certain[0, 3] = 0  # all other probabilities are exactly zero
-    classes, chances = Likeliest(("likeliest",), lambda p: class_sizes(p, p), 16, 0).drawn(certain)
+    classes, chances = DrawnClasses(("drawn",), lambda p: class_sizes(p, p), 16, 0).draw(certain)
     value, error = estimate(torch.zeros(1, 16).scatter(1, (classes == 3).long().argmax(1, keepdim=True), 2.0), chances)
     assert (float(value), float(error)) == (2.0, 0.0)
 
@@ -172,7 +172,7 @@ def test_classes_in_a_periodic_order_do_not_fall_in_with_the_steps() -> None:
     norms = (1 + torch.arange(classes) % 2).double().expand(4, -1)  # every second class has twice the gradient
     deviations = []
     for seed in range(60):
-        some = Likeliest(("likeliest",), lambda _: sizes, number, seed)
+        some = DrawnClasses(("drawn",), lambda _: sizes, number, seed)
         drawn, chances = some.drawn(torch.zeros(4, classes))
         value, error = estimate(norms.gather(-1, drawn), chances)
         deviations.append(float((value - norms.sum(-1))[0] / error[0]))

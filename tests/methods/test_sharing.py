@@ -53,16 +53,15 @@ def passes(setting: Setting, methods: list[str], monkeypatch: pytest.MonkeyPatch
 B, C = 4, 5
 # Before the engine starts it looks at one row by plain autograd, plainly again and watched, and at two rows twice.
 LOOK_ROWS, LOOK_BACKWARD = 1 + 1 + 1 + 2 + 2, 1 + 1 + 1
-SEPARATE = 1  # backward pass of each chunk that shows that the model does not move rows about
+SEPARATE = 1  # backward pass for each chunk, which shows that the model does not move rows about
 
 
 def test_all_gradient_scores_come_from_one_pass(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = passes(setting, GRADIENT_SCORES, monkeypatch)
     # The logits, which also tell whether inputs influence each other, the look, and the recorded pass.
     assert counter.first == B + LOOK_ROWS + B
-    assert (
-        counter.backward == LOOK_BACKWARD + C + 3 + SEPARATE
-    )  # classes, and the directions of gradnorm, negrad and the label
+    # Classes, and the directions of gradnorm, negrad and the label.
+    assert counter.backward == LOOK_BACKWARD + C + 3 + SEPARATE
     layered = [*GRADIENT_SCORES, "regrad+layers", "exgrad+layers(0.4)"]
     again = passes(setting, layered, monkeypatch)
     assert (again.first, again.backward) == (counter.first, counter.backward)

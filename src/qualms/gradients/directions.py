@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 BLOCK_BYTES = 2**22  # of directions that exist at once: all C of them have C² entries for every row
+DOUBLE = 8  # bytes of an entry
 ROUNDING = 1e-12  # of sums of probabilities in double precision, with room for many classes
 Logits = Float[Tensor, "b r c"]
 
@@ -139,9 +140,6 @@ class Directions:
                 some = (slice(start, start + step),) if name in PER_CLASS else ()
                 block: Tensor = DIRECTIONS[name](logits, *some)
                 yield unit_sized(block.flatten(1, 2).div_(per_input), inputs)
-
-
-DOUBLE = 8  # bytes of an entry
 
 
 def projected(

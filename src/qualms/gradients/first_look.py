@@ -31,7 +31,7 @@ class FirstRow:
 
 @torch.no_grad()
 def require_repeatable(model: nn.Module, row: Rows, logits: Float[Tensor, "1 c"]) -> torch.dtype:
-    """The logits that a row gave must be what it gives: another input may show a randomness that the first one hid.
+    """A row must give the same logits again: another input may show a randomness that the first one hid.
 
     Returns the type that rounds most on the way to them.
     """

@@ -17,7 +17,7 @@ from qualms.gradients.traces import Traces, copies_of, put_back, restore
 
 # One thread at a time, whatever the model: the random state, the switches of attention kernels, forward mode, the
 # compiler's stance and Python's filters of warnings belong to the process, and two models may share modules. Nearly all
-# the time goes to torch's operations, which have threads of their own, so more of ours would win little.
+# the time goes to torch's operations, which have threads of their own, so more of ours would gain little.
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -37,12 +37,14 @@ def eager(model: nn.Module) -> nn.Module:
 
 
 def usable(model: object) -> nn.Module:
-    """The model itself, or an error if it is none, or has no weights yet."""
+    """The model itself; an error if it is not a module, or has no weights yet."""
     if not isinstance(model, nn.Module):
         raise QualmsError(f"model is a {type(model).__name__}; pass a torch.nn.Module.")
     for name, p in eager(model).named_parameters():
         if is_lazy(p):
-            raise QualmsError(f"the parameter {name} is of a lazy module without a shape yet; run the model once.")
+            raise QualmsError(
+                f"the parameter {name} is that of a lazy module, which has no shape yet; run the model once."
+            )
         if p.is_inference():
             raise QualmsError("the model was made in inference mode, so it has no gradients; make it outside of that.")
     return model
@@ -50,7 +52,7 @@ def usable(model: object) -> nn.Module:
 
 @contextmanager
 def untouched(model: object) -> Iterator[nn.Module]:
-    """Evaluation mode with gradients on; every trace of it is gone afterwards, also after an error or Ctrl-C.
+    """Evaluation mode with gradients on; every trace of it is gone afterwards, even after an error or Ctrl-C.
 
     Other threads wait until this one is done.
     """
@@ -86,7 +88,7 @@ def untouched(model: object) -> Iterator[nn.Module]:
 def one_pass(model: nn.Module) -> Iterator[None]:
     """A forward pass, of which nothing stays on the modules of a model that is `untouched`.
 
-    What one pass caches holds tensors of its graph, or has none at all, and would be wrong for the next.
+    What one pass caches belongs to its graph, or has no graph at all: either would be wrong for the next.
     """
     interrupts.deliver()
     held = _held.get(id(model))

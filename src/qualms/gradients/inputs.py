@@ -210,7 +210,7 @@ def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
 def look_like_probabilities(logits: Float[Tensor, "rows c"]) -> bool:
     """Whether all rows add up to 1 and have no negative entry.
 
-    Up to rounding, logits hardly ever do so by chance. That of 16 bits is coarse, so there several rows must agree.
+    Logits hardly ever do so by chance, up to rounding; in 16 bits rounding is coarse, so several rows must agree.
     """
     rounding = torch.finfo(logits.dtype).eps
     if bool((logits < 0).any()) or (rounding > 1e-6 and len(logits) < SEVERAL):

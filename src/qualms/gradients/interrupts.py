@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt between any two of its instructions: also between entering forward mode and noting that
 it was entered, which would leave the process in forward mode for good. So while a model is held, the signal is noted,
-and raised where an exception is nothing special: before the next forward or backward pass.
+and raised where an exception does no harm: before the next forward or backward pass.
 """
 
 import signal
@@ -15,13 +15,13 @@ from typing import Any
 
 PATIENCE = 5.0  # seconds after which another Ctrl-C is raised at once: the model itself may hang
 
-_since: float | None = None  # when the signal came that waits
-_handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler  # the user's, which says what happens
+_since: float | None = None  # when the waiting signal came
+_handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler  # the one in force before
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Ctrl-C waits for the next `deliver`, or for the end. Signals reach the main thread alone; others go on."""
+    """Ctrl-C waits for the next `deliver`, or for the end. Only the main thread gets signals; others just run."""
     global _since, _handler
     users = signal.getsignal(signal.SIGINT)
     if not _in_main_thread() or not callable(users) or users is _wait:
@@ -38,7 +38,7 @@ def held() -> Iterator[None]:
 
 
 def deliver() -> None:
-    """Hands a Ctrl-C that waits to the user's handler, which raises KeyboardInterrupt unless it is one of their own."""
+    """Hands a waiting Ctrl-C to the handler, which raises KeyboardInterrupt unless the user has set another."""
     global _since
     if _since is not None and _in_main_thread():
         _since = None

@@ -53,7 +53,7 @@ class Learnt:
             )
 
     def warn_of_probabilities(self, logits: Tensor) -> None:
-        """Say once that what is taken for logits looks like probabilities."""
+        """Warn once if what is taken for logits looks like probabilities."""
         if PROBABILITIES not in self.warned and look_like_probabilities(logits):
             self.warned.add(PROBABILITIES)
             warnings.warn(PROBABILITIES, ProbabilitiesWarning, stacklevel=2)

@@ -20,11 +20,11 @@ def default_budget(device: torch.device) -> int:
 
 
 def require_room(needed: int, limit: int, what: str) -> None:
-    """An error if the smallest part of the work takes more bytes than there are."""
+    """An error if the smallest part of the work takes more bytes than the limit."""
     if needed > limit:
         raise QualmsError(
-            f"{what} take about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} there are; pass a larger "
-            "`budget`, fewer parameters by `params`, or smaller inputs."
+            f"{what} take about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} available; pass a larger "
+            "`budget`, select fewer parameters by `params`, or use smaller inputs."
         )
 
 
@@ -34,7 +34,7 @@ def in_mebibytes(number: int) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on the device."""
+    """Bytes that are free on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")

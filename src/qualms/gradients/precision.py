@@ -17,7 +17,7 @@ NOTHING = 1e-6  # of the largest row, which is rounding in a row of zeros
 
 
 class Narrowest(TorchFunctionMode):
-    """Watches a forward pass for casts: numbers are no more precise than the narrowest type they have gone through."""
+    """Watches a forward pass for casts: numbers are only as precise as the narrowest type they have gone through."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def same_values(have: Tensor, want: Tensor) -> bool:
     with torch.no_grad():
         if have.dtype != want.dtype or not want.is_floating_point():
             return torch.equal(have, want)
-        eps = torch.finfo(want.dtype).eps * (4 if want.element_size() < 4 else 64)
+        eps = torch.finfo(want.dtype).eps * (4 if want.element_size() < 4 else 64)  # 16 bits are coarse
         largest = float(want.abs().max()) if want.numel() else 0.0
         return torch.allclose(have, want, rtol=eps, atol=eps / 64 * largest)
 

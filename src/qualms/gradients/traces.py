@@ -1,7 +1,8 @@
 """What forward passes leave on the modules of a model, and how it is taken off again.
 
 Attributes and buffers are replaced (caches, counters, hook-based weight_norm), entries added to dictionaries and lists,
-tensors written to, by their `.data` too. All of it is put back but writes into parameters, of which there is no copy.
+tensors written to, by their `.data` too. All of it is put back, except for writes into
+parameters, of which there is no copy.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -18,7 +19,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Traces:
-    """The places where modules keep things: what is in them, to be noted and put back."""
+    """The places where modules keep things, whose contents can be noted and put back."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # A script's attributes are not Python's; its buffers are restored like all others.

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.likeliest import FIRST, Likeliest, class_sizes, estimate
+from qualms.gradients.exact.drawn_classes import FIRST, DrawnClasses, class_sizes, estimate
 from qualms.gradients.inputs import take
 from qualms.gradients.job import Job
 from qualms.gradients.layers import total_norms
@@ -45,7 +45,7 @@ def scores_by_few_classes(
     waiting = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     number, tolerance = FIRST, job.settings.tolerance
     while bool(waiting.any()):
-        some = None if 2 * number > logits.shape[1] else Likeliest(("likeliest",), sizes, number, job.settings.seed)
+        some = None if 2 * number > logits.shape[1] else DrawnClasses(("drawn",), sizes, number, job.settings.seed)
         ready = waiting if some is None else waiting & (some.expected_error(logits) <= tolerance)
         index = ready.nonzero().flatten()
         if len(index):
@@ -63,12 +63,12 @@ def scores_by_few_classes(
     return found
 
 
-def _score(method: "GradientScore", table: LayerTable, some: Likeliest | None, job: Job) -> Estimate:
+def _score(method: "GradientScore", table: LayerTable, some: DrawnClasses | None, job: Job) -> Estimate:
     """The scores of one table, of all classes or of some."""
     norms = total_norms(table.values.double(), method.layers, job.settings.norm)
     weights = method.weights(table.logits.double().softmax(-1))
     if some is None:
         value = (weights * norms).sum(-1)
         return value, torch.zeros_like(value)
-    classes, chances = some.drawn(table.logits)
+    classes, chances = some.draw(table.logits)
     return estimate(weights.gather(-1, classes) * norms, chances)

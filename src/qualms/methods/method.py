@@ -75,7 +75,7 @@ class Method(Protocol):
         """One number for each input."""
 
     def error(self, passes: Passes) -> Float[Tensor, " b"]:
-        """The standard error of a score that is an estimate; 0 where it is none."""
+        """The standard error of a score that is an estimate; 0 for one that is not."""
         return torch.zeros(len(passes.logits), dtype=torch.double, device=passes.device)
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.likeliest import FIRST
+from qualms.gradients.exact.drawn_classes import FIRST
 from qualms.gradients.inputs import Batch, batches, count, take, tensors
 from qualms.gradients.job import Job
 from qualms.gradients.layers import total_norms

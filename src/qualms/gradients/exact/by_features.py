@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from qualms.gradients import interrupts
 from qualms.gradients.directions import DIRECTIONS, Cotangents, of_class, others, unit_sized
-from qualms.gradients.exact.measure import by_parameter, deltas_of, measure, unique_edges, written
+from qualms.gradients.exact.measure import by_parameter, deltas_of, measure, shared_gradients, unique_edges
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.pieces import CANCELLED, Outer, Piece, cheaper_by_pairs
 from qualms.gradients.watch.weights import Weights, nodes_behind
@@ -134,7 +134,7 @@ def measure_by_features(
     weights: Weights,
     inputs: int,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """For each parameter ‖g‖² pulls the directions: what `measure` says of them, without the C passes of `classes`."""
+    """For each parameter ‖g‖² along the directions: what `measure` gives, without the C passes of `classes`."""
     z = logits.detach().unflatten(0, (inputs, -1))
     per_input = z.shape[1]
     predicted = z[:, 0].argmax(-1)
@@ -189,7 +189,7 @@ def _body(
             deltas = deltas_of(piece, at, places)
             if deltas is not None:
                 found[name].add(deltas)
-        for name, gradient in written(shared, at, places, weights, inputs).items():
+        for name, gradient in shared_gradients(shared, at, places, weights, inputs).items():
             found.setdefault(name, Kept(None, width + 1, inputs)).factors.append(gradient.flatten(1)[:, None])
     w = accurate(last.weight)
     apart = w - w[predicted][:, None]

@@ -1,6 +1,6 @@
 """One input whose rows do not fit at once: parts of its rows, their gradients written out and added up.
 
-A gradient averaged over perturbed copies is a sum over rows, so it can be added up part by part, where its norm cannot.
+A gradient averaged over perturbed copies is a sum over rows, so it can be added up part by part; its norm cannot.
 As many gradients as there is room for are added up at the same time; for each such block of directions the forward
 passes are made again.
 """
@@ -25,7 +25,7 @@ Gradients = dict[str, Float[Tensor, "k ..."]]  # along some directions, by the p
 
 
 def by_parts(job: Job, on: Rows, kind: Kind, probe: Probe) -> Measured:
-    """What the pieces of all rows of one input say, from parts of the rows."""
+    """The norms [1, m] of one input's gradients, from parts of its rows."""
     require_room(probe.row_needs, job.limit, "one row of the input and one of its gradients")
     rows, at_once = count(on.batch), probe.rows_in(job.budget // 2)
     logits = _in_other_company(job, on, -(-rows // at_once))

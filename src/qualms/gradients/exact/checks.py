@@ -49,7 +49,7 @@ class Regrouped:
         return logits[chunk.start - start : chunk.stop - start]
 
 
-SOME_ROWS = 2048
+SOME_ROWS = 2048  # whose logits are computed ahead
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ class Separation:
         return cotangent * self.scales.repeat_interleave(len(cotangent) // len(self.scales))[:, None].to(cotangent)
 
     def require(self, plain: dict[str, Float[Tensor, " b"]], scaled: dict[str, Float[Tensor, " b"]]) -> None:
-        """Norms of each parameter's gradients along v, and along v scaled."""
+        """Norms along the scaled v must be s_b times those along v; both come by the parameter's name."""
         names = list(plain)
         if not names:
             return
@@ -139,7 +139,7 @@ def require_separate_gradients(
     inputs: int,
     precision: torch.dtype,
 ) -> None:
-    """The same by two passes along a random direction, where the values of no other direction can serve."""
+    """Each input's gradients must be its own, shown by two passes along a random direction where no other can serve."""
     if inputs < 2 or not pieces:
         return
     separation = Separation.of(inputs, logits.device, precision)
@@ -158,7 +158,7 @@ def measure_separate(
     kind: Literal["l2", "l1"],
     precision: torch.dtype,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """What `measure` says, checked by one further pass: along one of the cotangents, scaled input by input."""
+    """What `measure` gives, checked by one further pass: along one of the cotangents, scaled input by input."""
     if inputs < 2 or not pieces:
         return measure(logits, cotangents, pieces, weights, inputs, kind)
     separation = Separation.of(inputs, logits.device, precision)

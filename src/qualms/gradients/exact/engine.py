@@ -71,7 +71,7 @@ def exact(
 def _in_chunks(
     job: Job, kind: Kind, probe: Probe, regrouped: Tensor | None, cutoff: Cutoff | None, slow: Learnt | None
 ) -> Measured:
-    """Chunk by chunk; what fails a check is run by plain autograd and told to `slow`; without one it is an error."""
+    """Chunk by chunk; what fails a check is run by plain autograd and reported to `slow`, or an error without one."""
     by_features = probe.by_features(job.budget, job.per_input, kind, job.directions.names)
     most = probe.inputs_in(job.budget, job.per_input, kind, by_features)
     chunks = _chunks(job.inputs, min(job.settings.batch_size or most, most) or 1)
@@ -105,7 +105,7 @@ def _in_chunks(
 
 
 def _chunks(inputs: int, most: int) -> list[slice]:
-    """Parts of nearly equal size, of `most` inputs at the most."""
+    """Parts of nearly equal size, of at most `most` inputs."""
     number = -(-inputs // most)
     size = -(-inputs // number)
     return [slice(start, min(start + size, inputs)) for start in range(0, inputs, size)]
@@ -152,7 +152,7 @@ def _by_pieces(
 
 
 def _in_order(job: Job, kind: Kind, whole: Measured, use_order: UseOrder) -> Measured:
-    """The same with the parameters that count in the model's order; what no input here uses is zero."""
+    """The same, with all parameters that count, in the model's order; those that no input here uses are zero."""
     number = job.directions.size(whole.logits.shape[1])
     shape = (job.inputs, number, number) if kind == "gram" else (job.inputs, number)
     nothing = torch.zeros(shape, dtype=torch.double, device=whole.logits.device)

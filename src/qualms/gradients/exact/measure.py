@@ -58,7 +58,7 @@ def measure(
                 deltas = deltas_of(piece, at, places)
                 if deltas is not None:
                     values[name] = _measured(piece, deltas, kind, cotangents.number)
-            for name, gradient in written(shared, at, places, weights, inputs).items():
+            for name, gradient in shared_gradients(shared, at, places, weights, inputs).items():
                 values[name] = size_of(gradient, kind)
             if table is None:
                 names = list(values)
@@ -127,19 +127,19 @@ def written_out(
     at: AtEdges = torch.autograd.grad(logits, edges, cotangent, retain_graph=True, allow_unused=True)
     deltas = {name: deltas_of(piece, at, places) for name, piece in alone.items()}
     own = {name: alone[name].gradient.write(d) for name, d in deltas.items() if d is not None}
-    return own | written(shared, at, places, weights, 1)
+    return own | shared_gradients(shared, at, places, weights, 1)
 
 
-def written(
+def shared_gradients(
     shared: dict[str, list[Piece]], at: AtEdges, places: Places, weights: Weights, inputs: int
 ) -> dict[str, Float[Tensor, "b ..."]]:
     """The whole gradient of each parameter that is used more than once or behind other operations."""
     total: dict[str, Tensor] = {}
 
-    def add(name: str, gradient: Tensor, at: int | slice = slice(None)) -> None:
+    def add(name: str, gradient: Tensor, of: int | slice = slice(None)) -> None:
         if name not in total:
             total[name] = accurate(weights.leaves[name]).new_zeros(inputs, *weights.leaves[name].shape)
-        total[name][at] += gradient
+        total[name][of] += gradient
 
     for piece in {id(p): p for group in shared.values() for p in group}.values():
         deltas = deltas_of(piece, at, places)
@@ -177,7 +177,7 @@ def _inner_products(
             values[name] = piece.gradient.inner(known)
         else:
             values[name] = _products([piece.gradient.write(d) for d in known])
-    whole = [written(shared, at, places, weights, inputs) for at in kept]
+    whole = [shared_gradients(shared, at, places, weights, inputs) for at in kept]
     return values | {name: _products([w[name] for w in whole]) for name in whole[0]}
 
 

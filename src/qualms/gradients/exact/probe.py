@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from qualms.gradients.directions import BLOCK_BYTES
+from qualms.gradients.directions import BLOCK_BYTES, DOUBLE
 from qualms.gradients.exact.by_features import LastProduct
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.first_look import FirstLook, FirstRow, random_direction
@@ -22,8 +22,7 @@ from qualms.gradients.watch.weights import UseOrder, Weights
 
 CACHED_BYTES = 2**22
 FEWEST = 4  # rows at once: with fewer, a pass costs more for each than it would save
-DOUBLE = 8  # bytes of an entry of the cotangents
-AROUND = 4 * BLOCK_BYTES  # a block of directions, with the copies on its way to the model's precision
+AROUND = 4 * BLOCK_BYTES  # for a block of directions, and its copies on the way to the model's precision
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Recurrent layers put together from their steps, in place of torch's fused kernels, open to both modes."""
+"""Recurrent layers put together from their steps, not by torch's fused kernels: for both modes of differentiation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from qualms.gradients.recurrent.steps import KINDS, Coefficients, Gates, Hidden, State, before, state_scale
+from qualms.gradients.recurrent.steps import RECURSIONS, Coefficients, Gates, Hidden, State, before, state_scale
 
 
 class _Layer(torch.autograd.Function):
@@ -31,7 +31,7 @@ class _Layer(torch.autograd.Function):
         b_state: Tensor | None,
         *state: Tensor,
     ) -> tuple[Tensor, ...]:
-        h, last, coefficients = KINDS[kind].run(_linear(x, w, b), u, b_state, state)
+        h, last, coefficients = RECURSIONS[kind].run(_linear(x, w, b), u, b_state, state)
         return h, *last[1:], *coefficients
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Layer(torch.autograd.Function):
         assert not any(ctx.needs_input_grad[3:7])
         _, w, u, *coefficients = ctx.saved_tensors
         dh = u.new_zeros(ctx.shape) if dh is None else dh
-        delta, state = KINDS[ctx.kind].pull(tuple(coefficients), u, dh, others[0] if ctx.cells else None)
+        delta, state = RECURSIONS[ctx.kind].pull(tuple(coefficients), u, dh, others[0] if ctx.cells else None)
         dx = _linear(delta, w.t(), None) if ctx.needs_input_grad[1] else None
         return None, dx, delta, None, None, None, None, *state
 
@@ -74,7 +74,7 @@ class _Layer(torch.autograd.Function):
         else:
             dp = torch.addcmul(_tangent(of_input, db, u, h), _tangent(of_state, db_state, u, h), scale)
         state = tuple(torch.zeros_like(first) if d is None else d for d in dstate)
-        dh, last = KINDS[ctx.kind].push(tuple(coefficients), u, dp, state)
+        dh, last = RECURSIONS[ctx.kind].push(tuple(coefficients), u, dp, state)
         return dh, *last[1:], *(None for _ in coefficients)
 
 
@@ -95,7 +95,7 @@ def _tangent(
 
 
 @dataclass(frozen=True)
-class Direction:
+class OneWay:
     """One layer run in one direction: W, U, and b and b' if there are biases."""
 
     kind: str
@@ -106,17 +106,16 @@ class Direction:
     ) -> tuple[Tensor, State, Coefficients]:
         """h of all steps, the state after the last one, and the coefficients; the gradient of `shift` is δ."""
         w, u, *biases = self.weights
-        # But for a GRU, both biases do nothing but add up.
-        b, b_state = (
-            (biases or (None, None)) if self.kind == "gru" else (biases[0] + biases[1] if biases else None, None)
-        )
+        b, b_state = biases or (None, None)
+        if biases and self.kind != "gru":  # in which alone the two biases do more than add up
+            b, b_state = biases[0] + biases[1], None
         h, *others = _Layer.apply(self.kind, x, shift, w, u, b, b_state, *state)  # type: ignore[no-untyped-call]
         cells = len(state) - 1
         return h, (h[-1], *others[:cells]), tuple(others[cells:])
 
 
 # How one layer is run in one direction: from x and the state before the first step to h and the state after the last.
-Run = Callable[[Direction, Float[Tensor, "t n f"], State], tuple[Tensor, State]]
+Run = Callable[[OneWay, Float[Tensor, "t n f"], State], tuple[Tensor, State]]
 
 
 def unrolled(
@@ -149,8 +148,8 @@ def unrolled(
         found: list[Tensor] = []
         for backwards in range(directions):
             number = layer * directions + backwards
-            direction = Direction(kind, params[number * each : (number + 1) * each])
-            h, end = run(direction, x.flip(0) if backwards else x, tuple(s[number] for s in states))
+            one_way = OneWay(kind, params[number * each : (number + 1) * each])
+            h, end = run(one_way, x.flip(0) if backwards else x, tuple(s[number] for s in states))
             found.append(h.flip(0) if backwards else h)
             ends.append(end)
         x = torch.cat(found, dim=2) if bidirectional else found[0]
@@ -158,8 +157,8 @@ def unrolled(
     return (x.transpose(0, 1) if batch_first else x), *last
 
 
-def _run(direction: Direction, x: Float[Tensor, "t n f"], state: State) -> tuple[Tensor, State]:
-    h, last, _ = direction(x, state)
+def _run(one_way: OneWay, x: Float[Tensor, "t n f"], state: State) -> tuple[Tensor, State]:
+    h, last, _ = one_way(x, state)
     return h, last
 
 
@@ -170,5 +169,5 @@ class Unrolled(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kind, kwargs = getattr(func, "__name__", "").partition(".")[0], kwargs or {}
-        out = unrolled(kind, _run, *args, **kwargs) if kind in KINDS else NotImplemented
+        out = unrolled(kind, _run, *args, **kwargs) if kind in RECURSIONS else NotImplemented
         return func(*args, **kwargs) if out is NotImplemented else out

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN step by step, and linearised: what fused kernels compute, open to both modes of differentiation.
+"""LSTM, GRU and RNN step by step, and linearised: what fused kernels compute, for both modes of differentiation.
 
 With gates p_t = W x_t + b, the part of the pre-activations that needs no step before it, a layer is the recursion
 
@@ -29,8 +29,8 @@ Hidden = Float[Tensor, "t n h"]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of recurrent layer.
+class Recursion:
+    """A kind of recurrent layer.
 
     Args:
         run: from p, U, b' (GRU's) and the state before the first step to h [t, n, h], the state after the last step and
@@ -140,7 +140,7 @@ def _rnn(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tenso
 
 
 def _plain_pull(coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None) -> tuple[Gates, State]:
-    """Of layers whose state is what they give."""
+    """For layers whose state is their output h: dh' = past · dh + (scale · δ) U, δ = dh · ∂h/∂p."""
     gates = torch.empty_like(coefficients[0])
     d: Tensor | None = None
     for into_h, scale, past, of_p, own in zip(*(t.unbind(0)[::-1] for t in (*coefficients, gates, dh)), strict=True):
@@ -161,9 +161,9 @@ def _plain_push(coefficients: Coefficients, weight: Tensor, dp: Gates, state: St
     return torch.stack(hs), (h,)
 
 
-KINDS = {
-    "lstm": Kind(_lstm, _lstm_pull, _lstm_push),
-    "gru": Kind(_gru, _plain_pull, _plain_push),
-    "rnn_tanh": Kind(_rnn(torch.tanh, lambda h: 1 - h * h), _plain_pull, _plain_push),
-    "rnn_relu": Kind(_rnn(torch.relu, lambda h: (h > 0).to(h)), _plain_pull, _plain_push),
+RECURSIONS = {
+    "lstm": Recursion(_lstm, _lstm_pull, _lstm_push),
+    "gru": Recursion(_gru, _plain_pull, _plain_push),
+    "rnn_tanh": Recursion(_rnn(torch.tanh, lambda h: 1 - h * h), _plain_pull, _plain_push),
+    "rnn_relu": Recursion(_rnn(torch.relu, lambda h: (h > 0).to(h)), _plain_pull, _plain_push),
 }

@@ -40,7 +40,7 @@ from qualms.gradients.sketch.tangents import Layer, Tangents, tangent
 
 log = logging.getLogger("qualms")
 MOST_BYTES = 2**24  # of one result
-LOOKED_AT = 8  # inputs that tell which parameters the logits depend on
+LOOKED_AT = 8  # inputs, of which three are run by plain autograd
 
 
 def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
@@ -159,7 +159,7 @@ class SketchRun:
         return torch.cat([torch.stack(of_chunk) for of_chunk in kept], dim=1), torch.cat(logits)
 
     def _several_at_once(self, row: Rows, push: Push, tangents: Tangents) -> tuple[Tensor, Tensor] | None:
-        """For a row alone, with which a pass waits for the weights more than it computes; None where that fails.
+        """For a single row, where a pass waits for weights more than it computes; None where that fails.
 
         The first time it must agree with one tangent at a time. Images keep the plain memory format, which is that of
         the tangents: torch would copy each to that of its weight.

@@ -4,7 +4,7 @@ A gradient's projection on a random tangent is normal with standard deviation �
 scale Σ_l ‖g_l‖ if each layer's part of the tangent is divided by a normal number of its own: the normal law adds
 squares of scales, the Cauchy law adds scales (Indyk, Stable distributions, pseudorandom generators, embeddings and data
 stream computation, J. ACM 2006). Tangents of random signs give the variance ‖g‖² as well, and nearly the normal law
-where g has many entries; if it had one alone, the correction of bias, 1/(4k), would be what is wrong.
+where g has many entries; if it had a single one, the only error would be the correction of bias, 1/(4k).
 """
 
 import math

@@ -35,7 +35,7 @@ class Tangents:
 
     @property
     def at_once(self) -> int:
-        """How many fit."""
+        """How many fit into `room`."""
         return self.room // max(1, sum(p.nbytes for p in self.like.values()))
 
     def __getitem__(self, j: int) -> Tangent:
@@ -89,9 +89,10 @@ def tangent(
 
 
 def write_signs(place: Tensor, scale: float, noise: torch.Generator) -> None:
-    """±scale for every entry of a contiguous tensor, eight at a time by a random byte; normals take ten times longer.
+    """±scale for every entry of a contiguous tensor, eight at a time by a random byte.
 
-    For signs s, too, E (s·g)² = ‖g‖², with a variance of 2 (‖g‖⁴ - Σ g_i⁴): no more than normal numbers give.
+    Normal numbers take ten times longer. For signs s, too, E (s·g)² = ‖g‖², with a variance of 2 (‖g‖⁴ - Σ g_i⁴): no
+    more than normal numbers give.
     """
     words = -(-place.numel() // 64)
     octets = torch.empty(words, dtype=torch.int64).random_(-(2**63), None, generator=noise).view(torch.uint8)

@@ -34,13 +34,18 @@ class Call:
 
     def run(self) -> Any:
         """Carry the operation out as it is, on copies of its tracked arguments that nothing else may use."""
-        copies = {id(t): t.detach().requires_grad_() for t in self.meeting.arguments if self.tracked(t)}
-        before = [get_gradient_edge(t).node for t in self.meeting.arguments if id(t) not in copies and t.requires_grad]
+        copies, before = self._copies()
         out = self.run_with(copies)
         # A change in place of a view would lead the graph around the edge that a rule takes hold of.
         out = out.clone() if out._is_view() else out
         self.recorder.reach.enclose(out.grad_fn, before)
         return out
+
+    def _copies(self) -> tuple[dict[int, Tensor], list[Any]]:
+        """Leaves in place of the tracked arguments, by id, and the nodes of the graph that all others come from."""
+        copies = {id(t): t.detach().requires_grad_() for t in self.meeting.arguments if self.tracked(t)}
+        others = [t for t in self.meeting.arguments if id(t) not in copies and t.requires_grad]
+        return copies, [get_gradient_edge(t).node for t in others]
 
     def run_with(self, copies: dict[int, Tensor]) -> Any:
         """Carry the operation out with some of its tensors, known by id, replaced."""
@@ -126,16 +131,15 @@ class Call:
     def with_owners(self, gradients: dict[int, Callable[[Owners], Outer | Summed]] | None = None) -> Any:
         """Carry the operation out where no axis of its result counts the rows: see `owners.py`.
 
-        `gradients` has, for tracked arguments by id, how their gradients follow once owners are known; for any others
-        the operation's own derivative does.
+        `gradients` says, for tracked arguments by id, how their gradients follow once owners are known; for all others
+        the operation's own derivative serves.
         """
         used = [t for t in self.meeting.arguments if self.tracked(t)]
-        copies = {id(t): t.detach().requires_grad_() for t in used}
-        before = [get_gradient_edge(t).node for t in self.meeting.arguments if id(t) not in copies and t.requires_grad]
+        copies, before = self._copies()
         out = each_tensor(self.run_with(copies), lambda t: t.clone() if t._is_view() else t)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if not results:
-            raise Unclear(f"{self.meeting.name} gives no result")
+            raise Unclear(f"no result of {self.meeting.name} can be differentiated")
         if len(results) == 1:
             self.recorder.reach.enclose(results[0].grad_fn, before)
         edges = tuple(get_gradient_edge(t) for t in results)

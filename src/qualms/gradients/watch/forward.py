@@ -12,8 +12,8 @@ from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.rows import Rows, logits_of
 from qualms.gradients.watch.meetings import TwinPasses
 from qualms.gradients.watch.owners import settled
-from qualms.gradients.watch.parts import joined
 from qualms.gradients.watch.record import Recorder
+from qualms.gradients.watch.slices import joined
 from qualms.gradients.watch.weights import Reach, UseOrder, Weights, nodes_behind
 
 

@@ -27,7 +27,7 @@ class Scattered:
 
     results: Sequence[Tensor]
     edges: tuple[GradientEdge, ...]
-    gradients: Sequence[tuple[Tensor, Callable[["Owners"], Outer | Summed]]]  # of which tensor
+    gradients: Sequence[tuple[Tensor, Callable[["Owners"], Outer | Summed]]]  # by target
 
 
 def settled(scattered: Sequence[Scattered], logits: Float[Tensor, "rows c"], inputs: int) -> list[Piece]:
@@ -78,10 +78,10 @@ def _require_one_owner(have: Tensor, want: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Owners:
-    """Of the entries of an operation's results."""
+    """Which input each entry of an operation's results belongs to."""
 
     results: Sequence[Tensor]
-    numbers: Sequence[Int[Tensor, "..."]]  # of the input that an entry belongs to
+    numbers: Sequence[Int[Tensor, "..."]]  # of that input, in the shape of each result
     inputs: int
 
     def by_autograd(self, copy: Tensor) -> Summed:
@@ -105,7 +105,7 @@ class Owners:
         return Outer(lambda d: _gathered(d, places), lambda: _gathered(a, places), arrange, self.inputs, sizes)
 
     def total(self, like: Tensor) -> Summed:
-        """The gradient of what was added at every position."""
+        """The gradient of what was added at every position: the sum of the cotangents there, [b, *like.shape]."""
         places = self._places()
 
         def write(cotangents: list[Tensor | None]) -> Tensor:

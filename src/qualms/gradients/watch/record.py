@@ -105,7 +105,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def use_order(self) -> UseOrder:
-        """The order in which parameters were used, and whether every other pass would use them so.
+        """The order in which parameters were used, and whether every other pass would do the same.
 
         A pass can depend on the values of its input only after it has read one, or made a shape of some: up to that
         point all passes are the same, so they agree on whether it comes.
@@ -127,14 +127,14 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _by_layout(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By a rule or the general path; where rows have no axis of their own, by the owners of entries."""
+        """By a rule or the general path; where no axis counts the rows, by the owners of entries."""
         left = len(self.pieces)
         try:
             if self.twins is not None and call.meeting.place in self.twins.scattered:
                 raise Unclear("known not to keep its rows apart")
             out = _by_rule(find_rule(call.meeting.name), call, args, kwargs)
             return call.with_copies() if out is NotImplemented else out
-        except (Unclear, RuntimeError) as error:  # copies for as many rows as there would be do not fit what is there
+        except (Unclear, RuntimeError) as error:  # a copy for each row does not fit the shapes at hand
             if self.twins is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             del self.pieces[left:]

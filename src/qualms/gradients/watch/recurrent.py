@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.nested import each_tensor
-from qualms.gradients.recurrent.layers import Direction, unrolled
+from qualms.gradients.recurrent.layers import OneWay, unrolled
 from qualms.gradients.recurrent.steps import State, before, state_scale
 from qualms.gradients.watch.layout import Layout
 from qualms.gradients.watch.pieces import Outer, SharedPairs, Summed
@@ -50,8 +50,8 @@ def recurrent_rule(kind: str) -> Callable[..., Any]:
         rows = layout if layout.axis is None else replace(layout, axis=1)  # time comes first inside
         copies = {id(t): t.detach().requires_grad_() for t in learned}
 
-        def run(direction: Direction, x: Tensor, state: State) -> tuple[Tensor, State]:
-            return _watched(call, direction, rows, x, state)
+        def run(one_way: OneWay, x: Tensor, state: State) -> tuple[Tensor, State]:
+            return _watched(call, one_way, rows, x, state)
 
         x, begin = each_tensor((input, hx), lambda t: copies.get(id(t), t))
         how = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
@@ -68,14 +68,14 @@ def recurrent_rule(kind: str) -> Callable[..., Any]:
     return rule
 
 
-def _watched(call: Call, direction: Direction, rows: Layout, x: Tensor, state: State) -> tuple[Tensor, State]:
+def _watched(call: Call, one_way: OneWay, rows: Layout, x: Tensor, state: State) -> tuple[Tensor, State]:
     """One layer in one direction, and a piece for each of its weights."""
-    plain = Direction(direction.kind, [w.detach() for w in direction.weights])
-    w, u, *biases = direction.weights
+    plain = OneWay(one_way.kind, [w.detach() for w in one_way.weights])
+    w, u, *biases = one_way.weights
     shift = x.new_zeros(()).expand(*x.shape[:2], len(w)).requires_grad_()
     edge = get_gradient_edge(shift)
     h, last, coefficients = plain(x, state, shift)
-    scale, same = state_scale(direction.kind, coefficients), SharedPairs()
+    scale, same = state_scale(one_way.kind, coefficients), SharedPairs()
 
     def product(a: Tensor, times: Tensor | None) -> Outer:
         outer = Outer.product(call.inputs, rows, a.detach(), w.shape[0], lambda grad: grad.squeeze(1))

@@ -34,8 +34,8 @@ class Weights:
         return next(iter(self.leaves.values())).device
 
 
-def part_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
-    """The parameter and the number on its first axis, if that is all that a tracked tensor is: W[3]."""
+def slice_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
+    """The parameter's name and e, if a tracked tensor is nothing but W[e]."""
     node: Any = t.grad_fn
     if type(node).__name__ != "SelectBackward0" or node._saved_dim != 0:
         return None
@@ -55,7 +55,7 @@ def roots(t: Tensor, weights: Weights) -> set[str]:
 
 @dataclass(frozen=True)
 class UseOrder:
-    """Parameters in the order in which a forward pass first used them; `fixed` if every pass uses them so."""
+    """Parameters in the order in which a forward pass first used them; `fixed` if every pass uses that order."""
 
     names: list[str]
     fixed: bool
@@ -74,10 +74,10 @@ class UseOrder:
 
 @dataclass
 class Reach:
-    """What of the graph may be reached only through the operation that made it: the parameters that rules watch there.
+    """Nodes of the graph that may be reached only by the result of the operation that made them.
 
     A rule knows the cotangent of its operation's result. Whatever leads from the logits to the operation's parameters
-    by another way (a gradient that the forward pass takes itself, an autograd function) is not in that cotangent.
+    another way (a gradient that the forward pass takes itself, an autograd function) is not in that cotangent.
     """
 
     inside: dict[Any, Any] = field(default_factory=dict)  # node -> the node of the operation's result
@@ -92,7 +92,7 @@ class Reach:
                 nodes.extend(n for n, _ in node.next_functions)
 
     def entered_aside(self, node: Any, follower: Any) -> bool:
-        """Whether a step of the graph leads into an operation elsewhere than by its result."""
+        """Whether a step from node to follower leads into an operation other than by its result."""
         result = self.inside.get(follower)
         return result is not None and follower is not result and self.inside.get(node) is not result
 

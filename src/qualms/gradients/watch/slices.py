@@ -1,7 +1,7 @@
 """Matrices kept in one parameter, such as those of all experts: their gradients stand side by side in the parameter's.
 
 Each matrix W[e] has a piece of its own. Together they are one `Outer` with a group for each, so that the parameter's
-gradient, zero but for the experts that were asked, need not be written out to have its norm.
+gradient, zero but for the experts that were asked, need not be written out for its norm.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.watch.pieces import Outer, Piece
-from qualms.gradients.watch.weights import Weights, part_of
+from qualms.gradients.watch.weights import Weights, slice_of
 
 
 def joined(pieces: Sequence[Piece], weights: Weights) -> list[Piece]:
@@ -21,34 +21,34 @@ def joined(pieces: Sequence[Piece], weights: Weights) -> list[Piece]:
     found: dict[str, dict[int, Piece]] = {}
     others: list[Piece] = []
     for piece in pieces:
-        part = part_of(piece.target, weights)
-        of_parameter = None if part is None else found.setdefault(part[0], {})
-        if part is None or of_parameter is None or part[1] in of_parameter or not _plain(piece):
+        place = slice_of(piece.target, weights)
+        of_parameter = None if place is None else found.setdefault(place[0], {})
+        if place is None or of_parameter is None or place[1] in of_parameter or not _plain(piece):
             others.append(piece)
         else:
-            of_parameter[part[1]] = piece
-    return others + [_together(weights.leaves[name], parts) for name, parts in found.items() if parts]
+            of_parameter[place[1]] = piece
+    return others + [_together(weights.leaves[name], slices) for name, slices in found.items() if slices]
 
 
 def _plain(piece: Piece) -> bool:
     return isinstance(piece.gradient, Outer) and piece.gradient.sizes[3] == 1 and len(piece.edges) == 1
 
 
-def _together(target: Tensor, parts: dict[int, Piece]) -> Piece:
-    numbers, pieces = list(parts), list(parts.values())
+def _together(target: Tensor, slices: dict[int, Piece]) -> Piece:
+    numbers, pieces = list(slices), list(slices.values())
     outers = [piece.gradient for piece in pieces if isinstance(piece.gradient, Outer)]
     edges = tuple(piece.edges[0] for piece in pieces)
-    return Piece(target, edges, Parts.of(outers, numbers, target))
+    return Piece(target, edges, Slices.of(outers, numbers, target))
 
 
 @dataclass
-class Parts(Outer):
-    """The gradients of matrices that stand side by side: one cotangent for each, and one group."""
+class Slices(Outer):
+    """The gradients of slices W[e] of one parameter, which stand side by side: a cotangent and a group for each."""
 
     outers: Sequence[Outer] = ()
 
     @classmethod
-    def of(cls, outers: Sequence[Outer], numbers: list[int], target: Tensor) -> "Parts":
+    def of(cls, outers: Sequence[Outer], numbers: list[int], target: Tensor) -> "Slices":
         """From the gradients of target[number]."""
 
         def arrange(grad: Float[Tensor, "b g o f"]) -> Tensor:

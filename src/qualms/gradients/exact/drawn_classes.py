@@ -1,14 +1,14 @@
 """Few classes of many: Σ_c w_c ‖g_c‖ from the classes that count most and a few of the others, drawn by known chances.
 
 Each class of each input has a size s_c = |w_c| ‖e_c - p‖, known from the logits: ‖g_c‖ = ‖Jᵀ(e_c - p)‖ follows
-‖e_c - p‖ closely. Of m classes that are measured, those whose size alone is an m-th of what is left are taken for
-certain; the others enter with chances π_c proportional to their sizes, drawn systematically, in one walk over the
+‖e_c - p‖ closely. Of m classes that are measured, those whose size is at least an m-th of what is left are certain
+to be taken; the others enter with chances π_c proportional to their sizes, drawn systematically, in one walk over the
 classes in steps of equal size from a start that all inputs share, so that most of the noise is common to them. Then
 
     Σ_{c drawn} w_c ‖g_c‖ / π_c
 
 has the right mean whatever the norms are (Horvitz & Thompson, J. ASA 1952), and the spread of its terms tells its
-standard error (Hájek, Ann. Math. Stat. 1964). If sizes were exactly proportional, there would be none.
+standard error (Hájek, Ann. Math. Stat. 1964). If the norms were proportional to the sizes, there would be none.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def class_sizes(weights: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> F
 
 
 @dataclass(frozen=True)
-class Likeliest(Directions):
+class DrawnClasses(Directions):
     """e_c - p for `number` classes c of each input, a function of its logits."""
 
     sizes: Sizes
@@ -49,12 +49,12 @@ class Likeliest(Directions):
 
     def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The directions in logit space; the classes are those of the input itself, row 0."""
-        classes, _ = self.drawn(logits[:, 0])
+        classes, _ = self.draw(logits[:, 0])
         for column in classes.T:
             yield unit_sized(of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits))
 
-    def drawn(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """The classes of each input, and their chances to be among them."""
+    def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
+        """The classes of each input, and the chances π_c with which they were drawn."""
         chances = self.chances(logits)
         noise = generator(self.seed, STREAM)
         # In an order of our own: classes in some periodic order would fall in with the steps.
@@ -81,7 +81,7 @@ class Likeliest(Directions):
         return torch.zeros_like(chances).scatter(-1, order, chances)
 
     def expected_error(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-        """The relative standard error that is to be expected."""
+        """The relative standard error to expect: SPREAD Σ_c s_c / √n over classes left to chance, n of them drawn."""
         chances, sizes = self.chances(logits), self.sizes(logits.double().softmax(-1))
         drawn = torch.where(chances < 1, sizes, 0).sum(-1)
         return SPREAD * drawn / (self.number - (chances == 1).sum(-1)).clamp_min(1).sqrt()
@@ -90,9 +90,10 @@ class Likeliest(Directions):
 def estimate(
     terms: Float[Tensor, "b m"], chances: Float[Tensor, "b m"]
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Σ of the terms of all classes, from those that were drawn with these chances; and its standard error.
+    """Σ_c t_c / π_c, the sum of the terms t_c of all classes from those that were drawn, and its standard error.
 
-    Too few drawn ones say nothing of their spread: then all that they add is called uncertain.
+    With n of them left to chance, its square is n / (n - 1) Σ_c (1 - π_c) (t_c / π_c - mean)², the mean weighted by
+    1 - π_c. Where n is too small to show a spread, all that they add is called uncertain.
     """
     each = terms / chances.clamp_min(torch.finfo(chances.dtype).tiny)
     doubt = 1 - chances
