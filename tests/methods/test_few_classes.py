@@ -173,7 +173,7 @@ def test_classes_in_a_periodic_order_do_not_fall_in_with_the_steps() -> None:
     deviations = []
     for seed in range(60):
         some = DrawnClasses(("drawn",), lambda _: sizes, number, seed)
-        drawn, chances = some.drawn(torch.zeros(4, classes))
+        drawn, chances = some.draw(torch.zeros(4, classes))
         value, error = estimate(norms.gather(-1, drawn), chances)
         deviations.append(float((value - norms.sum(-1))[0] / error[0]))
     assert 0.7 < torch.tensor(deviations).square().mean().sqrt() < 1.4  # in standard errors
