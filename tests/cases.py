@@ -65,6 +65,13 @@ def innocent_first() -> Tensor:
     return x
 
 
+def first_two_alike() -> Tensor:
+    x = torch.randn(INPUTS, 6, dtype=torch.double)
+    x[:2] = 0
+    x[1, 0] = 1e-30
+    return x
+
+
 def unpadded() -> Tensor:
     """Positions that count: 2, 2, 3, 1 and so on, two for each input on average."""
     x = torch.randn(INPUTS, 3, 6, dtype=torch.double)
@@ -311,6 +318,8 @@ CASES = [
     Case("faint-branch", evasive.FaintBranch, innocent_first, general=...),
     Case("longest-of-the-batch", evasive.LongestOfTheBatch, innocent_first, general=None),
     Case("union-of-the-batch", evasive.UnionOfTheBatch, innocent_first, general=None),
+    Case("reads-other-rows", evasive.ReadsOtherRows, first_two_alike, general=None),
+    Case("scaled-in-place", scattered.ScaledInPlace, unpadded, general=...),
     Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
     Case(
         "embedding-bag-sparse",

@@ -297,3 +297,10 @@ class UnionOfTheBatch(Bypassed):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.a(x * (x > 0.2).any(0)).tanh())
+
+
+class ReadsOtherRows(Bypassed):
+    """The first inputs give every row what it computes with, as long as there are several."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x.repeat_interleave(3, 0)[: len(x)]).tanh())

@@ -139,3 +139,19 @@ class CutsPositions(nn.Module):
         for row, length in enumerate(attention_mask.sum(1).tolist()):
             places[row, :length] = self.table[6 - length :].tanh()
         return self.fc((self.embed(input_ids) + places).tanh().sum(1))
+
+
+class ScaledInPlace(nn.Module):
+    """Words that count are picked out, normalised, and changed in place afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, :, 0] > 0
+        out = torch.zeros_like(x)
+        picked = self.norm(x[mask])
+        picked.mul_(3)
+        out[mask] = picked
+        return self.fc(out.tanh().sum(1))

@@ -53,13 +53,14 @@ def passes(setting: Setting, methods: list[str], monkeypatch: pytest.MonkeyPatch
 B, C = 4, 5
 # Before the engine starts it looks at one row by plain autograd, plainly again and watched, and at two rows twice.
 LOOK_ROWS, LOOK_BACKWARD = 1 + 1 + 1 + 2 + 2, 1 + 1 + 1
+ALONE = 2  # rows of each chunk that run by themselves, too
 SEPARATE = 1  # backward pass for each chunk, which shows that the model does not move rows about
 
 
 def test_all_gradient_scores_come_from_one_pass(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = passes(setting, GRADIENT_SCORES, monkeypatch)
     # The logits, which also tell whether inputs influence each other, the look, and the recorded pass.
-    assert counter.first == B + LOOK_ROWS + B
+    assert counter.first == B + LOOK_ROWS + B + ALONE
     # Classes, and the directions of gradnorm, negrad and the label.
     assert counter.backward == LOOK_BACKWARD + C + 3 + SEPARATE
     layered = [*GRADIENT_SCORES, "regrad+layers", "exgrad+layers(0.4)"]
@@ -70,10 +71,10 @@ def test_all_gradient_scores_come_from_one_pass(setting: Setting, monkeypatch: p
 def test_all_smoothed_scores_come_from_one_smoothed_pass(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     smoothed = [f"{name}+layers+smooth(0.1,4)" for name in ("regrad", "exgrad", "ungrad")]
     counter = passes(setting, smoothed, monkeypatch)
-    assert counter.first == B + LOOK_ROWS + 2 * 5 * B
+    assert counter.first == B + LOOK_ROWS + 2 * 5 * B + ALONE
     assert counter.backward == LOOK_BACKWARD + C + SEPARATE
     both = passes(setting, [*smoothed, "regrad", "exgrad"], monkeypatch)
-    assert both.first == counter.first + B  # one look serves both passes
+    assert both.first == counter.first + B + ALONE  # one look serves both passes
     assert both.backward == LOOK_BACKWARD + 2 * (C + SEPARATE)
 
 

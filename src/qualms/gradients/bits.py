@@ -7,12 +7,22 @@ GRID = 64  # words in a row, when bits are added up
 Sum = tuple[int, tuple[int, ...], torch.dtype, int]
 
 
-def state_of(model: nn.Module) -> tuple[tuple[int, ...], tuple[Sum, ...]]:
-    """A fingerprint that changes when the model is trained, reloaded, moved, or has a module replaced.
+State = tuple[tuple[tuple[int, tuple[tuple[str, object], ...]], ...], tuple[Sum, ...]]
+
+
+def state_of(model: nn.Module) -> State:
+    """A fingerprint that changes when the model is trained, reloaded, moved, or has a module or a setting replaced.
 
     The bits of all weights are added up: optimisers and `.data` may change them without torch counting it.
     """
-    return tuple(map(id, model.modules())), tuple(map(sum_of, (*model.parameters(), *model.buffers())))
+    modules = tuple((id(m), _settings(m)) for m in model.modules())
+    return modules, tuple(map(sum_of, (*model.parameters(), *model.buffers())))
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """The numbers, switches and words among a module's attributes; not its mode, which is set for every call."""
+    plain = (bool, int, float, str)
+    return tuple((name, v) for name, v in vars(module).items() if isinstance(v, plain) and name != "training")
 
 
 def sum_of(t: Tensor) -> Sum:

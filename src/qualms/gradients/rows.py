@@ -30,6 +30,11 @@ class Rows:
         return Rows(take(self.batch, index), 1, None if noise is None else lambda shape: noise(shape)[index])
 
 
+def some_alone(rows: int) -> list[int]:
+    """The numbers of rows that are run by themselves, too: a few, spread over all of them."""
+    return sorted({rows // 2, rows - 1}) if rows > 1 else []
+
+
 def rows_of(batch: Batch, smoothing: Smoothing | None, numbers: Sequence[int], seed: int) -> Rows:
     """The rows of a batch whose inputs have these numbers, which decide their draws.
 

@@ -26,7 +26,7 @@ from qualms.gradients.inputs import Unclear, count, tensors, with_tensors
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.precision import close, close_logits, coarser, tolerance_of
 from qualms.gradients.recurrent.layers import Unrolled
-from qualms.gradients.rows import Rows, in_channels_last, logits_of, wants_channels_last
+from qualms.gradients.rows import Rows, in_channels_last, logits_of, some_alone, wants_channels_last
 from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import largest_result
 from qualms.gradients.watch.record import Recorder, collapses_rows
@@ -249,8 +249,11 @@ def checked_pushes(
             together = push(model, on, tangent)
             rounded = coarser(together[0].dtype, probe.precision) if push is forward_mode else together[0].dtype
             apart = (alone if probe.alone else in_halves(push))(model, on, tangent)
-            same = close_logits(apart[0], together[0], rounded) and close(apart[1], together[1], rounded)
-            if not same:
+            pairs = [(apart, together)]
+            for row in some_alone(count(on.batch)):
+                z, dz = together
+                pairs.append((push(model, on.take([row]), tangent), (z[row : row + 1], dz[row : row + 1])))
+            if not all(close_logits(a[0], b[0], rounded) and close(a[1], b[1], rounded) for a, b in pairs):
                 raise Unclear("the inputs of a batch influence each other")
             found.append((push, together))
         except Exception as error:  # if the model itself is at fault, a row alone will say so

@@ -39,7 +39,7 @@ def settled(scattered: Sequence[Scattered], logits: Float[Tensor, "rows c"], inp
         reached = [(r, e, n) for r, e in zip(one.results, one.edges, strict=True) if (n := found[e]) is not None]
         if reached:
             results, own, numbers = zip(*reached, strict=True)
-            whose = Owners(results, numbers, inputs)
+            whose = Owners(results, own, numbers, inputs)
             pieces += [Piece(target, own, gradient(whose)) for target, gradient in one.gradients]
     return pieces
 
@@ -81,6 +81,7 @@ class Owners:
     """Which input each entry of an operation's results belongs to."""
 
     results: Sequence[Tensor]
+    edges: Sequence[GradientEdge]  # of the results as the operation gave them
     numbers: Sequence[Int[Tensor, "..."]]  # of that input, in the shape of each result
     inputs: int
 
@@ -88,11 +89,12 @@ class Owners:
         """The gradient of any argument, a leaf: for each input the operation's own, at the entries it owns."""
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
-            known = [(r, d, o) for r, d, o in zip(self.results, cotangents, self.numbers, strict=True) if d is not None]
+            # From the edges: the results themselves may have been changed in place since.
+            known = [(e, d, o) for e, d, o in zip(self.edges, cotangents, self.numbers, strict=True) if d is not None]
             of_inputs: list[Tensor] = []
             for b in range(self.inputs):
                 masked = [d * (owner == b) for _, d, owner in known]
-                (g,) = torch.autograd.grad([r for r, _, _ in known], [copy], masked, retain_graph=True)
+                (g,) = torch.autograd.grad([e for e, _, _ in known], [copy], masked, retain_graph=True)
                 of_inputs.append(accurate(g))
             return torch.stack(of_inputs)
 
