@@ -83,7 +83,7 @@ def require_independent_rows(
     alone: bool,
     precision: torch.dtype,
 ) -> None:
-    """Rows must give the logits that they give in other company; or `alone`, if that may not tell.
+    """Rows must give the logits that they give in other company, or, where that may not tell, `alone`.
 
     A model that takes values out of tensors, to branch on them or to make shapes of them, or that computes something
     from all rows at once, such as the length of the longest one, may treat a whole chunk as it would treat no row of

@@ -10,8 +10,8 @@ An operation on tracked tensors alone is carried out and its result is tracked. 
 tensor together is a *meeting*: there a rule (`rules.py`) says how the parameter's gradient follows from a cotangent,
 and leaves a `Piece`. What no rule covers is carried out one row at a time with copies of the parameter, which is exact
 for any operation. Where no axis counts the rows, the owner of each entry is found afterwards (`owners.py`). Where rows
-cannot be told apart at all, `Unclear` is raised; what a function mode cannot see
-is caught by the checks of `exact/checks.py`.
+cannot be told apart at all, `Unclear` is raised; what a function mode cannot see is caught by the checks of
+`exact/checks.py`.
 """
 
 import inspect
