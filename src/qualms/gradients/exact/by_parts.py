@@ -41,8 +41,14 @@ def by_parts(job: Job, on: Rows, kind: Kind, probe: Probe) -> Measured:
             for part in parts:
                 z, recorder = recorded(job.model, _rows(on, part, probe), probe.weights, probe.twins)
                 if number == 0:
-                    alone = probe.collapses or not recorder.use_order.fixed
-                    require_independent_rows(job.model, on.take(part), z.detach(), logits[part], alone, probe.precision)
+                    require_independent_rows(
+                        job.model,
+                        on.take(part),
+                        z.detach(),
+                        logits[part],
+                        probe.compares_alone(recorder),
+                        probe.precision,
+                    )
                 general |= recorder.general
                 for j, v in enumerate(some):
                     for name, g in written_out(z, v[part], recorder.pieces, probe.weights).items():

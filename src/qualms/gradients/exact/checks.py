@@ -83,7 +83,7 @@ def require_independent_rows(
     alone: bool,
     precision: torch.dtype,
 ) -> None:
-    """Rows must give the logits that they give in other company, some of them alone; all `alone`, if that may not tell.
+    """Rows must give the logits that they give in other company; two of them alone, or all where that may not tell.
 
     A model that takes values out of tensors, to branch on them or to make shapes of them, or that computes something
     from all rows at once, such as the length of the longest one, may treat a whole chunk as it would treat no row of

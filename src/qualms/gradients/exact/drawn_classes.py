@@ -3,7 +3,8 @@
 Each class of each input has a size s_c = |w_c| ‖e_c - p‖, known from the logits: ‖g_c‖ = ‖Jᵀ(e_c - p)‖ follows
 ‖e_c - p‖ closely. Of m classes that are measured, those whose size is at least an m-th of what is left are certain
 to be taken; the others enter with chances π_c proportional to their sizes, drawn systematically, in one walk over the
-classes in steps of equal size from a start that all inputs share, so that most of the noise is common to them. Then
+classes in steps of equal size, in an order and from a start that all inputs share, so that most of the noise is
+common to them. Then
 
     Σ_{c drawn} w_c ‖g_c‖ / π_c
 
@@ -57,7 +58,7 @@ class DrawnClasses(Directions):
         """The classes of each input, and the chances π_c with which they were drawn."""
         chances = self.chances(logits)
         noise = generator(self.seed, STREAM)
-        # In an order of our own: classes in some periodic order would fall in with the steps.
+        # In a random order: classes in a periodic one would fall into step with the walk.
         mixed = torch.randperm(chances.shape[-1], generator=noise).to(chances.device)
         # Those that are certain stand first, so that every step of the walk before the others meets one of them.
         order = mixed[(chances[:, mixed] < 1).long().argsort(dim=-1, stable=True)]

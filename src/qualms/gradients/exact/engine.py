@@ -129,8 +129,9 @@ def _by_pieces(
     logits, recorder = recorded(job.model, on, probe.weights, probe.twins)
     if same_path and recorder.first_use != probe.use_order.names:
         raise Unclear("these inputs use the model's parameters in another order")
-    alone = probe.collapses or not recorder.use_order.fixed
-    require_independent_rows(job.model, on, logits.detach(), regrouped.flatten(0, 1), alone, probe.precision)
+    require_independent_rows(
+        job.model, on, logits.detach(), regrouped.flatten(0, 1), probe.compares_alone(recorder), probe.precision
+    )
     apart = logits.unflatten(0, (inputs, on.per_input))
     pieces: list[Piece] = recorder.pieces
     if early_layers is not None:

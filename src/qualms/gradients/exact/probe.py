@@ -110,6 +110,10 @@ class Probe(FirstLook):
         """Whether what one row told is enough for so many."""
         return self.twins is not None or rows == 1 or self.too_large(2, budget)
 
+    def compares_alone(self, recorder: Recorder) -> bool:
+        """Whether only rows alone tell if they influence each other: several may be treated alike in any company."""
+        return self.collapses or not recorder.use_order.fixed
+
     def by_features(self, budget: int, per_input: int, kind: Kind, directions: Sequence[str]) -> bool:
         """Whether the gradients of all classes come cheaper from those of the last layer's features, and fit."""
         last = self.last_product

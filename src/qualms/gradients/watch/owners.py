@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from qualms.gradients import interrupts
 from qualms.gradients.inputs import Unclear
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.pieces import Outer, Piece, Summed
@@ -52,6 +53,7 @@ def owners(
     number = torch.arange(inputs, device=logits.device).repeat_interleave(len(logits) // inputs)
 
     def cotangents(factor: Tensor) -> tuple[Tensor | None, ...]:
+        interrupts.deliver()
         return torch.autograd.grad(logits, edges, noise * factor[:, None], retain_graph=True, allow_unused=True)
 
     plain = cotangents(torch.ones_like(number))

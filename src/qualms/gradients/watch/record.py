@@ -9,8 +9,9 @@ attention, recurrent networks and exported graphs all look alike. It knows two k
 An operation on tracked tensors alone is carried out and its result is tracked. One that brings a tracked and an active
 tensor together is a *meeting*: there a rule (`rules.py`) says how the parameter's gradient follows from a cotangent,
 and leaves a `Piece`. What no rule covers is carried out one row at a time with copies of the parameter, which is exact
-for any operation. Where the rows of a batch cannot be told apart, `Unclear` is raised; what a function mode cannot see
-is caught by the checks of `exact/checks.py`.
+for any operation. Where no axis counts the rows, the owner of each entry is found afterwards (`owners.py`). Where rows
+cannot be told apart at all, `Unclear` is raised; what a function mode cannot see is caught by the checks of
+`exact/checks.py`.
 """
 
 import inspect
