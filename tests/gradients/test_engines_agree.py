@@ -14,7 +14,9 @@ from tests.cases import CASES, INPUTS, Case
 SMOOTHINGS = {"plain": None, "smoothed": qualms.Smoothing(0.1, draws=3)}
 
 
-@pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
+@pytest.mark.parametrize(
+    "smoothing", [None, pytest.param(SMOOTHINGS["smoothed"], marks=pytest.mark.slow)], ids=list(SMOOTHINGS)
+)
 @pytest.mark.parametrize("norm", ["l2", pytest.param("l1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_equals_reference(case: Case, norm: str, smoothing: qualms.Smoothing | None) -> None:
@@ -58,6 +60,7 @@ def test_batch_size_does_not_matter(case: Case) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gram_gives_the_same_norms(case: Case) -> None:
     model, x = case.make()

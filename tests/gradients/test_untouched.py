@@ -45,7 +45,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize(
     "engine",
-    ["exact", "reference", pytest.param(qualms.Sketch(2), marks=pytest.mark.slow)],
+    ["exact", *(pytest.param(e, marks=pytest.mark.slow) for e in ("reference", qualms.Sketch(2)))],
     ids=["exact", "reference", "sketch"],
 )
 @pytest.mark.parametrize("case", CASES, ids=str)

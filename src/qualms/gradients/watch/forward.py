@@ -20,8 +20,7 @@ from qualms.gradients.watch.weights import Reach, UseOrder, Weights, nodes_behin
 def recorded(model: nn.Module, on: Rows, weights: Weights, twins: TwinPasses | None) -> tuple[Tensor, Recorder]:
     """One watched forward pass, in which every parameter is known by its stand-in."""
     recorder = Recorder(weights, tensors(on.batch), count(on.batch), on.per_input, twins)
-    # What a script reads is not seen.
-    recorder.reads_values = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+    recorder.reads_values = any(map(_has_script, model.modules()))
     with all_parameters_differentiable(model):
         logits = logits_of(model, on, recorder)
         if not logits.requires_grad:
@@ -30,6 +29,12 @@ def recorded(model: nn.Module, on: Rows, weights: Weights, twins: TwinPasses | N
     recorder.pieces += settled(recorder.scattered, logits, recorder.rows // recorder.per_input)
     recorder.pieces = joined(recorder.pieces, weights)
     return logits, recorder
+
+
+def _has_script(module: nn.Module) -> bool:
+    """What a script reads is not seen."""
+    held = (module, *vars(module).values())
+    return any(isinstance(one, (torch.jit.ScriptModule, torch.jit.ScriptFunction)) for one in held)
 
 
 def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach) -> None:
