@@ -71,6 +71,7 @@ def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
     assert (here / "rows.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_bench_calibration_and_runtime_and_ablation_and_active_run(
     here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

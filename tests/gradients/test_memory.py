@@ -97,6 +97,7 @@ def test_the_peak_stays_within_one_and_a_half_times_the_budget() -> None:
     assert {name: peak for name, peak in found.items() if peak > 1.5 * BUDGET} == {}
 
 
+@pytest.mark.slow
 def test_rows_in_parts_give_the_gradients_of_all() -> None:
     torch.manual_seed(0)
     model, x = conv_net(2, 3).double(), torch.randn(2, 2, 12, 12).double()

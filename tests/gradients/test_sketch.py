@@ -70,7 +70,8 @@ def _all_directions(logits: Tensor) -> Tensor:
     return torch.cat([ALL[name](logits[:, None]) for name in DIRECTIONS])
 
 
-@pytest.mark.parametrize("norm", ["l2", pytest.param("l1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["l2", "l1"])
 @pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
 def test_many_tangents_give_the_norms_of_every_layer(norm: str, smoothing: qualms.Smoothing | None) -> None:
     torch.manual_seed(0)
@@ -86,6 +87,7 @@ def test_many_tangents_give_the_norms_of_every_layer(norm: str, smoothing: qualm
     assert 0.3 < apart.square().mean().sqrt() < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combine", ["quadrature", "sum"])
 @pytest.mark.parametrize("spec", ["regrad+layers(0.7)", "exgrad+layers(0.7)+smooth(0.1)", "gradnorm"])
 def test_many_tangents_give_the_score(spec: str, combine: str) -> None:
@@ -241,7 +243,9 @@ def test_a_random_model_is_refused() -> None:
         qualms.score(Noisy(), torch.randn(3, 4), engine="sketch")
 
 
-@pytest.mark.parametrize("engine", ["exact", qualms.Sketch(400)], ids=["exact", "sketch"])
+@pytest.mark.parametrize(
+    "engine", ["exact", pytest.param(qualms.Sketch(400), marks=pytest.mark.slow)], ids=["exact", "sketch"]
+)
 def test_masked_classes_do_not_hide_that_inputs_influence_each_other(engine: str | qualms.Sketch) -> None:
     class Mixing(nn.Module):
         def __init__(self) -> None:

@@ -193,7 +193,8 @@ def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
 
 def _writes(func: Any) -> bool:
     """Whether the operation changes its first argument."""
-    return func in _WRITES or getattr(func, "__name__", "").endswith("_")
+    name = getattr(func, "__name__", "")
+    return func in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 _WRITES = (Tensor.__setitem__, torch.ops.aten.copy_.default)
