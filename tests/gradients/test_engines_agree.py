@@ -14,10 +14,13 @@ from tests.cases import CASES, INPUTS, Case
 SMOOTHINGS = {"plain": None, "smoothed": qualms.Smoothing(0.1, draws=3)}
 
 
+WAYS = [("l2", "plain"), ("l2", "smoothed"), ("l1", "smoothed")]
+
+
 @pytest.mark.parametrize(
-    "smoothing", [None, pytest.param(SMOOTHINGS["smoothed"], marks=pytest.mark.slow)], ids=list(SMOOTHINGS)
+    ("norm", "smoothing"),
+    [pytest.param(n, SMOOTHINGS[s], marks=() if s == "plain" else pytest.mark.slow, id=f"{n}-{s}") for n, s in WAYS],
 )
-@pytest.mark.parametrize("norm", ["l2", pytest.param("l1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_equals_reference(case: Case, norm: str, smoothing: qualms.Smoothing | None) -> None:
     model, x = case.make()
