@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
+from qualms.methods.few_classes import classes_needed
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.passes import Passes, Subject
@@ -159,7 +161,10 @@ class Scorer:
         subject = Subject(model, gradient_methods=methods)
         wanted = {method.smooth: subject.directions(method.smooth).names for method in methods}
         smooth, names = max(wanted.items(), key=_price)
-        self.settings = replace(self.settings, engine=choose_engine(self.settings, model, batch, names, smooth))
+        summed = [m for m in methods if m.smooth == smooth and m.direction == "classes"]
+        few = partial(classes_needed, summed, tolerance=self.settings.tolerance) if self.settings.tolerance else None
+        picked = choose_engine(self.settings, model, batch, names, smooth, needed=few if summed else None)
+        self.settings = replace(self.settings, engine=picked)
 
 
 def by_name(methods: Methods) -> dict[str, Method]:

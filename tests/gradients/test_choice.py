@@ -41,6 +41,15 @@ def test_the_choice_follows_the_measured_times(monkeypatch: pytest.MonkeyPatch) 
         assert qualms.class_gradient_norms(model, x, engine="auto").engine == engine
 
 
+def test_few_classes_make_the_exact_engine_cheap() -> None:
+    model, x = wide(), torch.randn(6, 16)
+    model[4].weight.data *= 40  # few classes are likely, so few have to be run
+    how = {"engine": "auto", "tolerance": 0.05}
+    assert qualms.Scorer(model, "regrad", engine="auto").choose_engine(x) == "sketch"
+    assert qualms.Scorer(model, "regrad", **how).choose_engine(x) == "exact"
+    assert qualms.Scorer(model, ["regrad", "ungrad"], **how).choose_engine(x) == "sketch"  # all classes count alike
+
+
 def test_a_model_that_cannot_be_sketched_is_done_exactly() -> None:
     class Rounds(torch.autograd.Function):
         @staticmethod

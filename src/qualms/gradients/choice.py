@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
@@ -33,6 +34,7 @@ from qualms.gradients.watch.forward import recorded
 log = logging.getLogger("qualms")
 TIMED = 8  # inputs
 WORTH = 2
+Needed = Callable[[Float[Tensor, "b c"]], float]
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,16 @@ def choose_engine(
     directions: Sequence[str],
     smoothing: Smoothing | None,
     each_layer: bool = False,
+    needed: Needed | None = None,
 ) -> Engine | Sketch:
-    """The engine, picked if it is `auto`. `each_layer`: the sketch needs tangents for every layer."""
+    """The engine, picked if it is `auto`.
+
+    `each_layer`: the sketch needs tangents for every layer. `needed`: how many directions the exact engine will run for
+    inputs with these logits, on average, where a tolerance lets it run fewer than there are.
+    """
     if settings.engine != "auto":
         return settings.engine
-    choice = timed(settings, model, batch, directions, smoothing, each_layer)
+    choice = timed(settings, model, batch, directions, smoothing, each_layer, needed)
     # Estimates instead of exact numbers are something to be told of.
     log.log(logging.WARNING if choice.engine == "sketch" else logging.INFO, "%s", choice)
     return choice.engine
@@ -73,12 +80,13 @@ def timed(
     directions: Sequence[str],
     smoothing: Smoothing | None,
     each_layer: bool = False,
+    needed: Needed | None = None,
 ) -> Choice:
     """Times a pass of each kind on the first inputs."""
     some = take(batch, slice(0, min(TIMED, settings.batch_size or TIMED)))
     job = Job(model, some, range(count(some)), settings, Directions(tuple(directions)), smoothing)
     work = SketchRun.on(job, Learnt())
-    exact = _exact_seconds(work, settings.norm)
+    exact = _exact_seconds(work, settings.norm, needed)
     try:
         layers = len(grouped(model, work.probe.counted, settings.granularity)) if each_layer else 1
         sketch = _sketch_seconds(work, Sketch().tangents * layers, count(batch))
@@ -88,21 +96,23 @@ def timed(
     return Choice("sketch" if WORTH * sketch < exact else "exact", exact, sketch)
 
 
-def _exact_seconds(work: SketchRun, kind: Kind) -> float:
+def _exact_seconds(work: SketchRun, kind: Kind, needed: Needed | None) -> float:
     job, names = work.job, work.job.directions.names
-    passes = job.directions.size(work.probe.classes)
+    passes: float = job.directions.size(work.probe.classes)
     on = job.rows(slice(0, job.inputs))
     probe = Probe.of(job.model, on, job.selected, job.budget)
     if isinstance(probe, Exception):
         one = on.take([0])
         return passes * on.per_input * _seconds(lambda: row_gradients(job.model, one, job.selected, random_direction))
-    if probe.by_features(job.budget, on.per_input, kind, names) and probe.last_product is not None:
+    if needed is None and probe.by_features(job.budget, on.per_input, kind, names) and probe.last_product is not None:
         passes = probe.last_product.weight.shape[1] + 2 + len(names) - 1
     inputs = max(1, min(job.inputs, probe.inputs_in(job.budget, on.per_input, kind)))
     on = probe.formatted(job.rows(slice(0, inputs)))
     twins = probe.twins if count(on.batch) > 1 else None
     forward = _seconds(lambda: recorded(job.model, on, probe.weights, twins))
     logits, recorder = recorded(job.model, on, probe.weights, twins)
+    if needed is not None:
+        passes = needed(logits.detach().unflatten(0, (inputs, -1))[:, 0])
     cotangents = Directions(("uniform", "uniform")).along(logits.unflatten(0, (inputs, -1)))
     a_pass = _seconds(partial(measure, logits, cotangents, recorder.pieces, probe.weights, inputs, kind)) / 2
     return (2 * forward + passes * a_pass) / inputs

@@ -40,11 +40,14 @@ def usable(model: object) -> nn.Module:
     """The model itself; an error if it is not a module, or has no weights yet."""
     if not isinstance(model, nn.Module):
         raise QualmsError(f"model is a {type(model).__name__}; pass a torch.nn.Module.")
-    for name, p in eager(model).named_parameters():
-        if is_lazy(p):
-            raise QualmsError(
-                f"the parameter {name} is that of a lazy module, which has no shape yet; run the model once."
-            )
+    inner = eager(model)
+    for kind, named in (("parameter", inner.named_parameters()), ("buffer", inner.named_buffers())):
+        for name, t in named:
+            if is_lazy(t):
+                raise QualmsError(
+                    f"the {kind} {name} is that of a lazy module, which has no shape yet; run the model once."
+                )
+    for p in inner.parameters():
         if p.is_inference():
             raise QualmsError("the model was made in inference mode, so it has no gradients; make it outside of that.")
     return model

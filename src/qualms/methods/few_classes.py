@@ -38,14 +38,11 @@ def scores_by_few_classes(
     an input is scored depends on itself and the seed alone.
     """
 
-    def sizes(probs: Tensor) -> Tensor:
-        return torch.stack([class_sizes(m.weights(probs), probs) for m in methods]).mean(0)
-
     found = {m: (logits.new_zeros(len(logits)), logits.new_zeros(len(logits))) for m in methods}
     waiting = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     number, tolerance = FIRST, job.settings.tolerance
     while bool(waiting.any()):
-        some = None if 2 * number > logits.shape[1] else DrawnClasses(("drawn",), sizes, number, job.settings.seed)
+        some = _drawn(methods, number, logits.shape[1], job.settings.seed)
         ready = waiting if some is None else waiting & (some.expected_error(logits) <= tolerance)
         index = ready.nonzero().flatten()
         if len(index):
@@ -61,6 +58,28 @@ def scores_by_few_classes(
             waiting[index[small]] = False
         number *= 2
     return found
+
+
+def classes_needed(methods: "Sequence[GradientScore]", logits: Float[Tensor, "b c"], tolerance: float) -> float:
+    """How many classes an input begins with, on average: what a pass over these inputs will cost at least."""
+    waiting = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    number, total = FIRST, 0
+    while bool(waiting.any()):
+        some = _drawn(methods, number, logits.shape[1], seed=0)
+        ready = waiting if some is None else waiting & (some.expected_error(logits) <= tolerance)
+        total += int(ready.sum()) * (logits.shape[1] if some is None else number)
+        waiting = waiting & ~ready
+        number *= 2
+    return total / len(logits)
+
+
+def _drawn(methods: "Sequence[GradientScore]", number: int, classes: int, seed: int) -> DrawnClasses | None:
+    """So many of the classes; None for all of them, rather than more than half."""
+
+    def sizes(probs: Tensor) -> Tensor:
+        return torch.stack([class_sizes(m.weights(probs), probs) for m in methods]).mean(0)
+
+    return None if 2 * number > classes else DrawnClasses(("drawn",), sizes, number, seed)
 
 
 def _score(method: "GradientScore", table: LayerTable, some: DrawnClasses | None, job: Job) -> Estimate:
