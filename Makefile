@@ -43,8 +43,6 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Threads that spin while they wait spoil times on a shared machine.
-bench-speed: export OMP_WAIT_POLICY = PASSIVE
 bench-speed: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py
 	test -z "$$QUALMS_DATA" || $(BIN)/python benchmarks/ranking.py

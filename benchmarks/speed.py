@@ -135,12 +135,10 @@ class Job:
 
 
 JOBS = [
-    Job("peers", "MNIST CNN", 10, (("exact", 128), ("sketch", 128), ("the paper's loop", 32), ("vmap(jacrev)", 64),
+    Job("peers", "MNIST CNN", 10, (("exact", 128), ("sketch", 128), ("the paper's loop", 16), ("vmap(jacrev)", 64),
                                    ("BackPACK", 128), ("laplace-torch", 128))),
-    Job("peers", "ResNet-18", 10, (("exact", 32), ("sketch", 32), ("the paper's loop", 2), ("vmap(jacrev)", 4),
-                                   ("BackPACK", 8), ("laplace-torch", 32)), rounds=2),
-    Job("peers", "ViT", 10, (("exact", 32), ("sketch", 32), ("the paper's loop", 2), ("vmap(jacrev)", 4),
-                             ("BackPACK", 8), ("laplace-torch", 32)), rounds=2),
+    *(Job("peers", name, 10, (("exact", 32), ("sketch", 32), ("the paper's loop", 2), ("vmap(jacrev)", 4),
+                              ("BackPACK", 8), ("laplace-torch", 32)), rounds=1) for name in ("ResNet-18", "ViT")),
     *(Job("batch", "MNIST CNN", 10, (("exact", n), ("sketch", n), ("BackPACK", n),
                                      *((("vmap(jacrev)", n),) if n <= 64 else ())), rounds=2) for n in BATCHES),
     *(Job("batch", "ResNet-18", 10, (("exact", n),), rounds=1) for n in BATCHES[:-1]),
@@ -149,19 +147,19 @@ JOBS = [
     Job("one image", "ResNet-18", 1000, (("sketch, second call", 1),), rounds=7),
     *(Job("classes", "ResNet-18", c, (("exact", n), ("sketch", 32),
                                       *(((f"exact, tolerance {TOLERANCE}", 32),) if c > 10 else ())), rounds=1)
-      for c, n in ((10, 16), (100, 8), (1000, 4))),
+      for c, n in ((10, 16), (100, 4), (1000, 1))),
     Job("few classes", "ResNet-56", 100, (("exact", 8), (f"exact, tolerance {TOLERANCE}", 32), ("sketch", 32)),
         rounds=1),
-    *(Job("depth", name, 10, (("exact", 16), ("sketch", 16), ("the paper's loop", 1)), rounds=1)
+    *(Job("depth", name, 10, (("exact", 8), ("sketch", 8), ("the paper's loop", 1)), rounds=1)
       for name in ("ResNet-18", "ResNet-50")),
-    Job("draws", "MNIST CNN", 10, (*((f"exact, N = {n}", 32) for n in DRAWS), ("sketch, N = 8", 32),
-                                   ("the loop in batches, N = 100", 2), ("the paper's loop, N = 100", 1)), rounds=2),
+    Job("draws", "MNIST CNN", 10, (*((f"exact, N = {n}", 16) for n in DRAWS), ("sketch, N = 8", 16),
+                                   ("the loop in batches, N = 100", 2), ("the paper's loop, N = 100", 1)), rounds=1),
     Job("draws", "ResNet-18", 10, (*((f"exact, N = {n}", 2) for n in DRAWS), ("sketch, N = 8", 4),
                                    ("the loop in batches, N = 100", 1), ("the paper's loop, N = 100", 1)), rounds=1),
-    Job("tolerance", "ResNet-18", 10, (("exact", 96), ("exact, tolerance 0.001", 96), ("exact, tolerance 0.01", 96)),
+    Job("tolerance", "ResNet-18", 10, (("exact", 48), ("exact, tolerance 0.001", 48), ("exact, tolerance 0.01", 48)),
         rounds=1),
-    Job("recurrent", "characters", 465, (("exact", 4), ("sketch", 32), (f"exact, tolerance {TOLERANCE}", 32)),
-        rounds=1),
+    Job("recurrent", "characters", 465, (("exact", 32), ("sketch", 32), (f"exact, tolerance {TOLERANCE}", 32)),
+        rounds=2),
     Job("words", "30,000 words", 30_000, (("sketch", 64), ("exact", 8)), rounds=2),
 ]  # fmt: skip
 

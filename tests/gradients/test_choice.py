@@ -44,10 +44,8 @@ def test_the_choice_follows_the_measured_times(monkeypatch: pytest.MonkeyPatch) 
 def test_few_classes_make_the_exact_engine_cheap() -> None:
     model, x = wide(), torch.randn(6, 16)
     model[4].weight.data *= 40  # few classes are likely, so few have to be run
-    how = {"engine": "auto", "tolerance": 0.05}
-    assert qualms.Scorer(model, "regrad", engine="auto").choose_engine(x) == "sketch"
-    assert qualms.Scorer(model, "regrad", **how).choose_engine(x) == "exact"
-    assert qualms.Scorer(model, ["regrad", "ungrad"], **how).choose_engine(x) == "sketch"  # all classes count alike
+    for tolerance, engine in ((0.0, "sketch"), (0.05, "exact"), (1e-6, "sketch")):
+        assert qualms.Scorer(model, "regrad", engine="auto", tolerance=tolerance).choose_engine(x) == engine
 
 
 def test_a_model_that_cannot_be_sketched_is_done_exactly() -> None:

@@ -49,9 +49,7 @@ WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     "no path": (Returns(lambda z: z.detach()), X, {}, "do not depend on any parameter"),
     "in place": (Returns(lambda z: z.sigmoid().mul_(2) * z.tanh().add_(1)), X, {}, "cannot be differentiated"),
     "not a model": (lambda x: x, X, {}, "model is a function; pass a torch.nn.Module"),  # type: ignore[dict-item]
-    "lazy buffer": (
-        nn.Sequential(nn.Linear(4, 3), nn.LazyBatchNorm1d(affine=False)), X, {}, "buffer 1.running_mean is that of a lazy",
-    ),
+    "lazy buffer": (nn.Sequential(LINEAR, nn.LazyBatchNorm1d(affine=False)), X, {}, "buffer 1.running_mean is that of"),
     "lazy": (nn.LazyLinear(3), X, {}, "parameter weight is that of a lazy module, .* no shape yet; run the model once"),
     "frozen script": (frozen_script(), X, {}, "has no parameters"),
     "not inputs": (LINEAR, 3, {}, "x is a int"),

@@ -47,9 +47,10 @@ def usable(model: object) -> nn.Module:
                 raise QualmsError(
                     f"the {kind} {name} is that of a lazy module, which has no shape yet; run the model once."
                 )
-    for p in inner.parameters():
-        if p.is_inference():
-            raise QualmsError("the model was made in inference mode, so it has no gradients; make it outside of that.")
+            if kind == "parameter" and t.is_inference():
+                raise QualmsError(
+                    "the model was made in inference mode, so it has no gradients; make it outside of that."
+                )
     return model
 
 

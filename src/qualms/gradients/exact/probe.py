@@ -54,7 +54,9 @@ class Probe(FirstLook):
     @classmethod
     def _watch(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], first: FirstRow, budget: int) -> "Probe":
         expected = {name: float(g.square().sum()) for name, g in first.gradient.items()}
-        probe, one = cls._watch_one(model, first, selected, expected)
+        # For one image alone convolutions are as fast in the plain format, and batch normalisation wants that one.
+        channels_last = count(on.batch) > 1 and wants_channels_last(first.rows)
+        probe, one = cls._watch_one(model, first, selected, expected, channels_last)
         if count(on.batch) == 1:
             return probe
         second = next((i for i in range(1, count(on.batch)) if _differ(on, 0, i)), None)
@@ -76,9 +78,13 @@ class Probe(FirstLook):
 
     @classmethod
     def _watch_one(
-        cls, model: nn.Module, first: FirstRow, selected: dict[str, Tensor], expected: dict[str, float]
+        cls,
+        model: nn.Module,
+        first: FirstRow,
+        selected: dict[str, Tensor],
+        expected: dict[str, float],
+        channels_last: bool,
     ) -> "tuple[Probe, Recorder]":
-        channels_last = wants_channels_last(first.rows)
         try:
             weights, z, one, kept = _first_row(model, first.rows, selected, channels_last)
         except Exception:
