@@ -3,22 +3,23 @@
 #   make test    the tests
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+APP := .venv/.app
+DEV := .venv/.dev
 TIMM := .timm/.installed
 
 FAST := not slow and not data and not browser and not ray
 
 .PHONY: demo docs test test-all test-timm test-wheel check format bench-speed sweep clean
 
-demo: $(INSTALLED)
+demo: $(APP)
 	$(BIN)/qualms demo
 
-test: $(INSTALLED)
+test: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
 
 # What CI runs: also the slow tests, those in a browser, and those on real data where QUALMS_DATA names its folder.
 # Coverage is that of the fast ones alone: counting lines makes tests of gradients take half as long again.
-test-all: $(INSTALLED)
+test-all: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-report=term:skip-covered
 	$(BIN)/python -m pytest -q -n 2 -m "not ($(FAST))"
 
@@ -26,24 +27,24 @@ test-timm: $(TIMM)
 	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py
 
 # What users get: the wheel, in an environment of its own, away from this folder.
-test-wheel: $(INSTALLED)
+test-wheel: $(DEV)
 	PYTHON=$(BIN)/python .ci/wheel
 
-docs: $(INSTALLED)
+docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-check: $(INSTALLED)
+check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-format: $(INSTALLED)
+format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench-speed: $(INSTALLED)
+bench-speed: $(DEV)
 	$(BIN)/python benchmarks/speed.py
 	test -z "$$QUALMS_DATA" || $(BIN)/python benchmarks/ranking.py
 	$(BIN)/python benchmarks/speed_page.py
@@ -55,15 +56,20 @@ sweep: $(TIMM)
 	PYTHONPATH=.timm $(BIN)/python benchmarks/sweep.py timm
 	$(BIN)/python benchmarks/sweep.py page
 
-# torch by its exact pin in the same call as the rest, so that only one build of it is ever fetched.
-$(INSTALLED): pyproject.toml constraints.txt requirements-peers.txt
+# What the demo needs, and no more. torch by its exact pin in the same call, so that only one build of it is ever fetched.
+$(APP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0 -e ".[app]" -c constraints.txt
+	touch $@
+
+# The tools for tests and docs, on top of that.
+$(DEV): $(APP) requirements-peers.txt
 	$(BIN)/python -m pip install --quiet torch==2.13.0 -e ".[app,dev]" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-peers.txt
 	touch $@
 
 # In a folder of its own, which only test-timm sees: torchvision here is built for another torch, and importing it fails.
-$(TIMM): requirements-timm.txt $(INSTALLED)
+$(TIMM): requirements-timm.txt $(DEV)
 	rm -rf .timm
 	$(BIN)/python -m pip install --quiet --no-deps --target .timm -r requirements-timm.txt
 	touch $@

@@ -6,7 +6,7 @@
 Weights are random, so that nothing is downloaded; yours come from `from_pretrained`.
 """
 
-# %% A vision transformer of Hugging Face: its output has `.logits`, and that is all that is asked.
+# %% A vision transformer of Hugging Face: all it takes is an output with `.logits`.
 import tempfile
 from pathlib import Path
 from typing import Any

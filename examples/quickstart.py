@@ -21,7 +21,7 @@ digits, normalisation = load("digits", split="train").fitted(1, 16), DATASETS["d
 
 
 def some(wanted: torch.Tensor) -> Images:
-    """The digits at these places."""
+    """The digits where this is true."""
     return digits.take(wanted.nonzero().squeeze(1))
 
 
@@ -36,8 +36,9 @@ fit(model, learnt, RECIPES["digits"].shortened(10), normalisation)
 # %% How well does each score tell the digits it has learnt from those it has not?
 specs = ["regrad+layers+smooth", "regrad", "exgrad", "entropy", "energy", "gen", "coherence", "laplace"]
 x_learnt, x_test, x_unknown = (normalisation.apply(images.pixels) for images in (learnt, test, unknown))
-inside, outside = (qualms.compare(model, x, specs, train=list(x_learnt.split(256))) for x in (x_test, x_unknown))
-print(f"{len(test)} digits from 0 to {KNOWN - 1} that were not learnt from, {len(unknown)} from {KNOWN} to 9.\n")
+batches, std = list(x_learnt.split(256)), normalisation.std  # noise is in pixels from 0 to 1, and std scales it
+inside, outside = (qualms.compare(model, x, specs, train=batches, pixel_std=std) for x in (x_test, x_unknown))
+print(f"{len(test)} held-out digits from 0 to {KNOWN - 1}, {len(unknown)} from {KNOWN} to 9.\n")
 print(f"{'score (higher = more uncertain)':34} AUROC, %")
 for spec in specs:
     print(f"{spec:34} {100 * qualms.metrics.auroc(inside[spec], outside[spec]):5.1f}")

@@ -1,5 +1,6 @@
 """Every Python block of the README and the docs runs, in order, in one namespace for each page."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -29,8 +30,8 @@ def commands(page: Path) -> list[list[str]]:
     for line in page.read_text().splitlines():
         if line.startswith("```"):
             fence = line if fence is None else None
-        elif fence == "```" and line.startswith(("qualms ", "make ")):
-            found.append(shlex.split(line.split(" #")[0]))
+        elif fence == "```" and line.startswith(("qualms ", "make ", ".venv/bin/qualms ")):
+            found.append(shlex.split(line.removeprefix(".venv/bin/").split(" #")[0]))
     return found
 
 
@@ -79,3 +80,51 @@ def test_the_path_of_a_tensor_names_what_there_is() -> None:
         source = (ROOT / "src" / "qualms" / file).read_text()
         for part in name.split("."):
             assert re.search(rf"(def|class) {part}\b", source), f"{name} is not in {file}"
+
+
+def rows_of(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / "benchmarks" / "results" / file).read_text().splitlines()]
+
+
+def readme_table() -> tuple[list[str], dict[str, list[str]]]:
+    """The header of the README's table of scores, and its cells by spec."""
+    text = (ROOT / "README.md").read_text().split("## Which score, and why")[1]
+    head, _, *body = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return head, {cells[0].split("`")[1]: cells for cells in body}
+
+
+PAPER_NAMES = {
+    "regrad+layers+smooth": "REGrad*",
+    "regrad": "REGrad",
+    "entropy": "Entropy",
+    "perturb-x": "Perturb x",
+    "laplace": "LA",
+}
+
+
+def test_the_aurocs_in_the_readme_are_those_that_were_measured() -> None:
+    head, table = readme_table()
+    found = {
+        (f"{row['in']} → {row['out']}".replace("-32", ""), row["method"]): row
+        for row in rows_of("tables-cpu.jsonl")
+        if row["row"] == "ood" and row["table"] == "table1"
+    }
+    pairs = [name.lower().replace("cifar-", "cifar") for name in head[1:-2]]
+    counts = []
+    for column, pair in enumerate(pairs, 1):
+        said = {spec: cells[column].strip("*") for spec, cells in table.items()}
+        assert said == {spec: f"{100 * found[pair, name]['auroc']:.1f}" for spec, name in PAPER_NAMES.items()}, pair
+        bold = {spec for spec, cells in table.items() if cells[column].startswith("**")}
+        assert bold == {spec for spec, value in said.items() if value == max(said.values(), key=float)}, pair
+        counts += [str(found[pair, "REGrad"]["n_in"])]
+    assert f"{', '.join(counts[:-1])} and {counts[-1]} test images" in (ROOT / "README.md").read_text()
+
+
+def test_the_costs_in_the_readme_are_those_that_were_measured() -> None:
+    _, table = readme_table()
+    ways = {"regrad": ("peers", "exact"), "regrad+layers+smooth": ("draws", "exact, N = 8")}
+    for spec, (part, way) in ways.items():
+        said = float(table[spec][-2].removeprefix("about "))
+        measured = [r["passes"] for r in rows_of("speed.jsonl") if r["part"] == part and r["way"] == way]
+        assert measured
+        assert all(0.65 * said <= passes <= 1.5 * said for passes in measured), (spec, measured)  # a shared machine

@@ -16,8 +16,8 @@ class Setup:
     Args:
         network: a name in the zoo. If `weights` in the data folder holds its published file, that is used.
         recipe: how it is trained otherwise.
-        train: so many training images; None for all.
-        images: so many test images of each dataset are scored; None for all.
+        train: the number of training images; None for all.
+        images: the number of test images of each dataset; None for all.
         engine: of the gradient scores.
     """
 

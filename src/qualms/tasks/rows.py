@@ -136,7 +136,7 @@ class CycleMeasures(TypedDict):
 
 
 class CycleRow(CycleKey, CycleMeasures):
-    """How good a network is after so many labels."""
+    """How good a network is after a number of labels."""
 
     labelled: int
     seconds: float

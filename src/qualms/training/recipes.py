@@ -12,7 +12,7 @@ class Recipe:
     Args:
         epochs: passes over the training images.
         rate: the learning rate to begin with.
-        drops: after so many epochs the rate is divided by ten; with Adam it falls along a cosine instead.
+        drops: the epochs after which the rate is divided by ten; with Adam it falls along a cosine instead.
         batch: images a step.
         augment: random crops, flips and rotations.
         validation: the share of the training images that is kept aside to choose the best epoch.
