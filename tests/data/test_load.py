@@ -54,7 +54,7 @@ def test_an_unknown_name_is_told_its_neighbours(tmp_path: Path) -> None:
         with pytest.raises(qualms.QualmsError, match="give a path that exists, or a name"):
             load(name, tmp_path)
     (tmp_path / "qqq.txt").write_text("")
-    with pytest.raises(qualms.QualmsError, match=r"/qqq\.txt is neither .*mnist.* nor an image folder"):
+    with pytest.raises(qualms.QualmsError, match=r"/qqq\.txt is neither .*mnist.* nor an image, an image folder"):
         load(tmp_path / "qqq.txt", tmp_path)
 
 

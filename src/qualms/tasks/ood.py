@@ -29,7 +29,8 @@ def ood(
     OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
     """
     engine = chosen_engine(network, inside, methods, engine)
-    images = [inside, *(o.fitted(inside.pixels.shape[1], inside.pixels.shape[2]) for o in outside)]
+    # Without a size of its own, the network gets all images in the size of those that it knows.
+    images = [inside, *(o if network.fit else o.fitted(inside.pixels.shape[1], inside.size) for o in outside)]
     known, *others = (
         score_images(network, i, methods, journal, seed=seed, engine=engine, train=train, tell=tell) for i in images
     )
