@@ -14,7 +14,7 @@ from qualms.cli.options import Count, Device, Engine, Inside, Json, Mean, Publis
 Out = Annotated[
     Path | None, typer.Option("--out", help="The rows, as JSON lines.", show_default="runs/TASK-ID-MODEL-seedN.jsonl")
 ]
-Given = TypeVar("Given", bound="Common")
+Given = TypeVar("Given")
 Own = ParamSpec("Own")
 
 
