@@ -10,6 +10,7 @@ import typer
 
 from qualms.cli.lazy import LazyGroup
 from qualms.cli.status import say
+from qualms.cli.wording import in_options
 from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
 from qualms.version import __version__
 
@@ -111,5 +112,5 @@ def run() -> None:
             raise
         known = isinstance(error, QualmsError)
         unknown = f"something went wrong, {type(error).__name__}: {reason(error)}; --debug shows where."
-        say(f"qualms: {error if known else unknown}")
+        say(f"qualms: {in_options(str(error)) if known else unknown}")
         sys.exit(1 if known else 3)

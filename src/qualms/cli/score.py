@@ -12,7 +12,7 @@ from qualms.cli.own_images import Given, Ready, end, ready
 from qualms.cli.specs import chosen_methods
 from qualms.cli.status import say
 from qualms.cli.writing import STDOUT, json_rows, rejected_file, table, write_rejected
-from qualms.data import Images
+from qualms.data import Images, dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
 from qualms.scored import Scored
@@ -63,7 +63,7 @@ def score(
     if coverage is not None and not 0 < coverage <= 1:
         raise QualmsError(f"--coverage is {coverage:g}; it is a share, above 0 and at most 1.")
     place = out or (None if json_lines else FILE)
-    wanted = chosen_methods(methods, images)
+    wanted = chosen_methods(methods, dataset_name(images, given.root) or "")
     with ExitStack() as stack:
         goes_to = None if place is None else stack.enter_context(table(place, overwrite, json_lines))
         limit = None if threshold is None else Threshold.load(threshold)

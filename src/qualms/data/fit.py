@@ -93,7 +93,8 @@ class Fit:
         wanted = self.channels or channels
         if (channels, height, width) == (wanted, *self.size):
             return images
-        if (height, width) == self.size or channels not in (1, 3):  # which says why others cannot be
+        plain = self.resize is None and self.interpolation == "bilinear"  # many images at once, without Pillow
+        if plain or (height, width) == self.size or channels not in (1, 3):  # which says why others cannot be
             return images.fitted(wanted, self.size)
         pillow = extra("PIL.Image", "pillow", "images")
         pixels = torch.empty(len(images), wanted, *self.size, dtype=torch.uint8)

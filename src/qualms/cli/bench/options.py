@@ -37,6 +37,7 @@ class Trained(Common):
     """What a task is told that scores with a trained network."""
 
     weights: Weights = None
+    classes: Annotated[int | None, typer.Option(help="How many, where the network leaves that open.")] = None
     engine: Engine = "exact"
     size: Size = None
     mean: Mean = None

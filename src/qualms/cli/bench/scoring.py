@@ -64,7 +64,16 @@ def run_task(
     device = device_of(given.device)
     with telling() as tell:
         network = chosen_network(
-            given.inside, name, given.weights, given.root, given.mean, given.std, given.size, device, random=random
+            given.inside,
+            name,
+            given.weights,
+            given.root,
+            given.mean,
+            given.std,
+            given.size,
+            device,
+            random=random,
+            classes=given.classes,
         )
         whole, *others = test_images([given.inside, *outside], given.root, network.fit, strict=False)
         images, *others = (found.subset(given.count or None) for found in (whole, *others))
