@@ -58,7 +58,7 @@ def test_mistakes_are_told_in_one_sentence(
 def test_methods_lists_the_registry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "methods") == 0
     out = capsys.readouterr().out
-    assert all(f"| {method.name} " in out for method in qualms.list_methods())
+    assert all(f"\n{method.name} " in f"\n{out}" for method in qualms.list_methods())
     assert run(monkeypatch, "methods", "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["name"] for row in rows] == [method.name for method in qualms.list_methods()]

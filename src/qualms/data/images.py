@@ -18,7 +18,23 @@ CHUNK = 1000  # images that are held as floats at a time
 
 @dataclass(frozen=True)
 class Rejected:
-    """An image that could not be read: its id, and a reason that goes on from "it is"."""
+    """An image that could not be read: its id, and a reason that goes on from "it is".
+
+    Example:
+        ```python
+        from pathlib import Path
+        import numpy as np
+        from PIL import Image
+        from qualms.data import load
+
+        Path("mine").mkdir()
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save("mine/good.png")
+        Path("mine/bad.png").write_bytes(b"cut")
+        (rejected,) = load("mine", strict=False).rejected
+        assert rejected.id == "bad.png"
+        print(rejected.reason)
+        ```
+    """
 
     id: str
     reason: str

@@ -21,7 +21,16 @@ BY_SHORTER_SIDE = ("CLIP", "ConvNext", "Bit", "LeViT", "MobileNet", "MobileViT",
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become a network's inputs, and the names of its classes; None or empty where nobody says."""
+    """How images become a network's inputs, and the names of its classes; None or empty where nobody says.
+
+    Example:
+        ```python
+        from torch import nn
+        from qualms.models import Preprocessing, preprocessing_of
+
+        assert preprocessing_of("my.module:network", nn.Linear(4, 3)) == Preprocessing()
+        ```
+    """
 
     normalisation: Normalisation | None = None
     fit: Fit | None = None
