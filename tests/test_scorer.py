@@ -2,7 +2,9 @@
 
 import copy
 import importlib.util
+import io
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -21,6 +23,7 @@ from qualms.errors import SlowWarning
 from qualms.gradients.bits import _sum_of_bits
 from qualms.gradients.learnt import MOST, Learnt
 from qualms.gradients.sketch import engine as sketch_engine
+from qualms.progress import pace
 from tests import evasive, scattered
 from tests.gradients.test_untouched import fingerprint, same
 
@@ -262,15 +265,15 @@ def test_a_table_of_it(model: nn.Module, x: Tensor) -> None:
     scorer = qualms.Scorer(model, ["regrad", "entropy"], threshold=3.0, class_names=names, engine="sketch")
     found = scorer(x[:3])
     table = found.to_arrow()
-    regrad = ["regrad", "regrad (standard error)"]
-    assert table.column_names == ["id", "prediction", "confidence", "accepted", *regrad, "entropy"]
+    scores = ["score_regrad", "error_regrad", "score_entropy"]
+    assert table.column_names == ["id", "prediction", "confidence", *scores, "accepted"]
     assert table["prediction"].to_pylist() == [names[c] for c in found.prediction.tolist()] == found.predicted_names
-    assert table["entropy"].to_pylist() == found.scores["entropy"].tolist()
+    assert table["score_entropy"].to_pylist() == found.scores["entropy"].tolist()
     assert qualms.Scorer(model, "entropy")(x[:3]).to_arrow().column_names == [
         "id",
         "prediction",
         "confidence",
-        "entropy",
+        "score_entropy",
     ]
 
 
@@ -298,7 +301,6 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "or a list of positions": lambda: found[[11]],
         "two parts differ": lambda: found + qualms.Scorer(model, "msp")(x),
         "two parts differ in": lambda: found + qualms.Scorer(model, "entropy", class_names=list("abcde"))(x),
-        "give it another name": lambda: qualms.Scorer(model, {"confidence": "msp"})(x).to_arrow(),
         "first is -1": lambda: qualms.Scorer(model)(x, first=-1),
         "there is no Scored": lambda: qualms.Scored.concatenated([]),
         "there are 2 class_names and 5 logits": lambda: qualms.Scorer(model, "msp", class_names=["a", "b"])(x),
@@ -512,3 +514,166 @@ def test_a_way_of_pushing_that_later_inputs_cannot_take_is_looked_for_again() ->
 def test_coherence_says_what_a_model_hides_from_it() -> None:
     with pytest.raises(qualms.QualmsError, match="coherence needs to see in which order the model uses its layers"):
         qualms.score(evasive.Hidden().double(), torch.randn(3, 5, 6).double(), "coherence")
+
+
+# A threshold belongs to what made its scores.
+
+
+def test_a_threshold_that_knows_its_scorer_is_refused_by_any_other(model: nn.Module, x: Tensor) -> None:
+    def made(**how: Any) -> qualms.Scorer:
+        return qualms.Scorer(how.pop("model", model), how.pop("methods", "regrad+layers+smooth(0.1,4)"), **how)
+
+    scorer = made(layers="tensor", params="0.*")
+    scores = next(iter(scorer(x).scores.values()))
+    threshold = qualms.Threshold.from_scores(scores, 0.5, made_by=scorer.made_by)
+    same = made(layers="tensor", params=lambda name: name.startswith("0."), threshold=threshold)  # the same parameters
+    assert int(same(x).accepted.sum()) == 6
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[3].bias += 1e-6
+    how: dict[str, Any] = {"layers": "tensor", "params": "0.*", "threshold": threshold}
+    for differs, change in {
+        r"method REGrad\(.*sigma=0\.1.*, not REGrad\(.*sigma=0\.2": {"methods": "regrad+layers+smooth(0.2,4)"},
+        "method REGrad.*, not Entropy": {"methods": ["entropy", "regrad"]},
+        r"engine exact, not Sketch\(tangents=16": {"engine": "sketch"},
+        "layers tensor, not module": {"layers": "module"},
+        "norm l2, not l1": {"norm": "l1"},
+        "params 2 parameters, .*, not None": {"params": None},
+        r"tolerance 0\.0, not 0\.1": {"tolerance": 0.1},
+        "seed 0, not 1": {"seed": 1},
+        "network .*, not ": {"model": other},
+    }.items():
+        with pytest.raises(qualms.QualmsError, match=f"was set on scores that were made otherwise: {differs}"):
+            made(**{**how, **change})
+
+
+def test_weights_that_change_part_from_their_threshold(model: nn.Module, x: Tensor) -> None:
+    scorer = qualms.Scorer(model, "entropy")
+    threshold = qualms.Threshold.from_scores(scorer(x).scores["entropy"], made_by=scorer.made_by)
+    held = qualms.Scorer(model, "entropy", threshold=threshold, engine="sketch", seed=3)  # which entropy does not ask
+    assert held(x).accepted.any()
+    with torch.no_grad():
+        model[0].weight *= 2
+    with pytest.raises(qualms.QualmsError, match="made otherwise: network"):
+        held(x)
+
+
+def test_an_engine_that_is_yet_to_be_chosen_is_compared_when_it_is(model: nn.Module, x: Tensor) -> None:
+    auto = qualms.Scorer(model, "regrad", engine="auto")
+    with pytest.raises(qualms.QualmsError, match="has not chosen an engine yet"):
+        _ = auto.made_by
+    by = {
+        "exact": qualms.Scorer(model, "regrad").made_by,
+        "sketch": qualms.Scorer(model, "regrad", engine="sketch").made_by,
+    }
+    chosen = auto.choose_engine(x)
+    assert auto.made_by == by["exact" if chosen == "exact" else "sketch"]
+    wrong = by["sketch" if chosen == "exact" else "exact"]
+    later = qualms.Scorer(model, "regrad", engine="auto", threshold=qualms.Threshold(1.0, 0, "given", wrong))
+    later.settings = auto.settings  # what timing decides, decided alike
+    with pytest.raises(qualms.QualmsError, match="made otherwise: engine"):
+        later(x)
+
+
+def test_percentiles_are_by_the_scores_that_the_threshold_was_set_on(model: nn.Module, x: Tensor) -> None:
+    known = qualms.score(model, x, "entropy")
+    threshold = qualms.Threshold.from_scores(known, 0.5)
+    found = qualms.Scorer(model, ["entropy", "energy"], threshold=threshold)(x)
+    want = [100 * int((known < one).sum()) / len(known) for one in known]
+    assert found.percentile.tolist() == pytest.approx(want)
+    table = found.columns()
+    assert list(table)[-2:] == ["percentile", "accepted"]
+    assert table["percentile"] == pytest.approx(want)
+    with pytest.raises(qualms.QualmsError, match="pass threshold="):
+        _ = qualms.Scorer(model, "entropy")(x).percentile
+
+
+# Noise in pixels.
+
+
+def test_noise_in_pixels_is_put_into_the_units_of_the_inputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 4)).double()
+    pixels, std = torch.rand(5, 3, 8, 8, dtype=torch.double), (0.25, 0.5, 0.2)
+    x = (pixels - 0.5) / torch.tensor(std, dtype=torch.double)[:, None, None]
+    own = qualms.Smoothing((0.1 / 0.25, 0.1 / 0.5, 0.1 / 0.2), 4)
+    want = qualms.score(model, x, qualms.methods.REGrad(smooth=own))
+    spec = "regrad+smooth(0.1,4)"
+    assert torch.equal(qualms.score(model, x, spec, pixel_std=std), want)
+    assert torch.equal(qualms.compare(model, x, [spec, "msp"], pixel_std=std)[spec], want)
+    assert torch.equal(qualms.score_with_error(model, x, spec, pixel_std=std)[0], want)
+    order = want.argsort(descending=True)
+    assert torch.equal(qualms.select(model, x, 3, spec, pixel_std=std), order[:3])
+    spread = [
+        qualms.select(model, x, 3, m, diversity=1.6, pixel_std=p)
+        for m, p in ((spec, std), (qualms.methods.REGrad(smooth=own), None))
+    ]
+    assert torch.equal(*spread)
+    assert "sigma=(0.4, 0.2, 0.5)" in qualms.Scorer(model, spec, pixel_std=std).made_by.method
+
+
+def test_normalised_images_without_a_scale_are_warned_of_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    pixels = torch.rand(4, 3, 4, 4)
+    scorer = qualms.Scorer(model, ["msp", "regrad+smooth(0.02,2)"])
+    with pytest.warns(qualms.UnitsWarning) as told:
+        scorer([4 * pixels - 2, 4 * pixels - 2, 5 * pixels])
+    assert len(told) == 1
+    assert re.search(r"from -1.98 to .*noise of regrad\+smooth\(0\.02,2\).*pass pixel_std=", str(told[0].message))
+    with pytest.warns(qualms.UnitsWarning, match="noise of perturb-x"):
+        qualms.select(model, 4 * pixels, 1, "perturb-x(0.1,2)")
+    silent: list[tuple[Any, Tensor, Any]] = [
+        ("regrad+smooth(0.02,2)", pixels, None),  # in pixels
+        ("regrad+smooth(0.02,2)", 4 * pixels, 1.0),  # as they should be
+        ("regrad", 4 * pixels, None),  # without noise
+        (qualms.methods.REGrad(smooth=qualms.Smoothing(0.1, 2)), 4 * pixels, None),  # set by whoever made it
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method, x, std in silent:
+            qualms.score(model, x, method, pixel_std=std)
+        qualms.score(model[1], torch.randn(4, 48), "regrad+smooth(0.02,2)")  # no images
+
+
+@pytest.mark.usefixtures("as_users_meet_it")
+def test_a_scale_that_is_none_is_told(model: nn.Module) -> None:
+    for scale in (0, (), "0.5", (0.1, -1)):
+        with pytest.raises(qualms.QualmsError, match="pixel_std is "):
+            qualms.Scorer(model, "perturb-x", pixel_std=scale)  # type: ignore[arg-type]
+
+
+# How far it is.
+
+
+def test_a_terminal_shows_count_total_and_rate(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    many = x.repeat(20, 1)
+    want = qualms.score(model, many, "entropy")
+    for given, total in (
+        (many, "220"),
+        (many.numpy(), "220"),
+        (TensorDataset(many), "220"),
+        ([many[:100], many[100:]], "220"),
+        (iter([many]), None),
+    ):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert torch.equal(qualms.score(model, given, "entropy", progress=True), want)
+        shown = screen.getvalue()
+        assert shown.startswith("\r\x1b[2Kscoring the first inputs …")
+        assert ("220 of 220 inputs scored, " in shown) == (total is not None)
+        assert "/s" in shown
+    told: list[int] = []
+    qualms.score(model, many, "entropy", progress=told.append)
+    assert told == [64, 128, 192, 220]
+
+
+def test_time_left_is_told_in_minutes() -> None:
+    assert pace(30, 120, 60.0) == ", 2.0 s each, 3:00 left"
+    assert pace(300, 600, 60.0) == ", 5.0/s, 1:00 left"
+    assert pace(300, None, 60.0) == pace(300, 300, 60.0) == ", 5.0/s"
+    assert pace(0, 5, 1.0) == ""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import qualms
 from qualms import Threshold
+from qualms.threshold import MadeBy
 
 
 def test_coverage_accepts_at_least_that_share_and_no_more_than_needed() -> None:
@@ -77,3 +78,127 @@ def test_errors(tmp_path: Path) -> None:
         Threshold.from_labels([1.0, 2.0], [True])
     with pytest.raises(qualms.QualmsError, match="risk is 1"):
         Threshold.from_labels([1.0], [True], risk=1.0)
+
+
+# With a confidence.
+
+
+def labelled(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of n inputs, and whether each is right: the higher the score, the less often."""
+    scores = torch.rand(n, generator=generator, dtype=torch.double)
+    return scores, torch.rand(n, generator=generator, dtype=torch.double) >= 0.4 * scores**3
+
+
+def true_risk(value: float) -> float:
+    """How often inputs below a score are wrong, on average over all there are."""
+    return 0.1 * min(1.0, max(0.0, value)) ** 3
+
+
+def test_the_risk_is_exceeded_less_often_than_the_confidence_allows() -> None:
+    """The plug-in rule, set on the same inputs, exceeds it about every second time."""
+    generator, risk, confidence = torch.Generator().manual_seed(0), 0.05, 0.9
+    exceeded, plug_in, accepted = 0, 0, []
+    for _ in range(400):
+        scores, right = labelled(800, generator)
+        plug_in += true_risk(Threshold.from_labels(scores, right, risk).value) > risk
+        try:
+            t = Threshold.from_labels(scores, right, risk, confidence)
+        except qualms.QualmsError:
+            continue
+        exceeded += true_risk(t.value) > risk
+        accepted.append(float(t.accept(scores).double().mean()))
+    assert plug_in > 0.3 * 400
+    assert exceeded <= (1 - confidence) * 400
+    assert len(accepted) > 380
+    assert sum(accepted) / len(accepted) > 0.4  # it would be easy to keep any promise by accepting nothing
+
+
+def test_scores_that_tell_nothing_are_rarely_lucky() -> None:
+    """Each input is wrong a little more often than allowed, whatever its score, so accepting any breaks the promise."""
+    generator, lucky = torch.Generator().manual_seed(2), 0
+    for _ in range(400):
+        scores, right = (torch.rand(800, generator=generator) for _ in range(2))
+        try:
+            Threshold.from_labels(scores, right >= 0.051, 0.05, 0.9)
+        except qualms.QualmsError:
+            continue
+        lucky += 1
+    assert 0 < lucky <= 40
+
+
+def test_equal_scores_keep_the_promise_too() -> None:
+    generator = torch.Generator().manual_seed(1)
+    exceeded = 0
+    for _ in range(300):
+        scores, right = labelled(400, generator)
+        coarse = (10 * scores).ceil() / 10
+        try:
+            t = Threshold.from_labels(coarse, right, 0.05, 0.9)
+        except qualms.QualmsError:
+            continue
+        exceeded += true_risk(math.floor(10 * t.value + 1e-9) / 10) > 0.05
+    assert exceeded <= 30
+
+
+def test_the_limit_is_that_of_clopper_and_pearson() -> None:
+    from scipy.stats import beta, binom
+
+    from qualms.metrics.binomial import few_or_fewer, least_inputs, upper_limit
+
+    for wrong, inputs, rate in ((0, 299, 0.01), (3, 900, 0.01), (40, 5000, 0.013), (7, 7, 0.5)):
+        assert few_or_fewer(wrong, inputs, rate) == pytest.approx(binom.cdf(wrong, inputs, rate), rel=1e-9)
+    for wrong, inputs in ((0, 50), (3, 900), (40, 5000)):
+        want = beta.ppf(0.95, wrong + 1, inputs - wrong)
+        assert upper_limit(wrong, inputs, 0.95) == pytest.approx(want, rel=1e-9)
+    assert least_inputs(0.01, 0.95) == 299
+
+
+def test_too_few_inputs_are_told_how_many_it_takes() -> None:
+    right = torch.ones(300, dtype=torch.bool)
+    assert int(Threshold.from_labels(torch.arange(300.0), right, 0.01, 0.95).accept(torch.arange(300.0)).sum()) == 299
+    with pytest.raises(
+        qualms.QualmsError, match=r"at most 1 % wrong .* at confidence 95 % takes 300 .* there are 299; add 1"
+    ):
+        Threshold.from_labels(torch.arange(299.0), right[:299], 0.01, 0.95)
+    right[[5, 280]] = False
+    with pytest.raises(
+        qualms.QualmsError, match=r"takes about \d+ labelled inputs, as 2 of the 299 most certain are wrong"
+    ):
+        Threshold.from_labels(torch.arange(300.0), right, 0.01, 0.95)
+    with pytest.raises(
+        qualms.QualmsError, match=r"cannot be had: of the \d+ most certain of 300 labelled inputs \d+ are wrong"
+    ):
+        Threshold.from_labels(torch.arange(300.0), torch.arange(300) % 3 > 0, 0.01, 0.95)
+    with pytest.raises(qualms.QualmsError, match="all have one score"):
+        Threshold.from_labels(torch.zeros(300), right, 0.01, 0.95)
+    with pytest.raises(qualms.QualmsError, match="both are above 0"):
+        Threshold.from_labels([1.0], [True], 0.0, 0.95)
+
+
+# What it remembers.
+
+
+def test_percentiles_of_many_scores_are_good_to_a_tenth_of_a_percent() -> None:
+    scores = torch.randn(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.double) ** 3
+    t = Threshold.from_scores(scores)
+    assert len(t.reference) == 1001
+    at = torch.tensor([-100.0, -1.0, 0.0, 0.5, 4.0, 100.0], dtype=torch.double)
+    want = [100 * float((scores < one).double().mean()) for one in at]
+    assert t.percentile(at).tolist() == pytest.approx(want, abs=0.11)
+    with pytest.raises(qualms.QualmsError, match="does not hold the scores"):
+        Threshold(1.0, 0, "given").percentile([1.0])
+
+
+def test_what_made_it_is_saved_and_files_of_the_old_form_are_read(tmp_path: Path) -> None:
+    made_by = MadeBy("Entropy()", "0123", seed=3)
+    t = Threshold.from_scores(torch.rand(50), 0.9, made_by=made_by)
+    t.save(tmp_path / "t.json")
+    assert Threshold.load(tmp_path / "t.json") == t
+    (tmp_path / "old.json").write_text('{"value": 1.5, "samples": 7, "rule": "coverage 0.9"}\n')
+    assert Threshold.load(tmp_path / "old.json") == Threshold(1.5, 7, "coverage 0.9")
+    for broken in ('{"value": 1, "samples": 7, "rule": "", "made_by": {"nobody": 1}}', "[1]", '{"value": "x"}'):
+        (tmp_path / "bad.json").write_text(broken)
+        with pytest.raises(qualms.QualmsError, match="is not a threshold file"):
+            Threshold.load(tmp_path / "bad.json")
+    with pytest.raises(qualms.QualmsError, match="cannot be read"):
+        Threshold.load(tmp_path)

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning
+from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning
 from qualms.version import __version__
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "SlowWarning",
     "Smoothing",
     "Threshold",
+    "UnitsWarning",
     "__version__",
     "class_gradient_gram",
     "class_gradient_norms",

@@ -1,4 +1,4 @@
-"""The one exception that qualms raises for anything a user can put right, and the two warnings it gives."""
+"""The one exception that qualms raises for anything a user can put right, and the three warnings it gives."""
 
 
 class QualmsError(ValueError):
@@ -49,6 +49,25 @@ class ProbabilitiesWarning(UserWarning):
             qualms.score(model, torch.rand(2, 4), "entropy")
         assert caught[0].category is qualms.ProbabilitiesWarning
         qualms.score(model[:-1], torch.rand(2, 4), "entropy")  # logits: as it should be
+        ```
+    """
+
+
+class UnitsWarning(UserWarning):
+    """Noise is given as for pixels from 0 to 1, and the inputs are images in other units, such as normalised ones.
+
+    `pixel_std=` says what the pixels were divided by, so that `+smooth(0.02)` is 0.02 of a pixel's range, as in the
+    paper; `pixel_std=1` takes the noise as it is.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.models.cnn import mnist_cnn
+
+        pixels = torch.rand(1, 1, 28, 28)
+        normalised = (pixels - 0.13) / 0.31
+        print(qualms.score(mnist_cnn(), normalised, pixel_std=0.31))
         ```
     """
 

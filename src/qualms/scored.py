@@ -114,25 +114,32 @@ class Scored:
         """What parts of one whole have in common."""
         return tuple(self.scores), self.probs.shape[1], self.class_names, self.threshold, self.sketched
 
-    def columns(self) -> dict[str, list[Any]]:
-        """A table with a row for each input: id, prediction, confidence, whether it is accepted, and every score.
+    @property
+    def percentile(self) -> Float[Tensor, " n"]:
+        """How many percent of the scores that the threshold was set on are lower than the first method's score."""
+        if self.threshold is None:
+            raise QualmsError("there is no threshold to compare inputs with; pass threshold= to Scorer.")
+        return self.threshold.percentile(next(iter(self.scores.values())))
 
-        Each score that is an estimate has its standard error in a further column.
+    def columns(self) -> dict[str, list[Any]]:
+        """A table with a row for each input: `id`, `prediction`, `confidence` and `score_METHOD` for each method.
+
+        A score that is an estimate has its standard error beside it, in `error_METHOD`. With a threshold follow
+        `percentile`, if it holds the scores that it was set on, and `accepted`.
         """
-        taken = [name for name in self.scores if name in ("id", "prediction", "confidence", "accepted")]
-        if taken:
-            raise QualmsError(f"a method is called {taken[0]!r}, which is a column of its own; give it another name.")
         table: dict[str, list[Any]] = {
             "id": list(self.ids),
             "prediction": self.predicted_names if self.class_names else self.prediction.tolist(),
             "confidence": self.confidence.tolist(),
         }
+        for name, values in self.scores.items():
+            table[f"score_{name}"] = values.tolist()
+            if name in self.sketched:
+                table[f"error_{name}"] = self.errors[name].tolist()
+        if self.threshold is not None and self.threshold.reference:
+            table["percentile"] = self.percentile.tolist()
         if self.threshold is not None:
             table["accepted"] = self.accepted.tolist()
-        for name, values in self.scores.items():
-            table[name] = values.tolist()
-            if name in self.sketched:
-                table[f"{name} (standard error)"] = self.errors[name].tolist()
         return table
 
     def to_arrow(self) -> Any:

@@ -1,5 +1,7 @@
 """`Scorer`: a model together with the methods that score its inputs, fitted once and used for every batch."""
 
+import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -7,25 +9,28 @@ from typing import Any
 
 from torch import nn
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, UnitsWarning
 from qualms.gradients.choice import choose_engine
 from qualms.gradients.directions import Directions
 from qualms.gradients.guard import eager, state_on_entry, untouched, usable
-from qualms.gradients.inputs import Batch, batches, count, numbered_batches
-from qualms.gradients.layers import Granularity, Norm, Params
+from qualms.gradients.inputs import Batch, batches, count, numbered_batches, tensors
+from qualms.gradients.layers import Granularity, Norm, Params, selected_parameters
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.few_classes import classes_needed
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import Method
+from qualms.methods.method import LOGITS, Method, Noise
 from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT, parse
+from qualms.models.fingerprint import fingerprint
 from qualms.scored import Scored
-from qualms.threshold import Threshold
+from qualms.threshold import MadeBy, Threshold
 
 MANY = 1000  # classes, to weigh passes by
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
+PixelStd = float | Sequence[float] | None
+MARGIN = 0.05  # beyond [0, 1], by which resized pixels may overshoot
 
 
 class Scorer:
@@ -57,7 +62,11 @@ class Scorer:
             for a standard error, which is reported, within this share. In `+layers` scores, early layers that add less
             than this share are left out; what they add is measured on some of the directions, not proven.
         threshold: the highest score of the first method that is accepted; a number, or a `qualms.Threshold`.
+            It is refused if it knows that it was set on scores of another method, network or settings.
         class_names: names of the classes, in the order of the logits.
+        pixel_std: what pixels from 0 to 1 were divided by to make the model's inputs, a number or one for each channel.
+            Noise in specs (`+smooth`, `perturb-x`, `mc-aa`) is then in pixels, as papers give it, and not in the units
+            of the tensor.
 
     Example:
         ```python
@@ -89,15 +98,19 @@ class Scorer:
         tolerance: float = 0.0,
         threshold: Threshold | float | None = None,
         class_names: Sequence[str] | None = None,
+        pixel_std: PixelStd = None,
     ) -> None:
         self.model = model
-        self.methods = by_name(methods)
+        self.methods = {name: in_pixels(method, pixel_std) for name, method in by_name(methods).items()}
+        self._unscaled = _noisy_specs(methods) if pixel_std is None else ()
         self.settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
         self.threshold = _threshold(threshold)
         self.class_names = None if class_names is None else tuple(class_names)
         self._train, self._members = train, tuple(models)
         self._learnt, self._fitted = Learnt(), dict[Any, Any]()
         self._state: tuple[Any, ...] | None = None  # of the model at the last batch
+        if self.settings.engine != "auto":
+            self._require_own_threshold()
 
     def __call__(self, x: Any, first: int = 0) -> Scored:
         """The scores of all inputs of `x`.
@@ -117,6 +130,19 @@ class Scorer:
         for start, batch in numbered_batches(batches, eager(self.model)):
             yield self._scored(batch, first + start)
 
+    @property
+    def made_by(self) -> MadeBy:
+        """What makes the scores of the first method, for a `Threshold` to remember."""
+        model, method, how = eager(usable(self.model)), next(iter(self.methods.values())), self.settings
+        network = "+".join(map(fingerprint, (model, *self._members)))
+        if method.needs == (LOGITS,):
+            return MadeBy(repr(method), network)
+        if how.engine == "auto":
+            raise QualmsError("engine='auto' has not chosen an engine yet; call choose_engine, or score a batch.")
+        counted = None if how.params is None else _digest(selected_parameters(model, how.params))
+        engine = repr(how.sketch) if how.sketch else how.engine_name
+        return MadeBy(repr(method), network, engine, how.granularity, how.norm, counted, float(how.tolerance), how.seed)
+
     def choose_engine(self, x: Any) -> Engine | Sketch:
         """The engine, which `auto` picks on the first batch it sees: here, that of `x`."""
         if self.settings.engine == "auto":
@@ -129,9 +155,13 @@ class Scorer:
     def _scored(self, batch: Batch, first: int) -> Scored:
         with untouched(self.model) as inner:
             state = state_on_entry(inner)
-            if self._state != state:
+            new = self._state != state
+            if new:
                 self._learnt, self._fitted, self._state = Learnt(), {}, state
             self._pick_engine(inner, batch)
+            if new:
+                self._require_own_threshold()
+            self._warn_of_units(batch)
             more = (self._train, self._members, self._gradient_methods(), self._learnt, self._fitted)
             passes = Passes(Subject(inner, self.settings, *more), batch, first)
             found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
@@ -149,6 +179,25 @@ class Scorer:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""
         return {**vars(self), "_learnt": Learnt(), "_fitted": {}, "_state": None}
+
+    def _require_own_threshold(self) -> None:
+        if self.threshold is not None and self.threshold.made_by is not None:
+            self.threshold.made_by.require_same(self.made_by)
+
+    def _warn_of_units(self, batch: Batch) -> None:
+        """Warn once if noise is meant for pixels, and the inputs are images in other units."""
+        x = tensors(batch)[0]
+        if not self._unscaled or x.ndim != 4 or not x.is_floating_point():
+            return
+        low, high = (float(end) for end in x.aminmax())
+        if low < -MARGIN or high > 1 + MARGIN:
+            method, self._unscaled = self._unscaled[0], ()
+            warnings.warn(
+                f"the images go from {low:.3g} to {high:.3g}, so they are not in pixels from 0 to 1, and the noise of "
+                f"{method} is taken in their units; pass pixel_std=, what the pixels were divided by, or 1 to keep it.",
+                UnitsWarning,
+                stacklevel=2,
+            )
 
     def _gradient_methods(self) -> tuple[GradientScore, ...]:
         return tuple(method for method in self.methods.values() if isinstance(method, GradientScore))
@@ -182,6 +231,34 @@ def by_name(methods: Methods) -> dict[str, Method]:
         if named.setdefault(called, method) != method:
             raise QualmsError(f"two methods are called {called!r}; give each a name of your own, in a dict.")
     return named
+
+
+def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
+    """A method whose noise is in pixels from 0 to 1, with the noise in the units of inputs divided by `pixel_std`."""
+    if pixel_std is None:
+        return method
+    each = tuple(pixel_std) if isinstance(pixel_std, Sequence) else (pixel_std,)
+    if not each or not all(isinstance(s, (int, float)) and not isinstance(s, bool) and s > 0 for s in each):
+        raise QualmsError(f"pixel_std is {pixel_std!r}; pass a number above 0, or one for each channel.")
+
+    def scaled(level: float) -> Noise:
+        levels = tuple(level / s for s in each)
+        return levels if len(levels) > 1 else levels[0]
+
+    return method.in_units(scaled)
+
+
+def _noisy_specs(methods: Methods) -> tuple[str, ...]:
+    """The specs whose noise would be scaled; who makes a method object has set its noise."""
+    values = methods.values() if isinstance(methods, Mapping) else [methods] if isinstance(methods, str) else methods
+    specs = [one for one in values if isinstance(one, str)] if not isinstance(values, Method) else []
+    return tuple(spec for spec in specs if in_pixels(parse(spec), 0.5) != parse(spec))
+
+
+def _digest(names: Iterable[str]) -> str:
+    """Which parameters these are: a function that picks them has no name to compare."""
+    every = list(names)
+    return f"{len(every)} parameters, {hashlib.sha256(' '.join(every).encode()).hexdigest()[:16]}"
 
 
 def _price(wanted: tuple[Smoothing | None, tuple[str, ...]]) -> int:

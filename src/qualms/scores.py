@@ -3,16 +3,19 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from qualms.gradients.inputs import DATASET_BATCH
 from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
-from qualms.progress import Progress, report_progress
-from qualms.scorer import Methods, Scorer
+from qualms.progress import Count, Progress
+from qualms.scorer import Methods, PixelStd, Scorer
 
 
 def score(
@@ -30,6 +33,7 @@ def score(
     batch_size: int | None = None,
     budget: int | None = None,
     tolerance: float = 0.0,
+    pixel_std: PixelStd = None,
     progress: Progress = False,
 ) -> Float[Tensor, " b"]:
     """How uncertain the model is about each input; higher means more uncertain, always.
@@ -48,7 +52,8 @@ def score(
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
-        progress: True for a count on the terminal, or a function that is told how many inputs are done.
+        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).
+        progress: True for count, rate and time left on the terminal, or a function that is told how many are done.
 
     Example:
         ```python
@@ -73,6 +78,7 @@ def score(
         batch_size=batch_size,
         budget=budget,
         tolerance=tolerance,
+        pixel_std=pixel_std,
     )
     return next(iter(_all_scores(scorer, x, progress).values()))
 
@@ -92,6 +98,7 @@ def score_with_error(
     batch_size: int | None = None,
     budget: int | None = None,
     tolerance: float = 0.0,
+    pixel_std: PixelStd = None,
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Scores, and the standard errors of those that are estimates: by `engine="sketch"`, or within a `tolerance`.
 
@@ -120,6 +127,7 @@ def score_with_error(
         batch_size=batch_size,
         budget=budget,
         tolerance=tolerance,
+        pixel_std=pixel_std,
     )(x)
     return next(iter(found.scores.values())), next(iter(found.errors.values()))
 
@@ -139,6 +147,7 @@ def compare(
     batch_size: int | None = None,
     budget: int | None = None,
     tolerance: float = 0.0,
+    pixel_std: PixelStd = None,
     progress: Progress = False,
 ) -> dict[str, Float[Tensor, " b"]]:
     """Several scores of the same inputs, each expensive pass shared by all that need it.
@@ -157,7 +166,8 @@ def compare(
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
-        progress: True for a count on the terminal, or a function that is told how many inputs are done.
+        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).
+        progress: True for count, rate and time left on the terminal, or a function that is told how many are done.
 
     Returns:
         The scores by spec or by your name, in the order given.
@@ -185,6 +195,7 @@ def compare(
         batch_size=batch_size,
         budget=budget,
         tolerance=tolerance,
+        pixel_std=pixel_std,
     )
     return _all_scores(scorer, x, progress)
 
@@ -192,10 +203,30 @@ def compare(
 def _all_scores(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Tensor, " b"]]:
     """The scores alone: the probabilities of a large pool and many classes need not be held."""
     parts: list[dict[str, Tensor]] = []
-    done = 0
-    for part in scorer.stream(x):
+    done, count = 0, Count(progress, _total(x))
+    count.start()
+    for part in scorer.stream(_in_parts(x) if progress else x):
         parts.append(part.scores)
         done += len(part)
-        report_progress(progress, done)
-    report_progress(progress, None)
+        count.tell(done)
+    count.end()
     return {name: torch.cat([part[name] for part in parts]) for name in scorer.methods}
+
+
+def _in_parts(x: Any) -> Any:
+    """One large batch as several, so that there is something to tell; scores do not depend on it."""
+    if not isinstance(x, (Tensor, np.ndarray)) or x.ndim == 0 or len(x) <= DATASET_BATCH:
+        return x
+    return [x[start : start + DATASET_BATCH] for start in range(0, len(x), DATASET_BATCH)]
+
+
+def _total(x: Any) -> int | None:
+    """How many inputs there are, where that is known before they are read."""
+    try:
+        if isinstance(x, DataLoader):
+            return len(x.sampler)  # type: ignore[arg-type]
+        if isinstance(x, list):
+            return sum(len(batch) for batch in x) if all(isinstance(b, (Tensor, np.ndarray)) for b in x) else None
+        return len(x) if isinstance(x, (Tensor, np.ndarray, Dataset)) else None  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -28,6 +28,7 @@ from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, parse
 from qualms.progress import Progress
+from qualms.scorer import PixelStd, in_pixels
 from qualms.scores import score
 
 DIVERSITY_TANGENTS = (
@@ -53,6 +54,7 @@ def select(
     batch_size: int | None = None,
     budget: int | None = None,
     tolerance: float = 0.0,
+    pixel_std: PixelStd = None,
     progress: Progress = False,
 ) -> Int[Tensor, " k"]:
     """The indices of k inputs of the pool to label next, in the pool's order from 0.
@@ -77,7 +79,8 @@ def select(
         batch_size: at most so many inputs at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
-        progress: True for a count on the terminal, or a function that is told how many inputs are scored.
+        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).
+        progress: True for count, rate and time left on the terminal, or a function that is told how many are done.
 
     Example:
         ```python
@@ -89,14 +92,14 @@ def select(
         print(qualms.select(model, pool, 5, "regrad+layers", diversity=2))
         ```
     """
-    chosen = parse(method) if isinstance(method, str) else method
+    chosen = in_pixels(parse(method) if isinstance(method, str) else method, pixel_std)
     _check(pool, k, chosen, diversity, norm)
     if isinstance(pool, Tensor):
         _check_size(k, len(pool))  # before the scores, which may take long
     scores = score(
         model,
         pool,
-        chosen,
+        method,
         train=train,
         models=models,
         engine=engine,
@@ -107,6 +110,7 @@ def select(
         batch_size=batch_size,
         budget=budget,
         tolerance=tolerance,
+        pixel_std=pixel_std,
         progress=progress,
     )
     order = scores.argsort(descending=True, stable=True).cpu()

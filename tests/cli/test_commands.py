@@ -279,17 +279,30 @@ def test_on_a_terminal_bars_tell_rate_and_time_left(monkeypatch: pytest.MonkeyPa
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with options.telling() as tell:
-        assert tell is not None
+    with options.telling("first batch") as tell:
+        time.sleep(0.15)
         for i in range(1, 4):
             tell("images scored", i, 9)
             time.sleep(0.15)
-    assert "images scored" in screen.getvalue()
+    assert screen.getvalue().index("first batch …") < screen.getvalue().index("images scored")
     assert "3/9" in screen.getvalue()
     assert re.search(r"\d/s", screen.getvalue())
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+
+
+def test_a_log_file_gets_a_line_every_half_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from qualms.cli import options
+
+    now = iter((0.0, 10.0, 31.0, 40.0, 62.0))
+    monkeypatch.setattr(options.time, "monotonic", lambda: next(now))
     with options.telling() as tell:
-        assert tell is None
+        for i in range(1, 5):
+            tell("images scored", 31 * i, 310)
+    assert capsys.readouterr().err.splitlines() == [
+        "images scored: 62 of 310, 2.0/s, 2:04 left",
+        "images scored: 124 of 310, 2.0/s, 1:33 left",
+    ]
 
 
 def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

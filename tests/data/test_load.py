@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qualms
-from qualms.data import DATASETS, load
+from qualms.data import DATASETS, dataset_name, load
 from tests.data import layouts
 
 
@@ -54,7 +54,7 @@ def test_an_unknown_name_is_told_its_neighbours(tmp_path: Path) -> None:
         with pytest.raises(qualms.QualmsError, match="give a path that exists, or a name"):
             load(name, tmp_path)
     (tmp_path / "qqq.txt").write_text("")
-    with pytest.raises(qualms.QualmsError, match=r"/qqq\.txt is neither .*mnist.* nor an image folder"):
+    with pytest.raises(qualms.QualmsError, match=r"/qqq\.txt is neither .*mnist.* nor an image, an image folder"):
         load(tmp_path / "qqq.txt", tmp_path)
 
 
@@ -143,3 +143,61 @@ def test_photos_are_patches_as_they_stand_in_the_photograph(tmp_path: Path) -> N
     china = load_sample_image("china.jpg")
     train = load("photos", tmp_path, "train")
     np.testing.assert_array_equal(train.pixels[0].permute(1, 2, 0).numpy(), china[:32, :32])
+
+
+def square(path: Path, value: int, count: int = 1) -> None:
+    path.mkdir(parents=True)
+    for i in range(count):
+        (path / f"{i}.png").write_bytes(layouts.png(np.full((4, 4, 3), value, np.uint8)))
+
+
+def test_a_folder_in_the_working_directory_beats_one_in_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    square(tmp_path / "mine", 1, count=10)
+    square(tmp_path / "root" / "mine", 2, count=3)
+    found = load("mine", "root")
+    assert (len(found), int(found.pixels.max()), found.source) == (10, 1, "mine/ (folder)")
+    assert load("root/mine", "root").source == "root/mine/ (folder)"
+    (tmp_path / "mine").rename(tmp_path / "other")
+    assert load("mine", "root").source == "root/mine/ (folder)"
+
+
+def test_a_path_beats_a_name_which_a_prefix_brings_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load("photos").source == "bundled with scikit-learn"
+    square(tmp_path / "photos", 3)
+    found = load("photos")
+    assert (len(found), found.source) == (1, "photos/ (folder)")
+    assert load("data:photos").source == "bundled with scikit-learn"
+    square(tmp_path / "data" / "letters", 4)
+    assert load("letters").source == "data/letters/ (folder)"
+    with pytest.raises(qualms.QualmsError, match="there is no dataset 'photo'; there are mnist"):
+        load("data:photo")
+
+
+@pytest.mark.parametrize("place", ["mnist", "sets/mnist", "data/mnist"])
+def test_a_folder_called_like_a_dataset_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    square(tmp_path / place, 3)
+    assert load(place).name not in DATASETS
+    assert dataset_name(place) is None
+    np.savez(tmp_path / "mnist.npz", x=layouts.IMAGES)
+    assert load("mnist.npz").name == "mnist.npz"
+
+
+def test_the_folder_of_a_datasets_own_files_is_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    layouts.write_idx(tmp_path / "data" / "mnist", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+    assert load("mnist").source == "data/ (dataset mnist)"
+    monkeypatch.chdir(tmp_path / "data")
+    assert load("mnist", ".").name == "mnist"
+    (tmp_path / "data" / "digits").mkdir()
+    with pytest.raises(
+        qualms.QualmsError, match=r"digits holds no images; .*; the dataset of that name is data:digits"
+    ):
+        load("digits")

@@ -69,7 +69,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match=r"row 1 of .*set\.parquet is cut or not an image"):
         table(tmp_path, image=[FILES[0], b"hello"])
     for column in (["a.png"], [1], [None], [{"path": "a.png"}], [{"bytes": None}]):
-        with pytest.raises(qualms.QualmsError, match=r"row 0 of .*set\.parquet has no bytes of an image"):
+        with pytest.raises(qualms.QualmsError, match=r"row 0 of .*set\.parquet is no image file's bytes"):
             table(tmp_path, image=column)
     with pytest.raises(qualms.QualmsError, match=r"set\.parquet holds no images"):
         table(tmp_path, image=pa.array([], pa.binary()))

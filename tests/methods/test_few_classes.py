@@ -64,7 +64,7 @@ def test_other_models_keep_within_the_tolerance(make: Callable[[], tuple[nn.Modu
     scored = qualms.Scorer(model, "regrad+layers", tolerance=0.04)(x)
     have, error = scored.scores["regrad+layers"], scored.errors["regrad+layers"]
     assert error.any()
-    assert "regrad+layers (standard error)" in scored.columns()
+    assert "error_regrad+layers" in scored.columns()
     assert (error <= 0.04 * have).all()
     assert ((have - want).abs() <= 4.5 * error).all()
 

@@ -8,13 +8,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import qualms
 from qualms.data import Normalisation
 from qualms.errors import QualmsError
-from qualms.models import load_model, normalisation_of
+from qualms.models import load_model, normalisation_of, preprocessing_of
 
 
 def imported() -> Any:
@@ -90,3 +92,16 @@ def test_a_network_without_a_classifier_is_told(tmp_path: Path) -> None:
     assert timm.get_pretrained_cfg(name).num_classes == 0
     (tmp_path / "w.pt").write_bytes(b"")
     assert "gives features, not classes" in refused(f"timm:{name}", tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
+def test_images_are_fitted_as_timm_does(name: str) -> None:
+    model = timm.create_model(name)
+    said = preprocessing_of(f"timm:{name}", model)
+    assert said.fit is not None
+    assert said.normalisation is not None
+    pixels = torch.randint(0, 256, (9, 12, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    photo = Image.fromarray(pixels.numpy()).resize((640, 480), Image.Resampling.BICUBIC)
+    expected = timm.data.create_transform(**timm.data.resolve_data_config({}, model=model))(photo)
+    fitted = torch.from_numpy(np.array(said.fit.image(photo))).permute(2, 0, 1)[None]
+    torch.testing.assert_close(said.normalisation.apply(fitted)[0], expected, rtol=0, atol=1e-5)

@@ -1,15 +1,26 @@
 """`qualms`: the commands, and how errors are told."""
 
 import sys
-from typing import Annotated, Any
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from qualms.cli.lazy import LazyGroup
-from qualms.errors import QualmsError, reason
+from qualms.cli.status import say
+from qualms.cli.wording import in_options
+from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
 from qualms.version import __version__
 
-RESUMED = ("bench", "report", "train", "reproduce")  # what these had done is on disk
+GOES_ON = "the same command goes on from here"
+NOTHING = "nothing was kept, and no file was written"
+STOPPED = {  # what is left of a command that is stopped
+    **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
+    **dict.fromkeys(("score", "threshold", "demo"), NOTHING),
+}
+OURS = (SlowWarning, ProbabilitiesWarning, UnitsWarning)
 
 
 class Commands(LazyGroup):
@@ -18,6 +29,7 @@ class Commands(LazyGroup):
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
         "demo": ("qualms.cli.demo", "Train a network on digits, and write a page about what it does not know."),
         "score": ("qualms.cli.score", "Score images: a table with the uncertainty of each."),
+        "threshold": ("qualms.cli.threshold", "Set the score up to which a network is trusted, or show it."),
         "methods": ("qualms.cli.methods", "List every method: its needs, its cost, and where it comes from."),
         "bench": ("qualms.cli.bench", "Judge methods on a network: five tasks."),
         "report": ("qualms.cli.report", "Write a page about a network, its data and the methods."),
@@ -31,8 +43,8 @@ class Commands(LazyGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            goes_on = ctx.invoked_subcommand in RESUMED
-            typer.echo(f"qualms: stopped{'; the same command goes on from here' if goes_on else ''}.", err=True)
+            left = STOPPED.get(ctx.invoked_subcommand)
+            say(f"qualms: stopped{f'; {left}' if left else ''}.")
             raise typer.Exit(130) from None
 
 
@@ -48,29 +60,57 @@ def _version(wanted: bool) -> bool:
 
 @app.callback()
 def qualms(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Know what your pre-trained model does not know.
 
-    Errors are one sentence; `--debug` before or after a command shows where they come from.
+    Errors are one sentence; `--debug` before or after a command shows where they come from. Exit codes: 0 done, 1 an
+    error that you can put right, 2 a command or option that does not exist, 3 a defect of qualms, 4 done but for inputs
+    that could not be read, 130 stopped.
     """
+
+
+@contextmanager
+def warnings_in_words() -> Iterator[None]:
+    """Our own warnings as a sentence each, once, without the line of code that gives them."""
+    said: set[str] = set()
+    others = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not issubclass(category, OURS):
+            others(message, category, filename, lineno, file, line)
+        elif str(message) not in said:
+            said.add(str(message))
+            say(f"qualms: {message}")
+
+    with warnings.catch_warnings():
+        for kind in OURS:
+            warnings.simplefilter("always", kind)
+        warnings.showwarning = show
+        yield
 
 
 def run() -> None:
-    """Run a command, and tell what goes wrong in one sentence; `--debug` shows where.
-
-    Exit codes: 0 done, 1 something that the user can put right, 2 a command or option that does not exist, 3 a defect
-    of qualms, 130 stopped.
-    """
+    """Run a command, and tell what goes wrong in one sentence; `--debug` shows where. The help lists the exit codes."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
     try:
-        app()
+        with warnings_in_words():
+            app()
     except Exception as error:
         if debug:
             raise
         known = isinstance(error, QualmsError)
         unknown = f"something went wrong, {type(error).__name__}: {reason(error)}; --debug shows where."
-        typer.echo(f"qualms: {error if known else unknown}", err=True)
+        say(f"qualms: {in_options(str(error)) if known else unknown}")
         sys.exit(1 if known else 3)

@@ -3,18 +3,27 @@
 from dataclasses import replace
 from pathlib import Path
 
-from qualms.data import DATASETS, Images, load
+from qualms.cli.status import say
+from qualms.data import Fit, Images, dataset_name, load
 from qualms.errors import QualmsError
+from qualms.tasks.network import Network
 from qualms.tasks.reproduce import LEARNT_FROM
 
+NAMED = 3  # of the images that could not be read, on the terminal
 
-def test_images(names: list[str], root: Path | None, size: int | None) -> list[Images]:
+
+def test_images(
+    names: list[str],
+    root: Path | None,
+    fit: Fit | int | None,
+    strict: bool = True,  # noqa: PT028 (not a test)
+) -> list[Images]:
     """Test images; those whose files have the same name are called by the whole path.
 
-    Files may hold images of several sizes, so those are resized as they are read; named datasets by the network, batch
+    Files may hold images of several sizes, so those are fitted as they are read; named datasets by the network, batch
     by batch.
     """
-    found = [load(name, root, "test", size=None if name in DATASETS else size) for name in names]
+    found = [_read(name, root, "test", fit, strict) for name in names]
     short = [images.name for images in found]
     return [
         replace(images, name=name) if short.count(images.name) > 1 else images
@@ -22,13 +31,32 @@ def test_images(names: list[str], root: Path | None, size: int | None) -> list[I
     ]
 
 
-def training_images(name: str, root: Path | None, size: int | None, test: Images) -> Images | None:
+def training_images(name: str, root: Path | None, fit: Fit | int | None, test: Images) -> Images | None:
     """Training images, if they are there, for the methods that learn from them.
 
     A file or folder without parts for training and testing gives the test images for both: those are not for learning.
     """
     try:
-        train = load(name, root, "train", size=None if name in DATASETS else size)
+        train = _read(name, root, "train", fit, strict=True)
     except QualmsError:
         return None
     return None if train.fingerprint() == test.fingerprint() else train.subset(LEARNT_FROM)
+
+
+def _read(name: str, root: Path | None, split: str, fit: Fit | int | None, strict: bool) -> Images:
+    if dataset_name(name, root) is not None:
+        return load(name, root, split)
+    fit = Fit((fit, fit), by="as --size says") if isinstance(fit, int) else fit
+    return load(name, root, split, fit=fit, strict=strict)
+
+
+def tell_images(network: Network, *found: Images) -> None:
+    """Say on stderr where images come from, how many there are, and what is done to them."""
+    for images in found:
+        say(f"{images.name}: {len(images)} image{'' if len(images) == 1 else 's'}, {images.source}")
+        for note in network.told(images):
+            say(f"  {note}")
+        if images.rejected:
+            some = "; ".join(f"{one.id} is {one.reason}" for one in images.rejected[:NAMED])
+            more = f"; and {len(images.rejected) - NAMED} more" if len(images.rejected) > NAMED else ""
+            say(f"  {len(images.rejected)} could not be read ({some}{more})")

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from qualms.cli.status import passing
 from qualms.errors import QualmsError
 
 
@@ -44,10 +45,13 @@ class LazyCommand(TyperCommand):
 
     def loaded(self) -> Any:
         """The command itself."""
+        passing("starting …")  # torch takes seconds to import
         try:
             found = getattr(import_module(self.module), str(self.name))
         except ModuleNotFoundError as missing:
             raise QualmsError(f"`qualms {self.name}` needs {missing.name}; pip install 'qualms[app]'.") from missing
+        finally:
+            passing("")
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")

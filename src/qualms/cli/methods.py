@@ -1,12 +1,14 @@
 """`qualms methods`: what there is to choose from."""
 
 import json
+import textwrap
 
 import typer
 
 from qualms.cli.options import Json
 from qualms.methods.registry import list_methods
-from qualms.report.tables import markdown
+
+WIDTH = 80  # of a terminal that nobody has widened
 
 
 def methods(json_lines: Json = False) -> None:
@@ -19,5 +21,10 @@ def methods(json_lines: Json = False) -> None:
         for row in found:
             typer.echo(json.dumps(row))
         return
-    lines = [[m.name, ", ".join(m.needs), m.cost, m.paper] for m in list_methods()]
-    typer.echo(markdown(["method", "needs", "cost", "paper"], lines))
+    names = max(len(method.name) for method in list_methods()) + 2
+    for method in list_methods():
+        facts = f"needs {', '.join(method.needs)}; costs {method.cost}"
+        for text, indent in ((facts, method.name.ljust(names)), (method.paper, " " * names)):
+            typer.echo(
+                textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=" " * names, break_on_hyphens=False)
+            )

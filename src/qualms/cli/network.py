@@ -1,14 +1,13 @@
-"""The network that a command is about: its weights, and how its inputs are normalised."""
+"""The network that a command is about: its weights, and how images become its inputs."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from qualms.cli.options import listed
-from qualms.data import DATASETS, Normalisation
+from qualms.data import DATASETS, Fit, Normalisation, dataset_name
 from qualms.errors import QualmsError
-from qualms.models import load_model, normalisation_of
+from qualms.models import Preprocessing, load_model, preprocessing_of
 from qualms.models.zoo import ZOO
 from qualms.tasks.network import Network
 from qualms.training import trained_with
@@ -20,6 +19,11 @@ PUBLISHED = {
     "cifar100": "cifar100-resnet56",
     "digits": "digits-cnn",
 }
+
+
+def published_network(data: str, root: Path | None) -> str:
+    """The network whose published weights know a dataset; empty where there is none."""
+    return PUBLISHED.get(dataset_name(data, root) or "", "")
 
 
 def chosen_network(
@@ -38,11 +42,11 @@ def chosen_network(
 
     Weights are those given, else the published file in ROOT/weights; without either that is an error, unless random
     ones will do. The normalisation is the one given, else that of the training that wrote the weights, else what the
-    network's publisher says, else the dataset's usual one.
+    network's publisher says, else the dataset's usual one. The size is the one given, else what the publisher says.
     """
     if not name:
         raise QualmsError(f"there is no published network for {data!r}; name one with --model.")
-    entry = ZOO.get(name)
+    dataset, entry = dataset_name(data, root), ZOO.get(name)
     if entry is not None and weights is None:
         file = Path(root or "data") / "weights" / (entry.file or "")
         weights = file if entry.file is not None and file.is_file() else None
@@ -51,26 +55,42 @@ def chosen_network(
             raise QualmsError(f"{name} has no weights; train it with `qualms train` and pass --weights{where}.")
     if ":" in name:
         sys.path.insert(0, "")  # an import path may start in the working directory, which an installed command forgets
-    if classes is None and entry is not None and data in DATASETS:
-        classes = DATASETS[data].classes
+    if classes is None and entry is not None and dataset is not None:
+        classes = DATASETS[dataset].classes
     model = load_model(name, weights, classes=classes).to(device)
-    return Network(name, model, _normalisation(data, name, model, weights, mean, std), size)
+    said = preprocessing_of(name, model)
+    normalisation = _normalisation(dataset, name, said, weights, mean, std)
+    return Network(name, model, normalisation, _fit(said, size, normalisation), class_names=said.class_names)
 
 
 def _normalisation(
-    data: str, name: str, model: nn.Module, weights: Path | None, mean: str | None, std: str | None
+    dataset: str | None, name: str, said: Preprocessing, weights: Path | None, mean: str | None, std: str | None
 ) -> Normalisation:
     if (mean is None) != (std is None):
         raise QualmsError("--mean and --std belong together; give both, or neither.")
+    channels = None if said.fit is None else said.fit.channels
     if mean is not None and std is not None:
         try:
-            return Normalisation(tuple(map(float, listed(mean))), tuple(map(float, listed(std))))
+            given = Normalisation(tuple(map(float, listed(mean))), tuple(map(float, listed(std))))
         except ValueError as error:
             raise QualmsError(f"--mean {mean} and --std {std} are not numbers with commas between: {error}") from None
+        if channels not in (None, len(given.mean)):
+            raise QualmsError(
+                f"--mean {mean} has {len(given.mean)} numbers, and {name} takes {channels} channels; give one for each."
+            )
+        return given
     known = trained_with(weights) if weights is not None else None
-    known = known or normalisation_of(name, model)
-    if known is None and data in DATASETS:
-        known = DATASETS[data].normalisation
+    known = known or said.normalisation
+    if known is None and dataset is not None and channels in (None, DATASETS[dataset].channels):
+        known = DATASETS[dataset].normalisation
     if known is None:
         raise QualmsError(f"nobody says how the inputs of {name} are normalised; pass --mean and --std.")
     return known
+
+
+def _fit(said: Preprocessing, size: int | None, normalisation: Normalisation) -> Fit | None:
+    channels = len(normalisation.mean)
+    if size is not None:
+        way = said.fit.interpolation if said.fit is not None else "bilinear"
+        return Fit((size, size), None, way, channels, by="as --size says")
+    return None if said.fit is None else replace(said.fit, channels=channels)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +17,17 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
+from qualms.cli.status import passing
 from qualms.errors import QualmsError
 from qualms.gradients import settings
-from qualms.progress import Tell
+from qualms.progress import Tell, pace
 
 Root = Annotated[
     Path | None, typer.Option("--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data")
@@ -41,8 +44,10 @@ Size = Annotated[int | None, typer.Option("--size", help="Resize images to so ma
 Mean = Annotated[str | None, typer.Option("--mean", help="Normalisation, one number a channel, pixels from 0 to 1.")]
 Std = Annotated[str | None, typer.Option("--std", help="As --mean.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest there is.")]
-Seed = Annotated[int, typer.Option("--seed", help="Decides every random draw.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides every random draw.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON lines instead of tables.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it is there already.")]
+QUIET = 30  # seconds between lines where there is no terminal
 
 
 def device_of(name: str) -> str:
@@ -74,19 +79,38 @@ class Rate(ProgressColumn):
 
 
 @contextmanager
-def telling() -> Iterator[Tell | None]:
-    """A bar for each kind of work, on a terminal; nothing elsewhere."""
+def telling(first: str = "starting") -> Iterator[Tell]:
+    """On a terminal a bar for each kind of work, and `first` until there is one; elsewhere a line now and then."""
     if not sys.stderr.isatty():
-        yield None
+        yield _lines()
         return
     done = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (Rate(), TimeElapsedColumn(), TimeRemainingColumn())
+    passing("")
     with Progress(*done, *times, console=Console(stderr=True), transient=True) as progress:
-        bars: dict[str, int] = {}
+        waiting = progress.add_task(f"{first} …", total=None)
+        bars: dict[str, TaskID] = {}
 
         def tell(what: str, done: int, total: int) -> None:
             if what not in bars:
+                progress.update(waiting, visible=False)
                 bars[what] = progress.add_task(what, total=total)
-            progress.update(bars[what], completed=done, total=total)  # type: ignore[arg-type]
+            progress.update(bars[what], completed=done, total=total)
 
         yield tell
+
+
+def _lines() -> Tell:
+    """Lines for a log file, and none for what takes less than half a minute."""
+    began: dict[str, float] = {}
+    last = time.monotonic()
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        began.setdefault(what, last)
+        if now - last >= QUIET:
+            last = now
+            typer.echo(f"{what}: {done} of {total}{pace(done, total, now - began[what])}", err=True)
+
+    return tell

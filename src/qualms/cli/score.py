@@ -1,99 +1,109 @@
-"""`qualms score`: images in, a table with the uncertainty of each out."""
+"""`qualms score`: images in, a table with the uncertainty of each out, and whether the network can be trusted."""
 
-import csv
-import json
-from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from qualms.cli.network import chosen_network
-from qualms.cli.options import Device, Engine, Json, Mean, Root, Seed, Size, Std, Weights, device_of, telling
+from qualms.cli.bench.options import with_options
+from qualms.cli.options import Json, Overwrite
+from qualms.cli.own_images import Given, Ready, end, ready
 from qualms.cli.specs import chosen_methods
-from qualms.data import Images, load
+from qualms.cli.status import say
+from qualms.cli.writing import STDOUT, json_rows, rejected_file, table, write_rejected
+from qualms.data import Images, dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
-from qualms.progress import Tell
 from qualms.scored import Scored
-from qualms.scorer import Scorer
-from qualms.tasks.network import Network
-from qualms.tasks.scoring import CHUNK, require_finite
+from qualms.threshold import Threshold
 
-Columns = dict[str, list[Any]]
+COVERAGE = 0.95
+FILE = "scores.csv"
 
 
+@with_options(Given)
 def score(
-    images: Annotated[str, typer.Argument(help="A folder of images, a .npz or .parquet file, or a dataset's name.")],
+    given: Given,
+    images: Annotated[
+        str, typer.Argument(help="A folder of images, an image, a .npz or .parquet file, or a dataset's name.")
+    ],
     model: Annotated[str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")],
-    weights: Weights = None,
-    methods: Annotated[str, typer.Option(help="Specs with commas between.")] = DEFAULT,
-    out: Annotated[Path, typer.Option(help="The table: .parquet or .csv.")] = Path("scores.csv"),
-    classes: Annotated[int | None, typer.Option(help="How many, where the network leaves that open.")] = None,
-    engine: Engine = "exact",
-    size: Size = None,
-    mean: Mean = None,
-    std: Std = None,
-    root: Root = None,
-    seed: Seed = 0,
-    device: Device = "auto",
+    methods: Annotated[str, typer.Option(help="Specs with commas between; the first one decides.")] = DEFAULT,
+    out: Annotated[
+        str | None,
+        typer.Option(help="The table: a .csv, .parquet or .jsonl file, or - for stdout.", show_default=FILE),
+    ] = None,
+    overwrite: Overwrite = False,
+    reference: Annotated[
+        str | None, typer.Option(help="Images that the network knows, to accept others like them by.")
+    ] = None,
+    coverage: Annotated[
+        float | None, typer.Option(help="The share of the reference that is accepted.", show_default=str(COVERAGE))
+    ] = None,
+    threshold: Annotated[
+        Path | None, typer.Option(help="Accept by this file of `qualms threshold` instead of a reference.")
+    ] = None,
     json_lines: Json = False,
 ) -> None:
     """Score images: a row for each with its id, the prediction, its confidence, and one column for each method.
 
-    Higher means more uncertain. Noise levels in specs are in pixels from 0 to 1. Example:
+    Higher means more uncertain. Noise levels in specs are in pixels from 0 to 1. With a reference or a threshold, two
+    columns say for the first method how many percent of the reference score lower, and whether the prediction is
+    accepted. Images that cannot be read are listed beside the table, and the exit code is 4. Examples:
 
-        qualms score photos/ --model timm:resnet18 --size 224 --methods regrad+layers+smooth,energy --out scores.parquet
+        qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy --out scores.parquet
+
+        qualms score new/ --model timm:resnet18 --reference val/ --coverage 0.95
     """
-    if out.suffix not in (".csv", ".parquet"):
-        raise QualmsError(f"a table cannot be written to {out}; name a .csv or .parquet file.")
-    wanted = chosen_methods(methods, images)
-    network = chosen_network(
-        images, model, weights, root, mean, std, size, device_of(device), random=False, classes=classes
-    )
-    found = load(images, root, size=size)
-    network = replace(network, size=found.pixels.shape[2])  # its channels may be others than the images'
-    own = {name: network.in_its_units(method) for name, method in wanted.items()}
-    with telling() as tell:
-        parts = list(_scored(Scorer(network.model, own, engine=engine, seed=seed), network, found, tell))
-    table = _named(Scored.concatenated(parts), found).columns()
-    if json_lines:
-        for row in zip(*table.values(), strict=True):
-            typer.echo(json.dumps(dict(zip(table, row, strict=True))))
-        return
-    write(table, out)
-    typer.echo(f"{len(found)} images scored by {', '.join(wanted)}: {out}")
+    if threshold is not None and (reference is not None or coverage is not None):
+        raise QualmsError("--threshold has its own reference and coverage; leave out --reference and --coverage.")
+    if coverage is not None and reference is None:
+        raise QualmsError("--coverage is a share of a reference; name its images with --reference.")
+    if coverage is not None and not 0 < coverage <= 1:
+        raise QualmsError(f"--coverage is {coverage:g}; it is a share, above 0 and at most 1.")
+    place = out or (None if json_lines else FILE)
+    wanted = chosen_methods(methods, dataset_name(images, given.root) or "")
+    with ExitStack() as stack:
+        goes_to = None if place is None else stack.enter_context(table(place, overwrite, json_lines))
+        limit = None if threshold is None else Threshold.load(threshold)
+        prepared = ready(images, model, wanted, given)
+        if limit is not None and given.engine != "auto":
+            prepared.scorer(prepared.methods, limit)  # which refuses a threshold of other scores
+        found = prepared.read(images)
+        if reference is not None:
+            prepared, limit = _limit(prepared, reference, COVERAGE if coverage is None else coverage)
+        scored = prepared.scored(prepared.scorer(prepared.methods, limit), found)
+        if goes_to is not None:
+            goes_to.write(scored)
+    if place is not None and place != STDOUT:
+        write_rejected(Path(place), found.rejected)
+    if json_lines and place != STDOUT:
+        typer.echo("\n".join(json_rows(scored)))
+    summary = _summary(scored, found, place, str(threshold or reference))
+    if json_lines or place == STDOUT:
+        say(summary)
+    else:
+        typer.echo(summary)
+    end(found)
 
 
-def _scored(scorer: Scorer, network: Network, images: Images, tell: Tell | None) -> Iterator[Scored]:
-    starts = range(0, len(images), CHUNK)
-    for part in scorer.stream(network.inputs(images.take(slice(start, start + CHUNK))) for start in starts):
-        for name, scores in part.scores.items():
-            require_finite(name, images.name, part.ids[0], scores)
-        yield part
-        if tell is not None:
-            tell(f"{images.name} scored", part.ids[-1] + 1, len(images))
+def _limit(prepared: Ready, reference: str, coverage: float) -> tuple[Ready, Threshold]:
+    prepared, scorer, scored = prepared.deciding(prepared.read(reference))
+    (scores,) = scored.scores.values()
+    return prepared, Threshold.from_scores(scores, coverage, made_by=scorer.made_by)
 
 
-def _named(scored: Scored, images: Images) -> Scored:
-    """The same with the images' names and, where they fit, those of their classes."""
-    names = images.classes if len(images.classes) == scored.probs.shape[1] else None
-    return replace(scored, ids=images.ids or scored.ids, class_names=names)
-
-
-def write(table: Columns, out: Path) -> None:
-    """As .csv or .parquet."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".csv":
-        with open(out, "w", newline="") as file:
-            lines = csv.writer(file)
-            lines.writerow(table)
-            lines.writerows(zip(*table.values(), strict=True))
-        return
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise QualmsError("writing .parquet needs pyarrow; pip install 'qualms[app]', or write .csv.") from None
-    parquet.write_table(pyarrow.table(table), out)
+def _summary(scored: Scored, found: Images, place: str | None, by: str) -> str:
+    """The last line."""
+    named = ", ".join(scored.scores)
+    done = f"{len(scored)} image{'' if len(scored) == 1 else 's'} scored by {named}"
+    if scored.threshold is not None:
+        accepted, rule = int(scored.accepted.sum()), scored.threshold.rule
+        done += f"; {accepted} of {len(scored)} accepted by {next(iter(scored.scores))}, at {rule} of {by}"
+    if place is not None and place != STDOUT:
+        done += f": {place}"
+    if found.rejected:
+        listed = f": {rejected_file(Path(place))}" if place is not None and place != STDOUT else ""
+        done += f"; {len(found.rejected)} could not be read{listed}"
+    return done

@@ -50,7 +50,7 @@ def train(
     recipe = RECIPES["vit" if name.startswith("vit") else data if data in RECIPES else "mnist"]
     recipe = recipe if epochs is None else recipe.shortened(epochs)
     recipe = recipe if batch is None else replace(recipe, batch=batch)
-    images, test = load(data, root, "train"), load(data, root, "test")
+    images, test = (load(f"data:{data}", root, split) for split in ("train", "test"))
     images = images if count is None else images.subset(count)
     file = out or Path("runs") / f"{data}-{name.replace(':', '-').replace('/', '-')}-seed{seed}.pt"
     torch.manual_seed(seed)

@@ -20,7 +20,8 @@ from qualms.data.svhn import read_svhn
 class Dataset:
     """How a dataset is read, what comes out, and where it is published.
 
-    `classes` is None where the files decide it. `normalisation` is the usual one: networks differ in theirs.
+    `classes` is None where the files decide it. `normalisation` is the usual one: networks differ in theirs. `package`
+    is where it comes from if it needs no file.
     """
 
     read: Callable[[Path, str], Images]
@@ -29,6 +30,7 @@ class Dataset:
     size: int
     normalisation: Normalisation
     get: str
+    package: str | None = None
 
 
 MNIST = Normalisation((0.1307,), (0.3081,))
@@ -69,9 +71,9 @@ DATASETS: dict[str, Dataset] = {
         "get LSUN (resize) from https://github.com/facebookresearch/odin, or any images of https://www.yf.io/p/lsun, "
         "and unpack them to LSUN_resize",
     ),
-    "digits": Dataset(read_digits, 10, 1, 8, DIGITS, "they come with scikit-learn"),
-    "letters": Dataset(read_letters, 52, 1, 28, MNIST, "they come with Pillow"),
-    "photos": Dataset(read_photos, 2, 3, 32, CIFAR10, "they come with scikit-learn"),
+    "digits": Dataset(read_digits, 10, 1, 8, DIGITS, "they come with scikit-learn", "scikit-learn"),
+    "letters": Dataset(read_letters, 52, 1, 28, MNIST, "they come with Pillow", "Pillow"),
+    "photos": Dataset(read_photos, 2, 3, 32, CIFAR10, "they come with scikit-learn", "scikit-learn"),
 }  # fmt: skip
 """The datasets that `load` knows by name.
 

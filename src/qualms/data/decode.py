@@ -1,38 +1,66 @@
-"""Files of single images to arrays."""
+"""The bytes of one image file to pixels in colour, and what was done on the way."""
 
+import re
+import warnings
 from collections.abc import Iterable
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
 
 from qualms.data.places import extra
 from qualms.errors import QualmsError
 
+ORIENTATION = 0x0112  # the number of that tag in EXIF
+UPRIGHT = {  # what undoes each orientation, by Pillow's names
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
-def decoded(content: bytes, where: str, size: int | None) -> UInt8[np.ndarray, "h w 3"]:
-    """One image in colour, resized to size x size if that is given. Grey becomes colour, transparency is left out."""
-    image = opened(content, where)
-    if image.mode[0] in "IF":
-        raise QualmsError(f"{where} has more than 8 bits a channel ({image.mode}); convert it to 8 bits.")
-    if image.mode == "P":
-        image = image.convert("RGBA")  # a palette may hold transparency, which RGB alone warns about
-    image = image.convert("RGB")
-    if size is not None and image.size != (size, size):
-        image = image.resize((size, size), pillow().Resampling.BILINEAR)
-    return np.array(image)
+
+class Unreadable(QualmsError):
+    """An image that cannot be read; `reason` goes on from "it is"."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where} is {reason}; replace or remove it.")
+        self.reason = reason
+
+
+def decoded(content: bytes, where: str) -> tuple[Any, list[str]]:
+    """The first frame of an image file as Pillow's image in mode RGB, upright, and what was done: keys of `DONE`."""
+    image, done = _read(content, where)
+    turn = UPRIGHT.get(_orientation(image))
+    if turn is not None:
+        image = image.transpose(pillow().Transpose[turn])
+        done.append("orientation")
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        image = _scaled(image, where)
+        done.append("more bits")
+    image = _in_colour(image, where, done)
+    return image, list(dict.fromkeys(done))
+
+
+# What can be done to an image, and how it is told of so many of them.
+DONE = {
+    "frames": "{n} {images} {have} several frames, of which the first was read",
+    "orientation": "{n} {images} {were} turned upright, as the EXIF orientation says",
+    "more bits": "{n} {images} {were} scaled from more than 8 bits to 8",
+    "greyscale": "{n} greyscale {images} {were} converted to colour",
+    "palette": "{n} {images} with a palette {were} converted to colour",
+    "transparency": "{n} {images} {were} transparent in places, which was dropped",
+    "CMYK": "{n} CMYK {images} {were} converted to RGB",
+    "colours": "{n} {images} in other colours than RGB {were} converted to it",
+}
 
 
 def opened(content: bytes, where: str) -> Any:
-    """One image as Pillow has it, with all its pixels read."""
-    library = pillow()
-    try:
-        image = library.open(BytesIO(content))
-        image.load()
-    except Exception as error:  # Pillow raises whatever comes up, also for images too large to be true
-        raise QualmsError(f"{where} is cut or not an image ({type(error).__name__}); replace or remove it.") from None
-    return image
+    """One image as Pillow has it, with all the pixels of its first frame read."""
+    return _read(content, where)[0]
 
 
 def pillow() -> Any:
@@ -40,19 +68,80 @@ def pillow() -> Any:
     return extra("PIL.Image", "pillow", "images")
 
 
-def stacked(images: Iterable[tuple[str, np.ndarray]], where: object) -> UInt8[np.ndarray, "n 3 h w"]:
-    """Images with their names, which all have one size, as one array."""
-    found: list[np.ndarray] = []
-    first = ""
-    for name, image in images:
-        if found and image.shape != found[0].shape:
-            (h, w), (h2, w2) = found[0].shape[:2], image.shape[:2]
-            raise QualmsError(
-                f"the images in {where} differ in size: {first} is {w} x {h} and {name} is {w2} x {h2}; "
-                "pass size= to resize them while reading."
-            )
-        first = first or name
-        found.append(image)
-    if not found:
-        raise QualmsError(f"{where} holds no images; check that it is the one you meant.")
-    return np.stack(found).transpose(0, 3, 1, 2)
+def _read(content: bytes, where: str) -> tuple[Any, list[str]]:
+    library = pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about sizes below the limit, and notes inside the file that are damaged
+            image = library.open(BytesIO(content))
+            # Once the pixels are there, both can no longer be told.
+            done = ["frames"] if _frames(image) > 1 else []
+            done += ["more bits"] if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())) else []
+            image.load()
+    except library.DecompressionBombError as error:
+        claimed, limit = (int(number) for number in re.findall(r"\d+", str(error))[:2])
+        raise Unreadable(
+            where, f"too large: its header claims {claimed:,} pixels, and at most {limit:,} are read"
+        ) from None
+    except Exception as error:  # Pillow raises whatever comes up
+        raise Unreadable(where, f"cut or not an image ({type(error).__name__})") from None
+    return image, done
+
+
+def many(count: int, template: str) -> str:
+    """A sentence of `DONE` about so many images."""
+    one = count == 1
+    words = {"images": "image" if one else "images", "were": "was" if one else "were", "have": "has" if one else "have"}
+    return template.format(n=count, **words)
+
+
+def told(done: Iterable[tuple[str, int]]) -> list[str]:
+    """What was done, each with the number of images, in sentences."""
+    counts = dict(done)
+    return [many(counts[what], template) for what, template in DONE.items() if counts.get(what)]
+
+
+def _frames(image: Any) -> int:
+    try:
+        return int(getattr(image, "n_frames", 1))
+    except Exception:  # of frames that nobody asked for
+        return 1
+
+
+def _orientation(image: Any) -> int:
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # damaged notes do not make the pixels worse
+        return 1
+
+
+def _scaled(image: Any, where: str) -> Any:
+    """Grey of more than 8 bits, scaled to 8 and not cut off: 16 bits by 257, so that white stays white."""
+    values = np.asarray(image).astype(np.float64)
+    low, high = float(values.min()), float(values.max())
+    most = 1.0 if image.mode == "F" else 65535.0
+    if not (low >= 0 and high <= most):
+        raise Unreadable(
+            where, f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {most:g} can be scaled to bytes"
+        )
+    return pillow().fromarray(np.rint(values * (255 / most)).astype(np.uint8))
+
+
+def _in_colour(image: Any, where: str, done: list[str]) -> Any:
+    mode = image.mode
+    if mode in ("P", "PA"):
+        done.append("palette")
+        image = image.convert("RGBA")  # a palette may hold transparency, which RGB alone warns about
+    elif mode in ("1", "L", "LA", "La"):
+        done.append("greyscale")
+    elif not mode.startswith("RGB"):
+        done.append("CMYK" if mode == "CMYK" else "colours")
+    if mode in ("La", "RGBa"):
+        image = image.convert(f"{mode[:-1]}A")
+    if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] < 255:
+        done.append("transparency")
+    image.info.pop("transparency", None)  # one colour that stands for none: it stays that colour
+    try:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except ValueError:
+        raise Unreadable(where, f"an image in colours that cannot become RGB ({mode})") from None

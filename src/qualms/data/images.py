@@ -16,12 +16,37 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R 601: how bright red, green and blue look
 CHUNK = 1000  # images that are held as floats at a time
 
 
+@dataclass(frozen=True)
+class Rejected:
+    """An image that could not be read: its id, and a reason that goes on from "it is".
+
+    Example:
+        ```python
+        from pathlib import Path
+        import numpy as np
+        from PIL import Image
+        from qualms.data import load
+
+        Path("mine").mkdir()
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save("mine/good.png")
+        Path("mine/bad.png").write_bytes(b"cut")
+        (rejected,) = load("mine", strict=False).rejected
+        assert rejected.id == "bad.png"
+        print(rejected.reason)
+        ```
+    """
+
+    id: str
+    reason: str
+
+
 @dataclass(frozen=True, eq=False)
 class Images:
     """Pixels, and where they are known the classes.
 
     `classes` names the classes that `labels` counts; it is empty where the files do not name them. `ids` are the names
-    of the image files, in the same way.
+    of the image files, in the same way. `source` says where they come from, `notes` what was done to them as they were
+    read, in sentences, and `rejected` what could not be read.
 
     Example:
         ```python
@@ -39,9 +64,17 @@ class Images:
     labels: Int64[Tensor, " n"] | None
     classes: tuple[str, ...] = ()
     ids: tuple[str, ...] = ()
+    source: str = ""
+    notes: tuple[str, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pixels)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.pixels.shape[2], self.pixels.shape[3]
 
     def take(self, index: slice | Int64[Tensor, " k"]) -> "Images":
         """The images at these places, in this order."""
@@ -60,15 +93,19 @@ class Images:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[:count])
 
-    def fitted(self, channels: int, size: int) -> "Images":
-        """In grey (1 channel) or colour (3), and size x size pixels; the same object if nothing is to be done."""
+    def fitted(self, channels: int, size: int | tuple[int, int]) -> "Images":
+        """In grey (1 channel) or colour (3), resized; the same object if nothing is to be done.
+
+        `size` is height and width, or one number for both.
+        """
+        height, width = (size, size) if isinstance(size, int) else size
         if channels not in (1, 3) or self.pixels.shape[1] not in (1, 3):
             raise QualmsError(f"{self.name} cannot go from {self.pixels.shape[1]} channels to {channels}; use 1 or 3.")
-        if size < 1:
+        if min(height, width) < 1:
             raise QualmsError(f"{self.name} cannot be resized to {size} pixels; ask for at least 1.")
-        if tuple(self.pixels.shape[1:]) == (channels, size, size):
+        if tuple(self.pixels.shape[1:]) == (channels, height, width):
             return self
-        parts = [_fit(part, channels, size) for part in self.pixels.split(CHUNK)]
+        parts = [_fit(part, channels, height, width) for part in self.pixels.split(CHUNK)]
         return replace(self, pixels=torch.cat(parts))
 
     def fingerprint(self) -> str:
@@ -81,26 +118,27 @@ class Images:
         return digest.hexdigest()[:16]
 
 
-def _fit(pixels: UInt8[Tensor, "n c h w"], channels: int, size: int) -> UInt8[Tensor, "n d s s"]:
+def _fit(pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: int) -> UInt8[Tensor, "n d k l"]:
     x: Float[Tensor, "n c h w"] = pixels.float()
     if channels < pixels.shape[1]:
         x = torch.einsum("nchw,c->nhw", x, torch.tensor(LUMA))[:, None]
-    if tuple(x.shape[2:]) != (size, size):
-        x = F.interpolate(x, (size, size), mode="bilinear", antialias=True)
+    if tuple(x.shape[2:]) != (height, width):
+        x = F.interpolate(x, (height, width), mode="bilinear", antialias=True)
     # One rounding at the end, not one for each step.
     return x.round().clamp(0, 255).to(torch.uint8).expand(-1, channels, -1, -1)
 
 
-def images_of(
-    name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), ids: tuple[str, ...] = ()
-) -> Images:
-    """Images from a reader's arrays, once they are consistent; `where` names the files in an error."""
+def images_of(name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), **more: Any) -> Images:
+    """Images from a reader's arrays, once they are consistent; `where` names the files in an error.
+
+    `more` are the other fields of `Images`.
+    """
     if len(pixels) == 0:
         raise QualmsError(f"{where} holds no images; check that it is the file you meant, and whole.")
-    # A copy: arrays over a file's bytes cannot be written to, and torch wants memory in the order of the axes.
-    x = torch.from_numpy(np.array(pixels, dtype=np.uint8, order="C"))
+    # A copy where need be: arrays over a file's bytes cannot be written to, and torch wants the order of the axes.
+    x = torch.from_numpy(np.require(pixels, np.uint8, ["C", "W"]))
     if labels is None:
-        return Images(name, x, None, classes, ids)
+        return Images(name, x, None, classes, **more)
     y = np.asarray(labels)
     if y.ndim == 0 or len(y) != len(x):
         count = 1 if y.ndim == 0 else len(y)
@@ -115,4 +153,4 @@ def images_of(
         raise QualmsError(
             f"the labels in {where} go from {low} to {high}, and classes are counted {allowed}; mend them."
         )
-    return Images(name, x, torch.from_numpy(y.reshape(-1).astype(np.int64)), classes, ids)
+    return Images(name, x, torch.from_numpy(y.reshape(-1).astype(np.int64)), classes, **more)

@@ -2,41 +2,107 @@
 
 import difflib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from qualms.data.arrays import read_npz
 from qualms.data.catalogue import DATASETS
-from qualms.data.folder import read_folder
+from qualms.data.fit import Fit
+from qualms.data.folder import is_image, read_file, read_folder
 from qualms.data.images import Images
 from qualms.data.parquet import read_parquet
 from qualms.data.places import NotFound
 from qualms.errors import QualmsError
 
 SPLITS = ("train", "test")
+PREFIX = "data:"
+AT_HOME = ("mnist", "fashion-mnist", "svhn", "omniglot", "lsun")  # ROOT/name is one of the places of their files
 
 
-def load(name: str | Path, root: str | Path | None = None, split: str = "test", *, size: int | None = None) -> Images:
-    """The images of a dataset.
+def load(
+    name: str | Path,
+    root: str | Path | None = None,
+    split: str = "test",
+    *,
+    size: int | None = None,
+    fit: Fit | None = None,
+    strict: bool = True,
+) -> Images:
+    """The images of a dataset, a folder or a file.
 
-    `name` is one of `DATASETS`, or the path of an image folder, `.npz` or `.parquet` file: absolute, or relative to
-    `root` or to the working directory. `root` is the folder that holds the datasets: if not given, the one in the
-    environment variable QUALMS_DATA, else `data`. `split` is train or test. With `size`, images come out size x size.
+    Args:
+        name: the path of an image folder, of an image, or of a `.npz` or `.parquet` file: absolute, relative to the
+            working directory, or relative to `root`. Where there is no such path, a name of `DATASETS`, which
+            `data:NAME` is in any case.
+        root: the folder that holds the datasets: if not given, the one in the environment variable QUALMS_DATA, else
+            `data`.
+        split: train or test.
+        size: resize all images to size x size.
+        fit: fit them as a network says, whatever `size` is.
+        strict: whether an image that cannot be read is an error. If not, it is left out and among `Images.rejected`.
 
     Example:
         ```python
         from qualms.data import load
 
         digits = load("digits")  # comes with scikit-learn; other names need their files in the folder of datasets
-        print(len(digits), digits.pixels.shape, digits.classes)
+        print(len(digits), digits.pixels.shape, digits.classes, digits.source)
         ```
     """
     if split not in SPLITS:
         raise QualmsError(f"the split {split!r} is not known; it is train or test.")
     if size is not None and size < 1:
         raise QualmsError(f"images cannot be {size} pixels wide; give a size of at least 1, or none.")
-    folder = Path(root if root is not None else os.environ.get("QUALMS_DATA", "data"))
-    images = _named(str(name), folder, split) if str(name) in DATASETS else _at_path(Path(name), folder, split, size)
-    return images if size is None else images.fitted(images.pixels.shape[1], size)
+    if fit is None and size is not None:
+        fit = Fit((size, size), by="as asked for")
+    folder, dataset = _root(root), dataset_name(name, root)
+    if dataset is not None:
+        return _fitted(_named(dataset, folder, split), fit)
+    place = _place(str(name), folder)
+    if place is None:
+        raise _unknown(str(name), folder)
+    try:
+        return _at(place, str(name), folder, split, fit, strict)
+    except QualmsError as error:
+        if str(name) in DATASETS:
+            raise QualmsError(f"{str(error).rstrip('.')}; the dataset of that name is {PREFIX}{name}.") from error
+        raise
+
+
+def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None:
+    """The name in `DATASETS` that `load` takes this for; None for a path, also for one that is called like a dataset.
+
+    Example:
+        ```python
+        from pathlib import Path
+        from qualms.data import dataset_name
+
+        assert dataset_name("photos") == "photos"
+        Path("photos").mkdir()
+        assert dataset_name("photos") is None
+        assert dataset_name("data:photos") == "photos"
+        ```
+    """
+    text = str(name)
+    if text.startswith(PREFIX):
+        known = text.removeprefix(PREFIX)
+        if known not in DATASETS:
+            raise QualmsError(f"there is no dataset {known!r}; there are {', '.join(DATASETS)}.")
+        return known
+    return text if text in DATASETS and _place(text, _root(root)) is None else None
+
+
+def _root(root: str | Path | None) -> Path:
+    return Path(root if root is not None else os.environ.get("QUALMS_DATA", "data"))
+
+
+def _place(name: str, root: Path) -> Path | None:
+    """What exists by this path in the working directory or else in the folder of datasets."""
+    for place in (Path(name), root / name):  # an absolute path stays itself
+        if os.path.exists(place):  # unlike Path's, False for what cannot be a path
+            own = name in AT_HOME and os.path.exists(root / name) and os.path.samefile(place, root / name)
+            return None if own else place
+    return None
 
 
 def _named(name: str, root: Path, split: str) -> Images:
@@ -48,25 +114,37 @@ def _named(name: str, root: Path, split: str) -> Images:
     found, due = tuple(images.pixels.shape[1:]), (dataset.channels, dataset.size, dataset.size)
     if found != due:
         raise QualmsError(f"the images of {name} in {root} have the shape {found} and not {due}; {dataset.get}.")
-    return images
+    source = f"bundled with {dataset.package}" if dataset.package else f"{root}/ (dataset {name})"
+    return replace(images, source=source)
 
 
-def _at_path(path: Path, root: Path, split: str, size: int | None) -> Images:
-    for place in (root / path, path):  # an absolute path stays itself
-        if os.path.isdir(place):  # unlike Path's, False for what cannot be a path
-            return read_folder(place, split, size, place.name)
-        if os.path.isfile(place) and place.suffix.lower() == ".npz":
-            return read_npz(place, split, place.stem)
-        if os.path.isfile(place) and place.suffix.lower() == ".parquet":
-            return read_parquet(place, size, place.stem)
-    raise _unknown(path, root)
+def _at(place: Path, typed: str, root: Path, split: str, fit: Fit | None, strict: bool) -> Images:
+    # What is called like a dataset goes by its path, so that nobody takes it for the dataset.
+    short, whole = place.stem if place.is_file() else Path(os.path.abspath(place)).name, str(place)
+    name = short if short not in DATASETS else whole if whole not in DATASETS else f"./{whole}"
+    if place.is_dir():
+        return read_folder(place, split, name, fit, strict)
+    if place.suffix.lower() == ".npz":
+        return _fitted(replace(read_npz(place, split, name), source=whole), fit)
+    if place.suffix.lower() == ".parquet":
+        return read_parquet(place, name, fit, strict)
+    if is_image(place):
+        return read_file(place, name, fit)
+    raise _unknown(typed, root)
 
 
-def _unknown(path: Path, root: Path) -> QualmsError:
+def _fitted(images: Images, fit: Fit | None) -> Images:
+    if fit is None:
+        return images
+    told = fit.told([images.size] * len(images))
+    return replace(fit.apply(images), notes=(*images.notes, *([told] if told else [])))
+
+
+def _unknown(name: str, root: Path) -> QualmsError:
     beside = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    close = difflib.get_close_matches(str(path), [*DATASETS, *beside], cutoff=0.5)
+    close = difflib.get_close_matches(name, [*DATASETS, *beside], cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "give a path that exists, or a name."
     return QualmsError(
-        f"{path} is neither a dataset ({', '.join(DATASETS)}) nor an image folder, .npz or .parquet file in {root} or "
-        f"the working directory; {hint}"
+        f"{name} is neither a dataset ({', '.join(DATASETS)}) nor an image, an image folder, a .npz or a .parquet file "
+        f"in the working directory or {root}; {hint}"
     )

@@ -1,21 +1,21 @@
 """Images in a .parquet file, as Hugging Face keeps its datasets."""
 
 import json
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from qualms.data.decode import decoded, stacked
+from qualms.data.decode import Unreadable
+from qualms.data.fit import Fit
 from qualms.data.images import Images, images_of
 from qualms.data.places import content_of, extra
+from qualms.data.reading import File, read_images
 from qualms.errors import QualmsError
 
 IMAGES, LABELS = ("image", "img", "images"), ("label", "labels", "fine_label")
 
 
-def read_parquet(path: Path, size: int | None, name: str) -> Images:
+def read_parquet(path: Path, name: str, fit: Fit | None = None, strict: bool = True) -> Images:
     """The images of one file in colour, with labels and names of classes if it has them."""
     arrow, parquet = (extra(module, "pyarrow", ".parquet files") for module in ("pyarrow", "pyarrow.parquet"))
     try:
@@ -34,21 +34,32 @@ def read_parquet(path: Path, size: int | None, name: str) -> Images:
         raise QualmsError(
             f"{path} has the columns {', '.join(kept) or 'none'} and no images; name that column {', '.join(IMAGES)}."
         )
-    pixels = stacked(_images(path, rows[image_key], size), path)
+    files = [
+        File(f"row {row}", f"row {row} of {path}", partial(_content, path, row, value))
+        for row, value in enumerate(rows[image_key])
+    ]
     labels = None if label_key is None else rows[label_key]
     if labels is not None and not all(type(label) is int for label in labels):
         raise QualmsError(f"the column {label_key} of {path} is not all whole numbers; each must be the row's class.")
-    return images_of(name, path, pixels, labels, classes)
+    read = read_images(files, path, fit, strict)
+    return images_of(
+        name,
+        path,
+        read.pixels,
+        None if labels is None else [labels[row] for row in read.kept],
+        classes,
+        ids=tuple(f"row {row}" for row in read.kept),
+        source=str(path),
+        notes=read.notes,
+        rejected=read.rejected,
+    )
 
 
-def _images(path: Path, column: list[Any], size: int | None) -> Iterator[tuple[str, np.ndarray]]:
-    for row, value in enumerate(column):
-        content = value.get("bytes") if isinstance(value, dict) else value
-        if not isinstance(content, bytes):
-            raise QualmsError(
-                f"row {row} of {path} has no bytes of an image; keep the image files' bytes in the column."
-            )
-        yield f"row {row}", decoded(content, f"row {row} of {path}", size)
+def _content(path: Path, row: int, value: Any) -> bytes:
+    content = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(content, bytes):
+        raise Unreadable(f"row {row} of {path}", "no image file's bytes")
+    return content
 
 
 def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[str, ...]:

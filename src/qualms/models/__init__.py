@@ -1,7 +1,8 @@
 """The paper's networks, those of published checkpoints, and `load_model` for any other."""
 
 from qualms.models.checkpoint import fit_state, read_state
-from qualms.models.load import load_model, normalisation_of
+from qualms.models.load import load_model
+from qualms.models.preprocessing import Preprocessing, normalisation_of, preprocessing_of
 from qualms.models.zoo import ZOO
 
-__all__ = ["ZOO", "fit_state", "load_model", "normalisation_of", "read_state"]
+__all__ = ["ZOO", "Preprocessing", "fit_state", "load_model", "normalisation_of", "preprocessing_of", "read_state"]

@@ -1,6 +1,5 @@
 """Networks of timm and of Hugging Face, with their published weights or with a checkpoint's."""
 
-import json
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from qualms.data import Normalisation
 from qualms.errors import QualmsError, reason
 from qualms.models.checkpoint import fit_state, read_state
 
@@ -110,25 +108,3 @@ def _check_all_loaded(name: str, found: dict[str, Any]) -> None:
             f"the weights of hf:{name} lack {len(missing)} tensors (first '{missing[0]}'), which would be random; "
             "pass weights=, a checkpoint that has them."
         )
-
-
-def timm_normalisation(model: nn.Module) -> Normalisation | None:
-    """What timm says its weights were trained with."""
-    settings = getattr(model, "pretrained_cfg", None) or {}
-    mean, std = settings.get("mean"), settings.get("std")
-    return Normalisation(tuple(mean), tuple(std)) if mean and std else None
-
-
-def hugging_face_normalisation(name: str) -> Normalisation | None:
-    """What the image processor saved in a local folder does to pixels in [0, 1]."""
-    path = Path(name) / "preprocessor_config.json"
-    if not path.is_file():
-        return None
-    try:
-        settings = json.loads(path.read_text())
-        mean, std = settings.get("image_mean"), settings.get("image_std")
-        if not (mean and std and settings.get("do_normalize", True) and settings.get("do_rescale", True)):
-            return None
-        return Normalisation(tuple(map(float, mean)), tuple(map(float, std)))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise QualmsError(f"{path} is damaged ({reason(error)}); save the image processor anew.") from error

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from qualms.data import Normalisation
 from qualms.errors import QualmsError, reason
 from qualms.models.checkpoint import fit_state, read_state
-from qualms.models.hubs import from_hugging_face, from_timm, hugging_face_normalisation, timm_normalisation
+from qualms.models.hubs import from_hugging_face, from_timm
 from qualms.models.zoo import ZOO
 
 CHECKPOINTS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
@@ -65,30 +64,6 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, classes
     else:
         raise _unknown(name)
     return _ready(model)
-
-
-def normalisation_of(source: str | Path, model: nn.Module) -> Normalisation | None:
-    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalised with; None if nobody says.
-
-    The zoo knows for the published weights it names, timm for its networks, and Hugging Face where the folder holds a
-    `preprocessor_config.json`.
-
-    Example:
-        ```python
-        from qualms.models import load_model, normalisation_of
-
-        model = load_model("cifar10-resnet20")
-        print(normalisation_of("cifar10-resnet20", model))
-        ```
-    """
-    name = str(source)
-    if name in ZOO:
-        return ZOO[name].normalisation
-    if name.startswith("timm:"):
-        return timm_normalisation(model)
-    if name.startswith("hf:"):
-        return hugging_face_normalisation(name.removeprefix("hf:"))
-    return None
 
 
 def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:

@@ -6,7 +6,8 @@ from functools import partial
 
 from torch import nn
 
-from qualms.data import Normalisation
+from qualms.data import Normalisation, cifar
+from qualms.data.digits import DIGITS
 from qualms.models.cifar_resnet import resnet20, resnet56
 from qualms.models.cnn import mnist_cnn, paper_cnn, svhn_cnn
 from qualms.models.published import mnist_cnn_5x5, svhn_cnn_4, svhn_cnn_4_dropout
@@ -20,17 +21,23 @@ class Entry:
 
     Args:
         build: the number of classes in, the network with random weights out.
+        channels: of its inputs.
+        size: of its inputs, in pixels.
         classes: how many it has unless told otherwise.
         normalisation: what the published weights were trained with; None where it comes with the data.
         file: the published weights, by the name that their author gave the file.
         rename: starts of the names in that file, and what the network calls them.
+        class_names: what the classes are, for networks of one dataset.
     """
 
     build: Callable[[int], nn.Module]
+    channels: int
+    size: int
     classes: int = 10
     normalisation: Normalisation | None = None
     file: str | None = None
     rename: Mapping[str, str] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
 
 
 UNIT = Normalisation(mean=(0.0,), std=(1.0,))
@@ -39,23 +46,34 @@ IMAGENET = Normalisation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 CIFAR100 = Normalisation(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
 
 ZOO: dict[str, Entry] = {
-    "mnist-cnn": Entry(mnist_cnn),
-    "svhn-cnn": Entry(svhn_cnn),
-    "digits-cnn": Entry(partial(paper_cnn, 1, 8)),
-    "cnn-32": Entry(partial(paper_cnn, 3, 32)),  # the paper's active learning on colour images
-    "resnet18": Entry(resnet18),
-    "resnet50": Entry(resnet50),
-    "resnet152": Entry(resnet152, classes=100),
-    "vit-small": Entry(vit_small),
-    "vit-tiny": Entry(vit_tiny),
-    "mnist-cnn-5x5": Entry(mnist_cnn_5x5, 10, UNIT, "mnist_hendrycks_baseline_epoch_9.pt"),
+    "mnist-cnn": Entry(mnist_cnn, 1, 28),
+    "svhn-cnn": Entry(svhn_cnn, 3, 32, class_names=DIGITS),
+    "digits-cnn": Entry(partial(paper_cnn, 1, 8), 1, 8, class_names=DIGITS),
+    "cnn-32": Entry(partial(paper_cnn, 3, 32), 3, 32),  # the paper's active learning on colour images
+    "resnet18": Entry(resnet18, 3, 32),
+    "resnet50": Entry(resnet50, 3, 32),
+    "resnet152": Entry(resnet152, 3, 32, classes=100),
+    "vit-small": Entry(vit_small, 3, 32),
+    "vit-tiny": Entry(vit_tiny, 3, 32),
+    "mnist-cnn-5x5": Entry(mnist_cnn_5x5, 1, 28, 10, UNIT, "mnist_hendrycks_baseline_epoch_9.pt", class_names=DIGITS),
     # The author of the CIFAR-10 weights normalised with ImageNet's numbers.
     "cifar10-resnet20": Entry(
-        resnet20, 10, IMAGENET, "cifar10_akamaster_resnet20-12fca82f.th", rename={"linear.": "fc."}
+        resnet20,
+        3,
+        32,
+        10,
+        IMAGENET,
+        "cifar10_akamaster_resnet20-12fca82f.th",
+        rename={"linear.": "fc."},
+        class_names=cifar.CIFAR10,
     ),
-    "cifar100-resnet56": Entry(resnet56, 100, CIFAR100, "cifar100_chenyaofo_resnet56-f2eff4c8.pt"),
-    "svhn-cnn-4": Entry(svhn_cnn_4, 10, HALVES, "svhn_agrimakhanna_de_1.pth"),
-    "svhn-cnn-4-dropout": Entry(svhn_cnn_4_dropout, 10, HALVES, "svhn_agrimakhanna_mcdo_4000.pth"),
+    "cifar100-resnet56": Entry(
+        resnet56, 3, 32, 100, CIFAR100, "cifar100_chenyaofo_resnet56-f2eff4c8.pt", class_names=cifar.CIFAR100
+    ),
+    "svhn-cnn-4": Entry(svhn_cnn_4, 3, 32, 10, HALVES, "svhn_agrimakhanna_de_1.pth", class_names=DIGITS),
+    "svhn-cnn-4-dropout": Entry(
+        svhn_cnn_4_dropout, 3, 32, 10, HALVES, "svhn_agrimakhanna_mcdo_4000.pth", class_names=DIGITS
+    ),
 }
 """The networks that `load_model` knows by name.
 

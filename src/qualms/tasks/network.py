@@ -1,4 +1,4 @@
-"""A trained classifier with what tasks must know of it: how its inputs are normalised."""
+"""A trained classifier with what tasks must know of it: how images become its inputs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.data import DATASETS, Images, Normalisation
-from qualms.errors import QualmsError
+from qualms.data import DATASETS, Fit, Images, Normalisation
+from qualms.errors import QualmsError, reason
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import checked_logits, run
 from qualms.methods.method import Method
@@ -27,27 +27,33 @@ class Network:
         name: what rows and tables call it.
         model: the classifier.
         normalisation: of its inputs.
-        size: of its inputs in pixels; images are resized batch by batch. None takes them as they are.
+        fit: how images of any size become its inputs, batch by batch. None takes them in the size that they have.
         members: other trainings of it, for `ensemble`.
+        class_names: of its outputs; empty where nobody says.
     """
 
     name: str
     model: nn.Module
     normalisation: Normalisation
-    size: int | None = None
+    fit: Fit | None = None
     members: tuple[nn.Module, ...] = ()
+    class_names: tuple[str, ...] = ()
 
     @property
     def about(self) -> dict[str, Any]:
         """What identifies it in a run's first row."""
         n = self.normalisation
         own = {"network": self.name, "weights": fingerprint(self.model), "mean": list(n.mean), "std": list(n.std)}
-        more = {"size": self.size, "members": [fingerprint(member) for member in self.members]}
+        more = {
+            "fit": "" if self.fit is None else str(self.fit),
+            "members": [fingerprint(member) for member in self.members],
+        }
         return {"qualms": __version__, **own, **{k: v for k, v in more.items() if v}}
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """What the model receives: normalised pixels on its device, resized and with its channels if `size` is set."""
-        own = images.fitted(len(self.normalisation.mean), self.size) if self.size else images
+        """What the model receives: pixels in its size and channels, normalised, on its device."""
+        own = images if self.fit is None else self.fit.apply(images)
+        own = own.fitted(len(self.normalisation.mean), own.size)  # files are read in colour
         return self.normalisation.apply(own.pixels).to(next(self.model.parameters()).device)
 
     def logits(self, images: Images) -> Float[Tensor, "n classes"]:
@@ -55,6 +61,27 @@ class Network:
         parts = torch.arange(len(images)).split(AT_ONCE)
         with untouched(self.model) as model, torch.no_grad():
             return torch.cat([checked_logits(run(model, self.inputs(images.take(i))), len(i)).cpu() for i in parts])
+
+    def told(self, images: Images) -> tuple[str, ...]:
+        """What was done to images as they were read, and what is done to them here, in sentences."""
+        more = "" if self.fit is None else self.fit.told([images.size] * len(images))
+        return (*images.notes, *([more] if more else []))
+
+    def try_on(self, images: Images) -> None:
+        """An error that speaks of sizes if the model does not take the first image, and nobody says what it takes."""
+        if self.fit is not None:
+            return
+        first = images.take(slice(0, 1))
+        x = self.inputs(first)
+        try:
+            with untouched(self.model) as model, torch.no_grad():
+                model(x)
+        except Exception as error:  # whatever the user's network raises
+            height, width = images.size
+            raise QualmsError(
+                f"{self.name} does not take images of {width} x {height} pixels ({reason(error)}); "
+                "pass size=, the one that it was trained on."
+            ) from error
 
     def accuracy(self, images: Images) -> float:
         """The share of images that it gets right."""

@@ -29,7 +29,7 @@ def ood(
     OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
     """
     engine = chosen_engine(network, inside, methods, engine)
-    images = [inside, *(o.fitted(inside.pixels.shape[1], inside.pixels.shape[2]) for o in outside)]
+    images = [inside, *(_like(network, inside, other) for other in outside)]
     known, *others = (
         score_images(network, i, methods, journal, seed=seed, engine=engine, train=train, tell=tell) for i in images
     )
@@ -49,6 +49,13 @@ def ood(
             }
             found = journal.where(**key)
             yield found[0] if found else journal.add(OodRow(**key, **_measures(known.scores[name], other.scores[name])))
+
+
+def _like(network: Network, inside: Images, other: Images) -> Images:
+    """In the size of the images that the network knows; if it fits those anew in each batch, then these too."""
+    if network.fit is None:
+        return other.fitted(inside.pixels.shape[1], inside.size)
+    return network.fit.apply(other) if inside.size == network.fit.size else other
 
 
 def _measures(inside: object, outside: object) -> OodMeasures:

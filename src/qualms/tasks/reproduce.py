@@ -178,7 +178,7 @@ def _on_each_network(
 
 @lru_cache(maxsize=8)
 def _load(dataset: str, root: Path, split: str = "test") -> Images:
-    return load(dataset, root, split)
+    return load(f"data:{dataset}" if dataset in DATASETS else dataset, root, split)
 
 
 def _missing(at: Workspace, dataset: str) -> LeftOutRow | None:

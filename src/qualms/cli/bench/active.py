@@ -9,7 +9,7 @@ from qualms.cli.bench.options import Common, with_options
 from qualms.cli.bench.output import rows_file, show
 from qualms.cli.options import Chosen, device_of, listed, telling
 from qualms.cli.specs import chosen_methods
-from qualms.data import DATASETS, Images, load
+from qualms.data import DATASETS, Images, dataset_name, load
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.models import load_model
@@ -44,19 +44,20 @@ def active(
 
         qualms bench active --id digits --methods random,entropy --cycles 5
     """
-    name = given.model or NETWORKS.get(given.inside, COLOUR)
-    file, device = given.out or rows_file("active", given.inside, name, given.seed), device_of(given.device)
-    if given.inside not in DATASETS:
+    dataset = dataset_name(given.inside, given.root)
+    if dataset is None:
         raise QualmsError(f"active learning needs a dataset with a name and labels; {given.inside!r} is not one.")
+    name = given.model or NETWORKS.get(dataset, COLOUR)
+    file, device = given.out or rows_file("active", given.inside, name, given.seed), device_of(given.device)
     plan = Plan(start, more, RECIPES["active"].shortened(epochs), cycles, pool, validation, diversity)
     train = load(given.inside, given.root, "train")
     test = load(given.inside, given.root, "test").subset(given.count or None)
-    classes, normalisation = DATASETS[given.inside].classes, DATASETS[given.inside].normalisation
+    classes, normalisation = DATASETS[dataset].classes, DATASETS[dataset].normalisation
 
     def build() -> nn.Module:
         return load_model(name, classes=classes).to(device)
 
-    wanted, reasons = allowed(Network(name, build(), normalisation), train, named(methods, given.inside))
+    wanted, reasons = allowed(Network(name, build(), normalisation), train, named(methods, dataset))
     about = {"task": "active", "network": name, "plan": repr(plan), "train": train.fingerprint()}
     with telling() as tell, Journal(file, {**about, "test": test.fingerprint()}) as journal:
         found = task.active(build, train, test, normalisation, wanted, plan, journal, seed=given.seed, tell=tell)

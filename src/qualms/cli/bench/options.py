@@ -14,7 +14,7 @@ from qualms.cli.options import Count, Device, Engine, Inside, Json, Mean, Publis
 Out = Annotated[
     Path | None, typer.Option("--out", help="The rows, as JSON lines.", show_default="runs/TASK-ID-MODEL-seedN.jsonl")
 ]
-Given = TypeVar("Given", bound="Common")
+Given = TypeVar("Given")
 Own = ParamSpec("Own")
 
 
@@ -37,6 +37,7 @@ class Trained(Common):
     """What a task is told that scores with a trained network."""
 
     weights: Weights = None
+    classes: Annotated[int | None, typer.Option(help="How many, where the network leaves that open.")] = None
     engine: Engine = "exact"
     size: Size = None
     mean: Mean = None

@@ -8,8 +8,8 @@ import typer
 
 from qualms.cli.bench.options import Trained
 from qualms.cli.bench.output import rows_file, show
-from qualms.cli.images import test_images, training_images
-from qualms.cli.network import PUBLISHED, chosen_network
+from qualms.cli.images import tell_images, test_images, training_images
+from qualms.cli.network import chosen_network, published_network
 from qualms.cli.options import device_of, listed, telling
 from qualms.data import Images
 from qualms.errors import QualmsError
@@ -27,17 +27,16 @@ class Prepared:
     """All that a task on a trained network takes."""
 
     network: Network
-    whole: Images  # all test images that the network knows
-    images: Images  # those of them that are scored
+    images: Images  # test images of what the network knows
     others: list[Images]
     methods: Methods
     journal: Journal
     how: dict[str, Any]  # seed, engine, training images and who is told, as tasks take them
 
     def accuracy(self) -> Iterator[AccuracyRow]:
-        """A row that says how good the network is, if that can be known."""
-        if self.whole.labels is not None:
-            yield {**accuracy_row(self.network, self.whole, self.journal), "network": self.network.name}
+        """A row that says how good the network is on the images that are scored, if that can be known."""
+        if self.images.labels is not None:
+            yield {**accuracy_row(self.network, self.images, self.journal), "network": self.network.name}
 
 
 def run_task(
@@ -60,22 +59,33 @@ def run_task(
         outside: datasets to be told from the one that the network knows.
         random: whether a network without weights will do.
     """
-    name = given.model or PUBLISHED.get(given.inside, "")
+    name = given.model or published_network(given.inside, given.root)
     file = given.out or rows_file(task, given.inside, name, given.seed)
     device = device_of(given.device)
     with telling() as tell:
         network = chosen_network(
-            given.inside, name, given.weights, given.root, given.mean, given.std, given.size, device, random=random
+            given.inside,
+            name,
+            given.weights,
+            given.root,
+            given.mean,
+            given.std,
+            given.size,
+            device,
+            random=random,
+            classes=given.classes,
         )
-        whole, *others = test_images([given.inside, *outside], given.root, given.size)
+        whole, *others = test_images([given.inside, *outside], given.root, network.fit, strict=False)
         images, *others = (found.subset(given.count or None) for found in (whole, *others))
         wanted = methods(images.name)
+        tell_images(network, images, *others)
+        network.try_on(images)
         learns = any(TRAINING_DATA in method.needs for method in wanted.values())
-        train = training_images(given.inside, given.root, given.size, whole) if learns else None
+        train = training_images(given.inside, given.root, network.fit, whole) if learns else None
         good, reasons = usable(network, images, wanted, train)
         how = {"seed": given.seed, "engine": given.engine, "train": train, "tell": tell}
         with Journal(file, {"task": task, **network.about}) as journal:
-            rows = [*reasons, *measure(Prepared(network, whole, images, others, good, journal, how))]
+            rows = [*reasons, *measure(Prepared(network, images, others, good, journal, how))]
     show(rows, table, file, given)
 
 

@@ -1,0 +1,169 @@
+"""A network with methods and images of the user's own, made ready and scored: what `score` and `threshold` share."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.cli.images import tell_images
+from qualms.cli.network import chosen_network
+from qualms.cli.options import Device, Engine, Mean, Root, Seed, Size, Std, Weights, device_of, listed, telling
+from qualms.cli.status import passing
+from qualms.data import Images, load
+from qualms.errors import QualmsError, reason
+from qualms.gradients.settings import Engine as EngineName
+from qualms.gradients.settings import Sketch
+from qualms.methods.method import MODELS, TRAINING_DATA, Method
+from qualms.scored import Scored
+from qualms.scorer import Scorer
+from qualms.tasks.network import Network
+from qualms.tasks.scoring import CHUNK, Inputs, require_finite
+from qualms.threshold import Threshold
+
+SOME_REJECTED = 4  # the exit code of a run that is done, but for inputs that could not be read
+
+
+@dataclass(frozen=True)
+class Given:
+    """What both commands are told beside model, methods and images."""
+
+    weights: Weights = None
+    train: Annotated[
+        str | None, typer.Option("--train", help="Training images, for methods such as laplace that learn from them.")
+    ] = None
+    classes: Annotated[
+        str | None,
+        typer.Option(
+            help="The network's classes: their names with commas between, a file with a name a line, or how many."
+        ),
+    ] = None
+    engine: Engine = "exact"
+    size: Size = None
+    mean: Mean = None
+    std: Std = None
+    root: Root = None
+    seed: Seed = 0
+    device: Device = "auto"
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")] = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A network and methods, which score images."""
+
+    network: Network
+    methods: dict[str, Method]  # noise in the units of the network's input
+    train: Images | None
+    engine: EngineName | Sketch
+    given: Given
+
+    def read(self, name: str) -> Images:
+        """Images as the network takes them; says what was found and done."""
+        found = _read(name, self.network, self.given, "test")
+        self.network.try_on(found)
+        return found
+
+    def scorer(self, methods: dict[str, Method], threshold: Threshold | None = None) -> Scorer:
+        """Of some of the methods."""
+        train = None if self.train is None else Inputs(self.network, self.train)
+        return Scorer(
+            self.network.model,
+            methods,
+            train=train,
+            engine=self.engine,
+            seed=self.given.seed,
+            threshold=threshold,
+        )
+
+    def deciding(self, images: Images) -> "tuple[Ready, Scorer, Scored]":
+        """The scores of a reference by the first method, and the same with the engine that these come from."""
+        name, method = next(iter(self.methods.items()))
+        scorer = self.scorer({name: method})
+        scored = self.scored(scorer, images)
+        return replace(self, engine=scorer.settings.engine), scorer, scored
+
+    def scored(self, scorer: Scorer, images: Images) -> Scored:
+        """All images, with their names and, where they are known, those of the classes."""
+        if self.train is not None and self.train.fingerprint() == images.fingerprint():
+            raise QualmsError(f"--train names the images of {images.source or images.name} themselves; name others.")
+        parts: list[Scored] = []
+        inputs = (self.network.inputs(images.take(slice(i, i + CHUNK))) for i in range(0, len(images), CHUNK))
+        with telling(f"{images.name}: first batch") as tell:
+            for part in scorer.stream(inputs):
+                for name, scores in part.scores.items():
+                    require_finite(name, images.name, part.ids[0], scores)
+                self._check_classes(part.probs.shape[1])
+                parts.append(part)
+                tell(f"{images.name} scored", part.ids[-1] + 1, len(images))
+        whole = Scored.concatenated(parts)
+        classes = whole.probs.shape[1]
+        names = next((names for names in (self.network.class_names, images.classes) if len(names) == classes), None)
+        return replace(whole, ids=images.ids or whole.ids, class_names=names)
+
+    def _check_classes(self, found: int) -> None:
+        wanted = class_names(self.given.classes)[0]
+        if wanted not in (None, found):
+            raise QualmsError(f"--classes says {wanted} classes, and {self.network.name} tells {found} apart.")
+
+
+def ready(images: str, model: str, methods: dict[str, Method], given: Given) -> Ready:
+    """The network and the methods, once nothing is known to be missing."""
+    for name, method in methods.items():
+        if TRAINING_DATA in method.needs and given.train is None:
+            raise QualmsError(f"{name} needs training data; pass --train, a folder of training images.")
+        if MODELS in method.needs:
+            raise QualmsError(f"{name} needs several models, and this command has one; leave it out of --methods.")
+    device, (classes, names) = device_of(given.device), class_names(given.classes)
+    passing(f"loading {model} …")
+    network = chosen_network(
+        images,
+        model,
+        given.weights,
+        given.root,
+        given.mean,
+        given.std,
+        given.size,
+        device,
+        random=False,
+        classes=classes,
+    )
+    network = replace(network, class_names=names or network.class_names)
+    own = {name: network.in_its_units(method) for name, method in methods.items()}
+    learns = any(TRAINING_DATA in method.needs for method in methods.values())
+    train = _read(given.train, network, given, "train") if learns and given.train is not None else None
+    return Ready(network, own, train, given.engine, given)
+
+
+def _read(name: str, network: Network, given: Given, split: str) -> Images:
+    passing(f"reading {name} …")
+    found = load(name, given.root, split, fit=network.fit, strict=given.strict)
+    tell_images(network, found)
+    return found
+
+
+def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
+    """How many classes --classes asks for, and their names if it has them."""
+    if text is None or text.isdecimal():
+        return (None if text is None else int(text)), ()
+    if Path(text).is_file():
+        try:
+            names = Path(text).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise QualmsError(f"--classes {text} cannot be read: {reason(error)}.") from None
+    else:
+        names = listed(text)
+    found = tuple(name.strip() for name in names if name.strip())
+    if len(found) < 2 or len(set(found)) < len(found):
+        raise QualmsError(
+            f"--classes {text} is neither a number, nor two or more different names with commas between, nor a file "
+            "with a name on each line."
+        )
+    return len(found), found
+
+
+def end(images: Images) -> None:
+    """Exit with a code of its own if some images could not be read."""
+    passing("")
+    if images.rejected:
+        raise typer.Exit(SOME_REJECTED)

@@ -1,0 +1,173 @@
+"""`qualms threshold`: the score up to which a network is trusted, set on images that it knows, or shown."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from qualms.cli.bench.options import with_options
+from qualms.cli.options import Json, Overwrite
+from qualms.cli.own_images import Given, end, ready
+from qualms.cli.specs import chosen_methods
+from qualms.cli.writing import write_rejected, written
+from qualms.data import Images
+from qualms.errors import QualmsError
+from qualms.methods.registry import DEFAULT
+from qualms.scored import Scored
+from qualms.tasks.network import Network
+from qualms.threshold import Threshold
+
+COVERAGE, CONFIDENCE = 0.95, 0.95
+
+
+@with_options(Given)
+def threshold(
+    given: Given,
+    images: Annotated[
+        str, typer.Argument(help="Images that the network knows, as for `qualms score`; or a threshold file to show.")
+    ],
+    model: Annotated[str | None, typer.Option(help="As for `qualms score`.")] = None,
+    method: Annotated[str, typer.Option("--method", "--methods", help="The spec of the one that decides.")] = DEFAULT,
+    coverage: Annotated[
+        float | None, typer.Option(help="Accept this share of the images.", show_default=str(COVERAGE))
+    ] = None,
+    risk: Annotated[
+        float | None, typer.Option(help="Accept what is wrong at most this often; needs labels, as class folders.")
+    ] = None,
+    confidence: Annotated[
+        float | None, typer.Option(help="How certain --risk is to hold.", show_default=str(CONFIDENCE))
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The threshold file.")] = Path("threshold.json"),
+    overwrite: Overwrite = False,
+    json_lines: Json = False,
+) -> None:
+    """Set a threshold on images that the network knows, for `qualms score --threshold`; or say what a file holds.
+
+    Without labels it is set by --coverage. With labels (a folder for each class, or those of a .npz file) it can be set
+    by --risk: "at most 1 % wrong among the accepted, at confidence 95 %". Examples:
+
+        qualms threshold val/ --model timm:resnet18 --coverage 0.95 --out t.json
+
+        qualms threshold val/ --model timm:resnet18 --risk 0.01 --confidence 0.95 --out t.json
+
+        qualms threshold t.json
+    """
+    if Path(images).suffix.lower() == ".json" and not Path(images).is_dir():
+        _show(images, Threshold.load(images), json_lines)
+        return
+    if model is None:
+        raise QualmsError("--model is missing; name the network that the threshold is for.")
+    _check(coverage, risk, confidence)
+    wanted = chosen_methods(method, images)
+    if len(wanted) > 1:
+        raise QualmsError(f"a threshold is for one method, and --method names {len(wanted)}; choose one.")
+    with written(out, overwrite) as part:
+        prepared = ready(images, model, wanted, given)
+        found = prepared.read(images)
+        right_class = None if risk is None else _classes(found, prepared.network)
+        _, scorer, scored = prepared.deciding(found)
+        (scores,) = scored.scores.values()
+        right = None if right_class is None else _right(scored, right_class, found, prepared.network)
+        if risk is None or right is None:
+            made = Threshold.from_scores(scores, COVERAGE if coverage is None else coverage, made_by=scorer.made_by)
+        else:
+            sure = CONFIDENCE if confidence is None else confidence
+            made = Threshold.from_labels(scores, right, risk, sure, made_by=scorer.made_by)
+        made.save(part)
+    write_rejected(out, found.rejected)
+    accepted = made.accept(scores)
+    if json_lines:
+        typer.echo(json.dumps({**_content(made), "accepted": int(accepted.sum())}))
+    else:
+        wrong = "" if right is None else f", {int((~right & accepted.cpu()).sum())} of them wrong"
+        typer.echo(
+            f"{_promise(made)}. Of {len(found)} images of {found.source or images}, {int(accepted.sum())} are accepted"
+            f"{wrong}: {next(iter(wanted))} is at most {made.value:.6g}. The file: {out}"
+        )
+    end(found)
+
+
+def _check(coverage: float | None, risk: float | None, confidence: float | None) -> None:
+    if coverage is not None and risk is not None:
+        raise QualmsError("--coverage and --risk are two ways to set a threshold; give one of them.")
+    if confidence is not None and risk is None:
+        raise QualmsError("--confidence says how certain a risk is to hold; give --risk with it.")
+    for option, share in (("coverage", coverage), ("risk", risk), ("confidence", confidence)):
+        if share is not None and not (0 < share < 1 or (option == "coverage" and share == 1)):
+            raise QualmsError(f"--{option} is {share:g}; it is a share, above 0 and below 1.")
+
+
+def _classes(images: Images, network: Network) -> torch.Tensor:
+    """The class of each image as the network counts them: by name where both have names, else by number."""
+    source = images.source or images.name
+    if images.labels is None:
+        raise QualmsError(
+            f"{source} has no labels, which --risk needs; sort the images into a folder for each class, or set the "
+            "threshold by --coverage."
+        )
+    if not images.classes or not network.class_names:
+        return images.labels
+    unknown = [name for name in images.classes if name not in network.class_names]
+    if unknown:
+        known = ", ".join(network.class_names[:3])
+        raise QualmsError(
+            f"{source} has the class {unknown[0]!r}, which {network.name} does not know; its classes are called {known}"
+            "…: give the folders their names."
+        )
+    return torch.tensor([network.class_names.index(name) for name in images.classes])[images.labels]
+
+
+def _right(scored: Scored, classes: torch.Tensor, images: Images, network: Network) -> torch.Tensor:
+    """Whether each prediction is right."""
+    known = scored.probs.shape[1]
+    named = len(images.classes) if images.classes and not network.class_names else int(classes.max()) + 1
+    if named > known or (images.classes and not network.class_names and named != known):
+        raise QualmsError(
+            f"{network.name} tells {known} classes apart, and {images.source or images.name} has {named}; it needs a "
+            "folder for each class of the network."
+        )
+    return scored.prediction.cpu() == classes
+
+
+def _show(path: str, found: Threshold, json_lines: bool) -> None:
+    if json_lines:
+        typer.echo(json.dumps(_content(found)))
+        return
+    lines = [f"{path}: inputs whose score is at most {found.value:.6g} are accepted."]
+    lines.append(f"{_promise(found)}; set on {found.samples} scores.")
+    if found.reference:
+        low, middle, high = (found.reference[i] for i in (0, len(found.reference) // 2, -1))
+        lines.append(f"These go from {low:.6g} to {high:.6g}, with the median {middle:.6g}.")
+    if found.made_by is None:
+        lines.append("It does not say which method and network made them: use it with those alone.")
+    else:
+        how = {name: value for name, value in asdict(found.made_by).items() if value is not None}
+        lines.append("It is refused for scores that are made otherwise than by:")
+        lines += [f"  {name}: {value}" for name, value in how.items()]
+    typer.echo("\n".join(lines))
+
+
+def _promise(found: Threshold) -> str:
+    """What the rule means, in words."""
+    kind, *numbers = found.rule.replace(" at confidence", "").split()
+    try:
+        shares = [f"{100 * float(number):g} %" for number in numbers]
+    except ValueError:
+        shares = []
+    if kind == "coverage" and len(shares) == 1:
+        return f"At least {shares[0]} of inputs like these are accepted"
+    if kind == "risk" and len(shares) == 2:
+        return f"At most {shares[0]} wrong among the accepted, at confidence {shares[1]}"
+    if kind == "risk" and len(shares) == 1:
+        return f"At most {shares[0]} wrong among the accepted of the inputs that it was set on"
+    return f"Its rule is: {found.rule}"
+
+
+def _content(found: Threshold) -> dict[str, object]:
+    """For other programs; without the scores that it was set on, which are many."""
+    every = {**asdict(found), "value": found.value if math.isfinite(found.value) else None}
+    return {name: value for name, value in every.items() if name != "reference"}

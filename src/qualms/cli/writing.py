@@ -1,0 +1,122 @@
+"""Files that are tried before the work, and written whole or not at all."""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from qualms.data import Rejected
+from qualms.errors import QualmsError
+from qualms.scored import Scored
+
+STDOUT = "-"
+ENDINGS = (".csv", ".parquet", ".jsonl")
+
+
+@contextmanager
+def written(path: Path, overwrite: bool) -> Iterator[Path]:
+    """An empty file beside `path`, to be filled: it takes the place of `path` if all goes well, and is gone if not."""
+    if path.is_dir():
+        raise QualmsError(f"--out {path} is a folder; name a file.")
+    if path.exists() and not overwrite:
+        raise QualmsError(f"{path} is there already; pass --overwrite to replace it, or another --out.")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+    except OSError as error:
+        raise QualmsError(f"--out {path} cannot be written ({error.strerror}); name another file.") from None
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def table(out: str, overwrite: bool, json_lines: bool) -> Iterator["Table"]:
+    """A table to be written to a file, or to stdout."""
+    if out == STDOUT:
+        yield Table(None, ".jsonl" if json_lines else ".csv")
+        return
+    path = Path(out)
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
+        raise QualmsError(
+            f"a table cannot be written to --out {out}; name a .csv, .parquet or .jsonl file, or - for stdout."
+        )
+    if ending == ".parquet":
+        _parquet()
+    beside = rejected_file(path)
+    if beside.exists() and not overwrite:
+        raise QualmsError(f"{beside} is there already; pass --overwrite to replace it, or another --out.")
+    with written(path, overwrite) as part:
+        yield Table(part, ending)
+
+
+class Table:
+    """Where scores go, and in which format."""
+
+    def __init__(self, part: Path | None, ending: str) -> None:
+        self.part, self.ending = part, ending
+
+    def write(self, scored: Scored) -> None:
+        """All rows."""
+        if self.part is None:
+            text = io.StringIO()
+            _rows(scored, self.ending, text)
+            typer.echo(text.getvalue(), nl=False)
+        elif self.ending == ".parquet":
+            _parquet().write_table(scored.to_arrow(), self.part)
+        else:
+            with open(self.part, "w", newline="", encoding="utf-8") as file:
+                _rows(scored, self.ending, file)
+
+
+def json_rows(scored: Scored) -> Iterator[str]:
+    """A line of JSON for each input."""
+    columns = scored.columns()
+    for row in zip(*columns.values(), strict=True):
+        yield json.dumps(dict(zip(columns, row, strict=True)))
+
+
+def rejected_file(out: Path) -> Path:
+    """Where it is written which inputs could not be read."""
+    return out.with_name(f"{out.stem}.rejected.csv")
+
+
+def write_rejected(out: Path, rejected: Iterable[Rejected]) -> None:
+    """Which inputs could not be read, and why; no file if there are none."""
+    path, rows = rejected_file(out), [(one.id, one.reason) for one in rejected]
+    if not rows:
+        path.unlink(missing_ok=True)  # of an earlier run
+        return
+    with written(path, overwrite=True) as part, open(part, "w", newline="", encoding="utf-8") as file:
+        _csv({"id": [one for one, _ in rows], "reason": [why for _, why in rows]}, file)
+
+
+def _rows(scored: Scored, ending: str, file: io.TextIOBase) -> None:
+    if ending == ".csv":
+        _csv(scored.columns(), file)
+    else:
+        file.writelines(f"{row}\n" for row in json_rows(scored))
+
+
+def _csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
+    lines = csv.writer(file, lineterminator="\n")
+    lines.writerow(columns)
+    lines.writerows(zip(*columns.values(), strict=True))
+
+
+def _parquet() -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise QualmsError("writing .parquet needs pyarrow; install it, or write .csv or .jsonl.") from None
+    return parquet

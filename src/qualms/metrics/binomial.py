@@ -1,0 +1,33 @@
+"""What a number of mistakes among some inputs says about how often mistakes happen, exactly.
+
+The upper limit of Clopper & Pearson, The Use of Confidence or Fiducial Limits Illustrated in the Case of the Binomial,
+Biometrika 1934: with k of n wrong, a rate p is ruled out at confidence 1 - δ if P(Bin(n, p) <= k) <= δ.
+"""
+
+import math
+
+import torch
+
+
+def few_or_fewer(wrong: int, inputs: int, rate: float) -> float:
+    """P(Bin(inputs, rate) <= wrong)."""
+    if wrong >= inputs or rate <= 0:
+        return 1.0
+    k = torch.arange(wrong + 1, dtype=torch.double)
+    n = torch.tensor(float(inputs), dtype=torch.double)
+    ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+    return min(1.0, float((ways + k * math.log(rate) + (n - k) * math.log1p(-rate)).logsumexp(0).exp()))
+
+
+def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
+    """The smallest rate that `wrong` of `inputs` rule out, by bisection."""
+    low, high = wrong / inputs, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if few_or_fewer(wrong, inputs, middle) <= 1 - confidence else (middle, high)
+    return high
+
+
+def least_inputs(rate: float, confidence: float) -> int:
+    """How many inputs without a mistake rule out a rate: the smallest n with (1 - rate)ⁿ <= 1 - confidence."""
+    return math.ceil(math.log(1 - confidence) / math.log1p(-rate) - 1e-9)

@@ -1,0 +1,196 @@
+"""What a network expects of its inputs, and what it calls its classes: asked of whoever made it."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qualms.data import Fit, Normalisation
+from qualms.data.fit import Interpolation
+from qualms.errors import QualmsError, reason
+from qualms.models.zoo import ZOO
+
+RESAMPLES: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+# Image processors of Hugging Face for which one number is the shorter side, as it is for all that crop afterwards.
+BY_SHORTER_SIDE = ("CLIP", "ConvNext", "Bit", "LeViT", "MobileNet", "MobileViT", "PoolFormer")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images become a network's inputs, and the names of its classes; None or empty where nobody says.
+
+    Example:
+        ```python
+        from torch import nn
+        from qualms.models import Preprocessing, preprocessing_of
+
+        assert preprocessing_of("my.module:network", nn.Linear(4, 3)) == Preprocessing()
+        ```
+    """
+
+    normalisation: Normalisation | None = None
+    fit: Fit | None = None
+    class_names: tuple[str, ...] = ()
+
+
+def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
+    """What whoever made `load_model(source)` says of its inputs and classes.
+
+    The zoo says it of its networks and of the published weights it names; timm in `pretrained_cfg`; Hugging Face in
+    `preprocessor_config.json` and `config.json`; a `.pt2` file knows the shape of the input it was exported with. Of
+    the network behind an import path nobody says anything.
+
+    Example:
+        ```python
+        from qualms.models import load_model, preprocessing_of
+
+        said = preprocessing_of("cifar10-resnet20", load_model("cifar10-resnet20"))
+        assert said.fit.size == (32, 32)
+        assert said.class_names[0] == "airplane"
+        print(said.normalisation)
+        ```
+    """
+    name = str(source)
+    if name in ZOO:
+        return _of_the_zoo(name, model)
+    if name.startswith("timm:"):
+        return _of_timm(getattr(model, "pretrained_cfg", None) or {}, getattr(model, "num_classes", 0))
+    if name.startswith("hf:"):
+        return _of_hugging_face(name.removeprefix("hf:"), getattr(model, "config", None))
+    if name.endswith(".pt2"):
+        return Preprocessing(fit=_exported_with(model))
+    return Preprocessing()
+
+
+def normalisation_of(source: str | Path, model: nn.Module) -> Normalisation | None:
+    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalised with; None if nobody says.
+
+    Example:
+        ```python
+        from qualms.models import load_model, normalisation_of
+
+        model = load_model("cifar10-resnet20")
+        print(normalisation_of("cifar10-resnet20", model))
+        ```
+    """
+    return preprocessing_of(source, model).normalisation
+
+
+def _of_the_zoo(name: str, model: nn.Module) -> Preprocessing:
+    entry = ZOO[name]
+    fit = Fit((entry.size, entry.size), channels=entry.channels, by=f"as {name} takes them")
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+    named = bool(last) and last[0].out_features == len(entry.class_names)
+    return Preprocessing(entry.normalisation, fit, entry.class_names if named else ())
+
+
+def _of_timm(settings: Any, classes: int) -> Preprocessing:
+    mean, std, shape = settings.get("mean"), settings.get("std"), settings.get("input_size")
+    normalisation = Normalisation(tuple(mean), tuple(std)) if mean and std else None
+    names = tuple(map(str, settings.get("label_names") or ()))
+    names = names if len(names) == classes else ()
+    mode, asked = settings.get("crop_mode") or "center", settings.get("interpolation") or "bicubic"
+    way = next((known for known in RESAMPLES.values() if known == asked), None)
+    if not shape or mode not in ("center", "squash") or way is None:
+        return Preprocessing(normalisation, None, names)
+    channels, height, width = shape
+    share = settings.get("crop_pct") or 0.875
+    before = (math.floor(height / share), math.floor(width / share))
+    fit = Fit((height, width), before if mode == "squash" else min(before), way, _known(channels))
+    return Preprocessing(normalisation, fit, names)
+
+
+def _of_hugging_face(name: str, config: Any) -> Preprocessing:
+    path = _settings_file(name)
+    normalisation, fit = None, None
+    if path is not None:
+        try:
+            settings = json.loads(path.read_text())
+            normalisation, fit = _processor_normalisation(settings), _processor_fit(settings)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise QualmsError(f"{path} is damaged ({reason(error)}); save the image processor anew.") from error
+    if fit is None:
+        fit = _configured(config)
+    if fit is not None:
+        channels = len(normalisation.mean) if normalisation else getattr(config, "num_channels", None)
+        fit = replace(fit, channels=_known(channels))
+    return Preprocessing(normalisation, fit, _labels(config))
+
+
+def _settings_file(name: str) -> Path | None:
+    """The image processor's settings, from the folder, or from where the network came from."""
+    if Path(name).is_dir():
+        path = Path(name) / "preprocessor_config.json"
+        return path if path.is_file() else None
+    try:
+        from transformers.utils.hub import cached_file
+
+        found = cached_file(name, "preprocessor_config.json")
+        return None if found is None else Path(found)
+    except Exception:  # a network without them, or one that cannot be reached
+        return None
+
+
+def _processor_normalisation(settings: dict[str, Any]) -> Normalisation | None:
+    mean, std = settings.get("image_mean"), settings.get("image_std")
+    if not (mean and std and settings.get("do_normalize", True) and settings.get("do_rescale", True)):
+        return None
+    return Normalisation(tuple(map(float, mean)), tuple(map(float, std)))
+
+
+def _processor_fit(settings: dict[str, Any]) -> Fit | None:
+    size, way = settings.get("size"), RESAMPLES.get(settings.get("resample", 2))
+    if size is None or way is None or not settings.get("do_resize", True):
+        return None
+    kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
+    crop = settings.get("crop_size", 224) if settings.get("do_center_crop", False) else None
+    if isinstance(size, int):
+        size = {"shortest_edge": size} if kind.startswith(BY_SHORTER_SIDE) else {"height": size, "width": size}
+    if "shortest_edge" in size:
+        shorter = int(size["shortest_edge"])
+        if kind.startswith("ConvNext"):  # which crops by a share of its own, and squeezes what is large
+            share = settings.get("crop_pct") or 224 / 256
+            return Fit((shorter, shorter), int(shorter / share) if shorter < 384 else None, way)
+        return Fit(_pair(shorter if crop is None else crop), shorter, way)
+    if "height" not in size or "width" not in size:
+        return None
+    before = (int(size["height"]), int(size["width"]))
+    return Fit(before, None, way) if crop is None else Fit(_pair(crop), before, way)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (int(size["height"]), int(size["width"]))
+
+
+def _configured(config: Any) -> Fit | None:
+    """The size alone, where a network's configuration has it."""
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return Fit((size, size))
+    return Fit((int(size[0]), int(size[1]))) if isinstance(size, (list, tuple)) and len(size) == 2 else None
+
+
+def _labels(config: Any) -> tuple[str, ...]:
+    names = getattr(config, "id2label", None) or {}
+    found = tuple(str(names[i]) for i in range(len(names)) if i in names)
+    meaningless = all(name == f"LABEL_{i}" for i, name in enumerate(found))
+    return () if meaningless or len(found) != len(names) else found
+
+
+def _exported_with(model: nn.Module) -> Fit | None:
+    """The shape of the input that a network was exported with, where its height and width were not left open."""
+    graph = getattr(model, "graph", None)
+    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"] if graph is not None else []
+    shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+    if len(shapes) != 1 or len(shapes[0]) != 4 or not all(isinstance(side, int) for side in shapes[0][1:]):
+        return None
+    _, channels, height, width = shapes[0]
+    return Fit((height, width), channels=_known(channels), by="as the network was exported")
+
+
+def _known(channels: Any) -> int | None:
+    return channels if channels in (1, 3) else None

@@ -1,0 +1,103 @@
+"""`qualms threshold`: set on images that the network knows, and shown."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qualms
+from qualms import Threshold
+from qualms.data import DATASETS, load
+from qualms.models import load_model
+from tests.cli.test_commands import run
+from tests.cli.test_score import own
+
+NORMAL = DATASETS["digits"].normalisation
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QUALMS_DATA", raising=False)
+    torch.manual_seed(0)
+    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
+    digits = load("digits")
+    model = load_model("digits-cnn", tmp_path / "weights.pt").eval()
+    with torch.no_grad():
+        right = model(NORMAL.apply(digits.pixels)).argmax(1)  # so that the untrained network is always right
+    np.savez(tmp_path / "right.npz", x=digits.pixels[:, 0].numpy(), y=right.numpy())
+    np.savez(tmp_path / "few.npz", x=digits.pixels[:120, 0].numpy(), y=right[:120].numpy())
+    np.savez(tmp_path / "bare.npz", x=digits.pixels[:40, 0].numpy())
+    return tmp_path
+
+
+def test_by_coverage_it_is_that_of_the_library(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--method", "entropy", "--coverage", "0.9", "--out", "t.json")
+    assert run(monkeypatch, "threshold", "bare.npz", *own(*words)) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("At least 90 % of inputs like these are accepted. Of 40 images of bare.npz, 36 are accepted")
+    model, x = load_model("digits-cnn", "weights.pt"), NORMAL.apply(load("digits").pixels[:40])
+    scorer = qualms.Scorer(model, "entropy")
+    want = Threshold.from_scores(scorer(x).scores["entropy"], 0.9)
+    found = Threshold.load(here / "t.json")
+    assert found.value == pytest.approx(want.value, rel=1e-5)
+    assert (found.samples, found.rule, found.made_by) == (40, "coverage 0.9", scorer.made_by)
+    assert run(monkeypatch, "threshold", "bare.npz", *own(*words)) == 1
+    assert "t.json is there already; pass --overwrite" in capsys.readouterr().err
+
+
+def test_by_risk_it_says_what_it_promises(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--method", "entropy", "--risk", "0.01", "--confidence", "0.95", "--out", "t.json")
+    assert run(monkeypatch, "threshold", "right.npz", *own(*words)) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("At most 1 % wrong among the accepted, at confidence 95 %. Of 360 images of right.npz, ")
+    assert re.search(r"35\d are accepted, 0 of them wrong: entropy is at most ", told)
+    assert run(monkeypatch, "threshold", "few.npz", *own(*words, "--overwrite")) == 1
+    refused = capsys.readouterr().err
+    assert "takes 300 labelled inputs, even if none of them is wrong, and there are 120; add 180" in refused
+    assert run(monkeypatch, "threshold", "bare.npz", *own(*words, "--overwrite")) == 1
+    assert "bare.npz has no labels, which --risk needs" in capsys.readouterr().err
+
+
+def test_a_file_is_shown_in_words(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "threshold", "bare.npz", *own("--method", "msp", "--out", "t.json")) == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "threshold", "t.json") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("t.json: inputs whose score is at most 0.")
+    assert "At least 95 % of inputs like these are accepted; set on 40 scores." in out
+    assert re.search(r"  method: MSP\(\)\n  network: [0-9a-f]{16}\n", out)
+    assert run(monkeypatch, "threshold", "t.json", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["made_by"]["method"] == "MSP()"
+    Threshold(1.5, 0, "given").save(here / "old.json")
+    assert run(monkeypatch, "threshold", "old.json") == 0
+    assert "It does not say which method and network made them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "--model is missing"),
+        (own("--risk", "0.1", "--coverage", "0.9"), "give one of them"),
+        (own("--confidence", "0.9"), "give --risk with it"),
+        (own("--risk", "1"), "--risk is 1; it is a share"),
+        (own("--method", "msp,gen"), "a threshold is for one method, and --method names 2"),
+        (own("--out", "weights.pt/t.json"), "--out weights.pt/t.json cannot be written"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
+    assert run(monkeypatch, "threshold", "bare.npz", *words) == 1
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1

@@ -1,0 +1,70 @@
+"""Images of any size to the size of a network's input."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import qualms
+from qualms.data import Fit, Images
+
+
+def images(high: int, wide: int, channels: int = 3, count: int = 2) -> Images:
+    numbers = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (count, channels, high, wide), generator=numbers).to(torch.uint8)
+    return Images("some", pixels, None)
+
+
+@pytest.mark.parametrize("way", ["nearest", "bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("resize", [None, 24, (30, 20)])
+def test_memory_and_files_are_fitted_alike(way: str, resize: int | tuple[int, int] | None) -> None:
+    some, fit = images(32, 48), Fit((20, 16), resize, way)  # type: ignore[arg-type]
+    in_memory = fit.apply(some).pixels.int()
+    for pixels, fitted in zip(some.pixels, in_memory, strict=True):
+        one = np.asarray(fit.image(Image.fromarray(pixels.permute(1, 2, 0).numpy()))).astype(int)
+        assert np.abs(one.transpose(2, 0, 1) - fitted.numpy()).max() <= 1
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (48, 32), (5, 200)])
+def test_a_crop_is_the_middle_in_the_images_own_shape(shape: tuple[int, int]) -> None:
+    high, wide = shape
+    pixels = torch.zeros(1, 1, high, wide, dtype=torch.uint8)
+    pixels[..., high // 2, :] = 255
+    found = Fit((16, 16), resize=16).apply(Images("line", pixels, None)).pixels[0, 0].float()
+    assert found.shape == (16, 16)
+    assert int(found.mean(1).argmax()) in (7, 8)
+    assert float(found.std(1).max()) < 1, "a line stays a line"
+
+
+def test_a_size_that_is_right_already_is_left_alone() -> None:
+    some = images(16, 16)
+    assert Fit((16, 16), resize=20, interpolation="bicubic").apply(some) is some
+    grey = Fit((16, 16), resize=20, channels=1).apply(some)
+    assert torch.equal(grey.pixels, some.fitted(1, 16).pixels)
+    assert Fit((16, 16)).told([(16, 16)]) == ""
+
+
+def test_sizes_that_are_not_square() -> None:
+    assert Fit((12, 20)).apply(images(32, 32)).pixels.shape == (2, 3, 12, 20)
+    assert Fit((12, 20), resize=14).apply(images(50, 20)).pixels.shape == (2, 3, 12, 20)
+    assert images(8, 8).fitted(1, (4, 6)).pixels.shape == (2, 1, 4, 6)
+
+
+def test_it_is_told_in_one_sentence() -> None:
+    fit = Fit((224, 224), 256, "bicubic")
+    assert fit.told([(480, 640)] * 3 + [(224, 224)]) == (
+        "3 images of 640 x 480 pixels were resized to 256 on the shorter side and cropped to 224 x 224 (bicubic), "
+        "as the network's settings say"
+    )
+    assert Fit((8, 8), by="as --size says").told([(2, 3), (9, 9)]) == (
+        "2 images of 3 x 2 to 9 x 9 pixels were resized to 8 x 8 (bilinear), as --size says"
+    )
+
+
+def test_errors() -> None:
+    with pytest.raises(qualms.QualmsError, match="every side takes 1 to"):
+        Fit((0, 4))
+    with pytest.raises(qualms.QualmsError, match="no 8 x 8 can be cropped from 6 x 6 pixels"):
+        Fit((8, 8), (6, 6))
+    with pytest.raises(qualms.QualmsError, match="cannot have 4 channels"):
+        Fit((8, 8), channels=4)

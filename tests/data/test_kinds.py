@@ -1,0 +1,218 @@
+"""Image files of every kind: read as Pillow reads them, and told what was done; what cannot be read is told too."""
+
+import struct
+import sys
+import types
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import qualms
+from qualms.data import Fit, Rejected, load
+from qualms.data import folder as folder_module
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    return tmp_path / "mine"
+
+
+def gradient(high: int = 6, wide: int = 8) -> np.ndarray:
+    """No two pixels alike."""
+    return np.arange(high * wide, dtype=np.uint8).reshape(high, wide) * 5
+
+
+def saved(path: Path, array: np.ndarray, **options: Any) -> np.ndarray:
+    Image.fromarray(array).save(path, **options)
+    return array
+
+
+def grey(pixels: Any) -> np.ndarray:
+    return np.asarray(pixels[0])
+
+
+@pytest.mark.parametrize("ending", ["tif", "gif", "ppm", "pgm", "tga", "ico", "jp2", "pcx"])
+def test_what_pillow_reads_is_read(here: Path, ending: str) -> None:
+    image = np.full((16, 16), 100, np.uint8)
+    saved(here / f"a.{ending}", image)
+    assert int((load("mine").pixels.int() - 100).abs().max()) <= 2
+
+
+def test_sixteen_bits_are_scaled_and_not_cut_off(here: Path) -> None:
+    values = np.array([[0, 257, 32896], [65535, 300, 128]], np.uint16)
+    for name in ("a.png", "b.tif"):
+        saved(here / name, values)
+    (here / "c.pgm").write_bytes(b"P5 3 2 65535\n" + values.astype(">u2").tobytes())
+    found = load("mine")
+    for pixels in found.pixels:
+        assert grey(pixels).tolist() == [[0, 1, 128], [255, 1, 0]]
+    assert "3 images were scaled from more than 8 bits to 8" in found.notes
+
+
+def test_sixteen_bits_of_colour_are_told(here: Path) -> None:
+    row = b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 257)
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(row)), (b"IEND", b"")]
+    (here / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
+    found = load("mine")
+    assert found.pixels[0, :, 0].T.tolist() == [[255, 0, 0], [0, 255, 1]]
+    assert found.notes == ("1 image was scaled from more than 8 bits to 8",)
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def test_numbers_without_a_scale_are_refused_and_those_from_0_to_1_scaled(here: Path) -> None:
+    saved(here / "a.tif", np.array([[0.0, 0.5, 1.0]], np.float32))
+    saved(here / "b.tif", np.array([[0.0, 0.5, 90.0]], np.float32))
+    saved(here / "c.tif", np.array([[0, 5, 1_000_000]], np.int32))
+    found = load("mine", strict=False)
+    assert grey(found.pixels[0]).tolist() == [[0, 128, 255]]
+    assert [one.id for one in found.rejected] == ["b.tif", "c.tif"]
+    assert "32-bit numbers from 0 to 90, of which 0 to 1 can be scaled" in found.rejected[0].reason
+    assert "32-bit numbers from 0 to 1e+06, of which 0 to 65535 can be scaled" in found.rejected[1].reason
+
+
+def test_conversions_are_counted_and_told(here: Path) -> None:
+    saved(here / "a.png", gradient())
+    Image.fromarray(gradient()).convert("CMYK").save(here / "b.jpg")
+    Image.fromarray(gradient()).convert("P").save(here / "c.gif")
+    alpha = np.dstack([gradient()] * 3 + [np.full((6, 8), 200, np.uint8)])
+    saved(here / "d.png", alpha)
+    alpha[..., 3] = 255
+    saved(here / "e.png", alpha)  # transparent nowhere
+    frames = [Image.fromarray(gradient() + i) for i in (0, 40)]
+    frames[0].save(here / "f.webp", save_all=True, append_images=frames[1:], lossless=True)
+    (here / "notes.txt").write_text("not an image")
+    (here / "list.csv").write_text("a")
+    found = load("mine")
+    assert found.ids == ("a.png", "b.jpg", "c.gif", "d.png", "e.png", "f.webp")
+    assert set(found.notes) == {
+        "1 image has several frames, of which the first was read",
+        "1 greyscale image was converted to colour",
+        "1 image with a palette was converted to colour",
+        "1 image was transparent in places, which was dropped",
+        "1 CMYK image was converted to RGB",
+        "2 files that are not images were passed over (list.csv, notes.txt)",
+    }
+    for i in (0, 3, 4):
+        assert np.array_equal(grey(found.pixels[i]), gradient()), found.ids[i]
+    assert np.abs(grey(found.pixels[5]).astype(int) - gradient()).max() <= 1, "not the first frame"
+    assert np.abs(found.pixels[1].numpy().astype(int) - gradient()).max() <= 8, "CMYK"
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_upright(here: Path, orientation: int) -> None:
+    from PIL import ImageOps
+
+    image = Image.fromarray(gradient())
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    image.save(here / "a.png", exif=exif)
+    with Image.open(here / "a.png") as file:
+        upright = np.asarray(ImageOps.exif_transpose(file))
+    found = load("mine")
+    assert np.array_equal(grey(found.pixels[0]), upright)
+    assert ("1 image was turned upright, as the EXIF orientation says" in found.notes) == (orientation > 1)
+
+
+def test_unreadable_files_are_left_out_with_the_reason(here: Path) -> None:
+    saved(here / "good.png", gradient())
+    whole = (here / "good.png").read_bytes()
+    (here / "cut.png").write_bytes(whole[:40])
+    (here / "text.jpg").write_text("hello")
+    (here / "phone.heic").write_bytes(b"....ftypheic")
+    (here / "gone.png").symlink_to("nowhere.png")
+    with pytest.raises(qualms.QualmsError, match=r"mine/cut\.png is cut or not an image .*; replace or remove it"):
+        load("mine")
+    found = load("mine", strict=False)
+    assert found.ids == ("good.png",)
+    reasons = {one.id: one.reason for one in found.rejected}
+    assert reasons["phone.heic"] == "a .heic file, which needs the package pillow-heif"
+    assert "No such file" in reasons["gone.png"]
+    assert "cut or not an image" in reasons["cut.png"]
+    assert "cut or not an image" in reasons["text.jpg"]
+    (here / "good.png").unlink()
+    with pytest.raises(qualms.QualmsError, match=r"none of the 4 images in mine can be read: cut\.png is cut"):
+        load("mine", strict=False)
+
+
+def test_labels_stay_with_their_images_when_others_are_left_out(here: Path) -> None:
+    for label, name in enumerate(("cat", "dog")):
+        (here / name).mkdir()
+        (here / name / "0.png").write_bytes(b"broken")
+        saved(here / name / "1.png", np.full((4, 4), 100 * label, np.uint8))
+    found = load("mine", strict=False)
+    assert found.ids == ("cat/1.png", "dog/1.png")
+    assert found.labels is not None
+    assert found.labels.tolist() == [0, 1]
+    assert found.pixels[:, 0, 0, 0].tolist() == [0, 100]
+
+
+def test_a_plugin_for_heic_is_used_where_it_is_installed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[bool] = []
+    plugin = types.ModuleType("pillow_heif")
+    plugin.register_heif_opener = lambda: called.append(True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pillow_heif", plugin)
+    folder_module._endings.cache_clear()
+    saved(here / "a.png", gradient())
+    load("mine")
+    folder_module._endings.cache_clear()
+    assert called
+
+
+def header(wide: int, high: int) -> bytes:
+    """A PNG that claims a size, and has no pixels."""
+    size = struct.pack(">IIBBBBB", wide, high, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    )
+
+
+def test_a_header_that_claims_too_much_is_told_as_too_large(here: Path) -> None:
+    saved(here / "a.png", gradient())
+    (here / "bomb.png").write_bytes(header(60_000, 60_000))
+    found = load("mine", strict=False)
+    (rejected,) = found.rejected
+    assert rejected == Rejected(
+        "bomb.png", "too large: its header claims 3,600,000,000 pixels, and at most 178,956,970 are read"
+    )
+
+
+def test_an_image_that_pillow_only_warns_about_is_read_or_rejected_as_any_other(here: Path) -> None:
+    saved(here / "a.png", gradient())
+    (here / "large.png").write_bytes(header(10_000, 9_000))  # above the size that Pillow warns about
+    found = load("mine", strict=False)
+    assert [one.reason for one in found.rejected] == ["cut or not an image (OSError)"]
+
+
+def test_a_single_image_is_a_valid_input(here: Path) -> None:
+    image = saved(here / "a.png", gradient())
+    found = load("mine/a.png")
+    assert (found.name, found.ids, len(found)) == ("a", ("a.png",), 1)
+    assert found.source == "mine/a.png (image file)"
+    assert np.array_equal(grey(found.pixels[0]), image)
+    (here / "b.heic").write_bytes(b"")
+    with pytest.raises(qualms.QualmsError, match=r"mine/b\.heic is a \.heic file, which needs the package pillow-heif"):
+        load("mine/b.heic", strict=False)
+
+
+def test_images_are_fitted_as_they_are_read(here: Path) -> None:
+    big = np.zeros((40, 80), np.uint8)
+    big[:, 20:60] = 200
+    saved(here / "a.png", big)
+    saved(here / "b.png", np.full((16, 16), 7, np.uint8))
+    found = load("mine", fit=Fit((16, 16), resize=20, channels=1))
+    assert found.pixels.shape == (2, 1, 16, 16)
+    assert found.pixels[0].unique().tolist() == [200], "the middle of the image, in its shape"
+    assert found.pixels[1].unique().tolist() == [7]
+    assert found.notes == (
+        "1 image of 80 x 40 pixels was resized to 20 on the shorter side and cropped to 16 x 16 (bilinear), "
+        "as the network's settings say",
+    )
