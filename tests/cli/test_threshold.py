@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import qualms
 from qualms import Threshold
@@ -101,3 +102,24 @@ def test_mistakes_are_told_in_one_sentence(
     err = capsys.readouterr().err
     assert told in err
     assert err.count("\n") == 1
+
+
+def test_labels_are_folders_by_the_names_of_the_classes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    saved = np.load(here / "right.npz")
+    for i, (image, label) in enumerate(zip(saved["x"][:40], saved["y"][:40], strict=True)):
+        folder = here / "val" / names[label]  # which sort otherwise than the classes are counted
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{i}.png")
+    words = ("--method", "entropy", "--risk", "0.2", "--confidence", "0.9", "--out", "t.json", "--overwrite")
+    assert run(monkeypatch, "threshold", "val", *own(*words, "--classes", ",".join(names))) == 0
+    assert ", 0 of them wrong" in capsys.readouterr().out
+    assert run(monkeypatch, "threshold", "val", *own(*words)) == 1
+    told = "'one', which digits-cnn does not know: its classes are called 0, 1, 2 …; give the folders their names"
+    assert told in capsys.readouterr().err
+    (here / "mine.py").write_text("from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(1, 8)\n")
+    nameless = ("--model", "mine:net", "--mean", "0.3", "--std", "0.4")
+    assert run(monkeypatch, "threshold", "val", *nameless, *words) == 1  # nobody says which folder is which class
+    assert "mine:net tells 10 classes apart, and val/ (folder) has" in capsys.readouterr().err

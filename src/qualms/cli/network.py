@@ -55,8 +55,10 @@ def chosen_network(
             raise QualmsError(f"{name} has no weights; train it with `qualms train` and pass --weights{where}.")
     if ":" in name:
         sys.path.insert(0, "")  # an import path may start in the working directory, which an installed command forgets
-    if classes is None and entry is not None and dataset is not None:
-        classes = DATASETS[dataset].classes
+    if classes is None and entry is not None and entry.file is None and dataset is not None:
+        known = DATASETS[dataset]
+        # Images of another shape are not what it was trained on: they say nothing of its classes.
+        classes = known.classes if (known.channels, known.size) == (entry.channels, entry.size) else None
     model = load_model(name, weights, classes=classes).to(device)
     said = preprocessing_of(name, model)
     normalisation = _normalisation(dataset, name, said, weights, mean, std)

@@ -115,8 +115,8 @@ def _classes(images: Images, network: Network) -> torch.Tensor:
     if unknown:
         known = ", ".join(network.class_names[:3])
         raise QualmsError(
-            f"{source} has the class {unknown[0]!r}, which {network.name} does not know; its classes are called {known}"
-            "…: give the folders their names."
+            f"{source} has the class {unknown[0]!r}, which {network.name} does not know: its classes are called "
+            f"{known} …; give the folders their names, or name its classes with --classes."
         )
     return torch.tensor([network.class_names.index(name) for name in images.classes])[images.labels]
 
