@@ -44,7 +44,7 @@
     const [all, taken] = [scores[method][0].length, covered * scores[method][0].length];
     const start = ["At ", percent(covered), ` of ${groups[0].name} accepted by `, element("span", name, "by"), ", "];
     if (through.length) {
-      const parts = through.map((share, i) => [strong(share), ` of ${groups[i + 1].name}${i ? "" : through.length > 1 ? " pass" : " passes"}`]);
+      const parts = through.map((share, i) => [strong(share), ` of ${groups[i + 1].name}${i ? "" : " pass"}`]);
       return [...start, ...listed(parts), "."];
     }
     if (right !== null) {
