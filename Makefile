@@ -6,6 +6,7 @@ BIN := .venv/bin
 APP := .venv/.app
 DEV := .venv/.dev
 TIMM := .timm/.installed
+AXE := .axe/.installed
 
 FAST := not slow and not data and not browser and not ray
 
@@ -19,9 +20,9 @@ test: $(DEV)
 
 # What CI runs: also the slow tests, those in a browser, and those on real data where QUALMS_DATA names its folder.
 # Coverage is that of the fast ones alone: counting lines makes tests of gradients take half as long again.
-test-all: $(DEV)
+test-all: $(DEV) $(AXE)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-report=term:skip-covered
-	$(BIN)/python -m pytest -q -n 2 -m "not ($(FAST))"
+	QUALMS_NEEDS_AXE=1 $(BIN)/python -m pytest -q -n 2 -m "not ($(FAST))"
 
 test-timm: $(TIMM)
 	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py
@@ -74,5 +75,10 @@ $(TIMM): requirements-timm.txt $(DEV)
 	$(BIN)/python -m pip install --quiet --no-deps --target .timm -r requirements-timm.txt
 	touch $@
 
+# What looks for barriers in the report page; its tests skip where it is not installed.
+$(AXE):
+	npm install --silent --no-audit --no-fund --prefix .axe axe-core@4.14.0
+	touch $@
+
 clean:
-	rm -rf .venv .timm .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site
+	rm -rf .venv .timm .axe .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site

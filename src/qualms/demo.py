@@ -74,12 +74,11 @@ def evaluate(scene: Scene, seed: int = 0, tell: Tell | None = None) -> tuple[Con
     for images in (scene.known, *scene.unknown):
         found = score_images(network, images, methods, journal, seed=seed, train=scene.train, tell=tell)
         labels = found.labels if images is scene.known else None
-        groups.append(Group(images.name, images, found.scores, found.predicted, labels))
+        groups.append(Group(images.name, images, found.scores, found.predicted, labels, found.confidence))
     few = scene.known.take(slice(0, TIMED))
     timed = runtime(network, few, methods, journal, seed=seed, train=scene.train, rounds=3, tell=tell)
     about = {
         "Network": f"{network.name}, trained on {len(scene.train)} images of the {scene.train.name}",
-        "Right on test digits": f"{100 * network.accuracy(scene.known):.1f} % of {len(scene.known)}",
         "Seed": str(seed),
     }
     content = Content(
@@ -88,7 +87,9 @@ def evaluate(scene: Scene, seed: int = 0, tell: Tell | None = None) -> tuple[Con
         groups[1:],
         about=about,
         costs={row["method"]: row["ratio"] for row in timed},
-        layers=layers_of(network, groups),
+        layers=layers_of(network, groups, methods),
+        left_out=reasons,
+        classes=tuple(scene.known.classes[:KNOWN]),
     )
     return content, reasons
 

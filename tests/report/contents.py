@@ -4,7 +4,10 @@ import numpy as np
 import torch
 
 from qualms.data import Images
+from qualms.methods import parse
+from qualms.methods.registry import DEFAULT
 from qualms.report.content import Content, Group, LayerContributions
+from qualms.tasks.rows import LeftOutRow
 
 NASTY = "<script>alert('x')</script><b>&amp;"
 CLASSES = ("zero", "one", f"two {NASTY}")
@@ -24,8 +27,10 @@ def group(name: str, count: int, shift: float, *, labelled: bool = False, seed: 
         "flat": np.zeros(count),
     }
     labels = np.where(exact + random.normal(0, 1, count) > 1, (predicted + 1) % 3, predicted) if labelled else None
-    images = Images(name, pixels, None if labels is None else torch.from_numpy(labels), CLASSES if labelled else ())
-    return Group(name, images, scores, predicted, labels)
+    known = None if labels is None else torch.from_numpy(labels)
+    files = tuple(f"{i:03d}, {NASTY.replace('/', '')}.png" for i in range(count)) if labelled else ()
+    images = Images(name, pixels, known, CLASSES if labelled else (), files)
+    return Group(name, images, scores, predicted, labels, random.uniform(0.3, 1, count))
 
 
 def cycles() -> list[dict[str, object]]:
@@ -46,14 +51,19 @@ def full(known: str = "digits", title: str = "A report") -> Content:
     inside = group(known, 150, 0, labelled=True)
     outside = [group("letters", 90, 1.5), group("noise", 60, 3, channels=3)]
     random = np.random.default_rng(0)
-    layers = LayerContributions(
-        ["conv1", "conv2", "fc"],
-        (random.uniform(0, 1, (40, 3)) * [1, 2, 5]).astype(np.float32),  # as gradients are
-        [known] * 25 + ["letters"] * 15,
-        np.concatenate([np.arange(25), np.arange(15)]),
-    )
-    costs: dict[str, int | float | str] = {"exact": 12.0, "tied": "3, and C backward", "flat": 1}
-    return Content(title, inside, outside, {"network": "cnn", "seed": "0"}, costs, layers, cycles())
+    layers = {
+        name: LayerContributions(
+            ["Conv 5×5 · conv1", "Conv 3×3 · conv2", "Linear · fc"],
+            (random.uniform(0, 1, (40, 3)) * sizes).astype(np.float32),  # as gradients are
+            [known] * 25 + ["letters"] * 15,
+        )
+        for name, sizes in (("exact", [1, 2, 5]), ("tied", [5, 1, 1]))
+    }
+    costs: dict[str, int | float | str] = {"exact": 56.3, "tied": 3.0, "wide": 1.2, "flat": 1}
+    kinds = {"exact": parse(DEFAULT), "tied": parse("exgrad"), "wide": parse("entropy"), "flat": parse("negrad")}
+    about = {"network": "cnn", "seed": "0"}
+    left_out = [LeftOutRow(row="left out", method="laplace", why="there is no training data.")]
+    return Content(title, inside, outside, about, costs, layers, cycles(), kinds, left_out)
 
 
 def bare() -> Content:

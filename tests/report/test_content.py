@@ -4,13 +4,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import qualms
 from qualms import metrics
+from qualms.data import Normalisation
+from qualms.methods import parse
 from qualms.report import numbers
+from qualms.report.comparison import cells, columns, said, times
 from qualms.report.content import Content, Group, LayerContributions
-from qualms.report.gallery import ends, pictures
-from tests.report.contents import CLASSES, bare, cycles, full, group
+from qualms.report.gallery import confident_and_wrong, ends
+from qualms.report.layers import layer_name, layers_of
+from qualms.report.roles import default_of, not_for_use, why_not_default
+from qualms.tasks.network import Network
+from qualms.tasks.rows import LeftOutRow
+from tests.report.contents import bare, cycles, full, group
 
 
 def test_every_method_is_judged_by_the_metrics_best_mean_auroc_first() -> None:
@@ -22,7 +30,7 @@ def test_every_method_is_judged_by_the_metrics_best_mean_auroc_first() -> None:
         for j in found
     ]
     assert means == sorted(means, reverse=True)
-    assert [j.mean_auroc for j in found] == pytest.approx(means)
+    assert [j.mean_auroc.value for j in found if j.mean_auroc] == pytest.approx(means)
     for j in found:
         known, letters = content.known.scores[j.method], content.unknown[0].scores[j.method]
         assert j.aupr[0] == metrics.aupr(known, letters)
@@ -39,7 +47,7 @@ def test_equal_scores_are_chance() -> None:
 
 
 def test_without_unknown_groups_the_best_raulc_comes_first() -> None:
-    content = replace(full(), unknown=(), layers=None)
+    content = replace(full(), unknown=(), layers={})
     values = [j.raulc.value for j in numbers.at_a_glance(content, resamples=20) if j.raulc is not None]
     assert len(values) == 4
     assert values == sorted(values, reverse=True)
@@ -62,19 +70,23 @@ def test_one_mistake_among_few_images_has_a_value_even_if_hardly_an_interval() -
 
 
 @pytest.mark.parametrize("method", ["exact", "tied", "wide", "flat"])
-def test_every_score_is_in_a_bin(method: str) -> None:
+def test_an_axis_leaves_out_few_scores_of_any_group(method: str) -> None:
     scores = [g.scores[method] for g in full().groups]
-    found = numbers.bins(scores)
+    found = numbers.axis(scores)
     assert found.logarithmic == (method == "wide")
-    assert (np.diff(found.edges) > 0).all()
-    assert [found.shares(s).sum() for s in scores] == pytest.approx([1, 1, 1])
+    assert found.low < found.high
+    for values in scores:
+        assert ((values < found.low) | (values > found.high)).mean() < 0.1
 
 
-def test_zeros_are_in_the_first_bin_of_a_logarithmic_histogram() -> None:
-    scores = np.concatenate([np.zeros(10), np.geomspace(1e-3, 1, 30)])
-    found = numbers.bins([scores])
+def test_an_outlier_does_not_stretch_the_axis() -> None:
+    assert numbers.axis([np.append(np.linspace(0, 1, 500), 1e9)]).high < 2
+
+
+def test_zeros_lie_below_a_logarithmic_axis() -> None:
+    found = numbers.axis([np.concatenate([np.zeros(10), np.geomspace(1e-3, 1, 30)])])
     assert found.logarithmic
-    assert found.shares(scores)[0] >= 0.25
+    assert 0 < found.low < 2e-3
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_shape() -> None:
@@ -87,25 +99,36 @@ def test_a_thinned_curve_keeps_its_ends_and_its_shape() -> None:
     assert numbers.thinned(x, y)[0] is x
 
 
-def test_shares_of_layers_sum_to_one_and_inputs_are_ordered_by_score() -> None:
+def test_shares_of_layers_are_means_over_the_inputs_of_a_group() -> None:
     content = full()
-    assert content.layers is not None
-    first, second = numbers.layer_shares(content, content.layers, most=10)
-    assert (first.group, second.group) == ("digits", "letters")
-    assert first.shares.shape == (10, 3)
-    assert first.shares.sum(1) == pytest.approx(1)
-    rows = content.layers.contributions[:25]
-    assert first.mean == pytest.approx((rows / rows.sum(1, keepdims=True)).mean(0))
-    least, most = np.argmin(content.known.scores["exact"][:25]), np.argmax(content.known.scores["exact"][:25])
-    drawn = first.shares[first.orders["exact"]]
-    assert drawn[0] == pytest.approx(rows[least] / rows[least].sum())
-    assert drawn[-1] == pytest.approx(rows[most] / rows[most].sum())
+    found = numbers.layer_shares(content, content.layers["exact"])
+    assert found.groups == ["digits", "letters"]
+    rows = content.layers["exact"].contributions[:25]
+    assert found.shares[0] == pytest.approx((rows / rows.sum(1, keepdims=True)).mean(0))
+    assert found.shares.sum(1) == pytest.approx(1)
+    few = numbers.layer_shares(content, content.layers["exact"], most=2)
+    assert (few.names, few.others) == (["Conv 3×3 · conv2", "Linear · fc"], 1)
 
 
 def test_an_input_without_uncertainty_has_no_shares() -> None:
-    content = bare()
-    layers = LayerContributions(["a", "b"], np.zeros((2, 2)), ["digits"] * 2, np.array([0, 1]))
-    assert (numbers.layer_shares(content, layers)[0].shares == 0).all()
+    layers = LayerContributions(["a", "b"], np.zeros((2, 2)), ["digits"] * 2)
+    assert (numbers.layer_shares(bare(), layers).shares == 0).all()
+
+
+def test_layers_add_up_to_the_score_of_a_method_that_weights_them() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 5), torch.nn.Flatten(), torch.nn.Linear(48, 3))
+    network = Network("small", model, Normalisation((0.5,), (0.25,)))
+    known = group("digits", 6, 0)
+    methods = {spec: parse(spec) for spec in ("regrad+layers", "exgrad+layers(0.4)", "entropy", "negrad")}
+    found = layers_of(network, [known], methods)
+    assert list(found) == ["regrad+layers", "exgrad+layers(0.4)"]
+    for spec, layers in found.items():
+        assert list(layers.names) == ["Conv 5×5 · 0", "Linear · 2"]
+        scores = qualms.score(model, network.inputs(known.images), spec)
+        assert layers.contributions.sum(1) == pytest.approx(scores.numpy(), rel=1e-4)
+    assert layers_of(network, [known], {"entropy": parse("entropy")}) == {}
+    assert layer_name(model, "(model)") == "(model)"
 
 
 def test_learning_curves_begin_at_the_shared_start_and_average_over_seeds() -> None:
@@ -123,27 +146,80 @@ def test_the_gallery_shows_both_ends_and_no_image_twice() -> None:
     assert ends(np.array([1.0]), each=8) == ([0], [])
 
 
-def test_pictures_say_what_they_are() -> None:
+def test_confident_mistakes_come_worst_first() -> None:
+    known = full().known
+    found = confident_and_wrong(known)
+    assert known.correct is not None
+    assert known.confidence is not None
+    assert not known.correct[found].any()
+    assert (np.diff(known.confidence[found]) <= 0).all()
+    assert known.confidence[found[0]] == known.confidence[~known.correct].max()
+    assert confident_and_wrong(bare().known) == []
+
+
+def test_the_default_is_known_by_its_kind_and_its_absence_is_explained() -> None:
     content = full()
-    (certain, uncertain), (letters, _), _ = pictures(content, "exact")
-    assert len(certain) == len(uncertain) == 8
-    index = int(np.argmin(content.known.scores["exact"]))
-    first, labels = certain[0], content.known.labels
-    assert labels is not None
-    assert first.index == index
-    assert first.predicted == CLASSES[content.known.predicted[index]]
-    assert first.right == (content.known.predicted[index] == labels[index])
-    assert first.alt == f"digits, predicted {first.predicted}, label {first.label}, score {first.score}"
-    assert float(first.score) == pytest.approx(content.known.scores["exact"].min(), rel=0.01)
-    assert letters[0].label is None
-    assert letters[0].right is None
-    assert "label" not in letters[0].alt
+    assert (default_of(content), why_not_default(content)) == ("exact", "")
+    assert not_for_use(content) == ["flat"]
+    without = replace(content, kinds={"tied": parse("ungrad")}, layers={})
+    assert default_of(without) is None
+    assert "was not among the methods that were asked for" in why_not_default(without)
+    row = LeftOutRow(row="left out", method="regrad+layers+smooth", why="the model is odd.")
+    assert why_not_default(replace(without, left_out=[row])).endswith("could not be used: the model is odd.")
 
 
-def test_a_label_of_an_unknown_group_is_never_called_wrong() -> None:
-    content = replace(bare(), unknown=[group("others", 20, 1, labelled=True)])
-    _, (certain, uncertain) = pictures(content, "exact")
-    assert {p.right for p in [*certain, *uncertain]} == {None}
+def test_methods_that_are_not_for_use_stand_with_others_only() -> None:
+    known = replace(bare().known, scores={"negrad": np.arange(30.0), "ungrad": np.arange(30.0)})
+    assert not_for_use(Content("t", known)) == []
+
+
+def test_rows_whose_interval_reaches_the_best_are_tied() -> None:
+    content = full()
+    judged = numbers.at_a_glance(content, resamples=50)
+    found = numbers.verdict(content, judged)
+    assert found.best is not None
+    assert found.best.method == "exact"
+    assert found.best.main is not None
+    for j in judged[1:]:
+        assert j.main is not None
+        assert (j.method in found.tied) == (j.main.high >= found.best.main.low and j.method != "flat")
+    assert "wide" in found.tied  # it ranks as `exact` does
+    assert "exact has the highest mean AUROC" in " ".join(said(content, judged, found))
+
+
+def test_nothing_is_called_best_where_all_may_be_chance() -> None:
+    content = Content("t", group("digits", 40, 0), [group("like them", 30, 0)])
+    judged = numbers.at_a_glance(content, resamples=200)
+    found = numbers.verdict(content, judged)
+    assert (found.best, found.tied) == (None, [])
+    told = " ".join(said(content, judged, found))
+    assert told.startswith("No method does better than chance here")
+    assert "best" not in told
+
+
+def test_without_anything_to_compare_the_reason_is_said() -> None:
+    known = full().known
+    for content, words in (
+        (bare(), "no labels that say which predictions are wrong"),
+        (Content("t", replace(known, labels=known.predicted)), "every prediction is right"),
+    ):
+        judged = numbers.at_a_glance(content, resamples=5)
+        (told,) = said(content, judged, numbers.verdict(content, judged))
+        assert words in told
+
+
+def test_whiskers_span_the_methods_that_are_for_use() -> None:
+    content = full()
+    judged = numbers.at_a_glance(content, resamples=50)
+    heads = [column.text for column in columns(content, judged)]
+    rows = {j.method: cells(content, judged, j) for j in judged}
+    assert all(len(row) == len(heads) for row in rows.values())
+    drawn = [row[0]["whisker"] for name, row in rows.items() if name != "flat"]
+    assert all(0 < w["low"] <= w["at"] <= w["low"] + w["width"] < 100 for w in drawn)
+    assert min(w["low"] for w in drawn) > 5  # a group's own interval begins lower than that of the mean
+    assert rows["flat"][0]["whisker"]["at"] == 0
+    assert rows["exact"][-1]["text"] == "56×"
+    assert [times(cost) for cost in (1, 1.24, 9.96, 56.3)] == ["1×", "1.2×", "10×", "56×"]
 
 
 def test_errors() -> None:
@@ -158,11 +234,12 @@ def test_errors() -> None:
         Content("t", known, [replace(full().unknown[0], scores={"exact": np.zeros(90)})])
     with pytest.raises(qualms.QualmsError, match="two groups of images have one name"):
         Content("t", known, [known])
-    with pytest.raises(qualms.QualmsError, match="the layers tell of image 150 of digits"):
-        Content("t", known, layers=LayerContributions(["fc"], np.ones((1, 1)), ["digits"], np.array([150])))
-    with pytest.raises(qualms.QualmsError, match="the layers tell of image 0 of elsewhere"):
-        Content("t", known, layers=LayerContributions(["fc"], np.ones((1, 1)), ["elsewhere"], np.array([0])))
+    with pytest.raises(qualms.QualmsError, match="the confidences are 2"):
+        replace(known, confidence=np.ones(2))
+    layers = LayerContributions(["fc"], np.ones((1, 1)), ["elsewhere"])
+    with pytest.raises(qualms.QualmsError, match="the layers of exact tell of elsewhere"):
+        Content("t", known, layers={"exact": layers})
     with pytest.raises(qualms.QualmsError, match=r"shape \(1, 2\), with 1 names"):
-        LayerContributions(["fc"], np.ones((1, 2)), ["digits"], np.array([0]))
+        LayerContributions(["fc"], np.ones((1, 2)), ["digits"])
     with pytest.raises(qualms.QualmsError, match="negative, NaN or infinite"):
-        LayerContributions(["fc"], -np.ones((1, 1)), ["digits"], np.array([0]))
+        LayerContributions(["fc"], -np.ones((1, 1)), ["digits"])

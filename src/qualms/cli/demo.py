@@ -9,7 +9,7 @@ import typer
 
 from qualms.cli.options import Json, Seed, telling
 from qualms.demo import evaluate, prepare
-from qualms.report.page import write_page
+from qualms.report.page import require_writable, write_page
 from qualms.report.tables import glance_table, left_out
 
 RESAMPLES = 200  # for the intervals: enough for a picture, in seconds
@@ -27,6 +27,7 @@ def demo(
 
         qualms demo --open
     """
+    require_writable(out)
     with telling() as tell:
         content, reasons = evaluate(prepare(seed, tell), seed, tell)
     page = write_page(content, out, resamples=RESAMPLES)

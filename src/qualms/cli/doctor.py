@@ -30,7 +30,6 @@ PACKAGES = (
     ("pyarrow", "pyarrow", ".parquet files"),
     ("safetensors", "safetensors", ".safetensors checkpoints"),
     ("jinja2", "jinja2", "the report"),
-    ("plotly", "plotly", "the report"),
     ("typer", "typer", "the command line"),
     ("rich", "rich", "progress bars"),
     ("transformers", "transformers", "hf: networks"),

@@ -31,7 +31,7 @@ from qualms.cli.options import (
 from qualms.cli.specs import chosen_methods
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
-from qualms.report.page import write_page
+from qualms.report.page import require_writable, write_page
 from qualms.report.tables import left_out
 from qualms.tasks.journal import Journal, read
 from qualms.tasks.scoring import chosen_engine, score_images, usable
@@ -59,12 +59,16 @@ def report(
     device: Device = "auto",
     json_lines: Json = False,
 ) -> None:
-    """Write a page that works offline: methods compared, histograms, curves, a threshold to move, images, layers.
+    """Write a page that works offline: how much passes at a threshold, by which method, and which images.
 
-    It keeps scores where `qualms bench ood` does, and takes those that are there. Example:
+    Without --ood and without labels it still shows each image, its prediction and its score. Scores are kept where
+    `qualms bench ood` keeps them, and those that are there are taken. Examples:
 
-        qualms report --id cifar10 --ood svhn --model cifar10-resnet20 --methods regrad+layers+smooth,energy --open
+        qualms report --id mine/ --ood others/ --model my_code:network --size 224 --open
+
+        qualms report --id cifar10 --ood svhn --methods regrad+layers+smooth,energy --open
     """
+    require_writable(out)
     curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
     name = model or PUBLISHED.get(inside, "")
     network = chosen_network(inside, name, weights, root, mean, std, size, device_of(device), random=False)
@@ -72,7 +76,10 @@ def report(
     known, train = whole.subset(count or None), training_images(inside, root, size, whole)
     channels, pixels = known.pixels.shape[1:3]
     others = [images.subset(count or None).fitted(channels, pixels) for images in others]
-    wanted, reasons = usable(network, known, chosen_methods(methods, inside), train)
+    if known.labels is not None:
+        network.accuracy(known)  # an error if its classes are not those of the labels
+    asked = chosen_methods(methods, inside)
+    wanted, reasons = usable(network, known, asked, train)
     used = chosen_engine(network, known, wanted, engine)
     groups = []
     with (
@@ -82,18 +89,19 @@ def report(
         for images in (known, *others):
             found = score_images(network, images, wanted, kept, seed=seed, engine=used, train=train, tell=tell)
             labels = found.labels if images is known else None
-            groups.append(Group(images.name, images, found.scores, found.predicted, labels))
-    about = {"Network": network.name, "Images": f"{len(known)} of each dataset at most", "Seed": str(seed)}
-    if whole.labels is not None:
-        about["Right"] = f"{100 * network.accuracy(whole):.2f} % of {len(whole)} test images"
+            groups.append(Group(images.name, images, found.scores, found.predicted, labels, found.confidence))
+    about = {"Network": network.name, "Seed": str(seed)}
     content = Content(
         f"What {network.name} does not know",
         groups[0],
         groups[1:],
         about=about,
         costs={label: method.cost for label, method in wanted.items()},
-        layers=layers_of(network, groups),
+        layers=layers_of(network, groups, wanted),
         cycles=curves,
+        kinds=asked,
+        left_out=reasons,
+        classes=known.classes,
     )
     page = write_page(content, out)
     if json_lines:

@@ -4,19 +4,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from qualms.data import Images
 from qualms.errors import QualmsError
+from qualms.methods.method import Method
 from qualms.metrics.arrays import scores as checked
-from qualms.tasks.rows import Row
+from qualms.tasks.rows import LeftOutRow, Row
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
     """Images of one kind, with their scores by method, the class that the network gives each, and the true one.
 
-    `labels` count the classes of `images`; None where they are not known.
+    `labels` count the classes of `images`, and `confidence` is the probability of the class that the network gives;
+    None where they are not known.
     """
 
     name: str
@@ -24,11 +26,13 @@ class Group:
     scores: dict[str, np.ndarray]
     predicted: np.ndarray
     labels: np.ndarray | None = None
+    confidence: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         columns = {f"the scores of {method}": values for method, values in self.scores.items()}
         columns |= {"the predictions": self.predicted}
         columns |= {} if self.labels is None else {"the labels": self.labels}
+        columns |= {} if self.confidence is None else {"the confidences": self.confidence}
         for what, values in columns.items():
             found = checked(values, f"{what} for {self.name}")
             if len(found) != len(self.images):
@@ -44,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class LayerContributions:
-    """What each layer adds to the uncertainty of some inputs: row i tells of image `indices[i]` of group `groups[i]`.
+    """What each layer adds to the uncertainty of some inputs: row i tells of an image of group `groups[i]`.
 
     Contributions are 0 or more, in any unit; the report shows each as a share of its row's sum.
     """
@@ -52,15 +56,13 @@ class LayerContributions:
     names: Sequence[str]
     contributions: Float[np.ndarray, "n l"]
     groups: Sequence[str]
-    indices: Int[np.ndarray, " n"]
 
     def __post_init__(self) -> None:
         n, layers = self.contributions.shape
-        if not n == len(self.groups) == len(self.indices) or layers != len(self.names) or not n * layers:
+        if n != len(self.groups) or layers != len(self.names) or not n * layers:
             raise QualmsError(
-                f"the contributions of layers have shape {(n, layers)}, with {len(self.names)} names, "
-                f"{len(self.groups)} groups and {len(self.indices)} indices; give a row for each input, and a column "
-                "for each layer."
+                f"the contributions of layers have shape {(n, layers)}, with {len(self.names)} names and "
+                f"{len(self.groups)} groups; give a row for each input, and a column for each layer."
             )
         if not (np.isfinite(self.contributions).all() and (self.contributions >= 0).all()):
             raise QualmsError("some contributions of layers are negative, NaN or infinite; pass norms, 0 or more.")
@@ -68,7 +70,7 @@ class LayerContributions:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """All that a report shows; what is not given is left out of it.
+    """All that a report shows; where something is not given, the page says what it would take.
 
     Args:
         title: of the page.
@@ -76,8 +78,11 @@ class Content:
         unknown: groups of others, from which scores should tell them.
         about: short facts by name, such as the network's name and the seed.
         costs: of each method in forward passes: a number, or words such as `method.cost`.
-        layers: which layers the uncertainty comes from.
+        layers: by method, which layers its scores come from.
         cycles: rows of active learning, as `qualms.tasks.active` gives them.
+        kinds: the methods themselves, by the names that the scores have; a name that is a spec needs none.
+        left_out: the methods that could not be used, and why.
+        classes: the names of the network's classes; those of the known images if not given.
     """
 
     title: str
@@ -85,8 +90,11 @@ class Content:
     unknown: Sequence[Group] = ()
     about: Mapping[str, str] = field(default_factory=dict)
     costs: Mapping[str, int | float | str] = field(default_factory=dict)
-    layers: LayerContributions | None = None
+    layers: Mapping[str, LayerContributions] = field(default_factory=dict)
     cycles: Sequence[Row] = ()
+    kinds: Mapping[str, Method] = field(default_factory=dict)
+    left_out: Sequence[LeftOutRow] = ()
+    classes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.known.scores:
@@ -101,17 +109,12 @@ class Content:
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise QualmsError(f"two groups of images have one name, among {', '.join(names)}; name them apart.")
-        self._check_layers()
-
-    def _check_layers(self) -> None:
-        if self.layers is None:
-            return
-        sizes = {group.name: len(group.images) for group in self.groups}
-        for name, index in zip(self.layers.groups, self.layers.indices, strict=True):
-            if not 0 <= index < sizes.get(name, 0):
+        for method, layers in self.layers.items():
+            odd_group = next((name for name in layers.groups if name not in names), None)
+            if odd_group is not None or method not in self.known.scores:
                 raise QualmsError(
-                    f"the layers tell of image {index} of {name}, which is not there; name a group of the report, and "
-                    "count its images from 0."
+                    f"the layers of {method} tell of {odd_group or 'a method'}, which is not there; name groups and "
+                    "methods of the report."
                 )
 
     @property

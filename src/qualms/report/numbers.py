@@ -12,13 +12,14 @@ from jaxtyping import Float
 from qualms.errors import QualmsError
 from qualms.metrics import aupr, auroc, interval, raulc
 from qualms.report.content import Content, LayerContributions
+from qualms.report.roles import not_for_use
 from qualms.tasks.rows import CycleRow, Row
 
-BINS = 41  # an odd number: equal scores stand in the middle of one
 POINTS = 300  # of a curve that is drawn
 WIDE = 30  # a score whose middle 90 % span this factor is drawn on a logarithmic axis
-DECADES = 1e-6  # and over no more than this part of the largest score
-COLUMNS = 120  # inputs of a group that the map of layers draws
+DECADES = 1e-9  # and over no more than this part of the largest score, unless it would hide a quarter of a group
+BEYOND = 0.01  # at most this share of a group lies beyond either end of the axis
+LAYERS = 12  # that are shown; the others are summed up
 LearningMeasure = Literal["accuracy", "nll"]  # what active learning is followed by
 
 
@@ -36,28 +37,23 @@ class Judged:
     """One method: a number for each unknown group, and how its certainty goes with being right (None: not known)."""
 
     method: str
+    mean_auroc: WithInterval | None
     auroc: list[WithInterval]
     aupr: list[float]
     raulc: WithInterval | None
     cost: int | float | str | None
 
     @property
-    def mean_auroc(self) -> float | None:
-        """Over the unknown groups."""
-        return statistics.fmean(m.value for m in self.auroc) if self.auroc else None
+    def main(self) -> WithInterval | None:
+        """What methods are compared by: mean AUROC, or rAULC where there are no unknown groups."""
+        return self.raulc if self.mean_auroc is None else self.mean_auroc
 
 
 @lru_cache(maxsize=1)  # a table and a page of the same content share it
 def at_a_glance(content: Content, resamples: int = 1000) -> list[Judged]:
     """Every method, the best mean AUROC first; without unknown groups the best rAULC first."""
     found = [_judged(content, method, resamples) for method in content.methods]
-
-    def rank(judged: Judged) -> float:
-        if judged.mean_auroc is not None:
-            return -judged.mean_auroc
-        return 0.0 if judged.raulc is None else -judged.raulc.value
-
-    return sorted(found, key=rank)
+    return sorted(found, key=lambda judged: 0.0 if judged.main is None else -judged.main.value)
 
 
 def _judged(content: Content, method: str, resamples: int) -> Judged:
@@ -66,52 +62,79 @@ def _judged(content: Content, method: str, resamples: int) -> Judged:
     lift = None
     if correct is not None and 0 < correct.mean() < 1:  # else there is no rAULC
         lift = _measured(raulc, known, correct, paired=True, resamples=resamples)
+    areas = [_measured(auroc, known, other, resamples=resamples) for other in others]
+    mean = _measured(_mean_auroc, known, *others, resamples=resamples) if len(others) > 1 else None
     return Judged(
         method,
-        [_measured(auroc, known, other, paired=False, resamples=resamples) for other in others],
+        mean or (areas[0] if areas else None),
+        areas,
         [aupr(known, other) for other in others],
         lift,
         content.costs.get(method),
     )
 
 
+def _mean_auroc(known: np.ndarray, *others: np.ndarray) -> float:
+    return statistics.fmean(auroc(known, other) for other in others)
+
+
 def _measured(
-    measure: Callable[..., float], first: np.ndarray, second: np.ndarray, paired: bool, resamples: int
+    measure: Callable[..., float], *samples: np.ndarray, paired: bool = False, resamples: int
 ) -> WithInterval:
     try:
-        low, high = interval(measure, first, second, paired=paired, resamples=resamples)
+        low, high = interval(measure, *samples, paired=paired, resamples=resamples)
     except QualmsError:  # the measure has a value, but too few resamples have one: no interval is known
         low, high = float("nan"), float("nan")
-    return WithInterval(measure(first, second), low, high)
+    return WithInterval(measure(*samples), low, high)
 
 
 @dataclass(frozen=True)
-class Bins:
-    """The edges of a histogram's bins; scores beyond the first or last edge are counted in the first or last bin."""
+class Verdict:
+    """The method that is ahead of chance and of the others, if one is, and those whose intervals reach into its own."""
 
-    edges: Float[np.ndarray, " b"]
+    best: Judged | None
+    highest: Judged | None  # also where it may be chance
+    tied: list[str]
+
+
+def verdict(content: Content, judged: Sequence[Judged]) -> Verdict:
+    """Who is ahead among the methods that are for use."""
+    unused = not_for_use(content)
+    there = [(j, j.main) for j in judged if j.main is not None and j.method not in unused]
+    if not there:
+        return Verdict(None, None, [])
+    highest, best = there[0]
+    if not best.low > (0.5 if content.unknown else 0.0):  # also where no interval is known
+        return Verdict(None, highest, [])
+    tied = [j.method for j, main in there[1:] if main.high >= best.low]
+    return Verdict(highest, highest, tied)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The scores that a drawing spans; those beyond its ends are counted beside it."""
+
+    low: float
+    high: float
     logarithmic: bool
 
-    def shares(self, scores: np.ndarray) -> Float[np.ndarray, " c"]:
-        """The share of these scores in each bin."""
-        inside = np.clip(scores, self.edges[0], self.edges[-1])
-        return np.histogram(inside, self.edges)[0] / len(scores)
 
-
-def bins(groups: Sequence[np.ndarray], count: int = BINS) -> Bins:
-    """Bins over the scores of all groups; logarithmic where scores are never negative and spread over magnitudes."""
+def axis(groups: Sequence[np.ndarray]) -> Axis:
+    """Over the scores of all groups but for their extremes; logarithmic where they are positive and span magnitudes."""
     pooled = np.concatenate(groups).astype(np.float64)
-    low, high = float(pooled.min()), float(pooled.max())
+    low = min(float(np.quantile(scores, BEYOND, method="lower")) for scores in groups)
+    high = max(float(np.quantile(scores, 1 - BEYOND, method="higher")) for scores in groups)
     if low == high:
         room = abs(low) / 2 or 0.5
-        return Bins(np.linspace(low - room, low + room, count + 1), False)
+        return Axis(low - room, high + room, False)
     positive = pooled[pooled > 0]
-    if low >= 0 and 2 * len(positive) > len(pooled):
+    if pooled.min() >= 0 and 2 * len(positive) > len(pooled):
         few, many = np.quantile(positive, [0.05, 0.95])
         if many > WIDE * few:
-            least = max(float(np.quantile(positive, 0.005)), DECADES * high)
-            return Bins(np.geomspace(least, high, count + 1), True)
-    return Bins(np.linspace(low, high, count + 1), False)
+            most = min(float(np.quantile(scores[scores > 0], 0.25)) for scores in groups if (scores > 0).any())
+            least = max(low, float(np.quantile(positive, 0.005)), DECADES * high)
+            return Axis(min(least, most), high, True)
+    return Axis(low, high, False)
 
 
 def thinned(
@@ -129,30 +152,24 @@ def thinned(
 
 @dataclass(frozen=True)
 class LayerShares:
-    """Of one group: the share of each layer in each input's sum, and by method the inputs from certain to uncertain."""
+    """The mean share of each layer in the scores of each group: the largest layers in order, and what is left."""
 
-    group: str
-    shares: Float[np.ndarray, "n l"]
-    orders: dict[str, list[int]]
-    mean: Float[np.ndarray, " l"]  # over all the group's inputs, also those that are not drawn
+    groups: list[str]
+    names: list[str]
+    shares: Float[np.ndarray, "g l"]
+    others: int  # layers that are not among the names
 
 
-def layer_shares(content: Content, layers: LayerContributions, most: int = COLUMNS) -> list[LayerShares]:
-    """For each group that the layers tell of; beyond `most` inputs, every so manieth by the first method's score."""
+def layer_shares(content: Content, layers: LayerContributions, most: int = LAYERS) -> LayerShares:
+    """Of the layers that matter most to some group, in the order of the forward pass."""
     contributions = layers.contributions.astype(np.float64)
     total = contributions.sum(1, keepdims=True)
-    shares = np.divide(contributions, total, out=np.zeros_like(contributions), where=total > 0)
-    found = []
-    for group in content.groups:
-        rows = np.array([i for i, name in enumerate(layers.groups) if name == group.name], dtype=np.int64)
-        if not len(rows):
-            continue
-        images = layers.indices[rows]
-        by_score = np.argsort(group.scores[content.methods[0]][images], kind="stable")
-        kept = by_score[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64))]
-        orders = {m: np.argsort(group.scores[m][images[kept]], kind="stable").tolist() for m in content.methods}
-        found.append(LayerShares(group.name, shares[rows[kept]], orders, shares[rows].mean(0)))
-    return found
+    each = np.divide(contributions, total, out=np.zeros_like(contributions), where=total > 0)
+    groups = [group.name for group in content.groups if group.name in layers.groups]
+    of = np.array(layers.groups)
+    means = np.stack([each[of == name].mean(0) for name in groups])
+    kept = np.sort(np.argsort(-means.max(0), kind="stable")[:most])
+    return LayerShares(groups, [layers.names[i] for i in kept], means[:, kept], len(layers.names) - len(kept))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A report's content in, one HTML file out: all that it needs is inside, and it asks the network for nothing."""
+"""A report's content in, one HTML file out: all that it needs is inside, and it asks nothing of any network."""
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 
 from qualms.errors import QualmsError
-from qualms.report.content import Content
-from qualms.report.gallery import Picture, pictures, png
-from qualms.report.numbers import Judged, LearningMeasure, WithInterval, at_a_glance, layer_shares, learning_curves
+from qualms.report import comparison, figures
+from qualms.report.content import Content, Group
+from qualms.report.gallery import class_name, confident_and_wrong, ends, png
+from qualms.report.numbers import Judged, LearningMeasure, at_a_glance, axis, layer_shares, learning_curves, verdict
+from qualms.report.roles import default_of, kind_of, not_for_use, why_not_default
 from qualms.version import __version__
 
-COVERAGE = 95  # where the slider stands first, in percent of the known images
-DIAGRAMS = {
-    "histogram": "Scores of known and unknown images",
-    "roc": "ROC curves",
-    "lift": "Lift curve",
-}
+COVERAGE = 95  # where the threshold stands first, in percent of the known images
+CURVES = {"roc": "ROC curves", "lift": "Lift curve"}
 LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the axis, and which end of it is best
     "accuracy": ("accuracy, %", "highest"),
     "nll": ("negative log-likelihood", "lowest"),
@@ -29,179 +27,208 @@ LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the axis, and which end 
 
 def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> Path:
     """Write the report as one HTML file; `resamples` is how many each interval is made from."""
-    for package in ("jinja2", "plotly", "PIL"):
+    for package in ("jinja2", "PIL"):
         if find_spec(package) is None:
             raise QualmsError(f"the report page needs {package}; pip install 'qualms[app]'")
+    require_writable(path)
+    Path(path).write_text(_html(content, at_a_glance(content, resamples)), encoding="utf-8")
+    return Path(path)
+
+
+def require_writable(path: str | Path) -> None:
+    """An error, before there is any work to lose, if no file can be written there."""
     path = Path(path)
-    text = _html(content, at_a_glance(content, resamples))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
     except OSError as error:
         raise QualmsError(f"{path} cannot be written ({error.strerror}); choose another place.") from None
-    return path
 
 
 def _html(content: Content, judged: list[Judged]) -> str:
     import jinja2
-    from plotly.offline import get_plotlyjs
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    parts = {name: (files(__package__) / name).read_text("utf-8") for name in ("page.css", "page.js")}
-    fixed = _fixed(content, judged)
-    data = _data(content, judged, fixed)
+    read = {name: (files(__package__) / name).read_text("utf-8") for name in ("page.css", "page.charts.js", "page.js")}
+    found, unused = verdict(content, judged), not_for_use(content)
+    names = [j.method for j in judged]
+    start = default_of(content) or (found.highest.method if found.highest else names[0])
+    learning = _learning(content)
+    rows = [
+        {
+            "method": j.method,
+            "number": i,
+            "cells": comparison.cells(content, judged, j),
+            "tied": found.best is not None and j.method in (found.best.method, *found.tied),
+            "default": j.method == default_of(content),
+        }
+        for i, j in enumerate(judged)
+    ]
     return environment.from_string((files(__package__) / "page.html.jinja").read_text("utf-8")).render(
         title=content.title,
-        about=content.about,
-        groups=[_told(content, i) for i in range(len(content.groups))],
-        head=_head(content, judged),
-        rows=[_cells(content, j) for j in judged],
-        methods=[j.method for j in judged],
+        facts=[f"{name}: {value}" for name, value in content.about.items()] + _told(content.known),
+        groups=[group.name for group in content.groups],
+        columns=comparison.columns(content, judged),
+        bodies=[[r for r in rows if (r["method"] in unused) == folded] for folded in (False, True)],
+        said=comparison.said(content, judged, found),
+        start=names.index(start),
+        why_not_default=why_not_default(content),
+        left_out=content.left_out,
         coverage=COVERAGE,
-        diagrams={key: title for key, title in DIAGRAMS.items() if key in data["methods"][0]["figures"]},
-        fixed=fixed,
+        curves={key: title for key, title in CURVES.items() if _has(content, key)},
+        no_curves=_why_no_curves(content),
+        learning=learning,
         labelled=content.known.correct is not None,
-        data=data,
-        css=parts["page.css"],
-        js=parts["page.js"],
-        plotly=get_plotlyjs(),
+        layered=bool(content.layers),
+        wrong=_wrong(content),
+        data=_data(content, judged, learning),
+        css=read["page.css"],
+        js=read["page.charts.js"] + read["page.js"],
         version=__version__,
     )
 
 
-def _told(content: Content, i: int) -> dict[str, str]:
-    group = content.groups[i]
-    right = None if i or group.correct is None else group.correct.mean()
-    words = f"{len(group.images)} {'unknown' if i else 'known'} images"
+def _told(known: Group) -> list[str]:
+    if known.correct is None:
+        return []
+    return [f"{figures.percent(known.correct.mean())} of the {len(known.images)} {known.name} predicted right"]
+
+
+def _has(content: Content, curve: str) -> bool:
+    if curve == "roc":
+        return bool(content.unknown)
+    return content.known.correct is not None and bool(content.known.correct.any())
+
+
+def _why_no_curves(content: Content) -> list[str]:
+    """What would be there, and what it would take."""
+    found = []
+    if not content.unknown:
+        found.append("There are no ROC curves, because there are no unknown images: name some with --ood.")
+    if content.known.correct is None:
+        found.append(
+            f"There is no lift curve, because nothing says which predictions are right: the images of "
+            f"{content.known.name} have no labels. Sort them into one folder for each class."
+        )
+    elif not content.known.correct.any():
+        found.append("There is no lift curve, because no prediction is right.")
+    return found
+
+
+def _wrong(content: Content) -> str:
+    """What stands above, or in place of, the images that the network is confident and wrong about."""
+    known = content.known
+    if known.correct is None:
+        return f"The images of {known.name} have no labels, so no prediction can be called wrong."
+    if known.correct.all():
+        return f"Every one of the {len(known.images)} predictions is right."
+    count = f"{int((~known.correct).sum())} of the {len(known.images)} predictions for {known.name} are wrong"
+    if known.confidence is None:
+        return f"{count}; how confident they were is not known."
+    return f"{count}. Those that the network is most confident of come first."
+
+
+def _learning(content: Content) -> list[dict[str, Any]]:
+    return [
+        {"title": f"{data}: {title}", **figures.learning(curves, title, best)}
+        for measure, (title, best) in LEARNING.items()
+        for data, curves in learning_curves(content.cycles, measure).items()
+        if curves
+    ]
+
+
+def _data(content: Content, judged: list[Judged], learning: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the page's script reads."""
+    classes = tuple(content.classes) or content.known.images.classes
+    wrong = confident_and_wrong(content.known)
+    methods = [_method(content, j.method) for j in judged]
+    shown = {(0, i) for i in wrong}
+    shown |= {(g, i) for m in methods for g, both in enumerate(m["gallery"]) for end in both for i in end}
     return {
-        "name": group.name,
-        "words": words if right is None else f"{words}, {100 * right:.1f}\N{NO-BREAK SPACE}% predicted right",
+        "groups": [_group(group, classes, known=group is content.known) for group in content.groups],
+        "methods": methods,
+        "wrong": wrong,
+        "images": {f"{g}/{i}": png(content.groups[g].images, i) for g, i in sorted(shown)},
+        "learning": learning,
     }
 
 
-def _head(content: Content, judged: list[Judged]) -> list[dict[str, str]]:
-    """The columns after the methods' names, and what they mean."""
-    head = []
-    if len(content.unknown) > 1:
-        head.append({"of": "mean", "text": "AUROC, %", "why": "over the unknown groups"})
-    for group in content.unknown:
-        head.append({"of": group.name, "text": "AUROC, %", "why": "with its 95 % interval; 50 is chance"})
-        head.append({"of": group.name, "text": "AUPR, %", "why": "unknown images as the positive class"})
-    if any(j.raulc is not None for j in judged):
-        head.append(
-            {
-                "of": content.known.name,
-                "text": "rAULC",
-                "why": "with its 95 % interval; 1 is the ideal order, 0 is chance",
-            }
-        )
-    if content.costs:
-        head.append({"of": "cost", "text": "forward passes", "why": "over the images"})
-    return head
+def _group(group: Group, classes: tuple[str, ...], known: bool) -> dict[str, Any]:
+    """The images' columns beside their scores."""
+    own, right = group.images.classes, group.correct if known else None  # labels of unknown images are not its classes
+    return {
+        "name": group.name,
+        "ids": list(group.images.ids) or None,
+        "predicted": _coded([class_name(int(c), classes) for c in group.predicted]),
+        "confidence": None if group.confidence is None else packed(group.confidence),
+        "labels": None if group.labels is None else _coded([class_name(int(c), own) for c in group.labels]),
+        "right": None if right is None else packed(right.astype(np.uint8)),
+    }
 
 
-def _cells(content: Content, judged: Judged) -> list[dict[str, Any]]:
-    """A row's cells: what is shown, and what is sorted by."""
-    cells: list[dict[str, Any]] = []
-    if len(content.unknown) > 1 and judged.mean_auroc is not None:
-        cells.append({"text": f"{100 * judged.mean_auroc:.1f}", "range": "", "key": judged.mean_auroc})
-    for area, precision in zip(judged.auroc, judged.aupr, strict=True):
-        cells.append({"text": f"{100 * area.value:.1f}", "range": _range(area, 100.0, 1), "key": area.value})
-        cells.append({"text": f"{100 * precision:.1f}", "range": "", "key": precision})
-    if judged.raulc is not None:
-        cells.append(
-            {"text": f"{judged.raulc.value:.3f}", "range": _range(judged.raulc, 1.0, 3), "key": judged.raulc.value}
-        )
-    if content.costs:
-        cost = "" if judged.cost is None else judged.cost
-        cells.append({"text": cost if isinstance(cost, str) else f"{cost:g}", "range": "", "key": cost})
-    return cells
+def _method(content: Content, method: str) -> dict[str, Any]:
+    scores = [group.scores[method] for group in content.groups]
+    drawn = axis(scores)
+    curves = {"roc": figures.roc_curves, "lift": figures.lift}
+    return {
+        "name": method,
+        "scores": [packed(values) for values in scores],
+        "axis": {"low": drawn.low, "high": drawn.high, "log": drawn.logarithmic},
+        "curves": {key: draw(content, method) for key, draw in curves.items() if _has(content, key)},
+        "gallery": [ends(values) for values in scores],
+        "layers": _layers(content, method),
+    }
 
 
-def _range(measured: WithInterval, scale: float, digits: int) -> str:
-    if not np.isfinite(measured.low):
-        return ""
-    return f"[{scale * measured.low:.{digits}f}, {scale * measured.high:.{digits}f}]"
+def _layers(content: Content, method: str) -> dict[str, Any]:
+    """Bars for a method that has layers, and words for every method."""
+    if method not in content.layers:
+        return {"said": _why_no_layers(content, method), "bars": []}
+    found = layer_shares(content, content.layers[method])
+    said = []
+    for name, shares in zip(found.groups, found.shares, strict=True):
+        most = int(shares.argmax())
+        said.append(f"in {name} from {found.names[most]} ({figures.percent(shares[most])})")
+    rest = f" {found.others} layers with smaller shares are not shown." if found.others else ""
+    bars = [
+        {"name": layer, "shares": figures.rounded(100 * found.shares[:, i], 3)} for i, layer in enumerate(found.names)
+    ]
+    order = [group.name for group in content.groups]
+    return {
+        "said": f"On average most of the score comes {_and(said)}.{rest}",
+        "bars": bars,
+        "groups": [order.index(name) for name in found.groups],
+    }
 
 
-def _fixed(content: Content, judged: list[Judged]) -> dict[str, list[dict[str, Any]]]:
-    """The figures that no choice of a method changes but in the order of inputs, by section."""
-    from qualms.report import figures
-
-    glance, learning, layers = [], [], []
-    if content.unknown:
-        glance.append(_named("AUROC against each unknown group", *figures.auroc_dots(content, judged)))
-    if any(j.raulc is not None for j in judged):
-        glance.append(_named("Certain where it is right: rAULC", *figures.raulc_dots(content, judged)))
-    for measure, (title, best) in LEARNING.items():
-        for data, curves in learning_curves(content.cycles, measure).items():
-            if curves:
-                learning.append(_named(f"{data}: {title}", *figures.learning(curves, title, best)))
-    if content.layers is not None:
-        found = layer_shares(content, content.layers)
-        top = max(float(part.shares.max()) for part in found) or 1.0
-        for part in found:
-            drawn = _named(part.group, *figures.layer_map(content.layers.names, part, top))
-            layers.append({**drawn, "orders": [part.orders[j.method] for j in judged]})
-    return {"glance": glance, "layers": layers, "learning": learning}
+def _why_no_layers(content: Content, method: str) -> str:
+    kind = kind_of(content, method)
+    having = f" Those of {_and(list(content.layers))} do." if content.layers else ""
+    if kind is None:
+        return f"Nothing says which layers the scores of {method} come from.{having}"
+    why = "does not add up the gradients of classes" if kind.direction else "is not made from gradients"
+    return f"{method} {why}, so its scores do not come from layers.{having}"
 
 
-def _named(title: str, figure: dict[str, Any], summary: str) -> dict[str, Any]:
-    return {"title": title, "figure": figure, "summary": summary}
+def _and(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _diagrams(content: Content, method: str) -> dict[str, dict[str, Any]]:
-    from qualms.report import figures
-
-    found = {"histogram": figures.histogram(content, method)}
-    if content.unknown:
-        found["roc"] = figures.roc_curves(content, method)
-    if content.known.correct is not None and content.known.correct.any():
-        found["lift"] = figures.lift(content, method)
-    return {key: {"figure": figure, "summary": summary} for key, (figure, summary) in found.items()}
-
-
-def _data(content: Content, judged: list[Judged], fixed: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What the page's script reads."""
-    addresses: dict[str, str] = {}
-    methods = []
-    for method in (j.method for j in judged):
-        known = content.known.scores[method]
-        order = np.argsort(known, kind="stable")
-        correct = content.known.correct
-        methods.append(
-            {
-                "name": method,
-                "figures": _diagrams(content, method),
-                "scores": [packed(np.sort(group.scores[method])) for group in content.groups],
-                "correct": None if correct is None else packed(correct[order].astype(np.uint8)),
-                "gallery": [
-                    [_shown(content, i, shown, addresses) for shown in both]
-                    for i, both in enumerate(pictures(content, method))
-                ],
-            }
-        )
-    names = [group.name for group in content.groups]
-    return {"groups": names, "methods": methods, "images": addresses, "fixed": fixed}
-
-
-def _shown(content: Content, group: int, shown: Iterable[Picture], addresses: dict[str, str]) -> list[dict[str, Any]]:
-    """Captions, with the images among `addresses`, where each is only once."""
-    found = []
-    for picture in shown:
-        key = f"{group}/{picture.index}"
-        if key not in addresses:
-            addresses[key] = png(content.groups[group].images, picture.index)
-        said = {"image": key, "alt": picture.alt, "predicted": picture.predicted, "label": picture.label}
-        found.append({**said, "right": picture.right, "score": picture.score})
-    return found
+def _coded(names: list[str]) -> dict[str, Any]:
+    """Words that come again and again, each once, and which stands where."""
+    words = list(dict.fromkeys(names))
+    number = {word: i for i, word in enumerate(words)}
+    return {"words": words, "codes": packed(np.array([number[name] for name in names], dtype=np.int32))}
 
 
 def packed(values: np.ndarray) -> dict[str, str]:
     """An array without a digit lost: half as long where single precision holds every value exactly."""
-    if values.dtype == np.uint8:
-        kind = "u1"
+    if values.dtype in (np.uint8, np.int32):
+        kind = values.dtype.str[1:]
     else:
         values = values.astype(np.float64)
         with np.errstate(over="ignore"):  # what single precision cannot hold is not equal, and kept in double

@@ -26,10 +26,11 @@ Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixe
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """Scores of some images by method, and whether each prediction was right (None without labels)."""
+    """Scores of some images by method; the class that the network gives each, its probability, and the true class."""
 
     scores: dict[str, np.ndarray]
     predicted: np.ndarray
+    confidence: np.ndarray
     labels: np.ndarray | None
 
     @property
@@ -61,7 +62,7 @@ def score_images(
     exactly = {name: parameters(method, train) for name, method in methods.items()}
     have = {start: _known(journal, keys[start], exactly) for start in starts}
     own = {name: network.in_its_units(method) for name, method in methods.items()}
-    predicted: dict[int, np.ndarray] = {}
+    probs: dict[int, torch.Tensor] = {}
 
     def missing(start: int) -> tuple[str, ...]:
         return tuple(name for name in own if name not in have[start])
@@ -85,18 +86,19 @@ def score_images(
             values = {name: require_finite(name, images.name, start, s).tolist() for name, s in found.scores.items()}
             seconds = time.perf_counter() - began
             have[start].update(values)
-            predicted[start] = found.prediction.cpu().numpy()
+            probs[start] = found.probs.cpu()
             made = {name: exactly[name] for name in names}
             journal.add(ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values))
             began = time.perf_counter()
             if tell is not None:
                 tell(f"{images.name} scored", min(start + CHUNK, len(images)), len(images))
     for start in starts:
-        if start not in predicted:  # all of its scores were there already
-            predicted[start] = network.logits(parts[start]).argmax(1).numpy()
+        if start not in probs:  # all of its scores were there already
+            probs[start] = network.logits(parts[start]).double().softmax(1)
     scores = {name: np.concatenate([np.array(have[start][name]) for start in starts]) for name in own}
     labels = None if images.labels is None else images.labels.numpy()
-    return ScoredImages(scores, np.concatenate([predicted[start] for start in starts]), labels)
+    confidence, predicted = torch.cat([probs[start] for start in starts]).double().max(1)
+    return ScoredImages(scores, predicted.numpy(), confidence.numpy(), labels)
 
 
 def chosen_engine(network: Network, images: Images, methods: Methods, engine: Engine | Sketch) -> Engine | Sketch:
