@@ -122,4 +122,4 @@ def test_labels_are_folders_by_the_names_of_the_classes(
     (here / "mine.py").write_text("from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(1, 8)\n")
     nameless = ("--model", "mine:net", "--mean", "0.3", "--std", "0.4")
     assert run(monkeypatch, "threshold", "val", *nameless, *words) == 1  # nobody says which folder is which class
-    assert "mine:net tells 10 classes apart, and val/ (folder) has" in capsys.readouterr().err
+    assert "mine:net tells 10 classes apart without naming them, and val/ (folder) has 4" in capsys.readouterr().err

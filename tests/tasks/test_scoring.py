@@ -202,3 +202,19 @@ def test_scores_that_are_compared_come_from_one_engine_whatever_auto_picks(
         assert {chunk["data"] for chunk in chunks} == ({"digits", "strange"} if task == "ood" else {"digits"})
         assert sum(len(c["scores"]["r"]) for c in chunks if c["data"] == "digits") == len(known)
     assert not journal.where(engine="auto")
+
+
+def test_labels_are_counted_as_the_network_counts_its_classes(network: Network, known: Images) -> None:
+    named = replace(network, class_names=tuple("9876543210"))
+    assert known.labels is not None
+    some = known.take((known.labels < 3).nonzero().flatten())
+    folder = replace(some, classes=("0", "1", "2"), source="mine/")
+    assert torch.equal(named.relabelled(folder).labels, 9 - some.labels)
+    assert named.relabelled(folder).classes == named.class_names
+    with pytest.raises(QualmsError, match="mine/ has the class 'two', which digits-cnn does not know"):
+        named.relabelled(replace(folder, classes=("0", "1", "two")))
+    with pytest.raises(QualmsError, match="tells 10 classes apart without naming them, and mine/ has 3"):
+        network.relabelled(folder)
+    assert network.relabelled(known) is known
+    unlabelled = replace(folder, labels=None)
+    assert named.relabelled(unlabelled) is unlabelled

@@ -24,6 +24,16 @@ from qualms.threshold import Threshold
 SOME_REJECTED = 4  # the exit code of a run that is done, but for inputs that could not be read
 
 
+Classes = Annotated[
+    str | None,
+    typer.Option(
+        "--classes",
+        help="The network's classes: their names with commas between, a file with a name a line, or how many.",
+    ),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")]
+
+
 @dataclass(frozen=True)
 class Given:
     """What both commands are told beside model, methods and images."""
@@ -32,12 +42,7 @@ class Given:
     train: Annotated[
         str | None, typer.Option("--train", help="Training images, for methods such as laplace that learn from them.")
     ] = None
-    classes: Annotated[
-        str | None,
-        typer.Option(
-            help="The network's classes: their names with commas between, a file with a name a line, or how many."
-        ),
-    ] = None
+    classes: Classes = None
     engine: Engine = "exact"
     size: Size = None
     mean: Mean = None
@@ -45,7 +50,7 @@ class Given:
     root: Root = None
     seed: Seed = 0
     device: Device = "auto"
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")] = False
+    strict: Strict = False
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,8 @@ def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
     return len(found), found
 
 
-def end(images: Images) -> None:
+def end(*found: Images) -> None:
     """Exit with a code of its own if some images could not be read."""
     passing("")
-    if images.rejected:
+    if any(images.rejected for images in found):
         raise typer.Exit(SOME_REJECTED)

@@ -2,14 +2,15 @@
 
 import json
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from qualms.cli.bench.output import rows_file
-from qualms.cli.images import test_images, training_images
-from qualms.cli.network import PUBLISHED, chosen_network
+from qualms.cli.images import tell_images, test_images, training_images
+from qualms.cli.network import chosen_network, published_network
 from qualms.cli.options import (
     Chosen,
     Count,
@@ -28,7 +29,9 @@ from qualms.cli.options import (
     listed,
     telling,
 )
+from qualms.cli.own_images import Classes, Strict, class_names, end
 from qualms.cli.specs import chosen_methods
+from qualms.methods.method import TRAINING_DATA
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
 from qualms.report.page import require_writable, write_page
@@ -44,6 +47,7 @@ def report(
     weights: Weights = None,
     methods: Chosen = "paper",
     count: Count = 500,
+    classes: Classes = None,
     engine: Engine = "exact",
     size: Size = None,
     mean: Mean = None,
@@ -57,6 +61,7 @@ def report(
     root: Root = None,
     seed: Seed = 0,
     device: Device = "auto",
+    strict: Strict = False,
     json_lines: Json = False,
 ) -> None:
     """Write a page that works offline: how much passes at a threshold, by which method, and which images.
@@ -70,15 +75,24 @@ def report(
     """
     require_writable(out)
     curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
-    name = model or PUBLISHED.get(inside, "")
-    network = chosen_network(inside, name, weights, root, mean, std, size, device_of(device), random=False)
-    whole, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, size)
-    known, train = whole.subset(count or None), training_images(inside, root, size, whole)
-    channels, pixels = known.pixels.shape[1:3]
-    others = [images.subset(count or None).fitted(channels, pixels) for images in others]
+    name = model or published_network(inside, root)
+    number, names = class_names(classes)
+    network = chosen_network(
+        inside, name, weights, root, mean, std, size, device_of(device), random=False, classes=number
+    )
+    network = replace(network, class_names=names or network.class_names)
+    whole, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, network.fit, strict=strict)
+    known, *others = (images.subset(count or None) for images in (whole, *others))
+    tell_images(network, known, *others)
+    network.try_on(known)
+    known = network.relabelled(known)
+    if network.fit is None:  # nobody says what it takes, so the others come in the size of the known ones
+        others = [images.fitted(known.pixels.shape[1], known.size) for images in others]
     if known.labels is not None:
         network.accuracy(known)  # an error if its classes are not those of the labels
-    asked = chosen_methods(methods, inside)
+    asked = chosen_methods(methods, known.name)
+    learns = any(TRAINING_DATA in method.needs for method in asked.values())
+    train = training_images(inside, root, network.fit, whole) if learns else None
     wanted, reasons = usable(network, known, asked, train)
     used = chosen_engine(network, known, wanted, engine)
     groups = []
@@ -101,7 +115,7 @@ def report(
         cycles=curves,
         kinds=asked,
         left_out=reasons,
-        classes=known.classes,
+        classes=network.class_names or known.classes,
     )
     page = write_page(content, out)
     if json_lines:
@@ -110,3 +124,4 @@ def report(
         typer.echo("\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part))
     if open_page:
         webbrowser.open(page.resolve().as_uri())
+    end(whole, *others)

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from qualms.cli.bench.options import with_options
@@ -14,11 +13,8 @@ from qualms.cli.options import Json, Overwrite
 from qualms.cli.own_images import Given, end, ready
 from qualms.cli.specs import chosen_methods
 from qualms.cli.writing import write_rejected, written
-from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
-from qualms.scored import Scored
-from qualms.tasks.network import Network
 from qualms.threshold import Threshold
 
 COVERAGE, CONFIDENCE = 0.95, 0.95
@@ -68,10 +64,15 @@ def threshold(
     with written(out, overwrite) as part:
         prepared = ready(images, model, wanted, given)
         found = prepared.read(images)
-        right_class = None if risk is None else _classes(found, prepared.network)
+        if risk is not None and found.labels is None:
+            raise QualmsError(
+                f"{found.source or images} has no labels, which --risk needs; sort the images into a folder for each "
+                "class, or set the threshold by --coverage."
+            )
+        labels = None if risk is None else prepared.network.relabelled(found).labels
         _, scorer, scored = prepared.deciding(found)
         (scores,) = scored.scores.values()
-        right = None if right_class is None else _right(scored, right_class, found, prepared.network)
+        right = None if labels is None else scored.prediction.cpu() == labels
         if risk is None or right is None:
             made = Threshold.from_scores(scores, COVERAGE if coverage is None else coverage, made_by=scorer.made_by)
         else:
@@ -99,38 +100,6 @@ def _check(coverage: float | None, risk: float | None, confidence: float | None)
     for option, share in (("coverage", coverage), ("risk", risk), ("confidence", confidence)):
         if share is not None and not (0 < share < 1 or (option == "coverage" and share == 1)):
             raise QualmsError(f"--{option} is {share:g}; it is a share, above 0 and below 1.")
-
-
-def _classes(images: Images, network: Network) -> torch.Tensor:
-    """The class of each image as the network counts them: by name where both have names, else by number."""
-    source = images.source or images.name
-    if images.labels is None:
-        raise QualmsError(
-            f"{source} has no labels, which --risk needs; sort the images into a folder for each class, or set the "
-            "threshold by --coverage."
-        )
-    if not images.classes or not network.class_names:
-        return images.labels
-    unknown = [name for name in images.classes if name not in network.class_names]
-    if unknown:
-        known = ", ".join(network.class_names[:3])
-        raise QualmsError(
-            f"{source} has the class {unknown[0]!r}, which {network.name} does not know: its classes are called "
-            f"{known} …; give the folders their names, or name its classes with --classes."
-        )
-    return torch.tensor([network.class_names.index(name) for name in images.classes])[images.labels]
-
-
-def _right(scored: Scored, classes: torch.Tensor, images: Images, network: Network) -> torch.Tensor:
-    """Whether each prediction is right."""
-    known = scored.probs.shape[1]
-    named = len(images.classes) if images.classes and not network.class_names else int(classes.max()) + 1
-    if named > known or (images.classes and not network.class_names and named != known):
-        raise QualmsError(
-            f"{network.name} tells {known} classes apart, and {images.source or images.name} has {named}; it needs a "
-            "folder for each class of the network."
-        )
-    return scored.prediction.cpu() == classes
 
 
 def _show(path: str, found: Threshold, json_lines: bool) -> None:

@@ -1,6 +1,6 @@
 """A trained classifier with what tasks must know of it: how images become its inputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,31 @@ class Network:
                 f"{self.name} does not take images of {width} x {height} pixels ({reason(error)}); "
                 "pass size=, the one that it was trained on."
             ) from error
+
+    def relabelled(self, images: Images) -> Images:
+        """Images whose labels count the classes as the network does: by name where both have names, else by number.
+
+        A folder may hold some of the network's classes, or all of them in the order of the alphabet.
+        """
+        if images.labels is None or not images.classes or images.classes == self.class_names:
+            return images
+        source = images.source or images.name
+        if not self.class_names:
+            classes = self.logits(images.take(slice(0, 1))).shape[1]
+            if len(images.classes) != classes:
+                raise QualmsError(
+                    f"{self.name} tells {classes} classes apart without naming them, and {source} has "
+                    f"{len(images.classes)}; give a folder for each class, or name the network's classes."
+                )
+            return images
+        unknown = [name for name in images.classes if name not in self.class_names]
+        if unknown:
+            raise QualmsError(
+                f"{source} has the class {unknown[0]!r}, which {self.name} does not know: its classes are called "
+                f"{', '.join(self.class_names[:3])} …; give the folders their names, or name the network's classes."
+            )
+        places = torch.tensor([self.class_names.index(name) for name in images.classes])
+        return replace(images, labels=places[images.labels], classes=self.class_names)
 
     def accuracy(self, images: Images) -> float:
         """The share of images that it gets right."""

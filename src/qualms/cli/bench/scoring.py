@@ -80,6 +80,7 @@ def run_task(
         wanted = methods(images.name)
         tell_images(network, images, *others)
         network.try_on(images)
+        images = network.relabelled(images)
         learns = any(TRAINING_DATA in method.needs for method in wanted.values())
         train = training_images(given.inside, given.root, network.fit, whole) if learns else None
         good, reasons = usable(network, images, wanted, train)
