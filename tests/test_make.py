@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -73,3 +74,32 @@ def test_every_package_of_the_extras_that_make_installs_is_pinned() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = {one.split(">=")[0].split("[")[0].lower() for extra in ("app", "dev") for one in extras[extra]}
     assert wanted <= pinned, wanted - pinned
+
+
+SMALL_DEMO = """
+import sys
+for name in ("beartype", "hypothesis", "IPython", "matplotlib", "mkdocs", "nbclient", "nbformat", "pandas", "psutil",
+             "playwright", "pytest", "timm", "torchvision", "transformers", "yaml"):
+    sys.modules[name] = None
+import qualms.cli.demo as command
+import qualms.demo as demo
+
+demo.EACH, demo.EPOCHS, demo.TRAININGS, demo.TIMED, command.RESAMPLES = 8, 1, 1, 2, 20
+demo.every_method = lambda: {spec: demo.parse(spec) for spec in ("regrad+layers", "entropy", "laplace")}
+command.demo(command.Path("report.html"))
+"""
+
+
+@pytest.mark.slow
+def test_the_demo_needs_no_tools_for_tests_and_docs(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_DEMO],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.html").stat().st_size > 1_000_000
