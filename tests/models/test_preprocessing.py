@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from qualms.data import Fit, Normalisation
@@ -106,6 +108,23 @@ def test_hugging_faces_image_processor(settings: dict[str, Any], fit: Fit | None
     said = preprocessing_of(f"hf:{tmp_path}", Configured())
     assert said.fit == fit
     assert said.normalisation == Normalisation((0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.mark.parametrize(
+    "kind", ["ViT", "CLIP", "ConvNext", "Beit", "DeiT", "Bit", "MobileNetV2", "Levit", "PoolFormer", "EfficientNet"]
+)
+def test_images_are_fitted_as_hugging_face_does(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")(do_normalize=True)
+    processor.save_pretrained(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+    photo = Image.fromarray(pixels).resize((640, 480), Image.Resampling.BICUBIC)
+    said = preprocessing_of(f"hf:{tmp_path}", Configured())
+    assert said.fit is not None
+    assert said.normalisation is not None
+    fitted = torch.from_numpy(np.array(said.fit.image(photo))).permute(2, 0, 1)[None]
+    expected = np.asarray(processor(photo, return_tensors="np")["pixel_values"][0])
+    np.testing.assert_allclose(said.normalisation.apply(fitted)[0], expected, atol=1e-5)
 
 
 def test_hugging_faces_configuration(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from qualms.models.zoo import ZOO
 
 RESAMPLES: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 # Image processors of Hugging Face for which one number is the shorter side, as it is for all that crop afterwards.
-BY_SHORTER_SIDE = ("CLIP", "ConvNext", "Bit", "LeViT", "MobileNet", "MobileViT", "PoolFormer")
+BY_SHORTER_SIDE = ("CLIP", "ConvNext", "Bit", "Levit", "LeViT", "MobileNet", "MobileViT", "PoolFormer")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _processor_normalisation(settings: dict[str, Any]) -> Normalisation | None:
     mean, std = settings.get("image_mean"), settings.get("image_std")
     if not (mean and std and settings.get("do_normalize", True) and settings.get("do_rescale", True)):
         return None
-    return Normalisation(tuple(map(float, mean)), tuple(map(float, std)))
+    again = 2 if settings.get("include_top") else 1  # EfficientNet's divides a second time
+    return Normalisation(tuple(map(float, mean)), tuple(float(s) ** again for s in std))
 
 
 def _processor_fit(settings: dict[str, Any]) -> Fit | None:
@@ -155,6 +156,10 @@ def _processor_fit(settings: dict[str, Any]) -> Fit | None:
         if kind.startswith("ConvNext"):  # which crops by a share of its own, and squeezes what is large
             share = settings.get("crop_pct") or 224 / 256
             return Fit((shorter, shorter), int(shorter / share) if shorter < 384 else None, way)
+        if kind.startswith(("Levit", "LeViT")):
+            shorter = int(256 / 224 * shorter)
+        elif kind.startswith("PoolFormer"):
+            shorter = int(shorter / (settings.get("crop_pct") or 0.9))
         return Fit(_pair(shorter if crop is None else crop), shorter, way)
     if "height" not in size or "width" not in size:
         return None
