@@ -42,6 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_folders_with_labels_and_unknown_groups(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--id", "sorted/", "--ood", "others/,further/", "--methods", "regrad+layers+smooth(0.02,2),entropy,negrad")
     assert run(monkeypatch, "report", *asked, *OWN) == 0
