@@ -147,7 +147,7 @@ class Scored:
         try:
             import pyarrow
         except ImportError:
-            raise QualmsError("to_arrow needs pyarrow; pip install 'qualms[app]'.") from None
+            raise QualmsError("to_arrow needs pyarrow; pip install '.[app]' in a clone of qualms.") from None
         kinds = {"prediction": pyarrow.string() if self.class_names else pyarrow.int64(), "accepted": pyarrow.bool_()}
         kinds["id"] = pyarrow.int64() if all(isinstance(one, int) for one in self.ids) else pyarrow.string()
         columns = self.columns()

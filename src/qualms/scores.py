@@ -49,7 +49,7 @@ def score(
         norm: of the gradients, `l2` or `l1`.
         params: which parameters count.
         seed: decides every random draw, together with an input's number.
-        batch_size: at most so many inputs at once.
+        batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
         pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).
@@ -163,7 +163,7 @@ def compare(
         norm: of the gradients, `l2` or `l1`.
         params: which parameters count.
         seed: decides every random draw, together with an input's number.
-        batch_size: at most so many inputs at once.
+        batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
         pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).

@@ -76,7 +76,7 @@ def select(
         norm: of the gradients; for diversity it has to be `l2`.
         params: which parameters count.
         seed: decides every random draw.
-        batch_size: at most so many inputs at once.
+        batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
         pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).

@@ -175,7 +175,10 @@ def test_a_command_without_its_packages_says_what_to_install(
     monkeypatch.delitem(sys.modules, "qualms.cli.options")
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert run(monkeypatch, "methods") == 1
-    assert capsys.readouterr().err == "qualms: `qualms methods` needs rich.console; pip install 'qualms[app]'.\n"
+    assert (
+        capsys.readouterr().err
+        == "qualms: `qualms methods` needs rich.console; pip install '.[app]' in a clone of qualms.\n"
+    )
 
 
 def test_test_images_are_never_learnt_from(
@@ -318,7 +321,9 @@ def test_without_its_extra_the_command_says_what_to_install(
     monkeypatch.delitem(sys.modules, "qualms.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)
     assert run(monkeypatch, "--version") == 1
-    assert capsys.readouterr().err == "qualms: the command line needs typer; pip install 'qualms[app]'.\n"
+    assert (
+        capsys.readouterr().err == "qualms: the command line needs typer; pip install '.[app]' in a clone of qualms.\n"
+    )
 
 
 def test_commas_inside_brackets_do_not_part_specs() -> None:

@@ -113,12 +113,12 @@ def test_class_names_are_the_networks(here: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_called_like_a_dataset_has_no_published_network(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pictures(here / "digits" / "cat", 3)
+    pictures(here / "digits" / "7", 3)
     command = ("bench", "calibration", "--id", "digits", "--weights", "weights.pt", "--methods", "msp")
     assert run(monkeypatch, *command) == 1
     assert "no published network for 'digits'; name one with --model" in capsys.readouterr().err
     assert run(monkeypatch, *command, "--model", "digits-cnn", "--out", "a.jsonl") == 1
-    assert "nobody says how the inputs of digits-cnn are normalised" in capsys.readouterr().err
+    assert "the normalisation of digits-cnn's inputs is not known" in capsys.readouterr().err
     assert run(monkeypatch, *command, "--model", "digits-cnn", *NORMAL, "--out", "a.jsonl", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[0])["data"] == "./digits"
     assert run(monkeypatch, "bench", "calibration", "--id", "data:digits", *command[4:], "--out", "b.jsonl") == 0

@@ -79,7 +79,7 @@ def test_a_command_that_is_stopped_says_so_in_one_line(tmp_path: Path) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    assert err == "qualms: stopped; the same command goes on from here.\n"
+    assert err == "qualms: stopped; run the same command again to resume.\n"
     assert out == ""
     assert process.returncode == 130
 

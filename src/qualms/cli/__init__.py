@@ -8,6 +8,9 @@ def main() -> None:
     try:
         from qualms.cli.app import run
     except ModuleNotFoundError as missing:
-        print(f"qualms: the command line needs {missing.name}; pip install 'qualms[app]'.", file=sys.stderr)
+        print(
+            f"qualms: the command line needs {missing.name}; pip install '.[app]' in a clone of qualms.",
+            file=sys.stderr,
+        )
         sys.exit(1)
     run()

@@ -14,7 +14,7 @@ from qualms.cli.wording import in_options
 from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
 from qualms.version import __version__
 
-GOES_ON = "the same command goes on from here"
+GOES_ON = "run the same command again to resume"
 NOTHING = "nothing was kept, and no file was written"
 STOPPED = {  # what is left of a command that is stopped
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
@@ -34,7 +34,7 @@ class Commands(LazyGroup):
         "bench": ("qualms.cli.bench", "Judge methods on a network: five tasks."),
         "report": ("qualms.cli.report", "Write a page about a network, its data and the methods."),
         "train": ("qualms.cli.train", "Train a network by the paper's recipe."),
-        "reproduce": ("qualms.cli.reproduce", "Make a table of the paper again."),
+        "reproduce": ("qualms.cli.reproduce", "Reproduce a table of the paper."),
         "doctor": ("qualms.cli.doctor", "Say what is installed, which datasets are there, and what would fail."),
     }
 

@@ -49,7 +49,9 @@ class LazyCommand(TyperCommand):
         try:
             found = getattr(import_module(self.module), str(self.name))
         except ModuleNotFoundError as missing:
-            raise QualmsError(f"`qualms {self.name}` needs {missing.name}; pip install 'qualms[app]'.") from missing
+            raise QualmsError(
+                f"`qualms {self.name}` needs {missing.name}; pip install '.[app]' in a clone of qualms."
+            ) from missing
         finally:
             passing("")
         if isinstance(found, typer.Typer):

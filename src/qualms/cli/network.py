@@ -75,7 +75,7 @@ def _normalisation(
         try:
             given = Normalisation(tuple(map(float, listed(mean))), tuple(map(float, listed(std))))
         except ValueError as error:
-            raise QualmsError(f"--mean {mean} and --std {std} are not numbers with commas between: {error}") from None
+            raise QualmsError(f"--mean {mean} and --std {std} are not comma-separated numbers: {error}") from None
         if channels not in (None, len(given.mean)):
             raise QualmsError(
                 f"--mean {mean} has {len(given.mean)} numbers, and {name} takes {channels} channels; give one for each."
@@ -86,7 +86,7 @@ def _normalisation(
     if known is None and dataset is not None and channels in (None, DATASETS[dataset].channels):
         known = DATASETS[dataset].normalisation
     if known is None:
-        raise QualmsError(f"nobody says how the inputs of {name} are normalised; pass --mean and --std.")
+        raise QualmsError(f"the normalisation of {name}'s inputs is not known; pass --mean and --std.")
     return known
 
 

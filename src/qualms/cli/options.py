@@ -34,13 +34,20 @@ Root = Annotated[
 ]
 Inside = Annotated[str, typer.Option("--id", help="The dataset that the network knows, by name or path.")]
 Published = Annotated[
-    str | None, typer.Option("--model", help="As for load_model.", show_default="a published network for the dataset")
+    str | None,
+    typer.Option(
+        "--model",
+        help="A name, timm:…, hf:…, FILE.pt2 or module:factory.",
+        show_default="a published network for the dataset",
+    ),
 ]
-Weights = Annotated[Path | None, typer.Option("--weights", help="Its checkpoint.", show_default="from ROOT/weights")]
-Chosen = Annotated[str, typer.Option("--methods", help="Specs with commas between, or `paper`, or `all`.")]
+Weights = Annotated[
+    Path | None, typer.Option("--weights", help="The network's checkpoint.", show_default="from ROOT/weights")
+]
+Chosen = Annotated[str, typer.Option("--methods", help="Comma-separated specs, or `paper`, or `all`.")]
 Count = Annotated[int, typer.Option("--count", help="Test images of each dataset; 0 for all.")]
 Engine = Annotated[settings.Engine, typer.Option("--engine", help="Of the gradient scores.")]
-Size = Annotated[int | None, typer.Option("--size", help="Resize images to so many pixels.")]
+Size = Annotated[int | None, typer.Option("--size", help="Resize images to this many pixels.")]
 Mean = Annotated[str | None, typer.Option("--mean", help="Normalisation, one number a channel, pixels from 0 to 1.")]
 Std = Annotated[str | None, typer.Option("--std", help="As --mean.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest there is.")]

@@ -28,7 +28,7 @@ Classes = Annotated[
     str | None,
     typer.Option(
         "--classes",
-        help="The network's classes: their names with commas between, a file with a name a line, or how many.",
+        help="The network's classes: their names, comma-separated, a file with a name a line, or how many.",
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")]
@@ -161,7 +161,7 @@ def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
     found = tuple(name.strip() for name in names if name.strip())
     if len(found) < 2 or len(set(found)) < len(found):
         raise QualmsError(
-            f"--classes {text} is neither a number, nor two or more different names with commas between, nor a file "
+            f"--classes {text} is neither a number, nor two or more different names separated by commas, nor a file "
             "with a name on each line."
         )
     return len(found), found

@@ -37,12 +37,13 @@ from qualms.report.layers import layers_of
 from qualms.report.page import require_writable, write_page
 from qualms.report.tables import left_out
 from qualms.tasks.journal import Journal, read
+from qualms.tasks.ood import alike
 from qualms.tasks.scoring import chosen_engine, score_images, usable
 
 
 def report(
     inside: Inside,
-    outside: Annotated[str, typer.Option("--ood", help="Other datasets, with commas between.")] = "",
+    outside: Annotated[str, typer.Option("--ood", help="Other datasets, comma-separated.")] = "",
     model: Published = None,
     weights: Weights = None,
     methods: Chosen = "paper",
@@ -86,8 +87,7 @@ def report(
     tell_images(network, known, *others)
     network.try_on(known)
     known = network.relabelled(known)
-    if network.fit is None:  # nobody says what it takes, so the others come in the size of the known ones
-        others = [images.fitted(known.pixels.shape[1], known.size) for images in others]
+    others = [alike(network, known, images) for images in others]
     if known.labels is not None:
         network.accuracy(known)  # an error if its classes are not those of the labels
     asked = chosen_methods(methods, known.name)

@@ -23,10 +23,11 @@ def reproduce(
     device: Device = "auto",
     json_lines: Json = False,
 ) -> None:
-    """Make a table of the paper again: train or read the networks, score, measure, print.
+    """Reproduce a table of the paper: train or load the networks, score, measure, print.
 
     table1: OOD detection. table2: calibration. table3: active learning. table4: the parts of REGrad*. table5: λ and σ.
-    vit: a vision transformer. Killed, the same command goes on where it was; tables share what they score. Example:
+    vit: a vision transformer. If it is stopped, the same command resumes where it left off; tables share what they
+    score. Example:
 
         qualms reproduce table1 --preset cpu --root data
     """

@@ -29,7 +29,7 @@ def score(
         str, typer.Argument(help="A folder of images, an image, a .npz or .parquet file, or a dataset's name.")
     ],
     model: Annotated[str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")],
-    methods: Annotated[str, typer.Option(help="Specs with commas between; the first one decides.")] = DEFAULT,
+    methods: Annotated[str, typer.Option(help="Comma-separated specs; the first one decides.")] = DEFAULT,
     out: Annotated[
         str | None,
         typer.Option(help="The table: a .csv, .parquet or .jsonl file, or - for stdout.", show_default=FILE),

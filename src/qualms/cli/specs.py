@@ -22,5 +22,5 @@ def chosen_methods(text: str, dataset: str) -> dict[str, Method]:
         if spec not in ("paper", "all"):
             found[spec] = parse(spec)
     if not found:
-        raise QualmsError("--methods names no method; give specs with commas between, or `paper`.")
+        raise QualmsError("--methods names no method; give comma-separated specs, or `paper`.")
     return found

@@ -13,6 +13,7 @@ from qualms.cli.options import Json, Overwrite
 from qualms.cli.own_images import Given, end, ready
 from qualms.cli.specs import chosen_methods
 from qualms.cli.writing import write_rejected, written
+from qualms.data import dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
 from qualms.threshold import Threshold
@@ -58,7 +59,7 @@ def threshold(
     if model is None:
         raise QualmsError("--model is missing; name the network that the threshold is for.")
     _check(coverage, risk, confidence)
-    wanted = chosen_methods(method, images)
+    wanted = chosen_methods(method, dataset_name(images, given.root) or "")
     if len(wanted) > 1:
         raise QualmsError(f"a threshold is for one method, and --method names {len(wanted)}; choose one.")
     with written(out, overwrite) as part:

@@ -28,9 +28,9 @@ def train(
     data: Annotated[str, typer.Argument(help=f"What to learn: {', '.join(NETWORKS)}.")],
     model: Annotated[str | None, typer.Option(help="A network, as for load_model; the paper's by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="The checkpoint.", show_default="runs/DATA-MODEL-seedN.pt")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Fewer than the recipe's; its steps move along.")] = None,
-    count: Annotated[int | None, typer.Option(help="Learn from so many training images only.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Images a step, if not the recipe's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Fewer than the recipe's; its schedule is scaled to fit.")] = None,
+    count: Annotated[int | None, typer.Option(help="Train on this many images only.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Batch size, if not the recipe's.")] = None,
     root: Root = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -38,7 +38,7 @@ def train(
 ) -> None:
     """Train a network by the paper's recipe; the best epoch on validation images is kept.
 
-    Killed, the same command goes on after the last whole epoch. Example:
+    If it is stopped, the same command resumes after the last complete epoch. Example:
 
         qualms train digits --epochs 10
     """

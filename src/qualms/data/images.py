@@ -151,6 +151,6 @@ def images_of(name: str, where: object, pixels: Any, labels: Any, classes: tuple
     if low < 0 or high >= (len(classes) or 2**63):
         allowed = f"0 to {len(classes) - 1}" if classes else "0 and up"
         raise QualmsError(
-            f"the labels in {where} go from {low} to {high}, and classes are counted {allowed}; mend them."
+            f"the labels in {where} go from {low} to {high}, and classes are counted {allowed}; correct them."
         )
     return Images(name, x, torch.from_numpy(y.reshape(-1).astype(np.int64)), classes, **more)

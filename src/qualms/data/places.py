@@ -35,4 +35,4 @@ def extra(module: str, package: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise QualmsError(f"reading {what} needs {package}; pip install 'qualms[app]'") from None
+        raise QualmsError(f"reading {what} needs {package}; pip install '.[app]' in a clone of qualms") from None

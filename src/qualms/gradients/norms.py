@@ -91,7 +91,7 @@ def class_gradient_norms(
             one class, one backward pass: slow and obviously right).
         params: which parameters count: a pattern such as `"layer4.*"`, or a function of names; all by default.
         budget: bytes that the work on one chunk of inputs may take; a share of what is free by default.
-        batch_size: at most so many inputs at once.
+        batch_size: the most inputs to run at once.
         seed: decides the perturbations of smoothing, together with an input's number, and the tangents of the sketch.
 
     Example:

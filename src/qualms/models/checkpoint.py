@@ -52,7 +52,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as error:
-        raise QualmsError(f"{path} needs the package safetensors; pip install 'qualms[app]'.") from error
+        raise QualmsError(
+            f"{path} needs the package safetensors; pip install '.[app]' in a clone of qualms."
+        ) from error
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

@@ -67,7 +67,7 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
 
 
 def normalisation_of(source: str | Path, model: nn.Module) -> Normalisation | None:
-    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalised with; None if nobody says.
+    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalised with; None if it is not known.
 
     Example:
         ```python

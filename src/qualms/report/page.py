@@ -29,7 +29,7 @@ def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> 
     """Write the report as one HTML file; `resamples` is how many each interval is made from."""
     for package in ("jinja2", "PIL"):
         if find_spec(package) is None:
-            raise QualmsError(f"the report page needs {package}; pip install 'qualms[app]'")
+            raise QualmsError(f"the report page needs {package}; pip install '.[app]' in a clone of qualms")
     require_writable(path)
     Path(path).write_text(_html(content, at_a_glance(content, resamples)), encoding="utf-8")
     return Path(path)

@@ -29,7 +29,7 @@ def ood(
     OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
     """
     engine = chosen_engine(network, inside, methods, engine)
-    images = [inside, *(_like(network, inside, other) for other in outside)]
+    images = [inside, *(alike(network, inside, other) for other in outside)]
     known, *others = (
         score_images(network, i, methods, journal, seed=seed, engine=engine, train=train, tell=tell) for i in images
     )
@@ -51,7 +51,7 @@ def ood(
             yield found[0] if found else journal.add(OodRow(**key, **_measures(known.scores[name], other.scores[name])))
 
 
-def _like(network: Network, inside: Images, other: Images) -> Images:
+def alike(network: Network, inside: Images, other: Images) -> Images:
     """In the size of the images that the network knows; if it fits those anew in each batch, then these too."""
     if network.fit is None:
         return other.fitted(inside.pixels.shape[1], inside.size)

@@ -30,7 +30,7 @@ bench = typer.Typer(
 
 @bench.callback()
 def describe() -> None:
-    """Judge methods on a network. Killed, the same command goes on where it was.
+    """Judge methods on a network. If it is stopped, the same command resumes where it left off.
 
     Each task has its own options and an example in `qualms bench TASK --help`.
     """

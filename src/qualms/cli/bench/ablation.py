@@ -10,9 +10,9 @@ from qualms.tasks.scoring import Methods
 
 @with_options(Trained)
 def ablation(given: Trained, outside: Outside = "") -> None:
-    """What do the parts of REGrad* add, and do λ and σ matter? Killed, the same command goes on where it was.
+    """What do the parts of REGrad* add, and do λ and σ matter?
 
-    It is judged by how well other datasets are told apart. Example:
+    If it is stopped, the same command resumes where it left off. It is judged by how well other datasets are told apart. Example:
 
         qualms bench ablation --id svhn --ood cifar10
     """

@@ -32,12 +32,12 @@ def active(
     start: Annotated[int, typer.Option(help="Images to start with.")] = 20,
     more: Annotated[int, typer.Option(help="Images that each cycle adds.")] = 20,
     cycles: Annotated[int, typer.Option(help="How many.")] = 10,
-    epochs: Annotated[int, typer.Option(help="At most, a training.")] = RECIPES["active"].epochs,
-    pool: Annotated[int | None, typer.Option(help="Choose among so many images.")] = None,
-    validation: Annotated[int | None, typer.Option(help="Choose the epoch by so many images.")] = None,
+    epochs: Annotated[int, typer.Option(help="The most epochs per training run.")] = RECIPES["active"].epochs,
+    pool: Annotated[int | None, typer.Option(help="Size of the pool.")] = None,
+    validation: Annotated[int | None, typer.Option(help="Images used to choose the best epoch.")] = None,
     diversity: Annotated[float | None, typer.Option(help="As for qualms.select.")] = None,
 ) -> None:
-    """Which images are worth a label? Killed, the same command goes on where it was.
+    """Which images are worth a label? If it is stopped, the same command resumes where it left off.
 
     A network learns from a few images, asks for the labels of those that a method calls most uncertain, and learns
     anew. `random` among the methods asks for any. Example:

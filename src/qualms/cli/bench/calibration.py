@@ -14,7 +14,7 @@ from qualms.tasks.rows import Row
 
 @with_options(Trained)
 def calibration(given: Trained, methods: Chosen = "paper") -> None:
-    """Are certain predictions right? Killed, the same command goes on where it was.
+    """Are certain predictions right? If it is stopped, the same command resumes where it left off.
 
     Noise levels in specs are in pixels from 0 to 1. Example:
 

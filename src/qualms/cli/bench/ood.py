@@ -14,7 +14,7 @@ from qualms.tasks.rows import Row
 
 @with_options(Trained)
 def ood(given: Trained, outside: Outside = "", methods: Chosen = "paper") -> None:
-    """Do scores tell other datasets apart? Killed, the same command goes on where it was.
+    """Do scores tell other datasets apart? If it is stopped, the same command resumes where it left off.
 
     Noise levels in specs are in pixels from 0 to 1. Example:
 

@@ -14,7 +14,7 @@ from qualms.tasks.rows import Row
 
 @with_options(Trained)
 def runtime(given: Trained, methods: Chosen = "paper") -> None:
-    """What does each method cost? Killed, the same command goes on where it was.
+    """What does each method cost? If it is stopped, the same command resumes where it left off.
 
     Times are in units of Entropy's. A network without weights will do. Example:
 

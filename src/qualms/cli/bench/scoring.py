@@ -19,7 +19,7 @@ from qualms.tasks.network import Network
 from qualms.tasks.rows import AccuracyRow, Row
 from qualms.tasks.scoring import Methods, accuracy_row, usable
 
-Outside = Annotated[str, typer.Option("--ood", help="Other datasets, with commas between.")]
+Outside = Annotated[str, typer.Option("--ood", help="Other datasets, comma-separated.")]
 
 
 @dataclass(frozen=True)
