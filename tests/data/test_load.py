@@ -105,7 +105,7 @@ def test_a_package_that_is_not_there_is_named(
 ) -> None:
     write(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(qualms.QualmsError, match=rf"reading .* needs {package}; pip install 'qualms\[app\]'"):
+    with pytest.raises(qualms.QualmsError, match=rf"reading .* needs {package}; pip install '\.\[app\]'"):
         load(name, tmp_path)
 
 

@@ -109,7 +109,7 @@ def test_without_safetensors_an_error_says_what_to_install(tmp_path: Path, monke
         return plain(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(QualmsError, match=r"needs the package safetensors; pip install 'qualms\[app\]'"):
+    with pytest.raises(QualmsError, match=r"needs the package safetensors; pip install '\.\[app\]'"):
         read_state(tmp_path / "w.safetensors")
 
 
