@@ -213,7 +213,7 @@ def test_labels_are_counted_as_the_network_counts_its_classes(network: Network, 
     assert named.relabelled(folder).classes == named.class_names
     with pytest.raises(QualmsError, match="mine/ has the class 'two', which digits-cnn does not know"):
         named.relabelled(replace(folder, classes=("0", "1", "two")))
-    with pytest.raises(QualmsError, match="tells 10 classes apart without naming them, and mine/ has 3"):
+    with pytest.raises(QualmsError, match="tells 10 classes apart, and mine/ has 3"):
         network.relabelled(folder)
     assert network.relabelled(known) is known
     unlabelled = replace(folder, labels=None)

@@ -90,13 +90,13 @@ class Network:
         """
         if images.labels is None or not images.classes or images.classes == self.class_names:
             return images
-        source = images.source or images.name
+        source = images.name if images.name in DATASETS else images.source or images.name
         if not self.class_names:
             classes = self.logits(images.take(slice(0, 1))).shape[1]
             if len(images.classes) != classes:
                 raise QualmsError(
-                    f"{self.name} tells {classes} classes apart without naming them, and {source} has "
-                    f"{len(images.classes)}; give a folder for each class, or name the network's classes."
+                    f"{self.name} tells {classes} classes apart, and {source} has {len(images.classes)}; give a folder for "
+                    "each class, or name the network's classes."
                 )
             return images
         unknown = [name for name in images.classes if name not in self.class_names]
