@@ -119,7 +119,9 @@ def test_labels_are_folders_by_the_names_of_the_classes(
     assert run(monkeypatch, "threshold", "val", *own(*words)) == 1
     told = "'one', which digits-cnn does not know: its classes are called 0, 1, 2 …; give the folders their names"
     assert told in capsys.readouterr().err
-    (here / "nameless_net.py").write_text("from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(1, 8)\n")
+    (here / "nameless_net.py").write_text(
+        "from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(1, 8)\n"
+    )
     nameless = ("--model", "nameless_net:net", "--mean", "0.3", "--std", "0.4")
     assert run(monkeypatch, "threshold", "val", *nameless, *words) == 1  # nobody says which folder is which class
     assert "nameless_net:net tells 10 classes apart, and val/ (folder) has 4" in capsys.readouterr().err
