@@ -3,9 +3,9 @@
     python benchmarks/speed.py            (2 threads, float32, random weights: the cost does not depend on them)
 
 One process for each job, which times its ways in turn. Every time is the median over rounds, divided by that of a plain
-forward pass over 32 inputs in the same rounds, so numbers are ratios within one process; a first round, which tells peak
-memory, counts only if there is no other. "Second call" is a `Scorer` that has seen an input of the kind before. Rows go to
-`results/speed.jsonl` beside this file as they come.
+forward pass over 32 inputs in the same rounds, so numbers are ratios within one process. The first round tells peak
+memory, which is what a call adds to the process, and its time counts only if there is no other round. "Second call" is
+a `Scorer` that has seen an input of the kind before. Rows go to `results/speed.jsonl` beside this file as they come.
 """
 
 import argparse

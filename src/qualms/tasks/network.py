@@ -95,8 +95,8 @@ class Network:
             classes = self.logits(images.take(slice(0, 1))).shape[1]
             if len(images.classes) != classes:
                 raise QualmsError(
-                    f"{self.name} tells {classes} classes apart, and {source} has {len(images.classes)}; give a folder for "
-                    "each class, or name the network's classes."
+                    f"{self.name} tells {classes} classes apart, and {source} has {len(images.classes)}; give a folder "
+                    "for each class, or name the network's classes."
                 )
             return images
         unknown = [name for name in images.classes if name not in self.class_names]
