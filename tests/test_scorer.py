@@ -158,6 +158,7 @@ def test_tangents_are_drawn_once(model: nn.Module, x: Tensor, monkeypatch: pytes
     torch.testing.assert_close((found[0] + found[1]).scores["regrad+layers"], whole)
 
 
+@pytest.mark.slow
 def test_tangents_that_do_not_fit_the_budget_are_drawn_again(model: nn.Module, x: Tensor) -> None:
     small = qualms.Scorer(model, "regrad+layers", engine="sketch", budget=2000)
     found = [small(x), small(x)]
@@ -365,6 +366,7 @@ def test_models_that_view_their_input_are_scored(engine: Any) -> None:
     assert all(len(scores) == 5 for scores in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["exact", qualms.Sketch(4), qualms.Sketch(4, "sum")], ids=str)
 def test_another_path_in_an_earlier_batch_does_not_change_a_score(engine: Any) -> None:
     torch.manual_seed(0)

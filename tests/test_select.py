@@ -111,6 +111,7 @@ def test_candidates_keep_their_own_numbers_which_decide_their_draws() -> None:
         torch.testing.assert_close(gradient_features(model, read, some, method, settings), everything[some])
 
 
+@pytest.mark.slow
 def test_inputs_of_different_lengths_are_taken() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -190,6 +191,7 @@ def test_every_cluster_of_uncertain_inputs_gets_a_label() -> None:
     assert sorted(int(i) % 5 for i in picked) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("diversity", [None, 3])
 def test_the_batch_size_does_not_matter(diversity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qualms.selection.DIVERSITY_TANGENTS", 8)

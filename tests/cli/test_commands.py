@@ -181,6 +181,7 @@ def test_a_command_without_its_packages_says_what_to_install(
     )
 
 
+@pytest.mark.slow
 def test_test_images_are_never_learnt_from(
     here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,6 +331,7 @@ def test_commas_inside_brackets_do_not_part_specs() -> None:
     assert listed("regrad+smooth(0.02,8), entropy,") == ["regrad+smooth(0.02,8)", "entropy"]
 
 
+@pytest.mark.slow
 def test_the_networks_own_normalisation_is_used(
     here: Path, monkeypatch: pytest.MonkeyPatch, weights: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_question_that_is_not_answered_ends_with_1(monkeypatch: pytest.MonkeyP
     assert run(monkeypatch, "methods") == 1
 
 
+@pytest.mark.slow
 def test_debug_shows_the_traceback_of_a_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qualms", "reproduce", "table9"]
     plain, shown = (

@@ -95,6 +95,7 @@ def test_doctor_fails_when_scores_do(
     assert "a score: fails: no kernel" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_report_keeps_its_scores_where_bench_finds_them(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_folder_in_the_working_directory_beats_one_in_the_root(
 
 def test_a_path_beats_a_name_which_a_prefix_brings_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QUALMS_DATA", raising=False)
     assert load("photos").source == "bundled with scikit-learn"
     square(tmp_path / "photos", 3)
     found = load("photos")
@@ -191,6 +192,7 @@ def test_a_folder_called_like_a_dataset_is_not_taken_for_it(
 
 def test_the_folder_of_a_datasets_own_files_is_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QUALMS_DATA", raising=False)
     (tmp_path / "data").mkdir()
     layouts.write_idx(tmp_path / "data" / "mnist", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
     assert load("mnist").source == "data/ (dataset mnist)"

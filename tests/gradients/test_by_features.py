@@ -45,6 +45,7 @@ def test_features_that_cancel_do_not_take_the_digits_with_them(apart: float, mon
     torch.testing.assert_close(have, with_all_passes(monkeypatch, model, x), rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 def test_there_are_two_more_passes_than_features() -> None:
     passes = 0
 

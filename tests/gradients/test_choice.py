@@ -48,6 +48,7 @@ def test_few_classes_make_the_exact_engine_cheap() -> None:
         assert qualms.Scorer(model, "regrad", engine="auto", tolerance=tolerance).choose_engine(x) == engine
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_sketched_is_done_exactly() -> None:
     class Rounds(torch.autograd.Function):
         @staticmethod

@@ -14,6 +14,7 @@ def deep(width: int = 12, depth: int = 20) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(width, 5)).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["regrad+layers(0.6)", "exgrad+layers(0.6)+smooth(0.1)"])
 @pytest.mark.parametrize("tolerance", [1e-1, 1e-3])
 def test_scores_stay_within_the_tolerance(spec: str, tolerance: float) -> None:
@@ -27,6 +28,7 @@ def test_scores_stay_within_the_tolerance(spec: str, tolerance: float) -> None:
     assert (have[8:] < exact[8:] * (1 - 1e-12)).all(), "nothing was left out"
 
 
+@pytest.mark.slow
 def test_passes_stop_where_the_late_layers_begin() -> None:
     class Watched(torch.autograd.Function):
         calls = 0

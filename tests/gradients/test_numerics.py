@@ -222,6 +222,7 @@ def test_a_large_batch_stays_within_three_gibibytes() -> None:
     assert float(done.stdout) < 3
 
 
+@pytest.mark.slow
 def test_the_budget_cuts_batches() -> None:
     torch.manual_seed(0)
     model, x = net.mnist_cnn(), torch.randn(32, 1, 12, 12)

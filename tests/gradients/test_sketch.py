@@ -124,6 +124,7 @@ def test_other_engines_have_no_error_of_that_kind() -> None:
     assert torch.equal(error, torch.zeros(3))
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_the_batch_size() -> None:
     torch.manual_seed(0)
     model, x = net.mnist_cnn().double(), torch.randn(7, 1, 12, 12, dtype=torch.double)
@@ -207,6 +208,7 @@ class Words(nn.Module):
         return self.head(self.look_up(ids, self.weight).sum(1).tanh())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "look_up",
     [
@@ -263,6 +265,7 @@ def test_masked_classes_do_not_hide_that_inputs_influence_each_other(engine: str
     torch.testing.assert_close(have, want, rtol=1e-9 if engine == "exact" else 0.15, atol=0)
 
 
+@pytest.mark.slow
 def test_half_precision_gives_numbers_or_an_error() -> None:
     torch.manual_seed(0)
     model, x = net.mlp().half(), torch.randn(3, 3, 4, 4).half()

@@ -65,6 +65,7 @@ def test_a_shift_of_all_logits_changes_nothing(setting: Setting, member: nn.Modu
     assert changed == {"energy", "max-logit", "coherence", "confounding-label"}
 
 
+@pytest.mark.slow
 def test_permuting_the_classes_changes_nothing(setting: Setting, member: nn.Module) -> None:
     order = torch.tensor([3, 0, 4, 1, 2])
 
@@ -81,6 +82,7 @@ def test_permuting_the_classes_changes_nothing(setting: Setting, member: nn.Modu
         torch.testing.assert_close(before[name], after[name], rtol=1e-7, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_the_score_of_an_input_does_not_depend_on_the_rest_of_the_batch(setting: Setting, member: nn.Module) -> None:
     whole = all_scores(setting.model, setting.x, (member,))
     in_parts = all_scores(setting.model, setting.x, (member,), batch_size=3)
@@ -90,6 +92,7 @@ def test_the_score_of_an_input_does_not_depend_on_the_rest_of_the_batch(setting:
         torch.testing.assert_close(as_loader[name], whole[name], rtol=1e-8, atol=1e-13, msg=name)
 
 
+@pytest.mark.slow
 def test_the_seed_decides(setting: Setting, member: nn.Module) -> None:
     one = all_scores(setting.model, setting.x, (member,), seed=1)
     again = all_scores(setting.model, setting.x, (member,), seed=1)

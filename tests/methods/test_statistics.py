@@ -30,6 +30,7 @@ def test_perturb_x_is_half_the_trace_of_the_fisher_matrix_for_small_noise() -> N
     assert (4 * error < 0.2 * want).all()  # the error bar is tight enough to mean something
 
 
+@pytest.mark.slow
 def test_perturb_theta_is_half_the_trace_of_the_fisher_matrix_for_small_noise() -> None:
     """Logits move by ΔW x + Δb, of covariance σ²(‖x‖² + 1) I: E KL = ½ σ² (‖x‖² + 1) tr F + O(σ⁴)."""
     model, x, _, fisher = linear()

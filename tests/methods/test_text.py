@@ -16,6 +16,7 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     return hugging_face_bert(), padded_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*(kind.name for kind in METHODS), "regrad+layers+smooth"])
 def test_every_method_runs_on_text(name: str) -> None:
     model, x = bert()

@@ -8,6 +8,7 @@ import qualms
 from qualms import metrics
 
 
+@pytest.mark.slow
 def test_the_interval_of_auroc_covers_the_truth_about_as_often_as_it_says() -> None:
     truth = norm.cdf(1 / np.sqrt(2))  # P(N(1, 1) > N(0, 1))
     random = np.random.default_rng(0)

@@ -42,6 +42,7 @@ def test_images_of_another_shape_are_fitted_to_the_network(network: Network, kno
     assert (row["n_in"], row["n_out"], row["out"]) == (100, 40, "photos")
 
 
+@pytest.mark.slow
 def test_a_second_run_reads_its_rows_and_adds_none(
     network: Network, known: Images, strange: Images, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_second_run_reads_its_rows_and_adds_none(
     assert (tmp_path / "rows").stat().st_size == size
 
 
+@pytest.mark.slow
 def test_calibration_rows_say_how_often_certain_predictions_are_wrong(network: Network) -> None:
     images = load("digits").subset(300)
     rows = list(calibration(network, images, METHODS, Journal(None, {})))

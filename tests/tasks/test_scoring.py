@@ -183,6 +183,7 @@ def test_the_network_leaves_as_it_came(known: Images, network: Network) -> None:
     network.model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["ood", "calibration"])
 def test_scores_that_are_compared_come_from_one_engine_whatever_auto_picks(
     task: str, network: Network, known: Images, strange: Images, monkeypatch: pytest.MonkeyPatch
@@ -208,7 +209,7 @@ def test_labels_are_counted_as_the_network_counts_its_classes(network: Network, 
     named = replace(network, class_names=tuple("9876543210"))
     assert known.labels is not None
     some = known.take((known.labels < 3).nonzero().flatten())
-    folder = replace(some, classes=("0", "1", "2"), source="mine/")
+    folder = replace(some, name="mine", classes=("0", "1", "2"), source="mine/")
     assert torch.equal(named.relabelled(folder).labels, 9 - some.labels)
     assert named.relabelled(folder).classes == named.class_names
     with pytest.raises(QualmsError, match="mine/ has the class 'two', which digits-cnn does not know"):
