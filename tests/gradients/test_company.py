@@ -1,6 +1,7 @@
 """An input's score is its own: what else is in the batch, or came before it, does not matter."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,37 @@ def test_every_layer_of_a_model_with_many_paths_counts_in_the_models_order() -> 
         found = qualms.class_gradient_norms(model, x[:1], engine=engine)
         assert found.layers == names
         assert int((found.norms.sum((0, 1)) == 0).sum()) == 2  # two of four experts are picked
+
+
+class Cube(torch.autograd.Function):
+    """Keeps what it needs for its backward pass, as the softmax of DeBERTa does."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(context: Any, *cotangent: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        return cotangent[0] * 3 * x**2
+
+
+class KeepsTensors(nn.Module):
+    """One path, one layer that takes no part in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(Cube.apply(self.a(x)))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("engine", ["exact", "reference"])
+def test_a_function_that_keeps_tensors_is_not_taken_for_a_path_that_varies(engine: Any) -> None:
+    model, x = made(KeepsTensors)
+    assert qualms.class_gradient_norms(model, x, engine=engine).layers == ["a", "c"]
 
 
 class DropsOut(nn.Module):
