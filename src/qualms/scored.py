@@ -1,7 +1,7 @@
 """`Scored`: what a scorer says of some inputs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class Scored:
         class_names: of the columns of `probs`, if they are known.
         threshold: the highest score of the first method that is accepted, if there is one.
         sketched: the methods whose scores are estimates, with standard errors.
+        notes: what a method has to say of its scores, by method: that `heat` is the entropy here, what `auto` picked.
 
     Example:
         ```python
@@ -45,6 +46,7 @@ class Scored:
     class_names: tuple[str, ...] | None = None
     threshold: Threshold | None = None
     sketched: tuple[str, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def prediction(self) -> Int[Tensor, " n"]:
@@ -107,6 +109,7 @@ class Scored:
             errors={name: torch.cat([part.errors[name] for part in parts]) for name in first.errors},
             probs=torch.cat([part.probs for part in parts]),
             ids=[one for part in parts for one in part.ids],
+            notes={name: note for part in parts for name, note in part.notes.items()},
         )
 
     @property

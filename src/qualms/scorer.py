@@ -20,7 +20,7 @@ from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.few_classes import classes_needed
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import LOGITS, Method, Noise
+from qualms.methods.method import GRADIENTS, LOGITS, Method, Noise
 from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT, parse
 from qualms.models.fingerprint import fingerprint
@@ -163,9 +163,10 @@ class Scorer:
                 self._require_own_threshold()
             self._warn_of_units(batch)
             more = (self._train, self._members, self._gradient_methods(), self._learnt, self._fitted)
-            passes = Passes(Subject(inner, self.settings, *more), batch, first)
+            passes = Passes(Subject(inner, self.settings, *more, compares=self._compares()), batch, first)
             found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
+            said = {name: method.note(passes) for name, method in self.methods.items()}
             probs = passes.probs.detach()
             gradients = {name: m for name, m in self.methods.items() if isinstance(m, GradientScore)}
             estimated = tuple(name for name, m in gradients.items() if passes.estimates(m))
@@ -174,7 +175,8 @@ class Scorer:
                 f"there are {len(self.class_names)} class_names and {probs.shape[1]} logits; name every class once."
             )
         ids = range(first, first + count(batch))
-        return Scored(found, errors, probs, ids, self.class_names, self.threshold, estimated)
+        notes = {name: note for name, note in said.items() if note is not None}
+        return Scored(found, errors, probs, ids, self.class_names, self.threshold, estimated, notes)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""
@@ -201,6 +203,11 @@ class Scorer:
 
     def _gradient_methods(self) -> tuple[GradientScore, ...]:
         return tuple(method for method in self.methods.values() if isinstance(method, GradientScore))
+
+    def _compares(self) -> bool:
+        """Whether the exact engine will run on the inputs themselves, for which the logits serve as a check."""
+        plain = [m for m in self.methods.values() if GRADIENTS in m.needs and m.smooth is None]
+        return any(self.settings.engine_name == "exact" or not isinstance(m, GradientScore) for m in plain)
 
     def _pick_engine(self, model: nn.Module, batch: Batch) -> None:
         """Picks the engine for `auto`, judged by the most expensive pass that the methods need."""

@@ -80,6 +80,8 @@ def score(
         write_rejected(Path(place), found.rejected)
     if json_lines and place != STDOUT:
         typer.echo("\n".join(json_rows(scored)))
+    for note in scored.notes.values():
+        say(note)
     summary = _summary(scored, found, place, str(threshold or reference))
     if json_lines or place == STDOUT:
         say(summary)

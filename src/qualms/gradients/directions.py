@@ -6,7 +6,7 @@ and the weights p_c are always those of the input itself, row 0.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from torch import Tensor
 
 BLOCK_BYTES = 2**22  # of directions that exist at once: all C of them have C² entries for every row
 DOUBLE = 8  # bytes of an entry
+CONTRASTS = 16  # at most
 ROUNDING = 1e-12  # of sums of probabilities in double precision, with room for many classes
 Logits = Float[Tensor, "b r c"]
 
@@ -74,16 +75,41 @@ def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
     return (-torch.sigmoid(-logits.double()) / logits.shape[-1])[None]
 
 
+def contrasts(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+    """Vectors v_m with Σ_m v_m v_mᵀ = P = I - 11ᵀ/C, on average if there are fewer than C - 1 of them.
+
+    So Σ_m ‖Jᵀv_m‖² is tr(P J Jᵀ P), what the gradients of the logits amount to beyond a shift of all logits. Up to 17
+    classes they are an orthonormal basis of all v with Σ_c v_c = 0, beyond that 16 at random from one, the same always.
+    """
+    c = logits.shape[-1]
+    basis = _zero_sum_basis(c, contrast_count(c))[some].to(logits.device)
+    return basis[:, None, None, :].expand(-1, *logits.shape).clone()
+
+
+def contrast_count(classes: int) -> int:
+    """How many contrasts there are."""
+    return min(classes - 1, CONTRASTS)
+
+
+@cache
+def _zero_sum_basis(classes: int, number: int) -> Float[Tensor, "m c"]:
+    drawn = torch.randn(classes, number, generator=torch.Generator().manual_seed(classes), dtype=torch.double)
+    orthonormal = torch.linalg.qr(drawn - drawn.mean(0)).Q
+    return orthonormal.T * ((classes - 1) / number) ** 0.5
+
+
 DIRECTIONS: dict[str, Callable[..., Tensor]] = {
     "classes": classes,
     "logits": logits,
     "uniform": uniform,
     "expected": expected,
     "confounding": confounding,
+    "contrasts": contrasts,
 }
 
 
-PER_CLASS = ("classes", "logits")  # sets with a direction for each class, of which some can be asked for
+PER_CLASS = ("classes", "logits")  # sets with a direction for each class
+IN_BLOCKS = (*PER_CLASS, "contrasts")  # sets of many directions, of which some can be asked for
 
 
 @dataclass(frozen=True)
@@ -121,7 +147,7 @@ class Directions:
 
     def size(self, classes: int) -> int:
         """How many directions there are in all."""
-        return sum(classes if name in PER_CLASS else 1 for name in self.names)
+        return sum(_size(name, classes) for name in self.names)
 
     def columns(self, name: str, classes: int) -> slice:
         """Where one set stands among them."""
@@ -137,9 +163,13 @@ class Directions:
         (inputs, per_input, classes), step = logits.shape, max(1, block_bytes // (DOUBLE * logits.numel()))
         for name in self.names:
             for start in range(0, Directions((name,)).size(classes), step):
-                some = (slice(start, start + step),) if name in PER_CLASS else ()
+                some = (slice(start, start + step),) if name in IN_BLOCKS else ()
                 block: Tensor = DIRECTIONS[name](logits, *some)
                 yield unit_sized(block.flatten(1, 2).div_(per_input), inputs)
+
+
+def _size(name: str, classes: int) -> int:
+    return classes if name in PER_CLASS else contrast_count(classes) if name == "contrasts" else 1
 
 
 def projected(

@@ -11,6 +11,7 @@ from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
+from qualms.methods.heat import Heat, HeatGeometric
 from qualms.methods.inserted_dropout import InsertedDropout
 from qualms.methods.laplace import Laplace
 from qualms.methods.max_logit import MaxLogit
@@ -41,6 +42,8 @@ __all__ = [
     "GradNorm",
     "GradNormHuang",
     "GradientScore",
+    "Heat",
+    "HeatGeometric",
     "InsertedDropout",
     "Laplace",
     "MCBatchNorm",

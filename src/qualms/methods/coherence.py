@@ -2,8 +2,13 @@
 
 g_c = Jᵀ(e_c - p), Z = Σ_c exp z_c, and κ is the mean over pairs of classes c ≠ c' of the squared cosine
 G_cc'² / (G_cc G_c'c') between the gradients of two logits, G = J Jᵀ over the last two blocks alone (the last residual
-or transformer block, or hidden layer, and the classifier). Inputs far from what a model knows make the gradients of
-its classes collinear. There is no pass through the early layers, so it costs less than REGrad.
+or transformer block, or hidden layer, and the classifier). There is no pass through the early layers, so it costs less
+than REGrad.
+
+Why it works: not because the gradients of unknown inputs are collinear as such. κ follows the ratio of the block's
+gradient to the classifier's (a study of 12 networks explains it with R² 0.98 to 1.00), since the classifier's part of G
+is a multiple of I and the block's is not; collinearity within the block alone is weak, or ranks backwards. That ratio
+is what `heat` is built on.
 
 The study behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over the other 32
 (AUROC/AUPR): coherence 88.7/87.4, GEN 87.6/84.8, energy 87.0/84.1, entropy 86.7/84.3, REGrad with layers 85.9/82.0.
@@ -18,12 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.errors import QualmsError
 from qualms.gradients.directions import classes
-from qualms.gradients.inputs import take
-from qualms.gradients.layers import grouped, selected_parameters
-from qualms.gradients.rows import Rows
-from qualms.gradients.watch.forward import use_order
+from qualms.methods.blocks import heavy_blocks
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.passes import Passes
 
@@ -50,7 +51,8 @@ class Coherence(Method):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return coherence(passes.logits, passes.gram(_last_two_blocks(passes)).sum(1))
+        late = heavy_blocks(passes, self.name)[-2:]
+        return coherence(passes.logits, passes.gram(frozenset(name for block in late for name in block)).sum(1))
 
 
 def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
@@ -68,18 +70,3 @@ def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
     cosines = torch.where(scale > 0, gram**2 / scale.clamp_min(torch.finfo(gram.dtype).tiny), 0)
     c = gram.shape[-1]
     return (cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)) / (c * (c - 1))
-
-
-def _last_two_blocks(passes: Passes) -> frozenset[str]:
-    """The parameters of the last two blocks that have a matrix or kernel, and of what stands between or behind them."""
-    selected = selected_parameters(passes.model, passes.subject.settings.params)
-    order = use_order(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
-    if not order.names:
-        raise QualmsError(
-            "coherence needs to see in which order the model uses its layers, which it hides from torch's function "
-            "modes (a scripted module?); use regrad or entropy."
-        )
-    blocks = list(grouped(passes.model, order.counted(order.names, selected), "block").values())
-    heavy = [i for i, names in enumerate(blocks) if any(selected[name].ndim > 1 for name in names)]
-    start = heavy[-2:][0] if heavy else 0
-    return frozenset(name for block in blocks[start:] for name in block)

@@ -46,10 +46,10 @@ NO_HEAD = (
 
 
 @torch.no_grad()
-def with_head(model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
-    """The logits of a batch and the head that they came from, or the reason why there is none."""
+def with_head(model: nn.Module, on: Batch | Rows) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
+    """The logits of inputs and the head that they came from, or the reason why there is none."""
     watch = _LastLinear()
-    logits = logits_of(model, Rows(batch), watch)
+    logits = logits_of(model, on if isinstance(on, Rows) else Rows(on), watch)
     for features, weight, bias, out in reversed(watch.calls):
         # The layer's result must be the logits themselves: nothing may happen between the two.
         if features.ndim == 2 and out.shape == logits.shape and torch.equal(out, logits):

@@ -78,6 +78,10 @@ class Method(Protocol):
         """The standard error of a score that is an estimate; 0 for one that is not."""
         return torch.zeros(len(passes.logits), dtype=torch.double, device=passes.device)
 
+    def note(self, passes: Passes) -> str | None:
+        """A sentence on what the scores of this model are, where that is not what the name says."""
+        return None
+
     @property
     def layers(self) -> float | None:
         """λ of `+layers(λ)`, where that was asked for."""

@@ -3,7 +3,7 @@
 `Subject` holds what belongs to the model, `Passes` what belongs to one batch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ class Subject:
     gradient_methods: "tuple[GradientScore, ...]" = ()  # those that will be asked for
     learnt: Learnt = field(default_factory=Learnt)  # what the engines found out about the model
     fitted: dict[Any, Any] = field(default_factory=dict)  # what methods keep for this model, such as a posterior
+    compares: bool = False  # the exact engine will run on the inputs themselves; smoothed ones it compares on its own
 
     def training_batches(self, method: str) -> Iterator[Batch]:
         """The training inputs, labels dropped."""
@@ -103,7 +104,7 @@ class Passes:
         the consecutive ones that it takes, so that these logits also tell whether inputs influence each other.
         """
         inputs = count(self.batch)
-        groups = max(2 if self._compared and inputs > 1 else 1, -(-inputs // self.subject.rows_at_once))
+        groups = max(2 if self.subject.compares and inputs > 1 else 1, -(-inputs // self.subject.rows_at_once))
         members = [list(range(start, inputs, groups)) for start in range(groups)]
         parts = [with_head(self.model, take(self.batch, group)) for group in members]
         order = torch.tensor([i for group in members for i in group]).argsort()
@@ -113,14 +114,8 @@ class Passes:
         return logits, head.take(order) if isinstance(head, Head) else head
 
     @property
-    def _compared(self) -> bool:
-        """Whether the exact engine will run, on the inputs themselves: smoothed ones it compares on its own."""
-        exact = self.subject.settings.engine_name == "exact"
-        return exact and any(method.smooth is None for method in self.subject.gradient_methods)
-
-    @property
     def _regrouped(self) -> Float[Tensor, "b c"] | None:
-        return self._outcome[0] if self._compared else None
+        return self._outcome[0] if self.subject.compares else None
 
     @property
     def logits(self) -> Float[Tensor, "b c"]:
@@ -186,6 +181,21 @@ class Passes:
         settings = Settings(params=params.__contains__, budget=own.budget, batch_size=own.batch_size)
         job = replace(self.job(Directions(("logits",)), None), settings=settings)
         return layer_table([job], self.subject.learnt, gram=True, regrouped=self._regrouped).values.double()
+
+    def traces(self, blocks: Sequence[Sequence[str]]) -> Float[Tensor, "b l"]:
+        """tr(P G_l P) of blocks of parameters, P = I - 11ᵀ/C and G_l = J_l J_lᵀ; beyond 17 classes an estimate.
+
+        Backward passes go no further than the first of the blocks.
+        """
+        own, names = self.subject.settings, {name: i for i, block in enumerate(blocks) for name in block}
+        settings = Settings(
+            granularity="tensor", params=names.__contains__, budget=own.budget, batch_size=own.batch_size
+        )
+        job = replace(self.job(Directions(("contrasts",)), None), settings=settings)
+        table = layer_table([job], self.subject.learnt, regrouped=self._regrouped)
+        squares = table.values.double().square().sum(1)
+        place = torch.tensor([names[name] for name in table.layers], device=squares.device)
+        return squares.new_zeros(len(squares), len(blocks)).index_add_(1, place, squares)
 
     def _sketch(self, method: "GradientScore") -> None:
         """All scores of one sketch, block by block: they are linear in the norms, and so are their errors."""

@@ -19,6 +19,7 @@ from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import LAMBDA, GradientScore
 from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
+from qualms.methods.heat import Heat, HeatGeometric
 from qualms.methods.inserted_dropout import InsertedDropout
 from qualms.methods.laplace import Laplace
 from qualms.methods.max_logit import MaxLogit
@@ -40,6 +41,7 @@ METHODS: tuple[type[Method], ...] = (
     *(REGrad, ExGrad, UNGrad, GradNorm, GradNormHuang, NEGrad),
     *(PerturbX, PerturbTheta, MCAA, InsertedDropout, Entropy, ExGradV, Laplace),
     *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
+    *(Heat, HeatGeometric),
 )
 BY_NAME = {kind.name: kind for kind in METHODS}
 MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most

@@ -1,0 +1,167 @@
+"""Heat (ours): T · H(softmax(z / T)), the entropy at the temperature of the features' noise. Scores are its logarithm.
+
+T(x) = ρ(x) / ρ₀ and ρ(x) = Σ_l tr(P G_l P) / tr(P G_head P) over the last three blocks l before the classifier, with
+G = J Jᵀ, J the derivative of the logits by a block's weights and P = I - 11ᵀ/C, so that a shift of all logits changes
+nothing. ρ₀ is the geometric mean of ρ over 32 inputs of N(0, 1) noise.
+
+Why: noise of size ε on all weights gives the logits the covariance ε² G. The classifier's part of it is (‖h‖² + 1) I,
+the energy of the features h that it reads; the blocks' part is the noise of the features themselves, as the classifier
+sees it. So ρ is noise to signal, and dividing the logits by it is shrinkage. ρ₀ sets the unit: an input that is known
+no better than noise keeps its softmax, and one that is known better is sharpened. Mistakes stay near the boundaries
+between classes at any T.
+
+For classifiers that read features of free length. Where a normalisation fixes ‖h‖ (vision transformers, language
+models), ρ loses its signal. Noise that is made 64 times as large shows it: if the features do not grow fourfold, T is 1
+and heat is the entropy, and `Scored.notes` says so. With more than 17 classes, traces are estimated from 16 fixed
+contrasts of classes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.directions import Directions
+from qualms.gradients.inputs import count
+from qualms.methods.blocks import heavy_blocks, without_head
+from qualms.methods.head import Head, with_head
+from qualms.methods.method import GRADIENTS, Method
+from qualms.methods.noise import louder, noise_inputs
+from qualms.methods.passes import Passes
+
+BLOCKS = 3
+NOISE_INPUTS = 32
+LOUDER = 64.0
+FREE = 4.0  # a length that grows by less than this, when noise is made LOUDER, is fixed
+COLDEST, HOTTEST = 1e-6, 1e6
+SMALLEST = 1e-300
+NOTHING = Directions(())
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What noise inputs say of a model: the blocks that count, and log ρ₀ or the reason why T is 1."""
+
+    blocks: tuple[tuple[str, ...], ...]
+    log_ratio: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Heat(Method):
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        print(qualms.score(model, torch.randn(5, 4), "heat"))
+        ```
+    """
+
+    name = "heat"
+    paper = "ours"
+    needs = (GRADIENTS,)
+    cost = "2, and C - 1 (at most 16) backward through the last three blocks"
+
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return log_heat(passes.logits, self.temperature(passes))
+
+    def note(self, passes: Passes) -> str | None:
+        """That T is 1, and why."""
+        why = self._unit(passes).why
+        return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
+
+    def temperature(self, passes: Passes) -> Float[Tensor, " b"]:
+        """T(x) = ρ(x) / ρ₀, or 1 where ρ tells nothing."""
+        unit = self._unit(passes)
+        if unit.log_ratio is None:
+            return torch.ones(count(passes.batch), dtype=torch.double, device=passes.device)
+        return (self._log_ratio(passes, unit.blocks) - unit.log_ratio).exp().clamp(COLDEST, HOTTEST)
+
+    def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
+        """log ρ from the logarithms of the blocks' ratios: that of their sum."""
+        return log_ratios.logsumexp(-1)
+
+    def _log_ratio(self, passes: Passes, blocks: tuple[tuple[str, ...], ...]) -> Float[Tensor, " b"]:
+        traces = passes.traces(blocks).clamp_min(SMALLEST).log()
+        return self.combined(traces - head_trace(passes.head).clamp_min(SMALLEST).log()[:, None])
+
+    def _unit(self, passes: Passes) -> Unit:
+        """Found once for a model and a shape of inputs."""
+        key = (self, passes.job(NOTHING, None).shapes)
+        if key not in passes.subject.fitted:
+            passes.subject.fitted[key] = self._measured_unit(passes)
+        unit: Unit = passes.subject.fitted[key]
+        return unit
+
+    def _measured_unit(self, passes: Passes) -> Unit:
+        blocks = tuple(map(tuple, without_head(heavy_blocks(passes, self.name), passes)[-BLOCKS:]))
+        if not blocks:
+            return Unit(blocks, None, "nothing with weights stands before the classifier")
+        noise = Passes(passes.subject, noise_inputs(passes, NOISE_INPUTS, self.name))
+        if growth(noise) < FREE:
+            return Unit(blocks, None, "a normalisation fixes the length of the features that the classifier reads")
+        return Unit(blocks, float(self._log_ratio(noise, blocks).mean()))
+
+
+@dataclass(frozen=True)
+class HeatGeometric(Heat):
+    """The geometric mean of the three blocks' ratios instead of their sum.
+
+    A factor that is moved from one block's weights to another's, which leaves the function of a network of rectifiers
+    without biases as it is, changes the sum and not the mean.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        print(qualms.score(model, torch.randn(5, 4), "heat-geometric"))
+        ```
+    """
+
+    name = "heat-geometric"
+
+    def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
+        """log ρ: the mean of the logarithms."""
+        return log_ratios.mean(-1)
+
+
+def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """log(T · H(softmax(z / T))), right where the probability of a class is 1 - 1e-300.
+
+    With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the likeliest,
+    H = log(1 + s) + Σ exp(u_c) (-u_c) / (1 + s), each part of it positive.
+    """
+    best = logits.argmax(-1, keepdim=True)
+    u = (logits - logits.gather(-1, best)) / temperature[:, None]
+    u = u.scatter(-1, best, -torch.inf)
+    log_s = u.logsumexp(-1)
+    log_total = torch.nn.functional.softplus(log_s)  # log(1 + s)
+    first = torch.where(log_s < -30, log_s, log_total.clamp_min(SMALLEST).log())
+    second = (u + (-u).log()).scatter(-1, best, -torch.inf).logsumexp(-1) - log_total
+    return temperature.log() + torch.logaddexp(first, second)
+
+
+def head_trace(head: Head) -> Float[Tensor, " b"]:
+    """tr(P G P) of a linear classifier: (C - 1)(‖h‖² + 1), without the 1 if it has no bias."""
+    energy = head.features.double().square().sum(-1) + (0 if head.bias is None else 1)
+    return (len(head.weight) - 1) * energy
+
+
+def growth(noise: Passes) -> float:
+    """By how much the features of noise inputs grow, in the geometric mean, if the noise does by `LOUDER`."""
+    after = with_head(noise.model, louder(noise.batch, LOUDER, noise.seed))[1]
+    if isinstance(after, QualmsError):
+        raise after
+    lengths = [h.features.double().norm(dim=-1).clamp_min(SMALLEST).log().mean() for h in (noise.head, after)]
+    return float((lengths[1] - lengths[0]).exp())

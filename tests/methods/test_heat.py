@@ -1,0 +1,200 @@
+"""Heat: its formula by hand, what leaves it as it is, and where it steps back."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qualms
+from qualms.gradients.directions import contrasts
+from qualms.methods import heat
+from qualms.methods.heat import COLDEST, log_heat
+from qualms.methods.noise import PURPOSE
+from qualms.models.vit import vit_tiny
+from qualms.random import generator
+from tests.methods.conftest import Setting
+
+
+def rectifiers(bias: bool = False, classes: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = []
+    for a, b in pairwise((6, 12, 10, 8)):
+        layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(8, classes, bias=bias)).double().eval()
+
+
+def ratios(model: nn.Sequential, x: Tensor, blocks: list[nn.Module], head: nn.Linear) -> Tensor:
+    """tr(P G_l P) / tr(P G_head P) of one input, for each block, from its Jacobians."""
+    z = model(x[None])[0]
+
+    def trace(*modules: nn.Module) -> Tensor:
+        parameters = [p for m in modules for p in m.parameters()]
+        rows = [torch.autograd.grad(v, parameters, retain_graph=True) for v in z]
+        jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        return (jacobian - jacobian.mean(0)).square().sum()
+
+    return torch.stack([trace(*block) if isinstance(block, tuple) else trace(block) for block in blocks]) / trace(head)
+
+
+@pytest.mark.parametrize(("name", "combined"), [
+    ("heat", lambda r: r.sum().log()), ("heat-geometric", lambda r: r.log().mean())])  # fmt: skip
+def test_the_formula_by_hand(setting: Setting, name: str, combined: Callable[[Tensor], Tensor]) -> None:
+    model = setting.model
+    blocks, head = [(model[0], model[1]), (model[5],)], model[8]
+    noise = torch.randn(32, 1, 8, 8, generator=generator(3, PURPOSE, 0)).double()
+    unit = torch.stack([combined(ratios(model, x, blocks, head)) for x in noise]).mean()
+    have = qualms.score(model, setting.x, name, seed=3)
+    for b, x in enumerate(setting.x):
+        t = (combined(ratios(model, x, blocks, head)) - unit).exp()
+        p = (setting.logits[b] / t).softmax(0)
+        torch.testing.assert_close(have[b].exp(), t * -(p * p.log()).sum(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("margin", [0.0, 1e-3, 1.0, 30.0, 700.0, 1e4])
+def test_no_confidence_is_too_high_for_it(margin: float) -> None:
+    """Two classes: H = log(1 + s) + s·m / (1 + s), s = exp(-m)."""
+    have = float(log_heat(torch.tensor([[margin, 0.0]]).double(), torch.ones(1).double()))
+    if margin < 30:
+        s = math.exp(-margin)
+        assert have == pytest.approx(math.log(math.log1p(s) + s * margin / (1 + s)), rel=1e-12)
+    else:
+        assert have == pytest.approx(-margin + math.log1p(margin), rel=1e-12)
+
+
+def test_log_heat_grows_with_temperature_and_ends_at_the_uniform_entropy() -> None:
+    z, t = torch.tensor([[3.0, 1.0, 0.0]]).double(), torch.logspace(-6, 6, 25).double()
+    values = log_heat(z.expand(25, -1), t)
+    assert torch.isfinite(values).all()
+    assert (values.diff() > 0).all()
+    assert float(values[-1] - t[-1].log()) == pytest.approx(math.log(math.log(3)), abs=1e-9)
+
+
+def test_a_shift_of_all_logits_changes_nothing() -> None:
+    model, x = rectifiers(bias=True), torch.randn(5, 6).double()
+    before = qualms.score(model, x, "heat")
+    model[-1].bias.data += 5
+    torch.testing.assert_close(qualms.score(model, x, "heat"), before, rtol=1e-9, atol=0)
+
+
+def test_a_factor_moved_between_layers_changes_the_sum_but_not_the_geometric_mean() -> None:
+    model, x = rectifiers(), torch.randn(5, 6).double()
+    before = qualms.compare(model, x, ["heat", "heat-geometric"])
+    for layer, factor in ((0, 7.0), (2, 1 / 7), (4, 3.0), (6, 1 / 3)):  # the last of them is the classifier
+        model[layer].weight.data *= factor
+    after = qualms.compare(model, x, ["heat", "heat-geometric"])
+    torch.testing.assert_close(after["heat-geometric"], before["heat-geometric"], rtol=1e-9, atol=1e-12)
+    assert (after["heat"] - before["heat"]).abs().max() > 0.01
+
+
+def test_an_input_without_any_gradient_in_the_blocks_has_the_lowest_temperature() -> None:
+    model, x = rectifiers(bias=True), torch.randn(5, 6).double()
+    with torch.no_grad():
+        model[0].weight[:, 0] = -100  # one input that no unit answers to
+        x[:4, 0], x[4, 0] = 0, 100
+        model[2].bias.fill_(-0.1)
+        model[4].bias.fill_(-0.1)
+    scores = qualms.score(model, x, "heat")
+    assert torch.isfinite(scores).all()
+    torch.testing.assert_close(scores[4:], log_heat(model(x[4:]).detach(), torch.full((1,), COLDEST).double()))
+    assert (scores[:4] >= scores[4]).all()
+    assert scores[:4].max() > scores[4]
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 17, 18, 100])
+def test_contrasts_are_the_centring_matrix(classes: int) -> None:
+    v = contrasts(torch.zeros(1, 1, classes))[:, 0, 0]
+    centring = torch.eye(classes).double() - 1 / classes
+    assert len(v) == min(classes - 1, 16)
+    torch.testing.assert_close(v.sum(1), torch.zeros(len(v)).double(), atol=1e-12, rtol=0)
+    if classes <= 17:
+        torch.testing.assert_close(v.T @ v, centring, atol=1e-12, rtol=0)
+    else:
+        assert float((v.T @ v).trace()) == pytest.approx(classes - 1)
+
+
+def test_many_classes_are_estimated_and_rank_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model, x = rectifiers(bias=True, classes=60), 3 * torch.randn(200, 6).double()
+    estimated = qualms.score(model, x, "heat")
+    monkeypatch.setattr("qualms.gradients.directions.CONTRASTS", 1000)
+    exact = qualms.score(model, x, "heat")
+    assert not torch.equal(estimated, exact)
+    ranks = torch.stack([estimated, exact]).argsort(1).argsort(1).double()
+    assert torch.corrcoef(ranks)[0, 1] > 0.97
+
+
+class PostNorm(nn.Module):
+    """Text in, a normalisation before the classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(50, 16), nn.Linear(16, 16)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.mix(self.embed(ids)).relu().mean(1)))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (vit_tiny(5), torch.randn(3, 3, 32, 32)), lambda: (PostNorm(), torch.randint(0, 50, (3, 7)))])  # fmt: skip
+def test_behind_a_normalisation_it_is_the_entropy_and_says_so(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+    torch.manual_seed(0)
+    model, x = make()
+    scored = qualms.Scorer(model.double(), ["heat", "entropy"])(x.double() if x.is_floating_point() else x)
+    torch.testing.assert_close(scored.scores["heat"].exp(), scored.scores["entropy"])
+    assert scored.notes == {
+        "heat": "a normalisation fixes the length of the features that the classifier reads, so heat is the entropy "
+        "here (T = 1)."
+    }
+    assert (scored[:1] + scored[1:]).notes == scored.notes
+
+
+def test_a_linear_model_has_no_block_and_says_so() -> None:
+    scored = qualms.Scorer(nn.Linear(4, 3).double(), ["heat", "entropy"])(torch.randn(5, 4).double())
+    torch.testing.assert_close(scored.scores["heat"].exp(), scored.scores["entropy"])
+    assert "nothing with weights stands before the classifier" in scored.notes["heat"]
+
+
+class Bag(nn.Module):
+    """Text in, features of free length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc1, self.fc2 = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.fc2(self.fc1((self.embed(ids) * mask[:, :, None]).sum(1)).relu())
+
+
+def test_text_is_measured_against_random_ids() -> None:
+    torch.manual_seed(0)
+    model = Bag().double()
+    x = {"ids": torch.randint(0, 50, (6, 7)), "mask": torch.ones(6, 7, dtype=torch.long)}
+    scorer = qualms.Scorer(model, ["heat", "entropy"])
+    scored = scorer(x)
+    assert not scored.notes
+    assert (scored.scores["heat"].exp() - scored.scores["entropy"]).abs().max() > 1e-3
+    alone = scorer({name: t[2:3] for name, t in x.items()}, first=2)
+    torch.testing.assert_close(alone.scores["heat"], scored.scores["heat"][2:3])
+
+
+def test_noise_is_tried_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    original = heat.noise_inputs
+    monkeypatch.setattr(heat, "noise_inputs", lambda *a: tried.append(1) or original(*a))
+    scorer = qualms.Scorer(model := rectifiers(bias=True), "heat")
+    first = scorer(x := torch.randn(5, 6).double()).scores["heat"]
+    torch.testing.assert_close(scorer(x).scores["heat"], first, rtol=0, atol=0)
+    assert len(tried) == 1
+    model[2].weight.data *= 2
+    scorer(x)
+    assert len(tried) == 2
+
+
+def test_logits_that_no_linear_layer_makes_are_an_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Tanh())
+    with pytest.raises(qualms.QualmsError, match="not the result of a linear layer"):
+        qualms.score(model, torch.randn(2, 4), "heat")
