@@ -26,5 +26,5 @@ def stretched(
 ) -> Float[Tensor, "b c"]:
     """The logits of a linear layer whose features are exp(r) times as large."""
     shift = 0.0 if bias is None else bias.double()
-    # e^500 is a finite number; r reaches that only at percentiles that leave one feature in five hundred.
-    return (logits.double() - shift) * spreads.clamp(max=500).exp()[:, None] + shift
+    # What float32 holds; r reaches 80 only at percentiles that leave fewer than one feature in eighty.
+    return (logits.double() - shift) * spreads.clamp(max=80).exp()[:, None] + shift
