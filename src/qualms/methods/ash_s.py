@@ -28,7 +28,7 @@ class ASHS(Method):
         from qualms.methods import ASHS
 
         model, x = torch.nn.Linear(20, 3), torch.rand(5, 20)
-        print(qualms.score(model, x, ASHS(percentile=90)))
+        print(qualms.score(model, x, ASHS(percentile=90.0)))
         ```
     """
 

@@ -26,7 +26,7 @@ class LTS(Method):
         from qualms.methods import LTS
 
         model, x = torch.nn.Linear(20, 3), torch.rand(5, 20)
-        print(qualms.score(model, x, LTS(percentile=95)))
+        print(qualms.score(model, x, LTS(percentile=95.0)))
         ```
     """
 

@@ -27,7 +27,7 @@ class ODIN(Method):
         from qualms.methods import ODIN
 
         model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
-        print(qualms.score(model, x, ODIN(temperature=1000, epsilon=0.0014)))
+        print(qualms.score(model, x, ODIN(temperature=1000.0, epsilon=0.0014)))
         ```
     """
 

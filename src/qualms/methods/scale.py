@@ -27,7 +27,7 @@ class SCALE(Method):
         from qualms.methods import SCALE
 
         model, x = torch.nn.Linear(20, 3), torch.rand(5, 20)
-        print(qualms.score(model, x, SCALE(percentile=85)))
+        print(qualms.score(model, x, SCALE(percentile=85.0)))
         ```
     """
 
