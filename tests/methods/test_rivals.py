@@ -211,9 +211,15 @@ def test_gaia_on_a_residual_network() -> None:
 
 
 def test_gaia_says_that_smooth_activations_tell_it_nothing() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    with pytest.raises(qualms.QualmsError, match=r"GELU.*use energy"):
-        qualms.score(model, torch.rand(2, 1, 8, 8), "gaia")
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+    for x in (torch.rand(2, 1, 8, 8), torch.rand(1, 1, 8, 8)):
+        with pytest.raises(qualms.QualmsError, match=r"GELU.*use energy"):
+            qualms.score(model, x, "gaia")
+
+
+def test_gaia_of_one_input_twice_is_no_error(setting: Setting) -> None:
+    twice = qualms.score(setting.model, setting.x[[0, 0]], "gaia")
+    assert twice[0] == twice[1]
 
 
 @pytest.mark.parametrize("name", NEEDS_MAPS)

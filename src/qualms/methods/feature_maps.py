@@ -15,6 +15,7 @@ from qualms.gradients.rows import Rows, logits_of
 
 NORMALISATIONS = ("batch_norm", "group_norm", "instance_norm")
 CONVOLUTION = "conv2d"
+FLAT = ("relu", "relu6", "clamp", "clip", "hardtanh", "hardswish", "hardsigmoid", "threshold")  # somewhere
 
 
 @torch.no_grad()
@@ -73,7 +74,7 @@ class InnerMaps(TorchFunctionMode):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.flat = rows, False  # whether an operation with zero gradients, such as a ReLU, has run
         self._normalised, self._convolved = list[GradientEdge](), list[GradientEdge]()
 
     def __torch_function__(
@@ -81,6 +82,7 @@ class InnerMaps(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = _name(func)
+        self.flat |= name.rstrip("_") in FLAT
         if name not in (*NORMALISATIONS, CONVOLUTION) or out.ndim != 4 or len(out) != self.rows:
             return out
         if out.shape[2:].numel() > 1 and out.requires_grad:

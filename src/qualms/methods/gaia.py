@@ -48,16 +48,18 @@ class GAIA(Method):
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         with all_parameters_differentiable(passes.model):
-            densities = torch.cat([_densities(passes, part) for part in passes.chunks_with_graph()])
-        if (densities == 1).all():
+            found = [_densities(passes, part) for part in passes.chunks_with_graph()]
+        densities = torch.cat([of_part for of_part, _ in found])
+        if not any(flat for _, flat in found) and (densities == densities[0]).all():
             raise QualmsError(
-                "no gradient by a feature map of the model is zero, as behind smooth activations such as GELU, so gaia "
-                "says nothing; use energy, gradnorm-huang, odin or regrad."
+                "the model's activations are smooth, such as GELU or SiLU, so that no gradient by a feature map is "
+                "zero and gaia says nothing; use energy, gradnorm-huang, odin or regrad."
             )
         return densities.square().mean(1)
 
 
-def _densities(passes: Passes, part: Batch) -> Float[Tensor, "b channels"]:
+def _densities(passes: Passes, part: Batch) -> tuple[Float[Tensor, "b channels"], bool]:
+    """The densities of all channels, and whether an operation of the model has zero gradients."""
     maps = InnerMaps(count(part))
     logits = logits_of(passes.model, Rows(part), maps)
     edges = maps.edges()
@@ -68,4 +70,4 @@ def _densities(passes: Passes, part: Batch) -> Float[Tensor, "b channels"]:
             "the model has no feature maps of normalisation layers or convolutions, which gaia needs; "
             "use energy, gradnorm-huang, odin or regrad."
         )
-    return torch.cat(channels, dim=1)
+    return torch.cat(channels, dim=1), maps.flat
