@@ -1,7 +1,7 @@
 """GAIA-Z: how dense the gradients of the largest logit by inner feature maps are; the mean over channels of density².
 
-The density of a channel is the share of its positions at which ∂ max_c z_c by the feature map is not zero. Where a
-network with ReLUs knows an input, few units take part in the answer. The maps are the results of all normalisation
+The density of a channel is the share of its positions at which ∂ max_c z_c by the feature map is not zero. The paper
+finds more zeros where a network knows an input. The maps are the results of all normalisation
 layers, as the authors' code takes them on CIFAR (of a larger ResNet it takes the last block's); a model without such
 layers is asked for the maps of its convolutions.
 

@@ -1,7 +1,7 @@
 """ODIN: 1 - max_c p_c at temperature T, after a step of ε that makes the predicted class more likely.
 
-The step is x - ε sign(∇x of -log p_ŷ at temperature T). Known inputs answer to it more than others do. Discrete inputs
-are moved at their embeddings.
+The step is x - ε sign(∇x of -log p_ŷ at temperature T). The paper finds that known inputs answer to
+it more than others do. Discrete inputs are moved at their embeddings.
 """
 
 from dataclasses import dataclass, replace

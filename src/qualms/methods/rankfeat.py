@@ -1,8 +1,8 @@
 """RankFeat: the energy of the logits after the rank-1 part is subtracted from the last feature map.
 
 The map before pooling is a matrix A of channels by positions; A - σ₁ u₁ v₁ᵀ, with the largest singular value and its
-vectors, goes through the rest of the network. Inputs of unknown classes have larger σ₁ and lose more. This is the
-paper's variant on the last block; its best rows average the logits of the last two.
+vectors, goes through the rest of the network. The paper finds larger σ₁ for inputs of unknown classes, which lose more.
+This is its variant on the last block; averaging the logits with those of the block before is left out.
 """
 
 from dataclasses import dataclass
