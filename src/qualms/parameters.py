@@ -64,6 +64,12 @@ def _share(value: Any) -> float:
     return number
 
 
+def _percentile(value: Any) -> float:
+    number = _positive(value)
+    _require(number < 100)
+    return number
+
+
 def _noise(value: Any) -> float | tuple[float, ...]:
     if not isinstance(value, tuple):
         return _positive(value)
@@ -74,4 +80,5 @@ def _noise(value: Any) -> float | tuple[float, ...]:
 FINITE_OR_NONE = Rule("a finite number, or None", lambda value: None if value is None else _finite(value))
 POSITIVE = Rule("a positive number", _positive)
 SHARE = Rule("a number above 0 and below 1", _share)
+PERCENTILE = Rule("a number above 0 and below 100", _percentile)
 NOISE = Rule("a positive number, or a tuple of one per channel", _noise)

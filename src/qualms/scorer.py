@@ -65,8 +65,8 @@ class Scorer:
             It is refused if it knows that it was set on scores of another method, network or settings.
         class_names: names of the classes, in the order of the logits.
         pixel_std: what pixels from 0 to 1 were divided by to make the model's inputs, a number or one for each channel.
-            Noise in specs (`+smooth`, `perturb-x`, `mc-aa`) is then in pixels, as papers give it, and not in the units
-            of the tensor.
+            Noise in specs (`+smooth`, `perturb-x`, `mc-aa`, `odin`) is then in pixels, as papers give it, and not in
+            the units of the tensor.
 
     Example:
         ```python

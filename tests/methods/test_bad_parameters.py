@@ -19,6 +19,7 @@ from qualms.methods.registry import BY_NAME, MODIFIERS
 NO_NUMBERS = (None, "0.1", True, [0.1], math.nan, math.inf, -math.inf, torch.tensor(0.1))
 NOT_POSITIVE = (*NO_NUMBERS, 0, 0.0, -0.1)
 NOT_POSITIVE_NOISE = (*NOT_POSITIVE, (), (0.1, 0.0), (0.1, -1.0), (math.nan,), ("a",), (True,))
+NOT_A_PERCENTILE = (*NOT_POSITIVE, 100, 100.0, 101, (85.0,))
 NOT_WHOLE = (*NO_NUMBERS, 0, -3, 2.7, 2.0, (4,))
 NOT_SEVERAL = (*NOT_WHOLE, 1)  # the mutual information of one draw is zero
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -29,6 +30,10 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "laplace": {"prior_precision": NOT_POSITIVE, "draws": NOT_SEVERAL},
     "gen": {"gamma": NOT_POSITIVE, "top": NOT_WHOLE},
     "mc-dropout": {"draws": NOT_SEVERAL},
+    "scale": {"percentile": NOT_A_PERCENTILE},
+    "ash-s": {"percentile": NOT_A_PERCENTILE},
+    "lts": {"percentile": NOT_A_PERCENTILE},
+    "odin": {"temperature": (*NOT_POSITIVE, (1000.0,)), "epsilon": NOT_POSITIVE_NOISE},
     "mc-batchnorm": {"draws": NOT_SEVERAL},
     **{
         kind.name: {
@@ -48,6 +53,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("gen", {"gamma": np.float16(0.5), "top": np.uint8(1)}),
     ("inserted-dropout", {"p": 0.999, "draws": 2}),
     ("laplace", {"draws": 10**9}),
+    ("scale", {"percentile": np.float32(99.5)}),
+    ("odin", {"temperature": 1, "epsilon": (np.float64(0.5), 1)}),
     ("regrad", {"layers": np.float32(-0.5)}),
 ]
 

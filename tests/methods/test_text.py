@@ -25,6 +25,10 @@ def test_every_method_runs_on_text(name: str) -> None:
         with pytest.raises(qualms.QualmsError, match="no batch normalisation"):
             qualms.score(model, x, name, train=[x])
         return
+    if name in ("rankfeat", "gaia"):
+        with pytest.raises(qualms.QualmsError, match=f"feature map.*{name} needs; use energy"):
+            qualms.score(model, x, name)
+        return
     out = qualms.score(model, x, name, train=[x], models=[bert()[0].double()])
     assert out.shape == (8,)
     assert torch.isfinite(out).all()
@@ -55,7 +59,7 @@ def test_a_model_with_nothing_to_perturb_is_told_the_alternatives() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.fc(torch.nn.functional.one_hot(ids, 9).float().sum(1))
 
-    for name in ("regrad+smooth", "perturb-x", "mc-aa"):
+    for name in ("regrad+smooth", "perturb-x", "mc-aa", "odin"):
         with pytest.raises(qualms.QualmsError, match=r"no embedding .* use .*perturb-theta"):
             qualms.score(Bag(), torch.randint(0, 9, (3, 4)), name)
     assert qualms.score(Bag(), torch.randint(0, 9, (3, 4)), "regrad+layers").shape == (3,)

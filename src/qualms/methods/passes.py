@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from qualms.methods.gradient_score import GradientScore
 
 ROWS_AT_ONCE = 256  # in passes that keep nothing for a backward pass
+ROWS_WITH_GRAPH = 32  # in those that keep everything
 
 
 @dataclass
@@ -267,3 +268,8 @@ class Passes:
         """The batch in parts that a plain forward pass takes at once."""
         size = self.subject.rows_at_once
         return (take(batch, slice(start, start + size)) for start in range(0, count(batch), size))
+
+    def chunks_with_graph(self) -> Iterable[Batch]:
+        """The batch in parts that a pass with a backward pass takes at once."""
+        size = self.subject.settings.batch_size or ROWS_WITH_GRAPH
+        return (take(self.batch, slice(start, start + size)) for start in range(0, count(self.batch), size))

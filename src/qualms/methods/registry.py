@@ -8,6 +8,8 @@ from typing import Any
 
 from qualms.errors import QualmsError
 from qualms.gradients.smoothing import Smoothing
+from qualms.methods.ash_s import ASHS
+from qualms.methods.clafr import ClaFR
 from qualms.methods.coherence import Coherence
 from qualms.methods.confounding_label import ConfoundingLabel
 from qualms.methods.energy import Energy
@@ -15,6 +17,7 @@ from qualms.methods.ensemble import Ensemble
 from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV
+from qualms.methods.gaia import GAIA
 from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import LAMBDA, GradientScore
 from qualms.methods.gradnorm import GradNorm
@@ -22,6 +25,7 @@ from qualms.methods.gradnorm_huang import GradNormHuang
 from qualms.methods.heat import Heat, HeatGeometric
 from qualms.methods.inserted_dropout import InsertedDropout
 from qualms.methods.laplace import Laplace
+from qualms.methods.lts import LTS
 from qualms.methods.max_logit import MaxLogit
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.mc_batchnorm import MCBatchNorm
@@ -29,9 +33,12 @@ from qualms.methods.mc_dropout import MCDropout
 from qualms.methods.method import Method
 from qualms.methods.msp import MSP
 from qualms.methods.negrad import NEGrad
+from qualms.methods.odin import ODIN
 from qualms.methods.perturb_theta import PerturbTheta
 from qualms.methods.perturb_x import PerturbX
+from qualms.methods.rankfeat import RankFeat
 from qualms.methods.regrad import REGrad
+from qualms.methods.scale import SCALE
 from qualms.methods.ungrad import UNGrad
 
 DEFAULT = "regrad+layers+smooth"
@@ -42,6 +49,7 @@ METHODS: tuple[type[Method], ...] = (
     *(PerturbX, PerturbTheta, MCAA, InsertedDropout, Entropy, ExGradV, Laplace),
     *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
     *(Heat, HeatGeometric),
+    *(SCALE, ASHS, LTS, ODIN, RankFeat, GAIA, ClaFR),
 )
 BY_NAME = {kind.name: kind for kind in METHODS}
 MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most

@@ -124,6 +124,6 @@ class Network:
     def in_its_units(self, method: Method) -> Method:
         """A method whose noise is given in pixels scaled to [0, 1], with the noise in the units of the model's input.
 
-        That is how the paper's σ of smoothing and of `perturb-x`, and the a of `mc-aa`, have to be read.
+        That is how papers mean the σ of smoothing and of `perturb-x`, the a of `mc-aa` and the ε of `odin`.
         """
         return method.in_units(self.normalisation.in_model_units)

@@ -1,0 +1,53 @@
+"""Steps along the sign of the gradient by the input; discrete inputs take them at their embeddings' output."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.inputs import Batch, count, tensors, with_tensors
+from qualms.gradients.rows import Rows, logits_of
+from qualms.methods.method import Noise
+from qualms.methods.passes import Passes
+
+
+def attack_direction(passes: Passes, part: Batch, temperature: float = 1.0) -> Float[Tensor, "b ..."]:
+    """sign(∇x NLL of the predicted class), of logits that are divided by a temperature."""
+    first, *others = tensors(part)
+    shifts: list[Tensor] = []
+    if first.is_floating_point():
+        shifts.append(first.detach().clone().requires_grad_())
+        logits = logits_of(passes.model, Rows(with_tensors(part, [shifts[0], *others])))
+    else:
+
+        def zero(shape: tuple[int, ...]) -> Tensor:
+            kind = next(passes.model.parameters())
+            shifts.append(torch.zeros(count(part), *shape, dtype=kind.dtype, device=kind.device, requires_grad=True))
+            return shifts[0]
+
+        logits = logits_of(passes.model, Rows(part, embedding_noise=zero))
+    loss = F.cross_entropy(logits / temperature, logits.argmax(-1), reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, shifts)
+    return gradient.sign()
+
+
+def moved(part: Batch, step: Float[Tensor, "rows ..."]) -> Rows:
+    """The rows that are a step away from inputs, several for each if there are more steps than inputs."""
+    first, *others = (t.repeat_interleave(len(step) // count(part), dim=0) for t in tensors(part))
+    if first.is_floating_point():
+        return Rows(with_tensors(part, [first + step, *others]))
+    return Rows(with_tensors(part, [first, *others]), embedding_noise=lambda _: step)
+
+
+def length(size: Noise, direction: Float[Tensor, "b ..."], method: str, parameter: str) -> float | Tensor:
+    """The size of a step, with an axis of channels if there is one for each."""
+    if not isinstance(size, tuple):
+        return size
+    shape = tuple(direction.shape[1:])
+    if not shape or len(size) not in (1, shape[0]):
+        raise QualmsError(
+            f"{method} has {len(size)} values of {parameter}, but an input of shape {shape} has "
+            f"{shape[0] if shape else 0} channels; give one number, or one per channel."
+        )
+    return torch.tensor(size, dtype=direction.dtype, device=direction.device).reshape(-1, *[1] * (len(shape) - 1))

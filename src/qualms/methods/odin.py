@@ -1,0 +1,56 @@
+"""ODIN: 1 - max_c p_c at temperature T, after a step of ε that makes the predicted class more likely.
+
+The step is x - ε sign(∇x of -log p_ŷ at temperature T). The paper finds that known inputs answer to
+it more than others do. Discrete inputs are moved at their embeddings.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.input_steps import attack_direction, length, moved
+from qualms.methods.method import GRADIENTS, Method, Noise, Scale, converted
+from qualms.methods.passes import Passes
+from qualms.parameters import NOISE, POSITIVE, check_parameters
+
+
+@dataclass(frozen=True)
+class ODIN(Method):
+    """ε in the units of the tensor that the model receives, or one per channel; the paper's is in pixels.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import ODIN
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, ODIN(temperature=1000.0, epsilon=0.0014)))
+        ```
+    """
+
+    temperature: float = 1000.0
+    epsilon: Noise = 0.0014
+
+    name = "odin"
+    paper = "Liang et al., Enhancing the Reliability of Out-of-distribution Image Detection, ICLR 2018"
+    needs = (GRADIENTS,)
+    cost = "2, and 1 backward"
+
+    def __post_init__(self) -> None:
+        check_parameters(self, self.name, temperature=POSITIVE, epsilon=NOISE)
+
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        parts = []
+        for part in passes.chunks_with_graph():
+            sign = attack_direction(passes, part, self.temperature)
+            step = length(self.epsilon, sign, self.name, "epsilon") * sign
+            parts.append(passes.forward(moved(part, -step)).double() / self.temperature)
+        return -torch.cat(parts).log_softmax(-1).amax(-1).expm1()
+
+    def in_units(self, scale: Scale) -> "ODIN":
+        """The same with ε in the units of the model's input."""
+        return replace(self, epsilon=converted(self.epsilon, scale))
