@@ -95,20 +95,22 @@ def scored(engine: Engine, draws: int = 0, antithetic: bool = True, tolerance: f
 
 
 @cache
-def scorer(model: nn.Module, engine: Engine) -> qualms.Scorer:
+def scorer(model: nn.Module, engine: Engine, spec: str) -> qualms.Scorer:
     """One for each model, which knows it from its first call."""
-    return qualms.Scorer(model, REGrad(0.3), engine=engine)
+    return qualms.Scorer(model, spec, engine=engine)
 
 
-def again(engine: Engine) -> Way:
+def again(engine: Engine, spec: str = "regrad+layers(0.3)") -> Way:
     """The same by a scorer that is kept."""
-    return lambda model, x: next(iter(scorer(model, engine)(x).scores.values()))
+    return lambda model, x: next(iter(scorer(model, engine, spec)(x).scores.values()))
 
 
 WAYS: dict[str, Way] = {
     "exact": scored("exact"),
     "exact, second call": again("exact"),
     "sketch, second call": again("sketch"),
+    "heat": again("exact", "heat"),
+    "coherence": again("exact", "coherence"),
     f"exact, tolerance {TOLERANCE}": scored("exact", tolerance=TOLERANCE),
     "exact, tolerance 0.001": scored("exact", tolerance=1e-3),
     "exact, tolerance 0.01": scored("exact", tolerance=1e-2),
@@ -160,6 +162,8 @@ JOBS = [
         rounds=1),
     Job("recurrent", "characters", 465, (("exact", 32), ("sketch", 32), (f"exact, tolerance {TOLERANCE}", 32)),
         rounds=2),
+    *(Job("heat", name, c, (("heat", 32), *((("coherence", 32),) if c == 10 else ())), rounds=3)
+      for name, c in (("MNIST CNN", 10), ("ResNet-18", 10), ("ResNet-56", 100), ("ResNet-18", 1000))),
     Job("words", "30,000 words", 30_000, (("sketch", 64), ("exact", 8)), rounds=2),
 ]  # fmt: skip
 

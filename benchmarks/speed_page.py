@@ -83,6 +83,14 @@ def aims(speed: list[Row], ranks: list[Row]) -> str:
             row["worst"], row["worst"] >= 0.999, ".4f")  # fmt: skip
     if not few:
         body.append(["CIFAR-100 ResNet-56: ranking by few classes", "not measured: needs QUALMS_DATA", ""])
+    for network, classes, most in (("ResNet-18", 10, 6), ("ResNet-18", 1000, 9)):
+        passes = one(speed, part="heat", network=network, classes=classes, way="heat")["passes"]
+        add(f"{network}, {classes} classes, heat: at most {most} forward passes", passes, passes <= most)
+    for row in (r for r in ranks if r["part"] == "heat"):
+        add(f"{row['network']}: rank correlation of heat by 16 contrasts with all of them at least 0.97",
+            row["spearman"], row["spearman"] >= 0.97, ".4f")  # fmt: skip
+        off = abs(row["auroc"] - row["auroc_judge"])
+        add(f"{row['network']}: AUROC of the same within 1 point", off, off <= 1, ".2f", " points")
     many = {way: one(speed, part="classes", classes=1000, way=way)["passes"] for way in ("exact", "sketch")}
     add("ResNet-18, 1000 classes: sketch 25 times faster than exact", many["exact"] / many["sketch"],
         many["exact"] / many["sketch"] >= 25, ".0f", " times")  # fmt: skip

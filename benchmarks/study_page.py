@@ -1,0 +1,114 @@
+"""The tables of docs/heat.md, from the rows of `study.py`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent.parent / "docs" / "heat.md"
+BEHIND_A_NORM = ("MNIST ViT", "SVHN ViT", "Text transformer")
+Row = dict[str, Any]
+
+
+def fill(scores: list[Row], smoothing: list[Row]) -> None:
+    """Write the tables between `<!-- name -->` and `<!-- end -->`; the text around them is by hand."""
+    free = [row for row in scores if row["network"] not in BEHIND_A_NORM]
+    normed = [row for row in scores if row["network"] in BEHIND_A_NORM]
+    parts = {
+        "free": summary(free),
+        "free by network": by_network(free),
+        "normed": summary(normed),
+        "normed by network": by_network(normed),
+        "smoothing": noise(smoothing),
+        "networks": networks(scores),
+    }
+    page = PAGE.read_text()
+    for name, text in parts.items():
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        if not mark:
+            raise SystemExit(f"{PAGE} has no place for the table {name!r}")
+        page = f"{before}{mark}\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    PAGE.write_text(page)
+
+
+def summary(rows: list[Row]) -> str:
+    """A line for each method that runs on all of the networks, best AUROC first, then those that do not."""
+    every = networks_of(rows)
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method and "pairs" in row]
+        pairs = [pair for row in own for pair in row["pairs"].values()]
+        if not pairs:
+            continue
+        won = sum(leads(method, row["network"], other, rows) for row in own for other in row["pairs"])
+        whole = len(own) == len(every)
+        cells = [f"`{method}`" if whole else f"`{method}` ({len(own)} of {len(every)} networks)"]
+        cells += [both(p for p in pairs if side in (None, p["side"])) for side in (None, "near", "far")]
+        cells += [f"{100 * mean(row['raulc'] for row in own):.1f}", f"{won} of {len(pairs)}"]
+        lines.append((not whole, -mean(pair["auroc"] for pair in pairs), cells))
+    header = ["score", "AUROC/AUPR", "near", "far", "rAULC", "best of all"]
+    return table(header, [cells for *_, cells in sorted(lines)])
+
+
+def leads(method: str, network: str, other: str, rows: list[Row]) -> bool:
+    """Whether a method has the highest AUROC of all on one pair."""
+    found = {r["method"]: r["pairs"][other]["auroc"] for r in rows if r["network"] == network and "pairs" in r}
+    return found[method] == max(found.values())
+
+
+def by_network(rows: list[Row]) -> str:
+    """Mean AUROC over the pairs of each network."""
+    columns = networks_of(rows)
+    body = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        of = {row["network"]: row for row in rows if row["method"] == method}
+        cells = [
+            f"{100 * mean(p['auroc'] for p in of[c]['pairs'].values()):.1f}" if "pairs" in of.get(c, {}) else "-"
+            for c in columns
+        ]
+        body.append([f"`{method}`", *cells])
+    return table(["score", *columns], body)
+
+
+def noise(rows: list[Row]) -> str:
+    """Levels of noise: AUROC, rAULC, and how far the noise moves predictions."""
+    body = []
+    for row in (r for r in rows if "pairs" in r):
+        kl = [f"{row[key]:.3f}" if key in row else "" for key in ("kl_own", "kl_noise")]
+        ranks = f"{100 * mean(p['auroc'] for p in row['pairs'].values()):.1f}"
+        body.append([row["network"], f"`{row['method']}`", str(row["n"]), ranks, f"{100 * row['raulc']:.1f}", *kl])
+    return table(["network", "score", "inputs a side", "AUROC", "rAULC", "KL, own inputs", "KL, noise"], body)
+
+
+def networks(rows: list[Row]) -> str:
+    """What each network gets right, and what it is tried on."""
+    body = []
+    for name in networks_of(rows):
+        row = next(r for r in rows if r["network"] == name and "pairs" in r)
+        sides = {side: [o for o, p in row["pairs"].items() if p["side"] == side] for side in ("near", "far")}
+        least = min(p["n"] for p in row["pairs"].values())
+        cells = [name, f"{100 * row['accuracy']:.1f}", *(", ".join(found) for found in sides.values())]
+        body.append([*cells, str(row["n"]) if least == row["n"] else f"{row['n']}, {least} of the smallest"])
+    return table(["network", "% right", "near", "far", "inputs a side"], body)
+
+
+def networks_of(rows: list[Row]) -> list[str]:
+    """In their order."""
+    return list(dict.fromkeys(row["network"] for row in rows if "pairs" in row))
+
+
+def both(pairs: Iterable[Row]) -> str:
+    """Mean AUROC and AUPR of some pairs."""
+    found = list(pairs)
+    return "/".join(f"{100 * mean(p[key] for p in found):.1f}" for key in ("auroc", "aupr")) if found else "-"
+
+
+def mean(values: Iterable[float]) -> float:
+    """Of numbers."""
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def table(header: list[str], body: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
