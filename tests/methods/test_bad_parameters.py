@@ -30,6 +30,18 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "gen": {"gamma": NOT_POSITIVE, "top": NOT_WHOLE},
     "mc-dropout": {"draws": NOT_SEVERAL},
     "mc-batchnorm": {"draws": NOT_SEVERAL},
+    "knn": {"k": NOT_WHOLE},
+    "vim": {"dimensions": (*NO_NUMBERS, -3, 2.7, (4,))},
+    "react": {"quantile": (*NOT_POSITIVE, 1, 1.0, 2.0)},
+    "quam": {
+        "steps": NOT_SEVERAL,  # the first model is the given one
+        "penalty": NOT_POSITIVE,
+        "growth": NOT_POSITIVE,
+        "every": NOT_WHOLE,
+        "rate": NOT_POSITIVE,
+        "weight_decay": (*NO_NUMBERS, -0.1),
+        "temperature": NOT_POSITIVE,
+    },
     **{
         kind.name: {
             "layers": ("0.3", True, [0.3], (0.3,), math.nan, math.inf, -math.inf, 10**400),
@@ -48,6 +60,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("gen", {"gamma": np.float16(0.5), "top": np.uint8(1)}),
     ("inserted-dropout", {"p": 0.999, "draws": 2}),
     ("laplace", {"draws": 10**9}),
+    ("vim", {"dimensions": 0}),
+    ("quam", {"steps": np.int16(2), "weight_decay": 0}),
     ("regrad", {"layers": np.float32(-0.5)}),
 ]
 
@@ -66,7 +80,9 @@ def made(name: str, given: dict[str, Any]) -> Method:
 def sayable(name: str, parameter: str, value: Any) -> bool:
     """A spec has numbers only, 2.0 counts as two in it, and smoothing has a table of its own."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and parameter != "smooth" and not (parameter in ("draws", "top") and value == 2)
+    return (
+        number and parameter != "smooth" and not (parameter in ("draws", "top", "k", "steps", "every") and value == 2)
+    )
 
 
 def test_every_parameter_of_every_method_is_in_the_table() -> None:

@@ -7,12 +7,15 @@ from qualms.methods.ensemble import Ensemble
 from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV
+from qualms.methods.fdbd import FDBD
 from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
 from qualms.methods.inserted_dropout import InsertedDropout
+from qualms.methods.knn import KNN
 from qualms.methods.laplace import Laplace
+from qualms.methods.mahalanobis import Mahalanobis
 from qualms.methods.max_logit import MaxLogit
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.mc_batchnorm import MCBatchNorm
@@ -22,15 +25,21 @@ from qualms.methods.msp import MSP
 from qualms.methods.negrad import NEGrad
 from qualms.methods.perturb_theta import PerturbTheta
 from qualms.methods.perturb_x import PerturbX
+from qualms.methods.quam import QUAM
+from qualms.methods.react import ReAct
 from qualms.methods.registry import METHODS, list_methods, parse
 from qualms.methods.regrad import REGrad
 from qualms.methods.ungrad import UNGrad
+from qualms.methods.vim import ViM
 
 __all__ = [
+    "FDBD",
     "GEN",
+    "KNN",
     "MCAA",
     "METHODS",
     "MSP",
+    "QUAM",
     "Coherence",
     "ConfoundingLabel",
     "Energy",
@@ -45,13 +54,16 @@ __all__ = [
     "Laplace",
     "MCBatchNorm",
     "MCDropout",
+    "Mahalanobis",
     "MaxLogit",
     "Method",
     "NEGrad",
     "PerturbTheta",
     "PerturbX",
     "REGrad",
+    "ReAct",
     "UNGrad",
+    "ViM",
     "list_methods",
     "parse",
 ]

@@ -15,12 +15,15 @@ from qualms.methods.ensemble import Ensemble
 from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV
+from qualms.methods.fdbd import FDBD
 from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import LAMBDA, GradientScore
 from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
 from qualms.methods.inserted_dropout import InsertedDropout
+from qualms.methods.knn import KNN
 from qualms.methods.laplace import Laplace
+from qualms.methods.mahalanobis import Mahalanobis
 from qualms.methods.max_logit import MaxLogit
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.mc_batchnorm import MCBatchNorm
@@ -30,8 +33,11 @@ from qualms.methods.msp import MSP
 from qualms.methods.negrad import NEGrad
 from qualms.methods.perturb_theta import PerturbTheta
 from qualms.methods.perturb_x import PerturbX
+from qualms.methods.quam import QUAM
+from qualms.methods.react import ReAct
 from qualms.methods.regrad import REGrad
 from qualms.methods.ungrad import UNGrad
+from qualms.methods.vim import ViM
 
 DEFAULT = "regrad+layers+smooth"
 
@@ -40,6 +46,7 @@ METHODS: tuple[type[Method], ...] = (
     *(REGrad, ExGrad, UNGrad, GradNorm, GradNormHuang, NEGrad),
     *(PerturbX, PerturbTheta, MCAA, InsertedDropout, Entropy, ExGradV, Laplace),
     *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
+    *(KNN, ViM, Mahalanobis, ReAct, FDBD, QUAM),
 )
 BY_NAME = {kind.name: kind for kind in METHODS}
 MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most
