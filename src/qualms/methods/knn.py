@@ -16,6 +16,7 @@ from qualms.methods.training_features import training_features
 from qualms.parameters import check_parameters, whole
 
 AT_ONCE = 2**23  # inner products
+NO_LENGTH = 1e-12  # of a feature vector of zeros, which stays as it is
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,19 @@ class KNN(Method):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted = passes.subject.fitted
+        fitted, known = passes.subject.fitted, training_features(passes, self.name).features
         if KNN not in fitted:
-            fitted[KNN] = F.normalize(training_features(passes, self.name).features, dim=-1)
-        return kth_distances(F.normalize(passes.head.features.to(fitted[KNN]), dim=-1), fitted[KNN], self.k)
+            fitted[KNN] = known.norm(dim=-1).clamp_min(NO_LENGTH)
+        return kth_distances(F.normalize(passes.head.features.to(known), dim=-1), known, fitted[KNN], self.k)
 
 
-def kth_distances(z: Float[Tensor, "b f"], known: Float[Tensor, "n f"], k: int) -> Float[Tensor, " b"]:
-    """‖z - z₍ₖ₎‖ between unit vectors, k at most n."""
+def kth_distances(
+    z: Float[Tensor, "b f"], known: Float[Tensor, "n f"], lengths: Float[Tensor, " n"], k: int
+) -> Float[Tensor, " b"]:
+    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, which are divided by their lengths; k is n at most."""
     found = []
     for part in z.split(max(1, AT_ONCE // len(known))):
         # Inner products tell who the neighbour is; how near it is they would tell with half the digits only.
-        neighbour = (part @ known.mT).topk(min(k, len(known)), dim=-1).indices[:, -1]
-        found.append((part - known[neighbour]).double().norm(dim=-1))
+        neighbour = (part @ known.mT / lengths).topk(min(k, len(known)), dim=-1).indices[:, -1]
+        found.append((part - known[neighbour] / lengths[neighbour, None]).double().norm(dim=-1))
     return torch.cat(found)
