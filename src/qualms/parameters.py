@@ -58,6 +58,12 @@ def _positive(value: Any) -> float:
     return number
 
 
+def _not_negative(value: Any) -> float:
+    number = _finite(value)
+    _require(number >= 0)
+    return number
+
+
 def _share(value: Any) -> float:
     number = _positive(value)
     _require(number < 1)
@@ -79,6 +85,7 @@ def _noise(value: Any) -> float | tuple[float, ...]:
 
 FINITE_OR_NONE = Rule("a finite number, or None", lambda value: None if value is None else _finite(value))
 POSITIVE = Rule("a positive number", _positive)
+NOT_NEGATIVE = Rule("a number, 0 or more", _not_negative)
 SHARE = Rule("a number above 0 and below 1", _share)
 PERCENTILE = Rule("a number above 0 and below 100", _percentile)
 NOISE = Rule("a positive number, or a tuple of one per channel", _noise)

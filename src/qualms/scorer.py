@@ -45,7 +45,8 @@ class Scorer:
         model: any classifier that returns logits.
         methods: a spec such as `"exgrad+layers(0.4)"` or a method object, or several: a list, or a dict that gives them
             names of your own. The paper's REGrad* by default.
-        train: training inputs, an iterable of batches, for the methods that need them.
+        train: training inputs, an iterable of batches, for the methods that need them. If the batches are pairs of
+            inputs and labels, `mahalanobis` and `quam` use the labels; else the model's predictions stand in for them.
         models: further members, for `ensemble`.
         engine: how class gradients are computed: `exact`; `sketch`, estimates whose cost does not depend on the number
             of classes (`qualms.Sketch` for its options); `auto`, the cheaper of the two by measured time; or

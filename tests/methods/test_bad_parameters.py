@@ -35,6 +35,18 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "lts": {"percentile": NOT_A_PERCENTILE},
     "odin": {"temperature": (*NOT_POSITIVE, (1000.0,)), "epsilon": NOT_POSITIVE_NOISE},
     "mc-batchnorm": {"draws": NOT_SEVERAL},
+    "knn": {"k": NOT_WHOLE},
+    "vim": {"dimensions": (*NO_NUMBERS, -3, 2.7, (4,))},
+    "react": {"quantile": (*NOT_POSITIVE, 1, 1.0, 2.0)},
+    "quam": {
+        "steps": NOT_SEVERAL,  # the first model is the given one
+        "penalty": NOT_POSITIVE,
+        "growth": NOT_POSITIVE,
+        "every": NOT_WHOLE,
+        "rate": NOT_POSITIVE,
+        "weight_decay": (*NO_NUMBERS, -0.1),
+        "temperature": NOT_POSITIVE,
+    },
     **{
         kind.name: {
             "layers": ("0.3", True, [0.3], (0.3,), math.nan, math.inf, -math.inf, 10**400),
@@ -55,6 +67,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("laplace", {"draws": 10**9}),
     ("scale", {"percentile": np.float32(99.5)}),
     ("odin", {"temperature": 1, "epsilon": (np.float64(0.5), 1)}),
+    ("vim", {"dimensions": 0}),
+    ("quam", {"steps": np.int16(2), "weight_decay": 0}),
     ("regrad", {"layers": np.float32(-0.5)}),
 ]
 
@@ -73,7 +87,9 @@ def made(name: str, given: dict[str, Any]) -> Method:
 def sayable(name: str, parameter: str, value: Any) -> bool:
     """A spec has numbers only, 2.0 counts as two in it, and smoothing has a table of its own."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and parameter != "smooth" and not (parameter in ("draws", "top") and value == 2)
+    return (
+        number and parameter != "smooth" and not (parameter in ("draws", "top", "k", "steps", "every") and value == 2)
+    )
 
 
 def test_every_parameter_of_every_method_is_in_the_table() -> None:

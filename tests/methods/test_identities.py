@@ -10,7 +10,7 @@ import qualms
 from qualms.methods.registry import METHODS
 from qualms.models.cnn import mnist_cnn
 from tests.methods.conftest import Setting
-from tests.methods.test_text import bert
+from tests.methods.test_text import bert, training_text
 
 NAMES = [kind.name for kind in METHODS]
 STARRED = [*NAMES, "regrad+layers+smooth(0.1,4)"]
@@ -35,7 +35,7 @@ def member(setting: Setting) -> nn.Module:
 
 def test_every_method_has_a_name_a_paper_needs_and_a_cost() -> None:
     listed = qualms.list_methods()
-    assert len({m.name for m in listed}) == len(listed) == 29
+    assert len({m.name for m in listed}) == len(listed) == 37
     assert all(m.paper and m.needs and m.cost for m in listed)
 
 
@@ -48,7 +48,7 @@ def test_every_method_runs_on_the_papers_cnn(name: str) -> None:
         with pytest.raises(qualms.QualmsError, match=missing[name]):
             qualms.score(model, x, name, train=[x])
         return
-    values = qualms.score(model, x, name, train=[x], models=[other])
+    values = qualms.score(model, x, name, train=[torch.rand(80, 1, 28, 28)], models=[other])
     assert torch.isfinite(values).all()
     assert name == "negrad" or len(values.unique()) == 3
 
@@ -61,9 +61,10 @@ def test_a_shift_of_all_logits_changes_nothing(setting: Setting, member: nn.Modu
         moved_member[8].bias += 2.5
     after = all_scores(shifted, setting.x, (moved_member,))
     changed = {n for n in STARRED if not torch.allclose(before[n], after[n], rtol=1e-6, atol=1e-12)}
-    energies = {"energy", "scale", "ash-s", "lts", "rankfeat"}
-    # The confounding label asks for each class on its own, so it too depends on the level of the logits.
-    assert changed == energies | {"max-logit", "coherence", "confounding-label"}
+    energies = {"energy", "scale", "ash-s", "lts", "rankfeat", "react", "vim"}
+    # The confounding label asks for each class on its own, so it too depends on the level of the logits; quam's weight
+    # decay pulls at the bias.
+    assert changed == energies | {"max-logit", "coherence", "confounding-label", "quam"}
 
 
 @pytest.mark.slow
@@ -137,6 +138,6 @@ def test_bfloat16_scores_are_float32(name: str) -> None:
     model, x = bert()
     if name in ("mc-batchnorm", "rankfeat", "gaia"):
         pytest.skip("the model has no batch normalisation and no feature maps")
-    out = qualms.score(model.bfloat16(), x, name, train=[x], models=[bert()[0].bfloat16()])
+    out = qualms.score(model.bfloat16(), x, name, train=[training_text()], models=[bert()[0].bfloat16()])
     assert out.dtype == torch.float32
     assert torch.isfinite(out).all()

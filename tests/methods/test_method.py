@@ -126,7 +126,8 @@ def test_quick_methods_have_two_draws_at_most_and_are_otherwise_the_same() -> No
     for kind in METHODS:
         quick = kind().quick()
         changed = {f.name for f in fields(kind) if vars(quick)[f.name] != f.default}
-        assert changed == ({"draws"} if "draws" in vars(quick) else set()), kind.name
+        fewer = {"vim": {"dimensions"}, "quam": {"steps"}}  # what it takes for them to run on little
+        assert changed == fewer.get(kind.name, {"draws"} & set(vars(quick))), kind.name
         assert vars(quick).get("draws", 2) == 2
     assert PerturbX(0.1, 1).quick() == PerturbX(0.1, 1)
     assert REGrad(0.3, Smoothing(0.1, 8)).quick() == REGrad(0.3, Smoothing(0.1, 2))

@@ -16,6 +16,13 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     return hugging_face_bert(), padded_text()
 
 
+def training_text() -> dict[str, Tensor]:
+    """More inputs than half of the features, which `vim` needs."""
+    noise = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 30, (40, 6), generator=noise)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(kind.name for kind in METHODS), "regrad+layers+smooth"])
 def test_every_method_runs_on_text(name: str) -> None:
@@ -29,11 +36,12 @@ def test_every_method_runs_on_text(name: str) -> None:
         with pytest.raises(qualms.QualmsError, match=f"feature map.*{name} needs; use energy"):
             qualms.score(model, x, name)
         return
-    out = qualms.score(model, x, name, train=[x], models=[bert()[0].double()])
+    train = [training_text()]
+    out = qualms.score(model, x, name, train=train, models=[bert()[0].double()])
     assert out.shape == (8,)
     assert torch.isfinite(out).all()
     if name != "negrad":
-        alone = qualms.score(model, {k: v[:1] for k, v in x.items()}, name, train=[x], models=[bert()[0].double()])
+        alone = qualms.score(model, {k: v[:1] for k, v in x.items()}, name, train=train, models=[bert()[0].double()])
         torch.testing.assert_close(alone, out[:1], rtol=1e-6, atol=1e-12)
 
 

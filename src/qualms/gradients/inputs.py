@@ -64,10 +64,16 @@ def batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[Batch]:
 
     NumPy's floats, 64 bits unless somebody said otherwise, become those of the model.
     """
+    return (batch for batch, _ in labelled_batches(x, model, called))
+
+
+def labelled_batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[tuple[Batch, Tensor | None]]:
+    """The same batches, each with its labels if it has any: one whole number for each input."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     floats = torch.float32 if parameter is None else parameter.dtype
     if isinstance(x, (Tensor, tuple, np.ndarray)) or hasattr(x, "keys"):
-        yield checked(_as_tensors(_inputs_of(x) if hasattr(x, "keys") else x, floats))
+        alone = checked(_as_tensors(_inputs_of(x) if hasattr(x, "keys") else x, floats))
+        yield alone, _labels_of(x, count(alone)) if hasattr(x, "keys") else None
         return
     if isinstance(x, Dataset):
         collate = partial(_collate, floats=floats)
@@ -80,7 +86,8 @@ def batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[Batch]:
     empty = True
     for batch in _collated(x):
         empty = False
-        yield checked(_as_tensors(_inputs_of(batch), floats))
+        inputs = checked(_as_tensors(_inputs_of(batch), floats))
+        yield inputs, _labels_of(batch, count(inputs))
     if empty:
         raise QualmsError(
             f"{called} yields no batch; pass at least one input, and a list or a loader if it is read again."
@@ -137,6 +144,19 @@ def _inputs_of(batch: Any) -> Any:
             "a tuple of tensors as inputs if the model takes several."
         )
     return tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
+
+
+def _labels_of(batch: Any, inputs: int) -> Tensor | None:
+    """What `_inputs_of` leaves out, if it is one whole number for each input."""
+    if hasattr(batch, "keys"):
+        labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    else:
+        labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu":
+        labels = torch.from_numpy(labels.astype(np.int64))
+    if not isinstance(labels, Tensor) or labels.shape != (inputs,):
+        return None
+    return None if labels.is_floating_point() or labels.is_complex() else labels.detach().long()
 
 
 def checked(batch: Any) -> Batch:

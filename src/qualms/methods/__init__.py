@@ -9,6 +9,7 @@ from qualms.methods.ensemble import Ensemble
 from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV
+from qualms.methods.fdbd import FDBD
 from qualms.methods.gaia import GAIA
 from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import GradientScore
@@ -16,8 +17,10 @@ from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
 from qualms.methods.heat import Heat, HeatGeometric
 from qualms.methods.inserted_dropout import InsertedDropout
+from qualms.methods.knn import KNN
 from qualms.methods.laplace import Laplace
 from qualms.methods.lts import LTS
+from qualms.methods.mahalanobis import Mahalanobis
 from qualms.methods.max_logit import MaxLogit
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.mc_batchnorm import MCBatchNorm
@@ -28,21 +31,27 @@ from qualms.methods.negrad import NEGrad
 from qualms.methods.odin import ODIN
 from qualms.methods.perturb_theta import PerturbTheta
 from qualms.methods.perturb_x import PerturbX
+from qualms.methods.quam import QUAM
 from qualms.methods.rankfeat import RankFeat
+from qualms.methods.react import ReAct
 from qualms.methods.registry import METHODS, list_methods, parse
 from qualms.methods.regrad import REGrad
 from qualms.methods.scale import SCALE
 from qualms.methods.ungrad import UNGrad
+from qualms.methods.vim import ViM
 
 __all__ = [
     "ASHS",
+    "FDBD",
     "GAIA",
     "GEN",
+    "KNN",
     "LTS",
     "MCAA",
     "METHODS",
     "MSP",
     "ODIN",
+    "QUAM",
     "SCALE",
     "ClaFR",
     "Coherence",
@@ -61,6 +70,7 @@ __all__ = [
     "Laplace",
     "MCBatchNorm",
     "MCDropout",
+    "Mahalanobis",
     "MaxLogit",
     "Method",
     "NEGrad",
@@ -68,7 +78,9 @@ __all__ = [
     "PerturbX",
     "REGrad",
     "RankFeat",
+    "ReAct",
     "UNGrad",
+    "ViM",
     "list_methods",
     "parse",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.directions import Directions
 from qualms.gradients.exact.drawn_classes import FIRST
-from qualms.gradients.inputs import Batch, batches, count, take, tensors
+from qualms.gradients.inputs import Batch, count, labelled_batches, take, tensors
 from qualms.gradients.job import Job
 from qualms.gradients.layers import total_norms
 from qualms.gradients.learnt import Learnt
@@ -51,9 +51,13 @@ class Subject:
 
     def training_batches(self, method: str) -> Iterator[Batch]:
         """The training inputs, labels dropped."""
+        return (batch for batch, _ in self.labelled_training_batches(method))
+
+    def labelled_training_batches(self, method: str) -> Iterator[tuple[Batch, Tensor | None]]:
+        """The training inputs, each batch with its labels if it is a pair of inputs and labels."""
         if self.train is None:
             raise QualmsError(f"{method} needs training data; pass train=, a loader of training inputs.")
-        return batches(self.train, self.model, "train")
+        return labelled_batches(self.train, self.model, "train")
 
     @property
     def rows_at_once(self) -> int:

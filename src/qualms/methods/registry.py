@@ -17,6 +17,7 @@ from qualms.methods.ensemble import Ensemble
 from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV
+from qualms.methods.fdbd import FDBD
 from qualms.methods.gaia import GAIA
 from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import LAMBDA, GradientScore
@@ -24,8 +25,10 @@ from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
 from qualms.methods.heat import Heat, HeatGeometric
 from qualms.methods.inserted_dropout import InsertedDropout
+from qualms.methods.knn import KNN
 from qualms.methods.laplace import Laplace
 from qualms.methods.lts import LTS
+from qualms.methods.mahalanobis import Mahalanobis
 from qualms.methods.max_logit import MaxLogit
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.mc_batchnorm import MCBatchNorm
@@ -36,10 +39,13 @@ from qualms.methods.negrad import NEGrad
 from qualms.methods.odin import ODIN
 from qualms.methods.perturb_theta import PerturbTheta
 from qualms.methods.perturb_x import PerturbX
+from qualms.methods.quam import QUAM
 from qualms.methods.rankfeat import RankFeat
+from qualms.methods.react import ReAct
 from qualms.methods.regrad import REGrad
 from qualms.methods.scale import SCALE
 from qualms.methods.ungrad import UNGrad
+from qualms.methods.vim import ViM
 
 DEFAULT = "regrad+layers+smooth"
 
@@ -50,6 +56,7 @@ METHODS: tuple[type[Method], ...] = (
     *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
     *(Heat, HeatGeometric),
     *(SCALE, ASHS, LTS, ODIN, RankFeat, GAIA, ClaFR),
+    *(KNN, ViM, Mahalanobis, ReAct, FDBD, QUAM),
 )
 BY_NAME = {kind.name: kind for kind in METHODS}
 MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most

@@ -1,0 +1,57 @@
+"""fDBD: minus the mean distance of the features to the decision boundaries, over their distance to the training mean.
+
+With ĉ the predicted class, h what the last linear layer reads and w_c its rows, the boundary to class c is
+|z_ĉ - z_c| / ‖w_ĉ - w_c‖ away; the score is minus the mean of that over c ≠ ĉ, divided by ‖h - μ‖.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.methods.method import TRAINING_DATA, Method
+from qualms.methods.passes import Passes
+from qualms.methods.training_features import training_features
+
+NEAREST = 1e-12  # to the mean
+
+
+@dataclass(frozen=True)
+class FDBD(Method):
+    """No parameters. Two classes with the same weights have no boundary between them, and no distance to it.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import FDBD
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, FDBD(), train=[torch.randn(50, 4)]))
+        ```
+    """
+
+    name = "fdbd"
+    paper = "Liu & Qin, Fast Decision Boundary based Out-of-Distribution Detector, ICML 2024"
+    needs = (TRAINING_DATA,)
+    cost = "1, and 1 for each training input"
+
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        fitted, head = passes.subject.fitted, passes.head
+        if self not in fitted:
+            weight = head.weight.double()
+            apart = torch.cdist(weight, weight, compute_mode="donot_use_mm_for_euclid_dist")
+            fitted[self] = training_features(passes, self.name).features.mean(0, dtype=torch.double), apart
+        mean, apart = fitted[self]
+        from_mean = (head.features.double() - mean).norm(dim=-1).clamp_min(NEAREST)
+        return -boundary_distance(passes.logits, apart) / from_mean
+
+
+def boundary_distance(logits: Float[Tensor, "b c"], apart: Float[Tensor, "c c"]) -> Float[Tensor, " b"]:
+    """The mean distance to the boundaries between the predicted class and all others; apart is ‖w_i - w_j‖."""
+    largest, predicted = logits.max(-1)
+    between = apart[predicted]
+    each = torch.where(between > 0, (largest[:, None] - logits) / between, 0)
+    return each.sum(-1) / (logits.shape[1] - 1)

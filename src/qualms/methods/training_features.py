@@ -1,0 +1,56 @@
+"""What the last linear layer reads for every training input: found once for a model, and kept for all methods."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.inputs import count, take
+from qualms.gradients.precision import accurate
+from qualms.methods.head import with_head
+from qualms.methods.passes import Passes
+
+
+@dataclass(frozen=True)
+class TrainingFeatures:
+    """Of n training inputs, 32 bits for each number at least: 4 n f bytes of memory in all for a float32 model."""
+
+    features: Float[Tensor, "n f"]
+    max_logits: Float[Tensor, " n"]
+    labels: Int[Tensor, " n"]  # those that came with the inputs, else the model's predictions
+
+
+def training_features(passes: Passes, method: str) -> TrainingFeatures:
+    """Those of the data in `train=`, from one pass over it that serves all methods."""
+    fitted = passes.subject.fitted
+    if TrainingFeatures not in fitted:
+        fitted[TrainingFeatures] = _found(passes, method)
+    return fitted[TrainingFeatures]
+
+
+def _found(passes: Passes, method: str) -> TrainingFeatures:
+    features, largest, labels = [], [], []
+    size = passes.subject.rows_at_once
+    for batch, given in passes.subject.labelled_training_batches(method):
+        for start in range(0, count(batch), size):
+            rows = slice(start, start + size)
+            z, head = with_head(passes.model, take(batch, rows))
+            if isinstance(head, QualmsError):
+                raise head
+            features.append(accurate(head.features))
+            largest.append(accurate(z).amax(-1))
+            labels.append(z.argmax(-1) if given is None else _within(given[rows].to(z.device), z.shape[1]))
+    return TrainingFeatures(torch.cat(features), torch.cat(largest), torch.cat(labels))
+
+
+def _within(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
+    """The labels themselves; an error if one is not the number of a logit."""
+    low, high = (int(end) for end in labels.aminmax())
+    if low < 0 or high >= classes:
+        raise QualmsError(
+            f"the labels in train= go from {low} to {high}, but the model has {classes} classes, numbered from 0; "
+            "mend the labels, or pass the inputs alone."
+        )
+    return labels
