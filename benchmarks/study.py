@@ -34,7 +34,8 @@ OURS = ("heat", "heat-geometric", "coherence", "regrad+layers")
 LOGITS = ("entropy", "msp", "max-logit", "energy", "gen", "gradnorm-huang")
 RIVALS = ("scale", "ash-s", "lts", "odin", "clafr", "rankfeat", "gaia")
 WITH_DATA = ("knn", "vim", "mahalanobis", "react", "fdbd")
-SIGMAS = (0.02, 0.05, 0.1, 0.2, 0.4)
+SIGMAS = (0.05, 0.1, 0.2, 0.4)  # in pixels
+TEXT_SIGMAS = (0.2, 0.4, 0.8, 1.6)  # of embeddings, which begin as N(0, 1)
 TEXTS = (("Text CNN", TextCnn), ("Text transformer", TextTransformer))
 NEAR_TEXTS = ("literature quotes", "science quotes")
 Row = dict[str, Any]
@@ -145,7 +146,10 @@ def smoothing(names: list[str], count: int = 100) -> None:
     for name in names:
         done = {row["method"] for row in read("smoothing") if row["network"] == name}
         case = CASES[name]()
-        specs = ["regrad+layers", *(f"regrad+layers+smooth({sigma},4)" for sigma in SIGMAS)]
+        specs = [
+            "regrad+layers",
+            *(f"regrad+layers+smooth({sigma},4)" for sigma in (TEXT_SIGMAS if case.pixel_std is None else SIGMAS)),
+        ]
         for spec in [s for s in (*specs, "entropy", "gen", "heat") if s not in done]:
             for row in scored(case, [spec], count):
                 keep({"part": "smoothing", **row, **moved(case, spec, count)})
