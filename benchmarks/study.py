@@ -2,6 +2,7 @@
 
     QUALMS_DATA=folder python benchmarks/study.py score [NAME …]       (1000 inputs a side, float32, seed 0)
     QUALMS_DATA=folder python benchmarks/study.py smoothing [NAME …]   (how much noise, for networks behind a norm)
+    QUALMS_DATA=folder python benchmarks/study.py growth [NAME …]      (what the rule for normalisations looks at)
     python benchmarks/study.py page                                     (fills docs/heat.md from the rows)
 
 Rows go to `results/study.jsonl` as they come, one for each network, other dataset and method; what has a row is passed
@@ -25,6 +26,11 @@ from study_text import UNKNOWN, TextCnn, TextSubject, TextTransformer, known, un
 from torch import Tensor, nn
 
 import qualms
+from qualms.gradients.guard import untouched
+from qualms.methods.heat import NOISE_INPUTS, growth
+from qualms.methods.noise import noise_inputs
+from qualms.methods.passes import Passes
+from qualms.methods.passes import Subject as Inside
 from qualms.metrics import aupr, auroc, interval, raulc
 
 RESULTS = Path(__file__).parent / "results" / "study.jsonl"
@@ -34,6 +40,7 @@ OURS = ("heat", "heat-geometric", "coherence", "regrad+layers")
 LOGITS = ("entropy", "msp", "max-logit", "energy", "gen", "gradnorm-huang")
 RIVALS = ("scale", "ash-s", "lts", "odin", "clafr", "rankfeat", "gaia")
 WITH_DATA = ("knn", "vim", "mahalanobis", "react", "fdbd")
+EXPENSIVE = ("coherence", "regrad+layers")
 SIGMAS = (0.05, 0.1, 0.2, 0.4)  # in pixels
 TEXT_SIGMAS = (0.2, 0.4, 0.8, 1.6)  # of embeddings, which begin as N(0, 1)
 TEXTS = (("Text CNN", TextCnn), ("Text transformer", TextTransformer))
@@ -108,13 +115,13 @@ def scored(case: Case, methods: Iterable[str], count: int, **how: Any) -> Iterab
         row: Row = {"network": case.name, "method": method, "accuracy": float(correct.double().mean())}
         scorer = qualms.Scorer(case.model, method, pixel_std=case.pixel_std, **how)
         try:
-            own = scorer(x.split(100))
+            own = scorer(list(x.split(100)))
             if method in own.notes:
                 row["note"] = own.notes[method]
             inside = own.scores[method].numpy()
             row |= {"n": len(inside), "raulc": raulc(inside, correct.numpy()), "pairs": {}}
             for name, (side, y) in others.items():
-                out = scorer(y.split(100)).scores[method].numpy()
+                out = scorer(list(y.split(100))).scores[method].numpy()
                 low, high = interval(auroc, inside, out)
                 ranks = {"auroc": auroc(inside, out), "low": low, "high": high, "aupr": aupr(inside, out)}
                 row["pairs"][name] = {"side": side, "n": len(out), **ranks}
@@ -124,21 +131,23 @@ def scored(case: Case, methods: Iterable[str], count: int, **how: Any) -> Iterab
 
 
 def score(names: list[str]) -> None:
-    """All methods on all networks."""
-    for name in names:
-        done = {row["method"] for row in read("score") if row["network"] == name}
-        left = [m for m in (*OURS, *LOGITS, *RIVALS, *WITH_DATA) if m not in done]
-        if not left:
-            continue
-        case, train = CASES[name](), None
-        for method in left:
-            if method in WITH_DATA:
-                train = train or case.train()
-            how: Row = {"train": train if method in WITH_DATA else None}
-            if method == "regrad+layers" and "100" in name:
-                how["tolerance"] = 0.025
-            for row in scored(case, [method], COUNT, **how):
-                keep({"part": "score", **row})
+    """All methods on all networks, the expensive ones last."""
+    cheap = [m for m in (*OURS, *LOGITS, *RIVALS, *WITH_DATA) if m not in EXPENSIVE]
+    for methods in (cheap, EXPENSIVE):
+        for name in names:
+            done = {row["method"] for row in read("score") if row["network"] == name}
+            left = [m for m in methods if m not in done]
+            case = CASES[name]() if left else None
+            train = None
+            for method in left:
+                assert case is not None
+                if method in WITH_DATA:
+                    train = train or case.train()
+                how: Row = {"train": train if method in WITH_DATA else None}
+                if method == "regrad+layers" and "100" in name:
+                    how["tolerance"] = 0.025
+                for row in scored(case, [method], COUNT, **how):
+                    keep({"part": "score", **row})
 
 
 def smoothing(names: list[str], count: int = 100) -> None:
@@ -171,6 +180,19 @@ def moved(case: Case, spec: str, count: int) -> Row:
     }
 
 
+def grown(names: list[str]) -> None:
+    """What the rule that sets T to 1 looks at: how much the features of louder noise grow, and how they spread."""
+    done = {row["network"] for row in read("growth")}
+    for name in (n for n in names if n not in done):
+        case = CASES[name]()
+        with untouched(case.model) as model:
+            passes = Passes(Inside(model), case.inside(1)[0])
+            noise = Passes(passes.subject, noise_inputs(passes, NOISE_INPUTS, "heat"))
+            lengths = noise.head.features.double().norm(dim=-1)
+            row = {"growth": growth(noise), "spread": float(lengths.std() / lengths.mean())}
+        keep({"part": "growth", "network": name, "method": "heat", **row, "seconds": 0})
+
+
 def read(part: str) -> list[Row]:
     """The rows of one part."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
@@ -182,7 +204,9 @@ def keep(row: Row) -> None:
     with RESULTS.open("a") as file:
         file.write(json.dumps(row) + "\n")
     mean = {side: _mean([p["auroc"] for p in row.get("pairs", {}).values() if p["side"] == side]) for side in SIDES}
-    print(row["network"], row["method"], mean, row.get("raulc"), row["seconds"], row.get("refused", ""), flush=True)
+    print(
+        row["network"], row["method"], mean, row.get("raulc"), row["seconds"], row.get("refused", "")[:60], flush=True
+    )
 
 
 SIDES = ("near", "far")
@@ -195,13 +219,13 @@ def _mean(values: list[float]) -> float | None:
 def main() -> None:
     """Run a part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["score", "smoothing", "page"])
+    parser.add_argument("part", choices=["score", "smoothing", "growth", "page"])
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
     if given.part == "page":
-        study_page.fill(read("score"), read("smoothing"))
-    elif given.part == "score":
-        score(given.names or list(CASES))
+        study_page.fill(read("score"), read("smoothing"), read("growth"))
+    elif given.part in ("score", "growth"):
+        (score if given.part == "score" else grown)(given.names or list(CASES))
     else:
         smoothing(given.names or ["SVHN ViT", "MNIST ViT", "Text transformer"])
 

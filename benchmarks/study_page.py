@@ -9,7 +9,7 @@ BEHIND_A_NORM = ("MNIST ViT", "SVHN ViT", "Text transformer")
 Row = dict[str, Any]
 
 
-def fill(scores: list[Row], smoothing: list[Row]) -> None:
+def fill(scores: list[Row], smoothing: list[Row], growth: list[Row]) -> None:
     """Write the tables between `<!-- name -->` and `<!-- end -->`; the text around them is by hand."""
     free = [row for row in scores if row["network"] not in BEHIND_A_NORM]
     normed = [row for row in scores if row["network"] in BEHIND_A_NORM]
@@ -19,7 +19,7 @@ def fill(scores: list[Row], smoothing: list[Row]) -> None:
         "normed": summary(normed),
         "normed by network": by_network(normed),
         "smoothing": noise(smoothing),
-        "networks": networks(scores),
+        "networks": networks(scores, growth),
     }
     page = PAGE.read_text()
     for name, text in parts.items():
@@ -79,16 +79,17 @@ def noise(rows: list[Row]) -> str:
     return table(["network", "score", "inputs a side", "AUROC", "rAULC", "KL, own inputs", "KL, noise"], body)
 
 
-def networks(rows: list[Row]) -> str:
-    """What each network gets right, and what it is tried on."""
+def networks(rows: list[Row], growth: list[Row]) -> str:
+    """What each network gets right, what it is tried on, and what the rule for normalisations sees."""
     body = []
     for name in networks_of(rows):
         row = next(r for r in rows if r["network"] == name and "pairs" in r)
         sides = {side: [o for o, p in row["pairs"].items() if p["side"] == side] for side in ("near", "far")}
         least = min(p["n"] for p in row["pairs"].values())
         cells = [name, f"{100 * row['accuracy']:.1f}", *(", ".join(found) for found in sides.values())]
-        body.append([*cells, str(row["n"]) if least == row["n"] else f"{row['n']}, {least} of the smallest"])
-    return table(["network", "% right", "near", "far", "inputs a side"], body)
+        cells += [str(row["n"]) if least == row["n"] else f"{row['n']}, {least} of the smallest"]
+        body.append([*cells, *(f"{r['growth']:.2f} | {100 * r['spread']:.0f}" for r in growth if r["network"] == name)])
+    return table(["network", "% right", "near", "far", "inputs a side", "growth of ‖h‖", "its spread, %"], body)
 
 
 def networks_of(rows: list[Row]) -> list[str]:
