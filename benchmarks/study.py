@@ -170,9 +170,13 @@ def moved(case: Case, spec: str, count: int) -> Row:
         return {}
     sigma = float(spec.partition("smooth(")[2].partition(",")[0])
     x = case.inside(count)[0]
-    inputs = {"own": x}
-    if x.is_floating_point():
-        inputs["noise"] = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    source = torch.Generator().manual_seed(0)
+    noise = (
+        torch.randn(x.shape, generator=source)
+        if x.is_floating_point()
+        else torch.randint(0, 256, x.shape, generator=source)
+    )
+    inputs = {"own": x, "noise": noise}
     perturbed = f"perturb-x({sigma},8)"
     return {
         f"kl_{of}": float(qualms.score(case.model, y, perturbed, pixel_std=case.pixel_std).mean())

@@ -6,7 +6,7 @@ from qualms.methods.method import Method
 from qualms.methods.registry import METHODS, parse
 from qualms.tasks.paper import paper_methods
 
-BESIDE = ("energy", "gen", "coherence")  # what users would pick instead of the paper's methods, and ours
+BESIDE = ("energy", "gen", "heat", "coherence")  # what users would pick instead of the paper's methods, and ours
 
 
 def chosen_methods(text: str, dataset: str) -> dict[str, Method]:
