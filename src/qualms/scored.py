@@ -25,7 +25,7 @@ class Scored:
         class_names: of the columns of `probs`, if they are known.
         threshold: the highest score of the first method that is accepted, if there is one.
         sketched: the methods whose scores are estimates, with standard errors.
-        notes: what a method has to say of its scores, by method: that `heat` is the entropy here, what `auto` picked.
+        notes: what a method has to say of its scores, by method: such as that `heat` is the entropy here.
 
     Example:
         ```python

@@ -20,7 +20,7 @@ from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.few_classes import classes_needed
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import GRADIENTS, LOGITS, Method, Noise
+from qualms.methods.method import LOGITS, Method, Noise
 from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT, parse
 from qualms.models.fingerprint import fingerprint
@@ -207,8 +207,9 @@ class Scorer:
 
     def _compares(self) -> bool:
         """Whether the exact engine will run on the inputs themselves, for which the logits serve as a check."""
-        plain = [m for m in self.methods.values() if GRADIENTS in m.needs and m.smooth is None]
-        return any(self.settings.engine_name == "exact" or not isinstance(m, GradientScore) for m in plain)
+        exact = self.settings.engine_name == "exact"
+        plain = [m for m in self.methods.values() if m.smooth is None]
+        return any(m.always_exact or (exact and isinstance(m, GradientScore)) for m in plain)
 
     def _pick_engine(self, model: nn.Module, batch: Batch) -> None:
         """Picks the engine for `auto`, judged by the most expensive pass that the methods need."""

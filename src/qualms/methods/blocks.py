@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import take
-from qualms.gradients.layers import grouped, selected_parameters
+from qualms.gradients.layers import grouped, layer_of, selected_parameters
 from qualms.gradients.rows import Rows
 from qualms.gradients.watch.forward import use_order
 from qualms.methods.passes import Passes
@@ -35,10 +35,10 @@ def heavy_blocks(passes: Passes, method: str) -> list[list[str]]:
 
 def without_head(blocks: Sequence[Sequence[str]], passes: Passes) -> list[list[str]]:
     """The blocks without the parameters of the classifier, the last linear layer."""
-    head = passes.head
-    own = {t.data_ptr() for t in (head.weight, head.bias) if t is not None}
-    named = {name for name, p in passes.model.named_parameters() if p.data_ptr() in own}
-    if not named and blocks:  # a weight that is computed from parameters, those of the last block
-        named = set(blocks[-1])
-    left = [[name for name in block if name not in named] for block in blocks]
+    head, names = passes.head, {p.data_ptr(): name for name, p in passes.model.named_parameters()}
+    known = [names[t.data_ptr()] for t in (head.weight, head.bias) if t is not None and t.data_ptr() in names]
+    if head.weight.data_ptr() not in names:  # it is computed from parameters: those of the layer with the bias, or last
+        layer = layer_of(passes.model, (known or [blocks[-1][-1]])[0], "module")
+        known += [name for name in names.values() if layer_of(passes.model, name, "module") == layer]
+    left = [[name for name in block if name not in known] for block in blocks]
     return [block for block in left if block]

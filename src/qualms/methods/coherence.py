@@ -48,6 +48,7 @@ class Coherence(Method):
     paper = "ours, experimental"
     needs = (GRADIENTS,)
     cost = "2 + C passes through the last two blocks"
+    always_exact = True
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""

@@ -8,12 +8,12 @@ Why: noise of size ε on all weights gives the logits the covariance ε² G. The
 the energy of the features h that it reads; the blocks' part is the noise of the features themselves, as the classifier
 sees it. So ρ is noise to signal, and dividing the logits by it is shrinkage. ρ₀ sets the unit: an input that is known
 no better than noise keeps its softmax, and one that is known better is sharpened. Mistakes stay near the boundaries
-between classes at any T.
+between classes at any T. An input without any gradient in the blocks has no ρ, and T = 1.
 
 For classifiers that read features of free length. Where a normalisation fixes ‖h‖ (vision transformers, language
-models), ρ loses its signal. Noise that is made 64 times as large shows it: if the features do not grow fourfold, T is 1
-and heat is the entropy, and `Scored.notes` says so. With more than 17 classes, traces are estimated from 16 fixed
-contrasts of classes.
+models), ρ loses its signal. So T is 1, and heat the entropy, if the features of noise inputs do not grow fourfold when
+the noise is made 64 times as large; `Scored.notes` says so. With more than 17 classes, traces are estimated from 16
+fixed contrasts of classes.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, reason
 from qualms.gradients.directions import Directions
-from qualms.gradients.inputs import count
+from qualms.gradients.inputs import count, take
 from qualms.methods.blocks import heavy_blocks, without_head
 from qualms.methods.head import Head, with_head
 from qualms.methods.method import GRADIENTS, Method
@@ -68,30 +68,32 @@ class Heat(Method):
     paper = "ours"
     needs = (GRADIENTS,)
     cost = "2, and C - 1 (at most 16) backward through the last three blocks"
+    always_exact = True
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return log_heat(passes.logits, self.temperature(passes))
+        unit = self._unit(passes)
+        if unit.log_ratio is None:
+            return log_heat(passes.logits, torch.ones_like(passes.logits[:, 0]))
+        log_ratio, logits = self._log_ratio(passes, unit.blocks)
+        log_t = torch.where(log_ratio.isfinite(), log_ratio - unit.log_ratio, 0.0)
+        return log_heat(logits, log_t.exp().clamp(COLDEST, HOTTEST))
 
     def note(self, passes: Passes) -> str | None:
         """That T is 1, and why."""
         why = self._unit(passes).why
         return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
 
-    def temperature(self, passes: Passes) -> Float[Tensor, " b"]:
-        """T(x) = ρ(x) / ρ₀, or 1 where ρ tells nothing."""
-        unit = self._unit(passes)
-        if unit.log_ratio is None:
-            return torch.ones(count(passes.batch), dtype=torch.double, device=passes.device)
-        return (self._log_ratio(passes, unit.blocks) - unit.log_ratio).exp().clamp(COLDEST, HOTTEST)
-
     def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
         """log ρ from the logarithms of the blocks' ratios: that of their sum."""
         return log_ratios.logsumexp(-1)
 
-    def _log_ratio(self, passes: Passes, blocks: tuple[tuple[str, ...], ...]) -> Float[Tensor, " b"]:
-        traces = passes.traces(blocks).clamp_min(SMALLEST).log()
-        return self.combined(traces - head_trace(passes.head).clamp_min(SMALLEST).log()[:, None])
+    def _log_ratio(
+        self, passes: Passes, blocks: tuple[tuple[str, ...], ...]
+    ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
+        """log ρ, infinite where there is no gradient or no feature, and the logits that belong to it."""
+        traces, logits = passes.traces(blocks)
+        return self.combined(traces.log() - head_trace(_head(passes, logits)).log()[:, None]), logits
 
     def _unit(self, passes: Passes) -> Unit:
         """Found once for a model and a shape of inputs."""
@@ -104,11 +106,23 @@ class Heat(Method):
     def _measured_unit(self, passes: Passes) -> Unit:
         blocks = tuple(map(tuple, without_head(heavy_blocks(passes, self.name), passes)[-BLOCKS:]))
         if not blocks:
-            return Unit(blocks, None, "nothing with weights stands before the classifier")
+            return Unit(blocks, None, "no weights that count stand before the classifier")
         noise = Passes(passes.subject, noise_inputs(passes, NOISE_INPUTS, self.name))
-        if growth(noise) < FREE:
-            return Unit(blocks, None, "a normalisation fixes the length of the features that the classifier reads")
-        return Unit(blocks, float(self._log_ratio(noise, blocks).mean()))
+        try:
+            if growth(noise) < FREE:
+                return Unit(
+                    blocks, None, "the length of the features that the classifier reads hardly follows the input"
+                )
+            log_ratio = self._log_ratio(noise, blocks)[0]
+        except QualmsError as error:
+            raise QualmsError(
+                f"{self.name} tries the model on {NOISE_INPUTS} inputs of noise, which fails ({reason(error)}); "
+                "use regrad+layers or entropy."
+            ) from error
+        alive = log_ratio[log_ratio.isfinite()]
+        if 2 * len(alive) < NOISE_INPUTS:
+            return Unit(blocks, None, "most inputs of noise leave the last blocks without a gradient")
+        return Unit(blocks, float(alive.mean()))
 
 
 @dataclass(frozen=True)
@@ -159,9 +173,26 @@ def head_trace(head: Head) -> Float[Tensor, " b"]:
 
 
 def growth(noise: Passes) -> float:
-    """By how much the features of noise inputs grow, in the geometric mean, if the noise does by `LOUDER`."""
-    after = with_head(noise.model, louder(noise.batch, LOUDER, noise.seed))[1]
+    """By how much the features of noise inputs grow if the noise does by `LOUDER`: the median over the inputs.
+
+    1 if most inputs have no features before or after.
+    """
+    loud, size = louder(noise.batch, LOUDER, noise.seed), noise.subject.rows_at_once
+    parts = [loud.take(slice(start, start + size)) for start in range(0, count(noise.batch), size)]
+    after = Head.joined([with_head(noise.model, part)[1] for part in parts])
     if isinstance(after, QualmsError):
         raise after
-    lengths = [h.features.double().norm(dim=-1).clamp_min(SMALLEST).log().mean() for h in (noise.head, after)]
-    return float((lengths[1] - lengths[0]).exp())
+    before, behind = (head.features.double().norm(dim=-1).log() for head in (noise.head, after))
+    grown = (behind - before)[before.isfinite() & behind.isfinite()]
+    return float(grown.median().exp()) if 2 * len(grown) >= len(before) else 1.0
+
+
+def _head(passes: Passes, logits: Float[Tensor, "b c"]) -> Head:
+    """The head on the features that these logits came from: those of each input alone, if company changes them."""
+    if torch.allclose(logits, passes.logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+        return passes.head
+    alone = [with_head(passes.model, take(passes.batch, [i]))[1] for i in range(count(passes.batch))]
+    head = Head.joined(alone)
+    if isinstance(head, QualmsError):
+        raise head
+    return head

@@ -38,6 +38,7 @@ class Method(Protocol):
         needs: what it is made from.
         cost: in forward passes; C is the number of classes, N of draws.
         direction: along which gradients are taken; None for what is not a gradient score.
+        always_exact: whether it asks the exact engine, whatever engine the gradient scores have.
 
     Example:
         ```python
@@ -69,6 +70,7 @@ class Method(Protocol):
     needs: ClassVar[tuple[str, ...]]
     cost: ClassVar[str]
     direction: ClassVar[str | None] = None
+    always_exact: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, passes: Passes) -> Float[Tensor, " b"]:

@@ -14,25 +14,24 @@ from qualms.methods.passes import Passes
 from qualms.random import generator
 
 PURPOSE = 71  # of these random numbers
+INSTEAD = "use regrad+layers or entropy"
 
 
 def noise_inputs(passes: Passes, number: int, method: str) -> Batch:
     """N(0, 1) in place of every number that an input is made of, and random ids in place of token ids.
 
-    In the units of the tensor that the model receives. Beside ids, masks are one and all other whole numbers are zero.
+    In the units of the tensor that the model receives. Masks that come beside it are such that nothing is masked, and
+    types of tokens are zero.
     """
     first, *others = tensors(passes.batch)
-    names = list(passes.batch) if isinstance(passes.batch, dict) else [""] * (1 + len(others))
-    drawn: list[Tensor] = []
-    for place, (name, t) in enumerate(zip(names, (first, *others), strict=True)):
-        shape, source = (number, *t.shape[1:]), generator(passes.seed, PURPOSE, place)
-        if t.is_floating_point():
-            drawn.append(torch.randn(shape, generator=source).to(t))
-        elif t is first:
-            drawn.append(torch.randint(0, _vocabulary(passes, method), shape, generator=source).to(t))
-        else:
-            drawn.append((torch.ones if "mask" in name else torch.zeros)(shape, dtype=t.dtype, device=t.device))
-    return with_tensors(passes.batch, drawn)
+    names = list(passes.batch)[1:] if isinstance(passes.batch, dict) else ["" for _ in others]
+    shape, source = (number, *first.shape[1:]), generator(passes.seed, PURPOSE)
+    if first.is_floating_point():
+        drawn = torch.randn(shape, generator=source)
+    else:
+        drawn = torch.randint(0, _vocabulary(passes, method), shape, generator=source)
+    beside = [_beside(name, t, number, passes, method) for name, t in zip(names, others, strict=True)]
+    return with_tensors(passes.batch, [drawn.to(first), *beside])
 
 
 def louder(batch: Batch, times: float, seed: int) -> Rows:
@@ -47,30 +46,53 @@ def louder(batch: Batch, times: float, seed: int) -> Rows:
     return Rows(batch, embedding_noise=noise)
 
 
+def _beside(name: str, t: Tensor, number: int, passes: Passes, method: str) -> Tensor:
+    """What stands beside the input proper, by its name."""
+    shape = (number, *t.shape[1:])
+    if "mask" in name:
+        masked_is_true = "padding" in name
+        return t.new_full(shape, not masked_is_true)
+    if "type" in name:
+        return t.new_zeros(shape)
+    if t.is_floating_point():
+        return torch.randn(shape, generator=generator(passes.seed, PURPOSE, len(name))).to(t)
+    what = repr(name) if name else "a tensor of whole numbers in a tuple"
+    raise QualmsError(
+        f"{method} tries the model on noise, but does not know what to put in place of {what}; pass a dict with names "
+        f"such as attention_mask, or {INSTEAD}."
+    )
+
+
 def _vocabulary(passes: Passes, method: str) -> int:
     """How many ids there are: the rows of the embedding that reads them."""
-    watch = _Embeddings()
+    one = take(passes.batch, slice(0, 1))
+    watch = _Embeddings(tensors(one)[0])
     with torch.no_grad():
-        logits_of(passes.model, Rows(take(passes.batch, slice(0, 1))), watch)
-    if not watch.rows:
+        logits_of(passes.model, Rows(one), watch)
+    if watch.rows is None:
         raise QualmsError(
-            f"{method} tries the model on random token ids, but no embedding of the model reads ids, so there is no "
-            "vocabulary to draw them from; use regrad+layers or entropy."
+            f"{method} tries the model on random token ids, but no embedding of the model reads x, so there is no "
+            f"vocabulary to draw them from; {INSTEAD}, or pass x as floating-point numbers if it is not tokens."
         )
-    return watch.rows[0]
+    return watch.rows
 
 
 class _Embeddings(TorchFunctionMode):
-    """Notes how many rows the embeddings have that a model looks something up in."""
+    """Notes how many rows the first embedding has in which a model looks these ids up."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Tensor) -> None:
         super().__init__()
-        self.rows: list[int] = []
+        self.ids = ids.flatten()
+        self.rows: int | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "").startswith("embedding"):
-            tables = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor) and t.is_floating_point()]
-            self.rows += [t.shape[0] for t in tables[:1]]
+        given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
+        if self.rows is None and getattr(func, "__name__", "").startswith("embedding"):
+            with torch._C.DisableTorchFunction():
+                if any(
+                    t.numel() == self.ids.numel() and torch.equal(t.flatten().to(self.ids), self.ids) for t in given
+                ):
+                    self.rows = next((t.shape[0] for t in given if t.is_floating_point()), None)
         return func(*args, **(kwargs or {}))

@@ -187,10 +187,11 @@ class Passes:
         job = replace(self.job(Directions(("logits",)), None), settings=settings)
         return layer_table([job], self.subject.learnt, gram=True, regrouped=self._regrouped).values.double()
 
-    def traces(self, blocks: Sequence[Sequence[str]]) -> Float[Tensor, "b l"]:
+    def traces(self, blocks: Sequence[Sequence[str]]) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b c"]]:
         """tr(P G_l P) of blocks of parameters, P = I - 11ᵀ/C and G_l = J_l J_lᵀ; beyond 17 classes an estimate.
 
-        Backward passes go no further than the first of the blocks.
+        And the logits of the inputs as the engine ran them: alone, if they influence each other. Backward passes go no
+        further than the first of the blocks.
         """
         own, names = self.subject.settings, {name: i for i, block in enumerate(blocks) for name in block}
         settings = Settings(
@@ -200,7 +201,7 @@ class Passes:
         table = layer_table([job], self.subject.learnt, regrouped=self._regrouped)
         squares = table.values.double().square().sum(1)
         place = torch.tensor([names[name] for name in table.layers], device=squares.device)
-        return squares.new_zeros(len(squares), len(blocks)).index_add_(1, place, squares)
+        return squares.new_zeros(len(squares), len(blocks)).index_add_(1, place, squares), table.logits.double()
 
     def _sketch(self, method: "GradientScore") -> None:
         """All scores of one sketch, block by block: they are linear in the norms, and so are their errors."""
