@@ -1,6 +1,7 @@
 """The scores, each in a file of its own, and the table of them."""
 
 from qualms.methods.ash_s import ASHS
+from qualms.methods.auto import Auto
 from qualms.methods.clafr import ClaFR
 from qualms.methods.coherence import Coherence
 from qualms.methods.confounding_label import ConfoundingLabel
@@ -53,6 +54,7 @@ __all__ = [
     "ODIN",
     "QUAM",
     "SCALE",
+    "Auto",
     "ClaFR",
     "Coherence",
     "ConfoundingLabel",

@@ -72,7 +72,7 @@ class Heat(Method):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        unit = self._unit(passes)
+        unit = self.unit(passes)
         if unit.log_ratio is None:
             return log_heat(passes.logits, torch.ones_like(passes.logits[:, 0]))
         log_ratio, logits = self._log_ratio(passes, unit.blocks)
@@ -81,7 +81,7 @@ class Heat(Method):
 
     def note(self, passes: Passes) -> str | None:
         """That T is 1, and why."""
-        why = self._unit(passes).why
+        why = self.unit(passes).why
         return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
 
     def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
@@ -95,7 +95,7 @@ class Heat(Method):
         traces, logits = passes.traces(blocks)
         return self.combined(traces.log() - head_trace(_head(passes, logits)).log()[:, None]), logits
 
-    def _unit(self, passes: Passes) -> Unit:
+    def unit(self, passes: Passes) -> Unit:
         """Found once for a model and a shape of inputs."""
         key = (self, passes.job(NOTHING, None).shapes)
         if key not in passes.subject.fitted:

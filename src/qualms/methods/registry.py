@@ -9,6 +9,7 @@ from typing import Any
 from qualms.errors import QualmsError
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.ash_s import ASHS
+from qualms.methods.auto import Auto
 from qualms.methods.clafr import ClaFR
 from qualms.methods.coherence import Coherence
 from qualms.methods.confounding_label import ConfoundingLabel
@@ -54,7 +55,7 @@ METHODS: tuple[type[Method], ...] = (
     *(REGrad, ExGrad, UNGrad, GradNorm, GradNormHuang, NEGrad),
     *(PerturbX, PerturbTheta, MCAA, InsertedDropout, Entropy, ExGradV, Laplace),
     *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
-    *(Heat, HeatGeometric),
+    *(Heat, HeatGeometric, Auto),
     *(SCALE, ASHS, LTS, ODIN, RankFeat, GAIA, ClaFR),
     *(KNN, ViM, Mahalanobis, ReAct, FDBD, QUAM),
 )

@@ -1,0 +1,61 @@
+"""Auto (ours): `heat` for classifiers that read features of free length, `regrad+layers` for all others.
+
+What a network is, noise inputs tell (see `heat`), so no data is needed; `Scored.notes` has what was picked and why. The
+page on heat has the study behind it, and what was tried and not taken: noise of a level that the network sets.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.errors import QualmsError, reason
+from qualms.methods.gradient_score import LAMBDA
+from qualms.methods.heat import Heat
+from qualms.methods.method import GRADIENTS, Method
+from qualms.methods.passes import Passes
+from qualms.methods.regrad import REGrad
+
+
+@dataclass(frozen=True)
+class Auto(Method):
+    """No parameters.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        scored = qualms.Scorer(model, "auto")(torch.randn(5, 4))
+        print(scored.scores["auto"], scored.notes["auto"])
+        ```
+    """
+
+    name = "auto"
+    paper = "ours"
+    needs = (GRADIENTS,)
+    cost = "that of `heat`, or of `regrad`"
+    always_exact = True
+
+    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+        """One number for each input."""
+        return self.picked(passes)[0].score(passes)
+
+    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+        """That of what was picked."""
+        return self.picked(passes)[0].error(passes)
+
+    def note(self, passes: Passes) -> str | None:
+        """What was picked, and why."""
+        method, why = self.picked(passes)
+        return f"auto picked {method.spec}, because {why}."
+
+    def picked(self, passes: Passes) -> tuple[Method, str]:
+        """The method, and the reason."""
+        try:
+            why = Heat().unit(passes).why
+        except QualmsError as error:
+            why = reason(error).rstrip(".")
+        return (REGrad(layers=LAMBDA), why) if why else (Heat(), "the classifier reads features of free length")

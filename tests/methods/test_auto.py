@@ -1,0 +1,35 @@
+"""`auto` picks a score by what the network is, and says which and why."""
+
+import torch
+from torch import nn
+
+import qualms
+from qualms.models.cnn import mnist_cnn
+from qualms.models.vit import vit_tiny
+
+
+def both(model: nn.Module, x: torch.Tensor, other: str) -> tuple[qualms.Scored, torch.Tensor, torch.Tensor]:
+    scored = qualms.Scorer(model, ["auto", other])(x)
+    return scored, scored.scores["auto"], scored.scores[other]
+
+
+def test_features_of_free_length_get_heat() -> None:
+    torch.manual_seed(0)
+    scored, auto, heat = both(mnist_cnn(), torch.rand(4, 1, 28, 28), "heat")
+    assert torch.equal(auto, heat)
+    assert scored.notes["auto"] == "auto picked heat, because the classifier reads features of free length."
+
+
+def test_behind_a_normalisation_it_is_regrad_by_layers() -> None:
+    torch.manual_seed(0)
+    scored, auto, regrad = both(vit_tiny(3), torch.rand(2, 3, 32, 32), "regrad+layers")
+    torch.testing.assert_close(auto, regrad)
+    assert scored.notes["auto"].startswith("auto picked regrad+layers(0.3), because the length of the features")
+
+
+def test_a_model_that_heat_is_not_for_gets_regrad_with_the_reason() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Tanh())
+    scored, auto, regrad = both(model, torch.randn(3, 4), "regrad+layers")
+    torch.testing.assert_close(auto, regrad)
+    assert "not the result of a linear layer" in scored.notes["auto"]
