@@ -1,7 +1,7 @@
-"""Auto (ours): `heat` for classifiers that read features of free length, `regrad+layers` for all others.
+"""Auto (ours): `heat` for classifiers that read features of free length, `gen` for all others.
 
 What a network is, noise inputs tell (see `heat`), so no data is needed; `Scored.notes` has what was picked and why. The
-page on heat has the study behind it, and what was tried and not taken: noise of a level that the network sets.
+page on heat has the study behind it, and what was tried behind a normalisation and not taken: REGrad with more noise.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError, reason
-from qualms.methods.gradient_score import LAMBDA
+from qualms.methods.gen import GEN
 from qualms.methods.heat import Heat
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.passes import Passes
-from qualms.methods.regrad import REGrad
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,12 @@ class Auto(Method):
     name = "auto"
     paper = "ours"
     needs = (GRADIENTS,)
-    cost = "that of `heat`, or of `regrad`"
+    cost = "that of `heat`, or 1"
     always_exact = True
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         return self.picked(passes)[0].score(passes)
-
-    def error(self, passes: Passes) -> Float[Tensor, " b"]:
-        """That of what was picked."""
-        return self.picked(passes)[0].error(passes)
 
     def note(self, passes: Passes) -> str | None:
         """What was picked, and why."""
@@ -58,4 +53,4 @@ class Auto(Method):
             why = Heat().unit(passes).why
         except QualmsError as error:
             why = reason(error).rstrip(".")
-        return (REGrad(layers=LAMBDA), why) if why else (Heat(), "the classifier reads features of free length")
+        return (GEN(), why) if why else (Heat(), "the classifier reads features of free length")
