@@ -83,7 +83,7 @@ def test_odin(setting: Setting, epsilon: float | tuple[float, ...]) -> None:
         loss = -(setting.model(x) / 10).softmax(1).max().log()
         (gradient,) = torch.autograd.grad(loss, x)
         q = (setting.model(x - 0.05 * gradient.sign()) / 10).softmax(1)
-        assert have[b].item() == pytest.approx(1 - q.max().item(), rel=1e-9)
+        assert have[b].item() == pytest.approx(-(q.max().log() + math.log(5)).item(), rel=1e-9)
 
 
 def test_odins_step_has_a_size_for_each_channel() -> None:
@@ -93,7 +93,7 @@ def test_odins_step_has_a_size_for_each_channel() -> None:
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(-(model(x) / 1000).log_softmax(1).amax(1).sum(), x)
     near = x - torch.tensor(levels).reshape(3, 1, 1) * gradient.sign()
-    want = 1 - (model(near) / 1000).softmax(1).amax(1)
+    want = -((model(near) / 1000).softmax(1).amax(1).log() + math.log(3))
     torch.testing.assert_close(qualms.score(model, x.detach(), ODIN(epsilon=levels)), want.detach())
     with pytest.raises(qualms.QualmsError, match="odin has 2 values of epsilon"):
         qualms.score(model, x.detach(), ODIN(epsilon=(0.1, 0.2)))
@@ -108,7 +108,25 @@ def test_odin_moves_token_ids_at_their_embeddings() -> None:
     loss = -(model(inputs_embeds=embedded, **given).logits / 10).log_softmax(1).amax(1).sum()
     (gradient,) = torch.autograd.grad(loss, embedded)
     q = (model(inputs_embeds=embedded - 0.05 * gradient.sign(), **given).logits / 10).softmax(1)
-    torch.testing.assert_close(have, 1 - q.amax(1).detach())
+    torch.testing.assert_close(have, -(q.amax(1).log() + math.log(q.shape[1])).detach())
+
+
+def test_odin_tells_many_inputs_apart_at_the_papers_temperature() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 1000), torch.randn(200, 64)
+    assert len(qualms.score(model, x, "odin").unique()) == 200
+
+
+def test_odin_says_if_its_step_is_lost_to_rounding() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 3).bfloat16(), (torch.rand(40, 16) + 0.5).bfloat16()
+    for some in (x, x[:1]):
+        with pytest.raises(qualms.QualmsError, match=r"odin's step .* lost to rounding .* bfloat16; pass a larger"):
+            qualms.score(model, some, "odin")
+    assert torch.isfinite(qualms.score(model, x, ODIN(epsilon=0.1))).all()
+    constant = nn.Linear(16, 3)
+    nn.init.zeros_(constant.weight)
+    assert torch.isfinite(qualms.score(constant, x.float(), "odin")).all()  # a step of nothing is not lost
 
 
 def test_clafr(setting: Setting) -> None:
@@ -123,6 +141,21 @@ def test_clafr_says_where_it_would_be_zero() -> None:
     with pytest.raises(qualms.QualmsError, match=r"5 classes on 4 features.*use energy"):
         qualms.score(nn.Linear(4, 5), torch.rand(3, 4), "clafr")
     assert qualms.score(nn.Linear(4, 3), torch.zeros(2, 4), "clafr").tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_clafr_in_16_bits_is_clafr(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(2048, 10).to(dtype), torch.rand(4, 2048).to(dtype)
+    want = qualms.score(copy.deepcopy(model).float(), x.float(), "clafr")
+    torch.testing.assert_close(qualms.score(model, x, "clafr"), want, rtol=1e-4, atol=0)
+
+
+def test_clafr_of_a_zero_weight_is_an_error() -> None:
+    model = nn.Linear(4, 3)
+    nn.init.zeros_(model.weight)
+    with pytest.raises(qualms.QualmsError, match=r"all zero.*clafr is the same for every input"):
+        qualms.score(model, torch.rand(3, 4), "clafr")
 
 
 def test_rankfeat(setting: Setting) -> None:
