@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -189,13 +190,21 @@ class Pooled(nn.Module):
             return self.fc(torch.mean(input=x, dim=(2, 3)))
         if self.pooling == "max":
             return self.fc(nn.functional.max_pool2d(x, x.shape[2:]).flatten(1))
+        if self.pooling == "flat":
+            return self.fc(x.flatten(2).mean(2))
+        if self.pooling == "by axes":
+            return self.fc(x.mean(3).mean(2))
+        if self.pooling == "last axis by axes":
+            return self.fc(x.permute(0, 2, 3, 1).mean(1).mean(1))
+        if self.pooling == "einsum":
+            return self.fc(torch.einsum("bchw->bc", x))
         return self.fc(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rest(self.maps(x))
 
 
-@pytest.mark.parametrize("pooling", ["module", "last axis", "by name", "max"])
+@pytest.mark.parametrize("pooling", ["module", "last axis", "by name", "max", "flat", "by axes", "last axis by axes"])
 def test_rankfeat_finds_the_last_map(pooling: str) -> None:
     torch.manual_seed(0)
     model, x = Pooled(pooling).double().eval(), torch.rand(3, 1, 9, 7).double()
@@ -203,6 +212,28 @@ def test_rankfeat_finds_the_last_map(pooling: str) -> None:
     values[:, 0] = 0
     want = -model.rest((left * values[:, None] @ right.mT).unflatten(2, (7, 5))).logsumexp(1)
     torch.testing.assert_close(qualms.score(model, x, "rankfeat"), want.detach())
+
+
+def test_rankfeat_does_not_take_the_map_of_a_gate_for_the_last() -> None:
+    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+        qualms.score(Pooled("einsum"), torch.rand(2, 1, 9, 7), "rankfeat")
+
+
+def test_rankfeat_does_not_take_a_convolution_for_a_pooling() -> None:
+    torch.manual_seed(0)
+    body, last = nn.Conv2d(1, 6, 3, 2, 1), nn.Linear(6, 3)
+    strided = nn.Sequential(body, nn.ReLU(), nn.Conv2d(6, 6, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+        qualms.score(strided, torch.rand(2, 1, 4, 4), "rankfeat")
+    assert torch.isfinite(qualms.score(strided, torch.rand(2, 1, 8, 8), "rankfeat")).all()
+
+
+def test_rankfeat_with_as_many_channels_as_rows() -> None:
+    torch.manual_seed(0)
+    x = torch.rand(3, 1, 8, 7).double()  # a map of 6 x 5, and 6 channels
+    plain, last = Pooled("module").double(), Pooled("last axis").double()
+    last.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(qualms.score(last, x, "rankfeat"), qualms.score(plain, x, "rankfeat"))
 
 
 def densities(maps: list[Tensor], logits: Tensor) -> Tensor:
@@ -248,6 +279,39 @@ def test_gaia_says_that_smooth_activations_tell_it_nothing() -> None:
     for x in (torch.rand(2, 1, 8, 8), torch.rand(1, 1, 8, 8)):
         with pytest.raises(qualms.QualmsError, match=r"GELU.*use energy"):
             qualms.score(model, x, "gaia")
+
+
+class Activated(nn.Module):
+    """Feature maps with one of several activations and a maximum over windows that overlap or not."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], window: int, step: int) -> None:
+        super().__init__()
+        self.activation, self.window, self.step = activation, window, step
+        self.conv, self.fc = nn.Conv2d(1, 4, 3), nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.activation(self.conv(x)), self.window, self.step)
+        return self.fc(x.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("activation", "window", "step"),
+    [
+        (lambda x: x.clamp_min(0), 2, 2),
+        (lambda x: x.clone().clamp_(0), 2, 2),
+        (lambda x: torch.maximum(x, torch.zeros(())), 2, 2),
+        (lambda x: torch.where(x > 0, x, torch.zeros(())), 2, 2),
+        (nn.functional.gelu, 4, 1),
+    ],
+)
+def test_whether_gaia_answers_does_not_depend_on_the_batch(
+    activation: Callable[[Tensor], Tensor], window: int, step: int
+) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(3, 1, 8, 8), Activated(activation, window, step)
+    model(x)
+    together = qualms.score(model, x, "gaia")
+    assert torch.equal(torch.cat([qualms.score(model, one[None], "gaia") for one in x]), together)
 
 
 def test_gaia_of_one_input_twice_is_no_error(setting: Setting) -> None:
