@@ -32,8 +32,8 @@ def with_last_map_changed(
     It is the last tensor [input, channel, height, width] that one operation, or one right after another, turns into a
     vector for each input; no operation after it may make another map, as those of a gate that pools on the way do.
     Channels are on the second axis, or on the last if a mean or the like is taken over the two others, or if the vector
-    is as long as that axis alone. Where neither tells, as of a map that is flattened as a whole, they are taken to be on
-    the second.
+    is as long as that axis alone. Where neither tells, as with a map that is flattened as a whole, they count as on the
+    second.
     """
     watch = _Collapses(count(batch))
     logits_of(model, Rows(batch), watch)
@@ -81,7 +81,7 @@ class _Collapses(TorchFunctionMode):
         elif self._is_map(given) and not convolution:
             self._seen += 1
             if out.shape[2:].numel() == 1:
-                axes = args[1] if len(args) > 1 else named.get("dim")
+                axes: Any = args[1] if len(args) > 1 else named.get("dim")
                 named_axes = _name(func) in REDUCTIONS and isinstance(axes, (tuple, list))
                 last = {a % 4 for a in axes} == {1, 2} if named_axes else _left_over(given.shape, out)
                 self.last = _Collapse(self._seen, last)
