@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_odin(setting: Setting, epsilon: float | tuple[float, ...]) -> None:
         loss = -(setting.model(x) / 10).softmax(1).max().log()
         (gradient,) = torch.autograd.grad(loss, x)
         q = (setting.model(x - 0.05 * gradient.sign()) / 10).softmax(1)
-        assert have[b].item() == pytest.approx(1 - q.max().item(), rel=1e-9)
+        assert have[b].item() == pytest.approx(-(q.max().log() + math.log(5)).item(), rel=1e-9)
 
 
 def test_odins_step_has_a_size_for_each_channel() -> None:
@@ -93,7 +94,7 @@ def test_odins_step_has_a_size_for_each_channel() -> None:
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(-(model(x) / 1000).log_softmax(1).amax(1).sum(), x)
     near = x - torch.tensor(levels).reshape(3, 1, 1) * gradient.sign()
-    want = 1 - (model(near) / 1000).softmax(1).amax(1)
+    want = -((model(near) / 1000).softmax(1).amax(1).log() + math.log(3))
     torch.testing.assert_close(qualms.score(model, x.detach(), ODIN(epsilon=levels)), want.detach())
     with pytest.raises(qualms.QualmsError, match="odin has 2 values of epsilon"):
         qualms.score(model, x.detach(), ODIN(epsilon=(0.1, 0.2)))
@@ -108,7 +109,25 @@ def test_odin_moves_token_ids_at_their_embeddings() -> None:
     loss = -(model(inputs_embeds=embedded, **given).logits / 10).log_softmax(1).amax(1).sum()
     (gradient,) = torch.autograd.grad(loss, embedded)
     q = (model(inputs_embeds=embedded - 0.05 * gradient.sign(), **given).logits / 10).softmax(1)
-    torch.testing.assert_close(have, 1 - q.amax(1).detach())
+    torch.testing.assert_close(have, -(q.amax(1).log() + math.log(q.shape[1])).detach())
+
+
+def test_odin_tells_many_inputs_apart_at_the_papers_temperature() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 1000), torch.randn(200, 64)
+    assert len(qualms.score(model, x, "odin").unique()) == 200
+
+
+def test_odin_says_if_its_step_is_lost_to_rounding() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 3).bfloat16(), (torch.rand(40, 16) + 0.5).bfloat16()
+    for some in (x, x[:1]):
+        with pytest.raises(qualms.QualmsError, match=r"odin's step .* lost to rounding .* bfloat16; pass a larger"):
+            qualms.score(model, some, "odin")
+    assert torch.isfinite(qualms.score(model, x, ODIN(epsilon=0.1))).all()
+    constant = nn.Linear(16, 3)
+    nn.init.zeros_(constant.weight)
+    assert torch.isfinite(qualms.score(constant, x.float(), "odin")).all()  # a step of nothing is not lost
 
 
 def test_clafr(setting: Setting) -> None:
@@ -123,6 +142,21 @@ def test_clafr_says_where_it_would_be_zero() -> None:
     with pytest.raises(qualms.QualmsError, match=r"5 classes on 4 features.*use energy"):
         qualms.score(nn.Linear(4, 5), torch.rand(3, 4), "clafr")
     assert qualms.score(nn.Linear(4, 3), torch.zeros(2, 4), "clafr").tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_clafr_in_16_bits_is_clafr(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(2048, 10).to(dtype), torch.rand(4, 2048).to(dtype)
+    want = qualms.score(copy.deepcopy(model).float(), x.float(), "clafr")
+    torch.testing.assert_close(qualms.score(model, x, "clafr"), want, rtol=1e-4, atol=0)
+
+
+def test_clafr_of_a_zero_weight_is_an_error() -> None:
+    model = nn.Linear(4, 3)
+    nn.init.zeros_(model.weight)
+    with pytest.raises(qualms.QualmsError, match=r"all zero.*clafr is the same for every input"):
+        qualms.score(model, torch.rand(3, 4), "clafr")
 
 
 def test_rankfeat(setting: Setting) -> None:
@@ -156,13 +190,21 @@ class Pooled(nn.Module):
             return self.fc(torch.mean(input=x, dim=(2, 3)))
         if self.pooling == "max":
             return self.fc(nn.functional.max_pool2d(x, x.shape[2:]).flatten(1))
+        if self.pooling == "flat":
+            return self.fc(x.flatten(2).mean(2))
+        if self.pooling == "by axes":
+            return self.fc(x.mean(3).mean(2))
+        if self.pooling == "last axis by axes":
+            return self.fc(x.permute(0, 2, 3, 1).mean(1).mean(1))
+        if self.pooling == "einsum":
+            return self.fc(torch.einsum("bchw->bc", x))
         return self.fc(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rest(self.maps(x))
 
 
-@pytest.mark.parametrize("pooling", ["module", "last axis", "by name", "max"])
+@pytest.mark.parametrize("pooling", ["module", "last axis", "by name", "max", "flat", "by axes", "last axis by axes"])
 def test_rankfeat_finds_the_last_map(pooling: str) -> None:
     torch.manual_seed(0)
     model, x = Pooled(pooling).double().eval(), torch.rand(3, 1, 9, 7).double()
@@ -170,6 +212,28 @@ def test_rankfeat_finds_the_last_map(pooling: str) -> None:
     values[:, 0] = 0
     want = -model.rest((left * values[:, None] @ right.mT).unflatten(2, (7, 5))).logsumexp(1)
     torch.testing.assert_close(qualms.score(model, x, "rankfeat"), want.detach())
+
+
+def test_rankfeat_does_not_take_the_map_of_a_gate_for_the_last() -> None:
+    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+        qualms.score(Pooled("einsum"), torch.rand(2, 1, 9, 7), "rankfeat")
+
+
+def test_rankfeat_does_not_take_a_convolution_for_a_pooling() -> None:
+    torch.manual_seed(0)
+    body, last = nn.Conv2d(1, 6, 3, 2, 1), nn.Linear(6, 3)
+    strided = nn.Sequential(body, nn.ReLU(), nn.Conv2d(6, 6, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+        qualms.score(strided, torch.rand(2, 1, 4, 4), "rankfeat")
+    assert torch.isfinite(qualms.score(strided, torch.rand(2, 1, 8, 8), "rankfeat")).all()
+
+
+def test_rankfeat_with_as_many_channels_as_rows() -> None:
+    torch.manual_seed(0)
+    x = torch.rand(3, 1, 8, 7).double()  # a map of 6 x 5, and 6 channels
+    plain, last = Pooled("module").double(), Pooled("last axis").double()
+    last.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(qualms.score(last, x, "rankfeat"), qualms.score(plain, x, "rankfeat"))
 
 
 def densities(maps: list[Tensor], logits: Tensor) -> Tensor:
@@ -215,6 +279,39 @@ def test_gaia_says_that_smooth_activations_tell_it_nothing() -> None:
     for x in (torch.rand(2, 1, 8, 8), torch.rand(1, 1, 8, 8)):
         with pytest.raises(qualms.QualmsError, match=r"GELU.*use energy"):
             qualms.score(model, x, "gaia")
+
+
+class Activated(nn.Module):
+    """Feature maps with one of several activations and a maximum over windows that overlap or not."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], window: int, step: int) -> None:
+        super().__init__()
+        self.activation, self.window, self.step = activation, window, step
+        self.conv, self.fc = nn.Conv2d(1, 4, 3), nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.activation(self.conv(x)), self.window, self.step)
+        return self.fc(x.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("activation", "window", "step"),
+    [
+        (lambda x: x.clamp_min(0), 2, 2),
+        (lambda x: x.clone().clamp_(0), 2, 2),
+        (lambda x: torch.maximum(x, torch.zeros(())), 2, 2),
+        (lambda x: torch.where(x > 0, x, torch.zeros(())), 2, 2),
+        (nn.functional.gelu, 4, 1),
+    ],
+)
+def test_whether_gaia_answers_does_not_depend_on_the_batch(
+    activation: Callable[[Tensor], Tensor], window: int, step: int
+) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(3, 1, 8, 8), Activated(activation, window, step)
+    model(x)
+    together = qualms.score(model, x, "gaia")
+    assert torch.equal(torch.cat([qualms.score(model, one[None], "gaia") for one in x]), together)
 
 
 def test_gaia_of_one_input_twice_is_no_error(setting: Setting) -> None:

@@ -76,6 +76,21 @@ def test_vim_needs_something_to_be_left_over(setting: Setting) -> None:
         score(setting, ViM(12))
 
 
+def test_vim_needs_logits_that_are_positive_on_average(setting: Setting) -> None:
+    model = copy.deepcopy(setting.model)
+    with torch.no_grad():
+        model[8].bias -= 100
+    with pytest.raises(qualms.QualmsError, match=r"the largest logit .* is -9.* vim .* must be positive; use knn"):
+        qualms.score(model, setting.x, "vim", train=[TRAIN])
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_mahalanobis_needs_classes_that_vary(copies: int) -> None:
+    model, train = nn.Linear(4, 3), torch.randn(3, 4).repeat(copies, 1)
+    with pytest.raises(qualms.QualmsError, match=r"mahalanobis finds no variation within the classes .*; pass more"):
+        qualms.score(model, torch.randn(5, 4), "mahalanobis", train=[(train, torch.arange(3).repeat(copies))])
+
+
 @pytest.mark.parametrize("labelled", [True, False])
 def test_mahalanobis(setting: Setting, labelled: bool) -> None:
     h, known = features(setting, setting.x), features(setting, TRAIN)
@@ -184,10 +199,38 @@ def test_quam_takes_each_step_on_other_training_inputs_and_the_seed_says_which()
     assert torch.equal(*(qualms.score(model, x, "quam(4)", train=few, seed=s) for s in (0, 1)))
 
 
+def test_quam_keeps_to_the_budget(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of 100 classes on 512 features, with its gradient and the two means of Adam, has 100 · 513 · 4 numbers."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(512, 100), torch.randn(2, 512)
+    train, at_once, plain = [(torch.randn(10, 512), torch.arange(10))], list[int](), QUAM._searched
+
+    def searched(self: QUAM, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        at_once.append(len(x))
+        return plain(self, x, *rest)
+
+    monkeypatch.setattr(QUAM, "_searched", searched)
+    within = qualms.score(model, x, QUAM(steps=2), train=train, budget=2**24)
+    assert 1 < max(at_once) <= 2**24 // (100 * 513 * 4 * 4)
+    assert sum(at_once) == 200
+    torch.testing.assert_close(within, qualms.score(model, x, QUAM(steps=2), train=train, budget=2**29))
+    with pytest.raises(qualms.QualmsError, match=r"one head that quam adapts takes about .* the budget of 0.5 MiB"):
+        qualms.score(model, x, "quam", train=train, budget=2**19)
+
+
 def test_quam_in_parts_is_quam(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score(setting, "quam")
     monkeypatch.setattr("qualms.methods.quam.AT_ONCE", 1)
     np.testing.assert_allclose(score(setting, "quam"), whole, rtol=1e-8)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_knn_of_training_features_that_are_zero(k: int) -> None:
+    """A vector of zeros stays one: it is 1 away from every other."""
+    train, x = torch.tensor([[0.0, 0.0], [1.0, 3.0], [3.0, 1.0], [-1.0, 0.2]]), torch.tensor([[1.0, -0.8], [0.0, 0.0]])
+    z, known = nn.functional.normalize(x), nn.functional.normalize(train)
+    want = torch.stack([(one - known).norm(dim=1).sort().values[k - 1] for one in z])
+    torch.testing.assert_close(qualms.score(nn.Linear(2, 2), x, KNN(k), train=[train]), want)
 
 
 def test_knn_in_parts_is_knn(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +253,10 @@ def test_labels_are_used_where_they_are(setting: Setting, name: str) -> None:
     for same in (
         [(TRAIN.numpy(), LABELS.numpy())],
         [(TRAIN, LABELS.to(torch.uint8))],
+        [(TRAIN, LABELS.tolist())],
+        [(TRAIN, tuple(LABELS.numpy()))],
+        [(TRAIN, LABELS[:, None])],
+        [(TRAIN.numpy(), LABELS[:, None].numpy())],
         torch.utils.data.DataLoader(Pairs(), batch_size=32),
         Pairs(),
     ):
@@ -265,6 +312,31 @@ def test_the_training_data_is_read_once_for_all_of_them_and_again_for_other_weig
     for method in ALL:
         torch.testing.assert_close(after[method.name], fresh[method.name])
         assert not torch.allclose(after[method.name], before[method.name]), method.name
+
+
+@pytest.mark.parametrize("name", ["mahalanobis", "laplace", "mc-batchnorm"])
+def test_errors_in_the_training_data_are_said_to_be_there(setting: Setting, name: str) -> None:
+    for train, match in (
+        ((TRAIN, LABELS), r"^train is a tuple, .*pass a list of batches: train=\[\(inputs, labels\)\]"),
+        ([torch.full_like(TRAIN, torch.nan)], "^input 0 of train has a value that is NaN"),
+        ([TRAIN[:0]], "^train is an empty batch"),
+        (3, "^train is a int"),
+    ):
+        with pytest.raises(qualms.QualmsError, match=match):
+            qualms.score(setting.model, setting.x, name, train=train)
+
+
+def test_a_tuple_is_training_data_of_a_model_that_takes_two_inputs() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, by: Tensor) -> Tensor:
+            return self.fc(x * by[:, None])
+
+    x, by = torch.randn(20, 4), torch.arange(20)
+    assert torch.isfinite(qualms.score(Both(), (x, by), "knn", train=(x, by))).all()
 
 
 @pytest.mark.parametrize("method", ALL)

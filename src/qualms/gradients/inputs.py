@@ -7,6 +7,8 @@ that smoothing perturbs.
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from inspect import signature
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,21 +74,26 @@ def labelled_batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[tu
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     floats = torch.float32 if parameter is None else parameter.dtype
     if isinstance(x, (Tensor, tuple, np.ndarray)) or hasattr(x, "keys"):
-        alone = checked(_as_tensors(_inputs_of(x) if hasattr(x, "keys") else x, floats))
+        alone = checked(_as_tensors(_inputs_of(x, called) if hasattr(x, "keys") else x, floats, called), called)
+        if called == "train" and isinstance(alone, tuple) and not _takes(model, len(alone)):
+            raise QualmsError(
+                f"train is a tuple, so one batch of {len(alone)} inputs that the model is called with, which it does "
+                "not take; pass a list of batches: train=[(inputs, labels)]."
+            )
         yield alone, _labels_of(x, count(alone)) if hasattr(x, "keys") else None
         return
     if isinstance(x, Dataset):
-        collate = partial(_collate, floats=floats)
+        collate = partial(_collate, floats=floats, called=called)
         x = DataLoader(x, batch_size=DATASET_BATCH, collate_fn=collate)
     if not isinstance(x, Iterable) or isinstance(x, (str, bytes)):
         raise QualmsError(
-            f"x is a {type(x).__name__}; pass a tensor or array, a tuple or dict of them, an iterable of batches, or a "
-            "torch dataset."
+            f"{called} is a {type(x).__name__}; pass a tensor or array, a tuple or dict of them, an iterable of "
+            "batches, or a torch dataset."
         )
     empty = True
-    for batch in _collated(x):
+    for batch in _collated(x, called):
         empty = False
-        inputs = checked(_as_tensors(_inputs_of(batch), floats))
+        inputs = checked(_as_tensors(_inputs_of(batch, called), floats, called), called)
         yield inputs, _labels_of(batch, count(inputs))
     if empty:
         raise QualmsError(
@@ -94,14 +101,23 @@ def labelled_batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[tu
         )
 
 
+def _takes(model: nn.Module, arguments: int) -> bool:
+    """Whether a model can be called with so many positional arguments, as far as its signature tells."""
+    try:
+        signature(model.forward).bind(*range(arguments))
+    except TypeError:
+        return False
+    return True
+
+
 DATASET_BATCH = 64  # inputs that a dataset gives at a time
 
 
-def _collate(items: list[Any], floats: torch.dtype) -> Any:
-    return default_collate([_as_tensors(item, floats) for item in items])
+def _collate(items: list[Any], floats: torch.dtype, called: str) -> Any:
+    return default_collate([_as_tensors(item, floats, called) for item in items])
 
 
-def _collated(x: Iterable[Any]) -> Iterator[Any]:
+def _collated(x: Iterable[Any], called: str) -> Iterator[Any]:
     """The batches of x; a DataLoader that cannot collate its items is an error that says what to do."""
     iterator = iter(x)
     while True:
@@ -112,27 +128,27 @@ def _collated(x: Iterable[Any]) -> Iterator[Any]:
         except (RuntimeError, TypeError) as error:
             if isinstance(x, DataLoader):
                 raise QualmsError(
-                    f"the items of x cannot be put into one batch ({reason(error)}); pass a DataLoader with a "
+                    f"the items of {called} cannot be put into one batch ({reason(error)}); pass a DataLoader with a "
                     "collate_fn of your own."
                 ) from error
             raise
         yield batch
 
 
-def _as_tensors(batch: Any, floats: torch.dtype) -> Any:
+def _as_tensors(batch: Any, floats: torch.dtype, called: str) -> Any:
     """NumPy arrays as tensors, wherever they stand in a batch."""
     if isinstance(batch, np.ndarray):
         if batch.dtype.kind not in "biuf" or isinstance(batch, np.ma.MaskedArray):
-            raise QualmsError(f"an array of x is a {type(batch).__name__} of {batch.dtype}; pass plain numbers.")
+            raise QualmsError(f"an array of {called} is a {type(batch).__name__} of {batch.dtype}; pass plain numbers.")
         kind = np.dtype(np.float64) if batch.dtype.kind == "f" else batch.dtype.newbyteorder("=")
         t = torch.from_numpy(np.array(batch, dtype=kind))  # a copy: arrays may be read-only or run backwards
         return t.to(floats) if t.is_floating_point() else t
     if isinstance(batch, dict):
-        return {key: _as_tensors(value, floats) for key, value in batch.items()}
-    return tuple(_as_tensors(part, floats) for part in batch) if isinstance(batch, tuple) else batch
+        return {key: _as_tensors(value, floats, called) for key, value in batch.items()}
+    return tuple(_as_tensors(part, floats, called) for part in batch) if isinstance(batch, tuple) else batch
 
 
-def _inputs_of(batch: Any) -> Any:
+def _inputs_of(batch: Any, called: str) -> Any:
     """What a loader yields, without labels: `inputs`, `(inputs, labels)`, or a dict."""
     if hasattr(batch, "keys"):
         return {k: v for k, v in dict(batch).items() if k not in LABEL_KEYS}
@@ -140,8 +156,8 @@ def _inputs_of(batch: Any) -> Any:
         return batch
     if not 1 <= len(batch) <= 2:
         raise QualmsError(
-            f"a batch of x has {len(batch)} parts, so it is not clear which are inputs; yield (inputs, labels), with "
-            "a tuple of tensors as inputs if the model takes several."
+            f"a batch of {called} has {len(batch)} parts, so it is not clear which are inputs; yield (inputs, labels), "
+            "with a tuple of tensors as inputs if the model takes several."
         )
     return tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
 
@@ -152,31 +168,33 @@ def _labels_of(batch: Any, inputs: int) -> Tensor | None:
         labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
     else:
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+    if isinstance(labels, (list, tuple)) and all(isinstance(label, Integral) for label in labels):
+        labels = torch.tensor([int(label) for label in labels])
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu":
         labels = torch.from_numpy(labels.astype(np.int64))
-    if not isinstance(labels, Tensor) or labels.shape != (inputs,):
+    if not isinstance(labels, Tensor) or labels.shape not in ((inputs,), (inputs, 1)):
         return None
-    return None if labels.is_floating_point() or labels.is_complex() else labels.detach().long()
+    return None if labels.is_floating_point() or labels.is_complex() else labels.detach().long().reshape(inputs)
 
 
-def checked(batch: Any) -> Batch:
+def checked(batch: Any, called: str = "x") -> Batch:
     """The batch itself, or an error that says what is wrong with it."""
     parts = tensors(batch) if isinstance(batch, (Tensor, tuple, dict)) else []
     if not parts or not all(isinstance(t, Tensor) for t in parts):
-        raise QualmsError(f"a batch of x is a {type(batch).__name__} without tensors; pass tensors only.")
+        raise QualmsError(f"a batch of {called} is a {type(batch).__name__} without tensors; pass tensors only.")
     if any(t.layout != torch.strided for t in parts):
-        raise QualmsError("a tensor of x is sparse; pass dense tensors.")
+        raise QualmsError(f"a tensor of {called} is sparse; pass dense tensors.")
     if any(t.ndim == 0 for t in parts):
-        raise QualmsError("a tensor of x has no batch axis; its first axis must count the inputs.")
+        raise QualmsError(f"a tensor of {called} has no batch axis; its first axis must count the inputs.")
     sizes = {t.shape[0] for t in parts}
     if len(sizes) > 1:
-        raise QualmsError(f"the tensors of x disagree on the number of inputs: {sorted(sizes)}.")
+        raise QualmsError(f"the tensors of {called} disagree on the number of inputs: {sorted(sizes)}.")
     if sizes == {0}:
-        raise QualmsError("x is an empty batch; pass at least one input.")
+        raise QualmsError(f"{called} is an empty batch; pass at least one input.")
     for t in parts:
         if t.is_floating_point() and not t.is_meta and not bool(torch.isfinite(t).all()):
             bad = int((~torch.isfinite(t)).flatten(1).any(1).nonzero()[0]) if t.ndim > 1 else 0
-            raise QualmsError(f"input {bad} of x has a value that is NaN or infinite; clean it before scoring.")
+            raise QualmsError(f"input {bad} of {called} has a value that is NaN or infinite; clean it before scoring.")
     # A plain tensor of our own: no graph of the user's behind it, and usable outside inference mode.
     return with_tensors(batch, (t.detach().clone() if t.is_inference() else t.detach() for t in parts))
 

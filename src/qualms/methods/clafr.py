@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.gradients.precision import accurate
 from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
 
@@ -51,7 +52,12 @@ class ClaFR(Method):
 def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
     """An orthonormal basis of the space that a layer's weight sees."""
     _, values, basis = torch.linalg.svd(weight.double(), full_matrices=False)
-    seen = basis[values > values.amax() * max(weight.shape) * torch.finfo(weight.dtype).eps]
+    seen = basis[values > values.amax() * max(weight.shape) * torch.finfo(accurate(weight).dtype).eps]
+    if not len(seen):
+        raise QualmsError(
+            "the weights of the last layer are all zero, so they reconstruct nothing and clafr is the same for every "
+            "input; check the model's weights."
+        )
     if len(seen) == weight.shape[1]:
         raise QualmsError(
             f"the last layer has {weight.shape[0]} classes on {weight.shape[1]} features, so its weights reconstruct "

@@ -7,7 +7,8 @@ layers is asked for the maps of its convolutions.
 
 Of the paper's two scores we chose this one: it needs one gradient and no linear head, and on small networks for digits
 its direction was right (AUROC 0.56 to 0.69 in five trainings), unlike that of GAIA-A (0.29 to 0.55). Smooth activations
-such as GELU have no zero gradients, so that this score says nothing there: an error.
+such as GELU have no zero gradients, so that this score says nothing there: an error, if the model has no operation that
+is flat somewhere and all densities are the same for inputs of noise.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.guard import all_parameters_differentiable
-from qualms.gradients.inputs import Batch, count
+from qualms.gradients.inputs import Batch, count, tensors
 from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.feature_maps import InnerMaps
 from qualms.methods.method import GRADIENTS, Method
+from qualms.methods.noise import noise_inputs
 from qualms.methods.passes import Passes
+
+NOISE_INPUTS = 8
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,25 @@ class GAIA(Method):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
+        fitted = passes.subject.fitted
         with all_parameters_differentiable(passes.model):
             found = [_densities(passes, part) for part in passes.chunks_with_graph()]
-        densities = torch.cat([of_part for of_part, _ in found])
-        if not any(flat for _, flat in found) and (densities == densities[0]).all():
+            if self not in fitted:
+                fitted[self] = any(flat for _, flat in found) or _differ_on_noise(passes, self.name)
+        if not fitted[self]:
             raise QualmsError(
                 "the model's activations are smooth, such as GELU or SiLU, so that no gradient by a feature map is "
                 "zero and gaia says nothing; use energy, gradnorm-huang, odin or regrad."
             )
-        return densities.square().mean(1)
+        return torch.cat([of_part for of_part, _ in found]).square().mean(1)
+
+
+def _differ_on_noise(passes: Passes, method: str) -> bool:
+    """Whether inputs of noise have different densities; whole numbers are not asked."""
+    if not tensors(passes.batch)[0].is_floating_point():
+        return False
+    densities, _ = _densities(passes, noise_inputs(passes, NOISE_INPUTS, method))
+    return bool((densities != densities[0]).any())
 
 
 def _densities(passes: Passes, part: Batch) -> tuple[Float[Tensor, "b channels"], bool]:

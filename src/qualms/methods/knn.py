@@ -50,17 +50,20 @@ class KNN(Method):
         """One number for each input."""
         fitted, known = passes.subject.fitted, training_features(passes, self.name).features
         if KNN not in fitted:
-            fitted[KNN] = known.norm(dim=-1).clamp_min(NO_LENGTH)
+            fitted[KNN] = known.norm(dim=-1)
         return kth_distances(F.normalize(passes.head.features.to(known), dim=-1), known, fitted[KNN], self.k)
 
 
 def kth_distances(
-    z: Float[Tensor, "b f"], known: Float[Tensor, "n f"], lengths: Float[Tensor, " n"], k: int
+    z: Float[Tensor, "b f"], known: Float[Tensor, "n f"], norms: Float[Tensor, " n"], k: int
 ) -> Float[Tensor, " b"]:
-    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, which are divided by their lengths; k is n at most."""
+    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, which are divided by their norms; of fewer than k, the farthest."""
+    lengths = norms.clamp_min(NO_LENGTH)
+    shorter = (1 - (norms / lengths).square()) / 2  # not 0 for vectors of zeros, which stay near to all others
     found = []
     for part in z.split(max(1, AT_ONCE // len(known))):
         # Inner products tell who the neighbour is; how near it is they would tell with half the digits only.
-        neighbour = (part @ known.mT / lengths).topk(min(k, len(known)), dim=-1).indices[:, -1]
+        nearness = (part @ known.mT).div_(lengths).add_(shorter)  # ‖z - z'‖² is a constant minus twice that
+        neighbour = nearness.topk(min(k, len(known)), dim=-1).indices[:, -1]
         found.append((part - known[neighbour] / lengths[neighbour, None]).double().norm(dim=-1))
     return torch.cat(found)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.methods.passes import Passes
 from qualms.methods.training_features import TrainingFeatures, training_features
@@ -73,6 +74,11 @@ def classes_of(training: TrainingFeatures) -> Classes:
         own = training.features[training.labels == label].double()
         means.append(own.mean(0))
         scatter += (own - means[-1]).mT @ (own - means[-1])
+    if scatter.trace().sqrt() <= torch.finfo(training.features.dtype).eps * training.features.norm(dtype=torch.double):
+        raise QualmsError(
+            f"mahalanobis finds no variation within the classes of the {len(training.features)} training inputs, so it "
+            "has no covariance; pass more training inputs for each class."
+        )
     rounding = width * torch.finfo(training.features.dtype).eps
     smallest = max(width * torch.finfo(torch.double).eps, rounding**2)  # of the largest variance
     precision = torch.linalg.pinv(scatter / len(training.features), rtol=smallest, hermitian=True)

@@ -1,15 +1,19 @@
-"""ODIN: 1 - max_c p_c at temperature T, after a step of ε that makes the predicted class more likely.
+"""ODIN: -(max_c log p_c + log C) at temperature T, after a step of ε that makes the predicted class more likely.
 
 The step is x - ε sign(∇x of -log p_ŷ at temperature T). The paper finds that known inputs answer to
-it more than others do. Discrete inputs are moved at their embeddings.
+it more than others do. Discrete inputs are moved at their embeddings. The paper's score is max_c p_c, which is next to
+1 / C at its temperature, so that rounding would make most inputs equal; the logarithm ranks alike.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.errors import QualmsError
+from qualms.gradients.inputs import tensors
 from qualms.methods.input_steps import attack_direction, length, moved
 from qualms.methods.method import GRADIENTS, Method, Noise, Scale, converted
 from qualms.methods.passes import Passes
@@ -44,12 +48,20 @@ class ODIN(Method):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        parts = []
+        parts, lost = [], []
         for part in passes.chunks_with_graph():
             sign = attack_direction(passes, part, self.temperature)
             step = length(self.epsilon, sign, self.name, "epsilon") * sign
-            parts.append(passes.forward(moved(part, -step)).double() / self.temperature)
-        return -torch.cat(parts).log_softmax(-1).amax(-1).expm1()
+            x, near = tensors(part)[0], moved(part, -step)
+            lost.append(x.is_floating_point() and bool(step.any()) and torch.equal(tensors(near.batch)[0], x))
+            parts.append(passes.forward(near).double() / self.temperature)
+        if all(lost):
+            raise QualmsError(
+                f"odin's step of epsilon = {self.epsilon} is lost to rounding in every number of x, which is "
+                f"{x.dtype}; pass a larger epsilon, or the model and x in float32.".replace("torch.", "")
+            )
+        log_p = torch.cat(parts).log_softmax(-1)
+        return -(log_p.amax(-1) + math.log(log_p.shape[1]))
 
     def in_units(self, scale: Scale) -> "ODIN":
         """The same with ε in the units of the model's input."""

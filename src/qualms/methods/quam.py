@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from qualms.errors import QualmsError
+from qualms.gradients.memory import default_budget, in_mebibytes
 from qualms.gradients.precision import accurate
 from qualms.methods.head import Head
 from qualms.methods.method import FEW, TRAINING_DATA, Method
@@ -27,6 +29,8 @@ from qualms.random import generator
 
 BATCH = 512  # training inputs for each step, as in the paper's code
 AT_ONCE = 2**21  # logits of training inputs
+COPIES = 9  # of a head, as measured: itself, Adam's two means, the gradient, its parts, what they are made with
+COPIES_OF_LOGITS = 5  # of training inputs
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class QUAM(Method):
         start, x = _parameters(passes.head), _read(passes.head.features, passes.head)
         classes = len(start)
         pairs = torch.cartesian_prod(torch.arange(len(x)), torch.arange(classes)).to(x.device)
-        size = max(1, AT_ONCE // (classes * len(fitted[self][0].features)))
+        size = _heads_at_once(passes, start, len(fitted[self][0].features))
         found = [self._searched(x[part[:, 0]], part[:, 1], start, fitted[self]) for part in pairs.split(size)]
         divergence, excess = (torch.cat(column).unflatten(0, (len(x), classes)) for column in zip(*found, strict=True))
         weights = (-excess / self.temperature).flatten(1).softmax(-1)
@@ -122,6 +126,19 @@ class Known:
         loss = -log_q.gather(1, labels)[:, 0].mean(-1)
         off = log_q.exp().scatter_add(1, labels, log_q.new_full((1, 1, 1), -1.0).expand_as(labels))
         return loss, (off.flatten(0, 1) @ self.features).unflatten(0, (m, c)) / len(self.labels)
+
+
+def _heads_at_once(passes: Passes, head: Float[Tensor, "c g"], inputs: int) -> int:
+    """How many heads and their logits of training inputs fit the budget."""
+    budget = passes.subject.settings.budget or default_budget(head.device)
+    logits = len(head) * inputs
+    needed = (COPIES * head.numel() + COPIES_OF_LOGITS * logits) * head.element_size()
+    if needed > budget:
+        raise QualmsError(
+            f"one head that quam adapts takes about {in_mebibytes(needed)}, more than the budget of "
+            f"{in_mebibytes(budget)}; pass a larger `budget`."
+        )
+    return max(1, min(AT_ONCE // logits, budget // needed))
 
 
 def _batches(passes: Passes, method: str, most: int) -> list[Known]:

@@ -2,7 +2,8 @@
 
 o = -W⁺b is the origin at which all logits are zero. R projects onto all but the D principal directions of the training
 features around o, and α makes the mean of the virtual logit over the training data that of the largest logit. It ranks
-like the probability of the virtual class among all logits.
+like the probability of the virtual class among all logits. The paper's α takes it for granted that this mean is
+positive: a negative one would turn the score around, and is an error.
 """
 
 from dataclasses import dataclass, replace
@@ -100,4 +101,10 @@ def residual(training: TrainingFeatures, head: Head, dimensions: int) -> Residua
             f"vim finds nothing of the {len(training.features)} training features outside of {dimensions} dimensions; "
             "pass more training inputs, or fewer dimensions."
         )
-    return Residual(origin, directions, float(training.max_logits.double().mean() / norm))
+    largest = float(training.max_logits.double().mean())
+    if largest <= 0:
+        raise QualmsError(
+            f"the largest logit of a training input is {largest:.3g} on average, but vim scales its virtual logit by "
+            "that mean, which must be positive; use knn, mahalanobis or energy."
+        )
+    return Residual(origin, directions, largest / float(norm))
