@@ -45,6 +45,7 @@ class Pulled(nn.Module):
         return z - (z * torch.arange(CLASSES)).mean(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_error_is_reported_and_within_the_tolerance(spec: str) -> None:
     model, x = classifier(), inputs()

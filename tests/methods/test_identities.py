@@ -133,6 +133,7 @@ def test_exgrad_bounds_the_divergence_of_small_weight_perturbations(setting: Set
             assert (divergence <= size * exgrad).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_scores_are_float32(name: str) -> None:
     model, x = bert()

@@ -169,6 +169,7 @@ def test_methods_are_reached_by_package_and_by_module() -> None:
     assert qualms.methods.regrad.REGrad is REGrad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["qualms.methods.regrad", "qualms.methods.passes", "qualms.gradients.smoothing"])
 def test_any_module_may_be_imported_first(first: str) -> None:
     subprocess.run([sys.executable, "-c", f"import {first}"], check=True, timeout=120)
