@@ -11,6 +11,8 @@ import json
 import os
 from pathlib import Path
 
+from pages import fill
+
 from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table
 from qualms.tasks.presets import PRESETS
 from qualms.tasks.reproduce import TABLES, Workspace
@@ -36,13 +38,6 @@ def section(table: str, rows: list[Row]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def fill(page: Path, text: str) -> None:
-    """Put the tables between the marks of the page; the text around them is by hand."""
-    start, end = "<!-- tables -->", "<!-- end -->"
-    before, rest = page.read_text().split(start)
-    page.write_text(f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}")
-
-
 def main() -> None:
     """Run what is not there yet, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,7 +56,7 @@ def main() -> None:
     missing = [f"`{table}`" for table in TABLES if table not in found]
     not_run = f"Not run for this page: {', '.join(missing)}." if missing else ""
     parts = [part for part in (cuts, not_run, *(section(table, rows) for table, rows in found.items())) if part]
-    fill(PAGE, "\n\n".join(parts).replace(str(root), "data"))
+    fill(PAGE, {"tables": "\n\n".join(parts).replace(str(root), "data")})
 
 
 if __name__ == "__main__":

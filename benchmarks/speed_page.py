@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from pages import fill, table
 from peers import CANNOT, PEERS
 
 HERE = Path(__file__).parent
@@ -33,12 +34,6 @@ def rows(name: str) -> list[Row]:
 def one(found: list[Row], **fields: Any) -> Row:
     """The row that has these fields."""
     return next(row for row in found if all(row[key] == value for key, value in fields.items()))
-
-
-def table(header: list[str], body: list[list[str]]) -> str:
-    """Markdown."""
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def aims(speed: list[Row], ranks: list[Row]) -> str:
@@ -219,11 +214,7 @@ def main() -> None:
         "sketch": ranking(ranks, "sketch"),
         "tolerance": ranking(ranks, "tolerance"),
     }
-    page = PAGE.read_text()
-    for name, text in parts.items():
-        before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        page = f"{before}{mark}\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    PAGE.write_text(page)
+    fill(PAGE, parts)
     plots(speed)
 
 

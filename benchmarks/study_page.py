@@ -4,13 +4,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pages
+from pages import table
+
 PAGE = Path(__file__).parent.parent / "docs" / "heat.md"
 BEHIND_A_NORM = ("MNIST ViT", "SVHN ViT", "Text transformer")
 Row = dict[str, Any]
 
 
 def fill(scores: list[Row], smoothing: list[Row], growth: list[Row]) -> None:
-    """Write the tables between `<!-- name -->` and `<!-- end -->`; the text around them is by hand."""
+    """Write the tables."""
     free = [row for row in scores if row["network"] not in BEHIND_A_NORM]
     normed = [row for row in scores if row["network"] in BEHIND_A_NORM]
     parts = {
@@ -21,13 +24,7 @@ def fill(scores: list[Row], smoothing: list[Row], growth: list[Row]) -> None:
         "smoothing": noise(smoothing),
         "networks": networks(scores, growth),
     }
-    page = PAGE.read_text()
-    for name, text in parts.items():
-        before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        if not mark:
-            raise SystemExit(f"{PAGE} has no place for the table {name!r}")
-        page = f"{before}{mark}\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    PAGE.write_text(page)
+    pages.fill(PAGE, parts)
 
 
 def summary(rows: list[Row]) -> str:
@@ -107,9 +104,3 @@ def mean(values: Iterable[float]) -> float:
     """Of numbers."""
     found = list(values)
     return sum(found) / len(found)
-
-
-def table(header: list[str], body: list[list[str]]) -> str:
-    """Markdown."""
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pages import fill, table
 from tiny_models import lively, transformers_model, transformers_names
 from tiny_timm import timm_model, timm_names
 
@@ -119,7 +120,7 @@ def read() -> list[Row]:
 def page(rows: list[Row]) -> str:
     """How many models fared how, and those that did not fare well, with the reason."""
     header = ["library", "models", "compared", "largest relative error", "batched", "one at a time", "sketched"]
-    lines = [header, ["---"] * len(header)]
+    body = []
     for library in dict.fromkeys(row["library"] for row in rows):
         here = [row for row in rows if row["library"] == library]
         compared = [row for row in here if "error" in row]
@@ -127,8 +128,7 @@ def page(rows: list[Row]) -> str:
         sketched = sum(row["sketch"] == "runs" for row in compared)
         worst = max((row["error"] for row in compared), default=0.0)
         numbers = [len(here), len(compared), f"{worst:.0e}", counts["batched"], counts["one at a time"], sketched]
-        lines.append([library, *map(str, numbers)])
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        body.append([library, *map(str, numbers)])
     inexact = [row for row in rows if row.get("error", 0) > EXACT]
     parts = [
         ("One at a time, because", grouped(rows, "one at a time", "reason")),
@@ -138,7 +138,7 @@ def page(rows: list[Row]) -> str:
         ("Not compared, because", grouped(rows, "not run", "reason")),
     ]
     found = [f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines) for title, lines in parts if any(lines)]
-    return "\n\n".join([table, *found])
+    return "\n\n".join([table(header, body), *found])
 
 
 def grouped(rows: list[Row], outcome: str, field: str) -> list[str]:
@@ -150,12 +150,6 @@ def grouped(rows: list[Row], outcome: str, field: str) -> list[str]:
     return [f"{reason}: {', '.join(names)}" for reason, names in reasons.items()]
 
 
-def fill(rows: list[Row]) -> None:
-    """Put the table between its marks in the docs."""
-    before, mark, rest = PAGE.read_text().partition("<!-- sweep -->\n")
-    PAGE.write_text(f"{before}{mark}\n{page(rows)}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}")
-
-
 def main() -> None:
     """Sweep one library, or fill the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,7 +157,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="only these models, again")
     arguments = parser.parse_args()
     if arguments.part == "page":
-        fill(read())
+        fill(PAGE, {"sweep": page(read())})
     else:
         sweep(arguments.part, arguments.names)
 

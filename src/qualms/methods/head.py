@@ -39,6 +39,13 @@ class Head:
         return Head(torch.cat([h.features for h in heads]), heads[0].weight, heads[0].bias)
 
 
+def required(head: Head | QualmsError) -> Head:
+    """The head, or the error that there is none."""
+    if isinstance(head, QualmsError):
+        raise head
+    return head
+
+
 NO_HEAD = (
     "the model's logits are not the result of a linear layer on one vector for each input, which this method needs; "
     "use entropy, energy, regrad or perturb-theta."

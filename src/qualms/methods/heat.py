@@ -26,7 +26,7 @@ from qualms.errors import QualmsError, reason
 from qualms.gradients.directions import Directions
 from qualms.gradients.inputs import count, take
 from qualms.methods.blocks import heavy_blocks, without_head
-from qualms.methods.head import Head, with_head
+from qualms.methods.head import Head, required, with_head
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.noise import louder, noise_inputs
 from qualms.methods.passes import Passes
@@ -179,9 +179,7 @@ def growth(noise: Passes) -> float:
     """
     loud, size = louder(noise.batch, LOUDER, noise.seed), noise.subject.rows_at_once
     parts = [loud.take(slice(start, start + size)) for start in range(0, count(noise.batch), size)]
-    after = Head.joined([with_head(noise.model, part)[1] for part in parts])
-    if isinstance(after, QualmsError):
-        raise after
+    after = required(Head.joined([with_head(noise.model, part)[1] for part in parts]))
     before, behind = (head.features.double().norm(dim=-1).log() for head in (noise.head, after))
     grown = (behind - before)[before.isfinite() & behind.isfinite()]
     return float(grown.median().exp()) if 2 * len(grown) >= len(before) else 1.0
@@ -192,7 +190,4 @@ def _head(passes: Passes, logits: Float[Tensor, "b c"]) -> Head:
     if torch.allclose(logits, passes.logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
         return passes.head
     alone = [with_head(passes.model, take(passes.batch, [i]))[1] for i in range(count(passes.batch))]
-    head = Head.joined(alone)
-    if isinstance(head, QualmsError):
-        raise head
-    return head
+    return required(Head.joined(alone))

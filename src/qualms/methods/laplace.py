@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.errors import QualmsError
 from qualms.methods.divergence import mutual_information
-from qualms.methods.head import with_head
+from qualms.methods.head import required, with_head
 from qualms.methods.head_posterior import HeadPosterior, fit_head
 from qualms.methods.method import TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
@@ -70,6 +69,4 @@ class Laplace(MonteCarlo):
         for batch in passes.subject.training_batches(self.name):
             for part in passes.chunks(batch):
                 logits, head = with_head(passes.model, part)
-                if isinstance(head, QualmsError):
-                    raise head
-                yield head.features, logits
+                yield required(head).features, logits

@@ -27,7 +27,7 @@ from qualms.gradients.sketch.stable import Sample
 from qualms.gradients.smoothing import Smoothing
 from qualms.gradients.table import LayerTable, layer_table
 from qualms.methods.few_classes import scores_by_few_classes
-from qualms.methods.head import Head, with_head
+from qualms.methods.head import Head, required, with_head
 
 if TYPE_CHECKING:
     from qualms.methods.gradient_score import GradientScore
@@ -145,10 +145,7 @@ class Passes:
     @property
     def head(self) -> Head:
         """The last fully connected layer and its input."""
-        head = self._outcome[1]
-        if isinstance(head, QualmsError):
-            raise head
-        return head
+        return required(self._outcome[1])
 
     # Gradients.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import count, take
 from qualms.gradients.precision import accurate
-from qualms.methods.head import with_head
+from qualms.methods.head import required, with_head
 from qualms.methods.passes import Passes
 
 
@@ -37,9 +37,7 @@ def _found(passes: Passes, method: str) -> TrainingFeatures:
         for start in range(0, count(batch), size):
             rows = slice(start, start + size)
             z, head = with_head(passes.model, take(batch, rows))
-            if isinstance(head, QualmsError):
-                raise head
-            features.append(accurate(head.features))
+            features.append(accurate(required(head).features))
             largest.append(accurate(z).amax(-1))
             labels.append(z.argmax(-1) if given is None else _within(given[rows].to(z.device), z.shape[1]))
     return TrainingFeatures(torch.cat(features), torch.cat(largest), torch.cat(labels))
