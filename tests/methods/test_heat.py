@@ -17,13 +17,15 @@ from qualms.models.vit import vit_tiny
 from qualms.random import generator
 from tests.methods.conftest import Setting
 
+Combined = Callable[[Tensor], Tensor]
 
-def rectifiers(bias: bool = False, classes: int = 4) -> nn.Sequential:
+
+def rectifiers(bias: bool = False, classes: int = 4, widths: tuple[int, ...] = (6, 12, 10, 8)) -> nn.Sequential:
     torch.manual_seed(0)
     layers = []
-    for a, b in pairwise((6, 12, 10, 8)):
+    for a, b in pairwise(widths):
         layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(8, classes, bias=bias)).double().eval()
+    return nn.Sequential(*layers, nn.Linear(widths[-1], classes, bias=bias)).double().eval()
 
 
 def ratios(model: nn.Sequential, x: Tensor, blocks: list[nn.Module], head: nn.Linear) -> Tensor:
@@ -39,18 +41,28 @@ def ratios(model: nn.Sequential, x: Tensor, blocks: list[nn.Module], head: nn.Li
     return torch.stack([trace(*block) if isinstance(block, tuple) else trace(block) for block in blocks]) / trace(head)
 
 
+def by_hand(model: nn.Sequential, x: Tensor, noise: Tensor, blocks: list[nn.Module], combined: Combined) -> Tensor:
+    """T · H(softmax(z / T)) of each input, from the Jacobians of the blocks and of the last layer."""
+    unit = torch.stack([combined(ratios(model, y, blocks, model[-1])) for y in noise]).mean()
+    t = torch.stack([(combined(ratios(model, y, blocks, model[-1])) - unit).exp() for y in x])
+    p = (model(x) / t[:, None]).softmax(-1)
+    return t * -(p * p.log()).sum(-1)
+
+
 @pytest.mark.parametrize(("name", "combined"), [
     ("heat", lambda r: r.sum().log()), ("heat-geometric", lambda r: r.log().mean())])  # fmt: skip
-def test_the_formula_by_hand(setting: Setting, name: str, combined: Callable[[Tensor], Tensor]) -> None:
+def test_the_formula_by_hand(setting: Setting, name: str, combined: Combined) -> None:
     model = setting.model
-    blocks, head = [(model[0], model[1]), (model[5],)], model[8]
     noise = torch.randn(32, 1, 8, 8, generator=generator(3, PURPOSE)).double()
-    unit = torch.stack([combined(ratios(model, x, blocks, head)) for x in noise]).mean()
-    have = qualms.score(model, setting.x, name, seed=3)
-    for b, x in enumerate(setting.x):
-        t = (combined(ratios(model, x, blocks, head)) - unit).exp()
-        p = (setting.logits[b] / t).softmax(0)
-        torch.testing.assert_close(have[b].exp(), t * -(p * p.log()).sum(), rtol=1e-9, atol=0)
+    want = by_hand(model, setting.x, noise, [(model[0], model[1]), (model[5],)], combined)
+    torch.testing.assert_close(qualms.score(model, setting.x, name, seed=3).exp(), want, rtol=1e-9, atol=0)
+
+
+def test_of_many_blocks_the_last_three_count() -> None:
+    model, x = rectifiers(widths=(6, 17, 19, 22, 20, 18)), torch.randn(4, 6).double()
+    noise = torch.randn(32, 6, generator=generator(0, PURPOSE)).double()
+    want = by_hand(model, x, noise, [model[4], model[6], model[8]], lambda r: r.sum().log())
+    torch.testing.assert_close(qualms.score(model, x, "heat").exp(), want, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("margin", [0.0, 1e-3, 1.0, 30.0, 700.0, 1e4])

@@ -76,6 +76,14 @@ def test_negative_features_leave_scores_finite(name: str) -> None:
         torch.testing.assert_close(qualms.score(model, x, name)[1:2], -scaled.logsumexp(1).detach())
 
 
+def test_negative_features_count_as_zero_in_what_the_largest_hold() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(20, 3).double(), torch.randn(4, 20).double()
+    positive = x.clamp(min=0)
+    r = positive.sum(1) / positive.sort(1).values[:, -3:].sum(1)
+    torch.testing.assert_close(qualms.score(model, x, "lts(85)"), -(model(x) * r[:, None] ** 2).logsumexp(1).detach())
+
+
 @pytest.mark.parametrize("epsilon", [0.05, (0.05,)])
 def test_odin(setting: Setting, epsilon: float | tuple[float, ...]) -> None:
     have = qualms.score(setting.model, setting.x, ODIN(10.0, epsilon))
