@@ -16,7 +16,15 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+# What a newcomer meets first is tried on every run; the other pages take a minute together.
+RUNS = [
+    pytest.param(page, marks=[] if page.name in ("README.md", "index.md") else [pytest.mark.slow], id=page.name)
+    for page in PAGES
+    if blocks(page)
+]
+
+
+@pytest.mark.parametrize("page", RUNS)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     space: dict[str, Any] = {}

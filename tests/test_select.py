@@ -16,13 +16,10 @@ from qualms.selection import DIVERSITY_TANGENTS, gradient_features, k_center
 from tests.gradients.test_untouched import fingerprint, same
 
 SPECS = (
-    "regrad",
-    "exgrad",
-    "ungrad",
-    "gradnorm",
     "confounding-label",
     "regrad+layers(0.4)",
-    "regrad+layers+smooth(0.3,4)",
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("regrad", "exgrad", "ungrad", "gradnorm")),
+    pytest.param("regrad+layers+smooth(0.3,4)", marks=pytest.mark.slow),
 )
 
 
