@@ -22,7 +22,7 @@ test: $(DEV)
 # Coverage is that of the fast ones alone: counting lines makes tests of gradients take half as long again.
 test-all: $(DEV) $(AXE)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-report=term:skip-covered
-	QUALMS_NEEDS_AXE=1 $(BIN)/python -m pytest -q -n 2 -m "not ($(FAST))"
+	QUALMS_NEEDS_AXE=1 $(BIN)/python -m pytest -q -n 2 -m "not ($(FAST))" --durations=40
 
 test-timm: $(TIMM)
 	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py
