@@ -22,6 +22,7 @@ from typing import Any
 import study_page
 import torch
 from study_networks import STUDY, WEIGHTS, Subject
+from study_page import WITH_DATA
 from study_text import UNKNOWN, TextCnn, TextSubject, TextTransformer, known, unknown
 from torch import Tensor, nn
 
@@ -37,11 +38,10 @@ RESULTS = Path(__file__).parent / "results" / "study.jsonl"
 COUNT = 1000
 LEARNT = 2000  # training inputs for the methods that need some
 LOGITS = ("entropy", "msp", "max-logit", "energy", "gen", "gradnorm-huang", "scale", "ash-s", "lts")
-WITH_DATA = ("knn", "vim", "mahalanobis", "react", "fdbd")
 # Methods that share a pass, in the order in which they are run.
 TOGETHER = (
     LOGITS,
-    WITH_DATA,
+    tuple(method for method in WITH_DATA if method != "quam"),
     *((method,) for method in ("heat", "heat-geometric", "odin", "clafr", "rankfeat", "gaia", "quam", "coherence")),
     ("regrad+layers",),
 )
@@ -149,7 +149,7 @@ def score(names: list[str]) -> None:
             if not left:
                 continue
             case = CASES[name]()
-            how: Row = {"train": case.train() if together in (WITH_DATA, ("quam",)) else None}
+            how: Row = {"train": case.train() if left[0] in WITH_DATA else None}
             if left == ["regrad+layers"] and "100" in name:
                 how["tolerance"] = 0.025
             for row in scored(case, left, COUNT, **how):

@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pages
 from pages import table
 
 PAGE = Path(__file__).parent.parent / "docs" / "heat.md"
 BEHIND_A_NORM = ("MNIST ViT", "SVHN ViT", "Text transformer")
+WITH_DATA = ("knn", "vim", "mahalanobis", "react", "fdbd", "quam")
 Row = dict[str, Any]
 
 
@@ -18,6 +20,7 @@ def fill(scores: list[Row], smoothing: list[Row], growth: list[Row]) -> None:
     normed = [row for row in scores if row["network"] in BEHIND_A_NORM]
     parts = {
         "free": summary(free),
+        "against": against(free),
         "free by network": by_network(free),
         "normed": summary(normed),
         "normed by network": by_network(normed),
@@ -50,6 +53,28 @@ def leads(method: str, network: str, other: str, rows: list[Row]) -> bool:
     """Whether a method has the highest AUROC of all on one pair."""
     found = {r["method"]: r["pairs"][other]["auroc"] for r in rows if r["network"] == network and "pairs" in r}
     return found[method] == max(found.values())
+
+
+def against(rows: list[Row], ours: str = "heat") -> str:
+    """By how much our score is ahead of each other one that needs no data, with intervals over networks."""
+    whole = {(r["network"], other): p["auroc"] for r in rows if r["method"] == ours for other, p in r["pairs"].items()}
+    every, lines = networks_of(rows), []
+    for method in dict.fromkeys(row["method"] for row in rows if row["method"] not in (ours, *WITH_DATA)):
+        own = {row["network"]: row for row in rows if row["method"] == method and "pairs" in row}
+        ahead = [[100 * (whole[n, o] - p["auroc"]) for o, p in own[n]["pairs"].items()] for n in every if n in own]
+        low, high = over_networks(ahead)
+        pairs = [difference for some in ahead for difference in some]
+        cells = [f"`{method}`", f"{mean(pairs):+.1f} [{low:+.1f}, {high:+.1f}]"]
+        lines.append([*cells, f"{sum(d > 0 for d in pairs)} of {len(pairs)}", f"{len(own)} of {len(every)}"])
+    return table([f"`{ours}` against", "AUROC, mean of pairs [95 %]", "pairs it wins", "networks"], lines)
+
+
+def over_networks(groups: list[list[float]], resamples: int = 10_000) -> tuple[float, float]:
+    """A 95 % interval of the mean over all pairs, if other networks had been drawn: pairs of one are alike."""
+    sums, counts = (np.array([f(group) for group in groups], dtype=float) for f in (sum, len))
+    drawn = np.random.default_rng(0).integers(len(groups), size=(resamples, len(groups)))
+    low, high = np.percentile(sums[drawn].sum(1) / counts[drawn].sum(1), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def by_network(rows: list[Row]) -> str:
