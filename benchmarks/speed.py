@@ -105,12 +105,39 @@ def again(engine: Engine, spec: str = "regrad+layers(0.3)") -> Way:
     return lambda model, x: next(iter(scorer(model, engine, spec)(x).scores.values()))
 
 
+@cache
+def fitted(model: nn.Module, spec: str) -> qualms.Scorer:
+    """One that has 512 training images."""
+    return qualms.Scorer(model, spec, train=[torch.randn(512, 3, 32, 32)])
+
+
+def rival(spec: str) -> Way:
+    """A method that may learn from training images, which it has done by its second call."""
+    return lambda model, x: next(iter(fitted(model, spec)(x).scores.values()))
+
+
+RIVALS = (
+    "scale",
+    "ash-s",
+    "lts",
+    "odin",
+    "rankfeat",
+    "gaia",
+    "clafr",
+    "knn",
+    "vim",
+    "mahalanobis",
+    "react",
+    "fdbd",
+    "quam",
+)
 WAYS: dict[str, Way] = {
     "exact": scored("exact"),
     "exact, second call": again("exact"),
     "sketch, second call": again("sketch"),
     "heat": again("exact", "heat"),
     "coherence": again("exact", "coherence"),
+    **{name: rival(name) for name in RIVALS},
     f"exact, tolerance {TOLERANCE}": scored("exact", tolerance=TOLERANCE),
     "exact, tolerance 0.001": scored("exact", tolerance=1e-3),
     "exact, tolerance 0.01": scored("exact", tolerance=1e-2),
@@ -164,6 +191,7 @@ JOBS = [
         rounds=2),
     *(Job("heat", name, c, (("heat", 32), *((("coherence", 32),) if c == 10 else ())), rounds=3)
       for name, c in (("MNIST CNN", 10), ("ResNet-18", 10), ("ResNet-56", 100), ("ResNet-18", 1000))),
+    Job("rivals", "ResNet-18", 10, tuple((name, 32) for name in RIVALS), rounds=3),
     Job("words", "30,000 words", 30_000, (("sketch", 64), ("exact", 8)), rounds=2),
 ]  # fmt: skip
 

@@ -19,7 +19,8 @@ class Scored:
 
     Args:
         scores: one number for each input, by method; higher always means more uncertain.
-        errors: the standard errors of scores that are estimates, by a sketch or within a `tolerance`; 0 for others.
+        errors: the standard errors of scores that are estimates, by a sketch or within a `tolerance`; 0 for others, and
+            NaN where nobody knows it (`heat` with more than 17 classes).
         probs: p(y | x).
         ids: the inputs' numbers, or names in their place.
         class_names: of the columns of `probs`, if they are known.

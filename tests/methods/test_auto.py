@@ -32,4 +32,4 @@ def test_a_model_that_heat_is_not_for_gets_gen_with_the_reason() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Tanh())
     scored, auto, gen = both(model, torch.randn(3, 4), "gen")
     assert torch.equal(auto, gen)
-    assert "not the result of a linear layer" in scored.notes["auto"]
+    assert "one vector for each input, which heat needs." in scored.notes["auto"]

@@ -289,6 +289,12 @@ def test_gaia_says_that_smooth_activations_tell_it_nothing() -> None:
             qualms.score(model, x, "gaia")
 
 
+def test_gaia_is_not_misled_by_a_rectifier_behind_its_maps() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(144, 16), nn.ReLU(), nn.Linear(16, 3))
+    with pytest.raises(qualms.QualmsError, match="zero equally often for all inputs of noise"):
+        qualms.score(model, torch.randn(6, 3, 8, 8), "gaia")
+
+
 class Activated(nn.Module):
     """Feature maps with one of several activations and a maximum over windows that overlap or not."""
 

@@ -286,7 +286,7 @@ def test_labels_that_are_no_classes_are_refused(setting: Setting, bad: int) -> N
     labels = LABELS.clone()
     labels[7] = bad
     with pytest.raises(
-        qualms.QualmsError, match=r"the labels in train= go from .* has 5 classes, numbered from 0; mend"
+        qualms.QualmsError, match=r"the labels in train= go from .* has 5 classes, numbered from 0; correct"
     ):
         score(setting, "mahalanobis", [(TRAIN, labels)])
 
@@ -345,6 +345,19 @@ def test_what_they_need_is_said(setting: Setting, method: qualms.methods.Method)
         qualms.score(setting.model, setting.x, method)
     with pytest.raises(qualms.QualmsError, match="logits are not the result of a linear layer"):
         qualms.score(nn.Sequential(setting.model, nn.Tanh()), setting.x, method, train=[TRAIN])
+
+
+def test_quam_is_positive_however_confident_the_model_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    model[2].weight.data *= 200
+    x = torch.randn(200, 6)
+    assert (qualms.score(model, x, QUAM(), train=[torch.randn(60, 6)]) >= 0).all()
+
+
+def test_labels_that_are_not_one_for_each_input_are_an_error(setting: Setting) -> None:
+    with pytest.raises(qualms.QualmsError, match=f"has {len(TRAIN)} inputs and 5 labels; give one label for each"):
+        qualms.score(setting.model, setting.x, "mahalanobis", train=[(TRAIN, torch.zeros(5, dtype=torch.long))])
 
 
 @pytest.mark.data

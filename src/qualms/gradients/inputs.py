@@ -80,7 +80,7 @@ def labelled_batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[tu
                 f"train is a tuple, so one batch of {len(alone)} inputs that the model is called with, which it does "
                 "not take; pass a list of batches: train=[(inputs, labels)]."
             )
-        yield alone, _labels_of(x, count(alone)) if hasattr(x, "keys") else None
+        yield alone, _labels_of(x, count(alone), called) if hasattr(x, "keys") else None
         return
     if isinstance(x, Dataset):
         collate = partial(_collate, floats=floats, called=called)
@@ -94,7 +94,7 @@ def labelled_batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[tu
     for batch in _collated(x, called):
         empty = False
         inputs = checked(_as_tensors(_inputs_of(batch, called), floats, called), called)
-        yield inputs, _labels_of(batch, count(inputs))
+        yield inputs, _labels_of(batch, count(inputs), called)
     if empty:
         raise QualmsError(
             f"{called} yields no batch; pass at least one input, and a list or a loader if it is read again."
@@ -162,7 +162,7 @@ def _inputs_of(batch: Any, called: str) -> Any:
     return tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
 
 
-def _labels_of(batch: Any, inputs: int) -> Tensor | None:
+def _labels_of(batch: Any, inputs: int, called: str) -> Tensor | None:
     """What `_inputs_of` leaves out, if it is one whole number for each input."""
     if hasattr(batch, "keys"):
         labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
@@ -172,9 +172,13 @@ def _labels_of(batch: Any, inputs: int) -> Tensor | None:
         labels = torch.tensor([int(label) for label in labels])
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu":
         labels = torch.from_numpy(labels.astype(np.int64))
-    if not isinstance(labels, Tensor) or labels.shape not in ((inputs,), (inputs, 1)):
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         return None
-    return None if labels.is_floating_point() or labels.is_complex() else labels.detach().long().reshape(inputs)
+    if called == "train" and labels.ndim == 1 and len(labels) != inputs:
+        raise QualmsError(
+            f"a batch of train has {inputs} inputs and {len(labels)} labels; give one label for each input."
+        )
+    return labels.detach().long().reshape(inputs) if labels.shape in ((inputs,), (inputs, 1)) else None
 
 
 def checked(batch: Any, called: str = "x") -> Batch:

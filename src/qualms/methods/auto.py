@@ -1,7 +1,8 @@
 """Auto (ours): `heat` for classifiers that read features of free length, `gen` for all others.
 
-What a network is, noise inputs tell (see `heat`), so no data is needed; `Scored.notes` has what was picked and why. The
-page on heat has the study behind it, and what was tried behind a normalisation and not taken: REGrad with more noise.
+Noise inputs tell of which kind a network is (see `heat`), so no data is needed; `Scored.notes` has what was picked and
+why. The page on heat has the study behind it, and what was tried behind a normalisation and not taken: REGrad with more
+noise.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.errors import QualmsError, reason
+from qualms.errors import QualmsError
 from qualms.methods.gen import GEN
 from qualms.methods.heat import Heat
 from qualms.methods.method import GRADIENTS, Method
@@ -48,9 +49,18 @@ class Auto(Method):
         return f"auto picked {method.spec}, because {why}."
 
     def picked(self, passes: Passes) -> tuple[Method, str]:
-        """The method, and the reason."""
-        try:
-            why = Heat().unit(passes).why
-        except QualmsError as error:
-            why = reason(error).rstrip(".")
-        return (GEN(), why) if why else (Heat(), "the classifier reads features of free length")
+        """The method, and the reason; kept from the first inputs on, for scores of two methods do not compare."""
+        fitted = passes.subject.fitted
+        if self not in fitted:
+            _ = passes.logits  # inputs that the model does not take say nothing of the model
+            try:
+                why = Heat().unit(passes).why
+            except QualmsError as error:
+                why = str(error).partition(";")[0].replace("this method", "heat").rstrip(".")
+            fitted[self] = (GEN(), why) if why else (Heat(), "the classifier reads features of free length")
+        picked: tuple[Method, str] = fitted[self]
+        return picked
+
+    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+        """That of the method that was picked."""
+        return self.picked(passes)[0].error(passes)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import take
 from qualms.gradients.layers import grouped, layer_of, selected_parameters
@@ -16,6 +18,7 @@ def heavy_blocks(passes: Passes, method: str) -> list[list[str]]:
     Only parameters that count (`params`) are in it. What stands before the first such block is left out, unless there
     is none: then all is one block.
     """
+    _ = passes.logits  # an input that the model does not take is told of here, and not as a model that hides its layers
     selected = selected_parameters(passes.model, passes.subject.settings.params)
     order = use_order(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
     if not order.names:
@@ -38,7 +41,13 @@ def without_head(blocks: Sequence[Sequence[str]], passes: Passes) -> list[list[s
     head, names = passes.head, {p.data_ptr(): name for name, p in passes.model.named_parameters()}
     known = [names[t.data_ptr()] for t in (head.weight, head.bias) if t is not None and t.data_ptr() in names]
     if head.weight.data_ptr() not in names:  # it is computed from parameters: those of the layer with the bias, or last
-        layer = layer_of(passes.model, (known or [blocks[-1][-1]])[0], "module")
+        layer = layer_of(passes.model, (known or [_last_used(passes)])[0], "module")
         known += [name for name in names.values() if layer_of(passes.model, name, "module") == layer]
     left = [[name for name in block if name not in known] for block in blocks]
     return [block for block in left if block]
+
+
+def _last_used(passes: Passes) -> str:
+    """The parameter that the model uses last, whether it counts or not."""
+    every: dict[str, Tensor] = dict(passes.model.named_parameters())
+    return use_order(passes.model, Rows(take(passes.batch, slice(0, 1))), every).names[-1]

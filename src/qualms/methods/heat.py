@@ -1,8 +1,8 @@
 """Heat (ours): T · H(softmax(z / T)), the entropy at the temperature of the features' noise. Scores are its logarithm.
 
 T(x) = ρ(x) / ρ₀ and ρ(x) = Σ_l tr(P G_l P) / tr(P G_head P) over the last three blocks l before the classifier, with
-G = J Jᵀ, J the derivative of the logits by a block's weights and P = I - 11ᵀ/C, so that a shift of all logits changes
-nothing. ρ₀ is the geometric mean of ρ over 32 inputs of N(0, 1) noise.
+G = J Jᵀ, J the derivative of the logits with respect to a block's weights and P = I - 11ᵀ/C, so that a shift of all
+logits changes nothing. ρ₀ is the geometric mean of ρ over 32 inputs of N(0, 1) noise.
 
 Why: noise of size ε on all weights gives the logits the covariance ε² G. The classifier's part of it is (‖h‖² + 1) I,
 the energy of the features h that it reads; the blocks' part is the noise of the features themselves, as the classifier
@@ -13,17 +13,20 @@ between classes at any T. An input without any gradient in the blocks has no ρ,
 For classifiers that read features of free length. Where a normalisation fixes ‖h‖ (vision transformers, language
 models), ρ loses its signal. So T is 1, and heat the entropy, if the features of noise inputs do not grow fourfold when
 the noise is made 64 times as large; `Scored.notes` says so. With more than 17 classes, traces are estimated from 16
-fixed contrasts of classes.
+fixed contrasts of classes. ρ₀ belongs to a shape of inputs, so that the score of a text depends on how far its batch is
+padded.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError, reason
-from qualms.gradients.directions import Directions
+from qualms.gradients.directions import CONTRASTS, Directions
 from qualms.gradients.inputs import count, take
 from qualms.methods.blocks import heavy_blocks, without_head
 from qualms.methods.head import Head, required, with_head
@@ -84,6 +87,12 @@ class Heat(Method):
         why = self.unit(passes).why
         return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
 
+    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+        """Unknown where the traces are estimated from some contrasts of classes; 0 elsewhere."""
+        b, c = passes.logits.shape
+        estimated = c - 1 > CONTRASTS and self.unit(passes).log_ratio is not None
+        return torch.full((b,), math.nan if estimated else 0.0, dtype=torch.double, device=passes.device)
+
     def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
         """log ρ from the logarithms of the blocks' ratios: that of their sum."""
         return log_ratios.logsumexp(-1)
@@ -96,22 +105,26 @@ class Heat(Method):
         return self.combined(traces.log() - head_trace(_head(passes, logits)).log()[:, None]), logits
 
     def unit(self, passes: Passes) -> Unit:
-        """Found once for a model and a shape of inputs."""
-        key = (self, passes.job(NOTHING, None).shapes)
-        if key not in passes.subject.fitted:
-            passes.subject.fitted[key] = self._measured_unit(passes)
-        unit: Unit = passes.subject.fitted[key]
-        return unit
+        """ρ₀, found once for each shape of inputs. Whether T is 1 is found once for all of them.
 
-    def _measured_unit(self, passes: Passes) -> Unit:
+        Else batches of two shapes could have scores of two kinds, which do not compare.
+        """
+        units: dict[Any, Unit] = passes.subject.fitted.setdefault(self, {})
+        shapes = passes.job(NOTHING, None).shapes
+        if shapes not in units:
+            first = next(iter(units.values()), None)
+            units[shapes] = first if first is not None and first.why else self._measured_unit(passes, first)
+        return units[shapes]
+
+    def _measured_unit(self, passes: Passes, first: Unit | None) -> Unit:
         blocks = tuple(map(tuple, without_head(heavy_blocks(passes, self.name), passes)[-BLOCKS:]))
         if not blocks:
-            return Unit(blocks, None, "no weights that count stand before the classifier")
+            return Unit(blocks, None, "no counted weights come before the classifier")
         noise = Passes(passes.subject, noise_inputs(passes, NOISE_INPUTS, self.name))
         try:
-            if growth(noise) < FREE:
+            if first is None and growth(noise) < FREE:
                 return Unit(
-                    blocks, None, "the length of the features that the classifier reads hardly follows the input"
+                    blocks, None, "the length of the features that the classifier reads hardly grows with the input"
                 )
             log_ratio = self._log_ratio(noise, blocks)[0]
         except QualmsError as error:
@@ -121,6 +134,8 @@ class Heat(Method):
             ) from error
         alive = log_ratio[log_ratio.isfinite()]
         if 2 * len(alive) < NOISE_INPUTS:
+            if first is not None:
+                return first
             return Unit(blocks, None, "most inputs of noise leave the last blocks without a gradient")
         return Unit(blocks, float(alive.mean()))
 
@@ -175,11 +190,14 @@ def head_trace(head: Head) -> Float[Tensor, " b"]:
 def growth(noise: Passes) -> float:
     """By how much the features of noise inputs grow if the noise does by `LOUDER`: the median over the inputs.
 
-    1 if most inputs have no features before or after.
+    1 if most inputs have no features before or after; infinite if the louder noise is too much for the model's numbers.
     """
     loud, size = louder(noise.batch, LOUDER, noise.seed), noise.subject.rows_at_once
     parts = [loud.take(slice(start, start + size)) for start in range(0, count(noise.batch), size)]
-    after = required(Head.joined([with_head(noise.model, part)[1] for part in parts]))
+    try:
+        after = required(Head.joined([with_head(noise.model, part)[1] for part in parts]))
+    except QualmsError:
+        return math.inf
     before, behind = (head.features.double().norm(dim=-1).log() for head in (noise.head, after))
     grown = (behind - before)[before.isfinite() & behind.isfinite()]
     return float(grown.median().exp()) if 2 * len(grown) >= len(before) else 1.0

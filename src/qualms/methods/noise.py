@@ -57,9 +57,9 @@ def _beside(name: str, t: Tensor, number: int, passes: Passes, method: str) -> T
     if t.is_floating_point():
         return torch.randn(shape, generator=generator(passes.seed, PURPOSE, len(name))).to(t)
     what = repr(name) if name else "a tensor of whole numbers in a tuple"
+    hint = "" if name else "pass a dict with names such as attention_mask, or "
     raise QualmsError(
-        f"{method} tries the model on noise, but does not know what to put in place of {what}; pass a dict with names "
-        f"such as attention_mask, or {INSTEAD}."
+        f"{method} tries the model on noise, but does not know what to put in place of {what}; {hint}{INSTEAD}."
     )
 
 
@@ -72,7 +72,8 @@ def _vocabulary(passes: Passes, method: str) -> int:
     if watch.rows is None:
         raise QualmsError(
             f"{method} tries the model on random token ids, but no embedding of the model reads x, so there is no "
-            f"vocabulary to draw them from; {INSTEAD}, or pass x as floating-point numbers if it is not tokens."
+            f"vocabulary to draw them from; {INSTEAD}, put the token ids first if x is a dict, or pass x as "
+            "floating-point numbers if it is not tokens."
         )
     return watch.rows
 

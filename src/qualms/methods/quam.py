@@ -101,7 +101,9 @@ class QUAM(Method):
             factor = self.growth ** (step // self.every)
             log_q = (heads @ x[:, :, None])[:, :, 0].double().log_softmax(-1)
             loss, slope = known.loss_and_gradient(heads)
-            divergence.append((log_p.exp() * (log_p - log_q)).sum(-1))
+            ratio = log_q - log_p
+            # Σ p (q/p - 1 - log q/p): nothing cancels, as in the plain formula where p and q are close.
+            divergence.append((log_p.exp() * (ratio.expm1() - ratio)).sum(-1))
             excess.append(loss.double() - known.loss)
             of_x = (log_q.exp() - F.one_hot(wanted, len(start))).to(x)[:, :, None] * x[:, None]
             heads.grad = of_x + self.penalty * factor * slope

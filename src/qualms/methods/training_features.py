@@ -49,6 +49,6 @@ def _within(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
     if low < 0 or high >= classes:
         raise QualmsError(
             f"the labels in train= go from {low} to {high}, but the model has {classes} classes, numbered from 0; "
-            "mend the labels, or pass the inputs alone."
+            "correct the labels, or pass the inputs alone."
         )
     return labels
