@@ -89,18 +89,18 @@ def child(out):
         os._exit(0)
     return pid
 
+def shards():
+    return len([name for name in os.listdir("out") if name.startswith("shard")]) if os.path.isdir("out") else 0
+
 assert os.waitpid(child("whole/"), 0)[1] == 0
-kills = 0
-while kills < 20:
-    pid = child("out/")
-    time.sleep(2 * moments.random())
+for kill in range(20):
+    before, pid = shards(), child("out/")
+    while kill % 2 and shards() == before:  # every second one has some work done
+        time.sleep(0.01)
+    time.sleep(0.5 * moments.random())
     os.kill(pid, signal.SIGKILL)
-    status = os.waitpid(pid, 0)[1]
-    shards = len([name for name in os.listdir("out") if name.startswith("shard")])
-    if not os.WIFSIGNALED(status):
-        break
-    kills += 1
-print(kills, shards)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), "it was quicker"
+print(shards())
 assert os.waitpid(child("out/"), 0)[1] == 0
 """
 
@@ -108,15 +108,13 @@ assert os.waitpid(child("out/"), 0)[1] == 0
 @pytest.mark.slow
 def test_twenty_kills_change_no_byte(here: Path) -> None:
     pixels = load("digits").pixels[:, 0].numpy()
-    np.savez(here / "many.npz", x=np.concatenate([pixels] * 9)[:12000])
-    words = ("score", "many.npz", *own("--methods", "regrad,entropy", "--shard-size", "250"))
+    np.savez(here / "many.npz", x=np.resize(pixels, (2400, 8, 8)))
+    words = ("score", "many.npz", *own("--methods", "regrad,entropy", "--shard-size", "50"))
     command = [sys.executable, "-c", KILLED, *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    kills, before_the_last = map(int, done.stdout.split())
-    assert kills == 20
-    assert 3 < before_the_last < 48
+    assert 10 <= int(done.stdout) < 48
 
     def shards(out: str) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (here / out).iterdir() if not path.name.startswith(".")}
