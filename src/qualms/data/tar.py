@@ -14,7 +14,7 @@ from qualms.errors import QualmsError
 
 def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
     """The image of each sample in the order of the file; what is no image, such as labels, is passed over."""
-    library = extra("webdataset.tariterators", "webdataset", ".tar files")
+    library = extra("webdataset.tariterators", "webdataset", ".tar files", "scale")
     try:
         with open(path, "rb") as stream:
             for sample in library.group_by_keys(library.tar_file_expander([{"url": str(path), "stream": stream}])):
