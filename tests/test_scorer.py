@@ -63,6 +63,17 @@ def test_a_scorer_says_what_compare_says_however_the_inputs_come(model: nn.Modul
     torch.testing.assert_close(scorer(x).probs, model.eval()(x).softmax(1))
 
 
+def test_an_input_that_keeps_its_number_keeps_its_draws(model: nn.Module, x: Tensor) -> None:
+    scorer = qualms.Scorer(model, ["regrad+smooth(0.5,2)", "perturb-x(0.5,4)", "mc-aa(0.5,4)"])
+    want, order = scorer(x), torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    found = scorer(list(x[order].split(4)), numbers=order.tolist())
+    other = scorer(x[order])
+    assert list(found.ids) == order.tolist()
+    for name, values in want.scores.items():
+        torch.testing.assert_close(found.scores[name], values[order], rtol=1e-9, atol=1e-12)
+        assert not torch.allclose(other.scores[name], values[order], rtol=1e-3, atol=0)
+
+
 def test_scores_come_as_the_batches_do(model: nn.Module, x: Tensor) -> None:
     asked = []
 
@@ -302,7 +313,10 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "or a list of positions": lambda: found[[11]],
         "two parts differ": lambda: found + qualms.Scorer(model, "msp")(x),
         "two parts differ in": lambda: found + qualms.Scorer(model, "entropy", class_names=list("abcde"))(x),
-        "first is -1": lambda: qualms.Scorer(model)(x, first=-1),
+        "an input has the number -1": lambda: qualms.Scorer(model)(x, first=-1),
+        "an input has the number 0.5": lambda: qualms.Scorer(model)(x, numbers=[0.5]),  # type: ignore[list-item]
+        "there are 2 numbers for 11 inputs or more": lambda: qualms.Scorer(model)(x, numbers=[3, 4]),
+        "there are 12 numbers for 11 inputs;": lambda: qualms.Scorer(model, "entropy")(x, numbers=range(12)),
         "there is no Scored": lambda: qualms.Scored.concatenated([]),
         "there are 2 class_names and 5 logits": lambda: qualms.Scorer(model, "msp", class_names=["a", "b"])(x),
         "threshold is a str": lambda: qualms.Scorer(model, threshold="3"),  # type: ignore[arg-type]

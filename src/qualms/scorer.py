@@ -113,23 +113,31 @@ class Scorer:
         if self.settings.engine != "auto":
             self._require_own_threshold()
 
-    def __call__(self, x: Any, first: int = 0) -> Scored:
+    def __call__(self, x: Any, first: int = 0, numbers: Sequence[int] | None = None) -> Scored:
         """The scores of all inputs of `x`.
 
         Args:
             x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are
                 ignored).
             first: the number of the first input, which decides its draws; give it where `x` goes on from another call.
+            numbers: of all inputs, in place of first, first + 1, …: an input that keeps its number keeps its draws.
         """
-        return Scored.concatenated(self.stream(x, first))
+        return Scored.concatenated(self.stream(x, first, numbers))
 
-    def stream(self, batches: Any, first: int = 0) -> Iterator[Scored]:
+    def stream(self, batches: Any, first: int = 0, numbers: Sequence[int] | None = None) -> Iterator[Scored]:
         """The scores of each batch as it comes, so that a long run can keep what it has; arguments as for a call."""
         usable(self.model)
-        if not isinstance(first, int) or first < 0:
-            raise QualmsError(f"first is {first!r}; it is the number of an input, 0 or more.")
+        for number in (first, *(numbers or ())):
+            if not isinstance(number, int) or number < 0:
+                raise QualmsError(f"an input has the number {number!r}; numbers are whole, 0 or more.")
+        end = 0
         for start, batch in numbered_batches(batches, eager(self.model)):
-            yield self._scored(batch, first + start)
+            end = start + count(batch)
+            if numbers is not None and len(numbers) < end:
+                raise QualmsError(f"there are {len(numbers)} numbers for {end} inputs or more; number every input.")
+            yield self._scored(batch, range(first + start, first + end) if numbers is None else numbers[start:end])
+        if numbers is not None and len(numbers) > end:
+            raise QualmsError(f"there are {len(numbers)} numbers for {end} inputs; number every input once.")
 
     @property
     def made_by(self) -> MadeBy:
@@ -153,7 +161,7 @@ class Scorer:
                 self._pick_engine(inner, batch)
         return self.settings.engine
 
-    def _scored(self, batch: Batch, first: int) -> Scored:
+    def _scored(self, batch: Batch, numbers: Sequence[int]) -> Scored:
         with untouched(self.model) as inner:
             state = state_on_entry(inner)
             new = self._state != state
@@ -164,7 +172,7 @@ class Scorer:
                 self._require_own_threshold()
             self._warn_of_units(batch)
             more = (self._train, self._members, self._gradient_methods(), self._learnt, self._fitted)
-            passes = Passes(Subject(inner, self.settings, *more, compares=self._compares()), batch, first)
+            passes = Passes(Subject(inner, self.settings, *more, compares=self._compares()), batch, numbers)
             found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             said = {name: method.note(passes) for name, method in self.methods.items()}
@@ -175,9 +183,8 @@ class Scorer:
             raise QualmsError(
                 f"there are {len(self.class_names)} class_names and {probs.shape[1]} logits; name every class once."
             )
-        ids = range(first, first + count(batch))
         notes = {name: note for name, note in said.items() if note is not None}
-        return Scored(found, errors, probs, ids, self.class_names, self.threshold, estimated, notes)
+        return Scored(found, errors, probs, numbers, self.class_names, self.threshold, estimated, notes)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""

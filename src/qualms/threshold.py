@@ -1,5 +1,6 @@
 """Selective prediction: accept what the model knows, and pass the rest on to a person or a better model."""
 
+import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
@@ -142,8 +143,14 @@ class Threshold:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        value = asdict(self) | {"value": self.value if math.isfinite(self.value) else None}
-        Path(path).write_text(json.dumps(value) + "\n")
+        Path(path).write_text(self._json() + "\n")
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change with anything in it."""
+        return hashlib.sha256(self._json().encode()).hexdigest()[:16]
+
+    def _json(self) -> str:
+        return json.dumps(asdict(self) | {"value": self.value if math.isfinite(self.value) else None})
 
     @classmethod
     def load(cls, path: str | Path) -> "Threshold":

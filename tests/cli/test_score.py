@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import qualms
 from qualms.cli import own_images
@@ -22,19 +21,6 @@ from qualms.models import load_model
 from tests.cli.test_commands import run
 
 NORMAL = DATASETS["digits"].normalisation
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("QUALMS_DATA", raising=False)
-    torch.manual_seed(0)
-    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
-    for folder, first in (("pictures", 0), ("known", 6)):
-        (tmp_path / folder).mkdir()
-        for i, image in enumerate(load("digits").pixels[first : first + 6]):
-            Image.fromarray(image[0].numpy()).save(tmp_path / folder / f"{i:02d}.png")
-    return tmp_path
 
 
 def own(*more: str) -> tuple[str, ...]:
@@ -48,8 +34,9 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def library(first: int, *methods: str) -> list[torch.Tensor]:
     """The scores of six digits, without the command."""
-    model, x = load_model("digits-cnn", "weights.pt"), NORMAL.apply(load("digits").pixels[first : first + 6])
-    return list(qualms.compare(model, x, methods, pixel_std=NORMAL.std[0]).values())
+    model, images = load_model("digits-cnn", "weights.pt"), load("digits").take(slice(first, first + 6))
+    scorer = qualms.Scorer(model, methods, pixel_std=NORMAL.std[0])
+    return list(scorer(NORMAL.apply(images.pixels), numbers=images.numbers()).scores.values())
 
 
 @pytest.fixture
@@ -125,6 +112,10 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--threshold", "t.json", "--coverage", "0.9"), "leave out --reference and --coverage"),
         (("--coverage", "0.9"), "name its images with --reference"),
         (("--coverage", "95", "--reference", "known"), "--coverage is 95; it is a share"),
+        (("--out", "shards/", "--overwrite"), "--overwrite and --json are for one table"),
+        (("--out", "known/"), "known holds 00.png and no manifest.json; choose a folder of its own"),
+        (("--out", "there.csv/"), "there.csv cannot be written (File exists)"),
+        (("--shard-size", "4"), "--shard-size is for shards; end --out with a /"),
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(

@@ -18,7 +18,7 @@ from qualms.methods.method import MODELS, TRAINING_DATA, Method
 from qualms.scored import Scored
 from qualms.scorer import Scorer
 from qualms.tasks.network import Network
-from qualms.tasks.scoring import CHUNK, Inputs, require_finite
+from qualms.tasks.scoring import CHUNK, Inputs, scored_images
 from qualms.threshold import Threshold
 
 SOME_REJECTED = 4  # the exit code of a run that is done, but for inputs that could not be read
@@ -93,20 +93,16 @@ class Ready:
         if self.train is not None and self.train.fingerprint() == images.fingerprint():
             raise QualmsError(f"--train names the images of {images.source or images.name} themselves; name others.")
         parts: list[Scored] = []
-        inputs = (self.network.inputs(images.take(slice(i, i + CHUNK))) for i in range(0, len(images), CHUNK))
         with telling(f"{images.name}: first batch") as tell:
-            for part in scorer.stream(inputs):
-                for name, scores in part.scores.items():
-                    require_finite(name, images.name, part.ids[0], scores)
-                self._check_classes(part.probs.shape[1])
+            for first in range(0, len(images), CHUNK):
+                part = scored_images(self.network, scorer, images.take(slice(first, first + CHUNK)), first)
+                self.check_classes(part.probs.shape[1])
                 parts.append(part)
-                tell(f"{images.name} scored", part.ids[-1] + 1, len(images))
-        whole = Scored.concatenated(parts)
-        classes = whole.probs.shape[1]
-        names = next((names for names in (self.network.class_names, images.classes) if len(names) == classes), None)
-        return replace(whole, ids=images.ids or whole.ids, class_names=names)
+                tell(f"{images.name} scored", first + len(part), len(images))
+        return Scored.concatenated(parts)
 
-    def _check_classes(self, found: int) -> None:
+    def check_classes(self, found: int) -> None:
+        """An error if --classes says another number than the network."""
         wanted = class_names(self.given.classes)[0]
         if wanted not in (None, found):
             raise QualmsError(f"--classes says {wanted} classes, and {self.network.name} tells {found} apart.")

@@ -3,15 +3,15 @@
 import csv
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from qualms.data import Rejected
+from qualms.disk import written_whole
 from qualms.errors import QualmsError
 from qualms.scored import Scored
 
@@ -26,17 +26,13 @@ def written(path: Path, overwrite: bool) -> Iterator[Path]:
         raise QualmsError(f"--out {path} is a folder; name a file.")
     if path.exists() and not overwrite:
         raise QualmsError(f"{path} is there already; pass --overwrite to replace it, or another --out.")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-    except OSError as error:
-        raise QualmsError(f"--out {path} cannot be written ({error.strerror}); name another file.") from None
-    try:
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = stack.enter_context(written_whole(path))
+        except OSError as error:
+            raise QualmsError(f"--out {path} cannot be written ({error.strerror}); name another file.") from None
         yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextmanager

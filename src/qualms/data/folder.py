@@ -1,8 +1,11 @@
 """Image files: one alone, a flat folder, or one folder for each class."""
 
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 
 from qualms.data.decode import Unreadable, pillow
@@ -30,12 +33,34 @@ def read_lsun(root: Path, split: str) -> Images:
     return read_folder(path, split, "lsun", Fit((32, 32), by="as CIFAR's are"))
 
 
+@dataclass(frozen=True)
+class Listing:
+    """The image files of a folder in order, with the class of each if there is a folder for each class."""
+
+    path: Path
+    files: list[Path]
+    labels: list[int] | None
+    classes: tuple[str, ...]
+    passed: list[Path]  # what is no image
+
+    def to_read(self, start: int = 0) -> Iterator[File]:
+        """The files as a reader takes them, from a place on."""
+        return (_file(self.path, file) for file in islice(self.files, start, None))
+
+
 def read_folder(path: Path, split: str, name: str, fit: Fit | None = None, strict: bool = True) -> Images:
     """All the images in a folder, by their sorted names; in its folder for the split, if it has one."""
+    found = list_folder(path, split)
+    read = read_images(list(found.to_read()), found.path, fit, strict)
+    return _images(name, found.path, found.files, found.labels, found.classes, found.passed, read)
+
+
+def list_folder(path: Path, split: str) -> Listing:
+    """The image files of a folder by their sorted names; in its folder for the split, if it has one."""
     path = _of_split(path, split)
     folders, loose, passed = _entries(path)
     if not folders:
-        return _images(name, path, loose, None, (), passed, read_images(_files(path, loose), path, fit, strict))
+        return Listing(path, loose, None, (), passed)
     if loose:
         raise QualmsError(
             f"{path} holds images both loose ({loose[0].name}) and in folders ({folders[0].name}); keep one of the two."
@@ -50,18 +75,17 @@ def read_folder(path: Path, split: str, name: str, fit: Fit | None = None, stric
         files += inside
         labels += [label] * len(inside)
         passed += more
-    classes = tuple(folder.name for folder in folders)
-    return _images(name, path, files, labels, classes, passed, read_images(_files(path, files), path, fit, strict))
+    return Listing(path, files, labels, tuple(folder.name for folder in folders), passed)
 
 
 def read_file(path: Path, name: str, fit: Fit | None = None) -> Images:
     """One image."""
-    return _images(name, path, [path], None, (), [], read_images(_files(path.parent, [path]), path, fit, strict=True))
+    return _images(name, path, [path], None, (), [], read_images([_file(path.parent, path)], path, fit, strict=True))
 
 
 def is_image(path: Path) -> bool:
     """Whether a file is an image by the ending of its name, whether or not it can be read here."""
-    return path.suffix.lower() in _endings() | FOREIGN.keys() and (path.is_file() or path.is_symlink())
+    return path.suffix.lower() in endings() | FOREIGN.keys() and (path.is_file() or path.is_symlink())
 
 
 def _images(
@@ -125,13 +149,13 @@ def _below(folder: Path) -> tuple[list[Path], list[Path]]:
     return images, passed
 
 
-def _files(path: Path, files: list[Path]) -> list[File]:
-    return [File(file.relative_to(path).as_posix(), str(file), partial(_content, file)) for file in files]
+def _file(path: Path, file: Path) -> File:
+    return File(file.relative_to(path).as_posix(), str(file), partial(_content, file))
 
 
 def _content(file: Path) -> bytes:
     ending = file.suffix.lower()
-    if ending not in _endings():
+    if ending not in endings():
         needs = f"needs the package {FOREIGN[ending]}" if FOREIGN[ending] else "Pillow does not read"
         raise Unreadable(str(file), f"a {ending} file, which {needs}")
     try:
@@ -141,7 +165,7 @@ def _content(file: Path) -> bytes:
 
 
 @cache
-def _endings() -> frozenset[str]:
+def endings() -> frozenset[str]:
     """Those of the files that Pillow reads here."""
     library = pillow()
     with suppress(ImportError):

@@ -55,10 +55,10 @@ def load(
         raise QualmsError(f"images cannot be {size} pixels wide; give a size of at least 1, or none.")
     if fit is None and size is not None:
         fit = Fit((size, size), by="as asked for")
-    folder, dataset = _root(root), dataset_name(name, root)
+    folder, dataset = root_of(root), dataset_name(name, root)
     if dataset is not None:
         return _fitted(_named(dataset, folder, split), fit)
-    place = _place(str(name), folder)
+    place = place_of(str(name), folder)
     if place is None:
         raise _unknown(str(name), folder)
     try:
@@ -89,14 +89,15 @@ def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None
         if known not in DATASETS:
             raise QualmsError(f"there is no dataset {known!r}; there are {', '.join(DATASETS)}.")
         return known
-    return text if text in DATASETS and _place(text, _root(root)) is None else None
+    return text if text in DATASETS and place_of(text, root_of(root)) is None else None
 
 
-def _root(root: str | Path | None) -> Path:
+def root_of(root: str | Path | None) -> Path:
+    """The folder of datasets: this one, or that of the environment, or `data`."""
     return Path(root if root is not None else os.environ.get("QUALMS_DATA", "data"))
 
 
-def _place(name: str, root: Path) -> Path | None:
+def place_of(name: str, root: Path) -> Path | None:
     """What exists by this path in the working directory or else in the folder of datasets."""
     for place in (Path(name), root / name):  # an absolute path stays itself
         if os.path.exists(place):  # unlike Path's, False for what cannot be a path

@@ -1,7 +1,11 @@
 """Images in a .parquet file, as Hugging Face keeps its datasets."""
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +19,97 @@ from qualms.errors import QualmsError
 IMAGES, LABELS = ("image", "img", "images"), ("label", "labels", "fine_label")
 
 
-def read_parquet(path: Path, name: str, fit: Fit | None = None, strict: bool = True) -> Images:
-    """The images of one file in colour, with labels and names of classes if it has them."""
-    arrow, parquet = (extra(module, "pyarrow", ".parquet files") for module in ("pyarrow", "pyarrow.parquet"))
-    try:
-        file = parquet.ParquetFile(arrow.BufferReader(content_of(path)))
-        kept = list(file.schema_arrow.names)
-        image_key = next((key for key in IMAGES if key in kept), None)
-        label_key = next((key for key in LABELS if key in kept), None)
-        columns = [key for key in (image_key, label_key) if key is not None]
-        rows = file.read(columns=columns).to_pydict() if image_key else {}
-        classes = _class_names(file.schema_arrow.metadata or {}, label_key)
-    except QualmsError:
-        raise
-    except Exception as error:  # a broken file raises whatever comes up
-        raise QualmsError(f"{path} is cut or not a parquet file ({type(error).__name__}); get it again.") from None
+@dataclass(frozen=True)
+class ParquetImages:
+    """An open file with a column of images, and perhaps one of labels."""
+
+    path: Path
+    file: Any
+    image_key: str
+    label_key: str | None
+    classes: tuple[str, ...]
+
+    def files(self, values: Iterable[Any], first: int = 0, prefix: str = "") -> list[File]:
+        """Images of consecutive rows as a reader takes them."""
+        return [
+            File(f"{prefix}row {row}", f"row {row} of {self.path}", partial(_content, self.path, row, value))
+            for row, value in enumerate(values, first)
+        ]
+
+
+def open_parquet(path: Path, content: Any) -> ParquetImages:
+    """The file with these bytes, or in that place; an error if it has no images."""
+    parquet = extra("pyarrow.parquet", "pyarrow", ".parquet files")
+    with _readable(path):
+        file = parquet.ParquetFile(content)
+        kept, metadata = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
+    image_key, label_key = (next((key for key in keys if key in kept), None) for keys in (IMAGES, LABELS))
     if image_key is None:
         raise QualmsError(
             f"{path} has the columns {', '.join(kept) or 'none'} and no images; name that column {', '.join(IMAGES)}."
         )
-    files = [
-        File(f"row {row}", f"row {row} of {path}", partial(_content, path, row, value))
-        for row, value in enumerate(rows[image_key])
-    ]
-    labels = None if label_key is None else rows[label_key]
+    return ParquetImages(path, file, image_key, label_key, _class_names(metadata, label_key))
+
+
+def read_parquet(path: Path, name: str, fit: Fit | None = None, strict: bool = True) -> Images:
+    """The images of one file in colour, with labels and names of classes if it has them."""
+    arrow = extra("pyarrow", "pyarrow", ".parquet files")
+    opened = open_parquet(path, arrow.BufferReader(content_of(path)))
+    columns = [key for key in (opened.image_key, opened.label_key) if key is not None]
+    with _readable(path):
+        rows = opened.file.read(columns=columns).to_pydict()
+    labels = None if opened.label_key is None else rows[opened.label_key]
     if labels is not None and not all(type(label) is int for label in labels):
-        raise QualmsError(f"the column {label_key} of {path} is not all whole numbers; each must be the row's class.")
-    read = read_images(files, path, fit, strict)
+        raise QualmsError(
+            f"the column {opened.label_key} of {path} is not all whole numbers; each must be the row's class."
+        )
+    read = read_images(opened.files(rows[opened.image_key]), path, fit, strict)
     return images_of(
         name,
         path,
         read.pixels,
         None if labels is None else [labels[row] for row in read.kept],
-        classes,
+        opened.classes,
         ids=tuple(f"row {row}" for row in read.kept),
         source=str(path),
         notes=read.notes,
         rejected=read.rejected,
     )
+
+
+def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Iterator[list[File]]:
+    """The images from row `start` on, some at a time, without reading what comes before or after."""
+    opened = open_parquet(path, path)
+    with _readable(path):
+        groups = [opened.file.metadata.row_group(g).num_rows for g in range(opened.file.num_row_groups)]
+        ends = list(accumulate(groups))
+        skipped = sum(end <= start for end in ends)
+        row = ends[skipped - 1] if skipped else 0
+        rest = list(range(skipped, len(groups)))
+        for batch in opened.file.iter_batches(at_once, rest, [opened.image_key]) if rest else ():
+            values = batch.column(0).to_pylist()
+            files = opened.files(values, row, prefix)[max(0, start - row) :]
+            row += len(values)
+            if files:
+                yield files
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (QualmsError, GeneratorExit):
+        raise
+    except OSError as error:
+        if error.strerror is None:  # pyarrow's own, of a broken file
+            raise _broken(path, error) from None
+        raise QualmsError(f"{path} cannot be read ({error.strerror}); check that it is a file you may read.") from None
+    except Exception as error:  # a broken file raises whatever comes up
+        raise _broken(path, error) from None
+
+
+def _broken(path: Path, error: Exception) -> QualmsError:
+    return QualmsError(f"{path} is cut or not a parquet file ({type(error).__name__}); get it again.")
 
 
 def _content(path: Path, row: int, value: Any) -> bytes:

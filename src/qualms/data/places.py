@@ -30,9 +30,9 @@ def content_of(path: Path) -> bytes:
         raise QualmsError(f"{path} cannot be read ({error.strerror}); check that it is a file you may read.") from None
 
 
-def extra(module: str, package: str, what: str) -> Any:
-    """A module that only some readers need."""
+def extra(module: str, package: str, what: str, group: str = "app") -> Any:
+    """A module that only some readers need, of an optional group of packages."""
     try:
         return import_module(module)
     except ImportError:
-        raise QualmsError(f"reading {what} needs {package}; pip install '.[app]' in a clone of qualms") from None
+        raise QualmsError(f"reading {what} needs {package}; pip install '.[{group}]' in a clone of qualms") from None

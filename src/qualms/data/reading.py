@@ -34,6 +34,14 @@ class Read:
 
 def read_images(files: Sequence[File], where: object, fit: Fit | None, strict: bool) -> Read:
     """All of `files` in colour, or as `fit` says; the first that cannot be read is an error if `strict`."""
+    read = read_some(files, where, fit, strict)
+    if not read.kept:
+        raise _nothing(where, read.rejected)
+    return read
+
+
+def read_some(files: Sequence[File], where: object, fit: Fit | None, strict: bool) -> Read:
+    """The same, where it is no error that none can be read: there are others."""
     pixels: np.ndarray | None = None
     kept: list[int] = []
     rejected: list[Rejected] = []
@@ -61,14 +69,14 @@ def read_images(files: Sequence[File], where: object, fit: Fit | None, strict: b
         kept.append(place)
         done.update(what)
     if pixels is None:
-        raise _nothing(where, rejected)
+        pixels = np.empty((0, 3, 1, 1), np.uint8)
     if fit is not None and fit.channels == 1:
         del done["greyscale"]
     notes = [*told(done.items()), *([] if fit is None else [fit.told(sizes)])]
     return Read(pixels[: len(kept)], kept, tuple(note for note in notes if note), tuple(rejected))
 
 
-def _nothing(where: object, rejected: list[Rejected]) -> QualmsError:
+def _nothing(where: object, rejected: Sequence[Rejected]) -> QualmsError:
     if not rejected:
         return QualmsError(f"{where} holds no images; check that it is the one you meant.")
     first = rejected[0]

@@ -49,8 +49,8 @@ class MCAA(MonteCarlo):
         for start in range(0, count(passes.batch), per_chunk):
             part = take(passes.batch, slice(start, start + per_chunk))
             uniform = [
-                2 * torch.rand(self.draws, generator=generator(passes.seed, passes.first + start + i)) - 1
-                for i in range(count(part))
+                2 * torch.rand(self.draws, generator=generator(passes.seed, number)) - 1
+                for number in passes.numbers[start : start + per_chunk]
             ]
             parts.append(self._log_probs(passes, part, torch.stack(uniform)))
         return mutual_information(torch.cat(parts))

@@ -76,10 +76,11 @@ class Subject:
 
 
 class Passes:
-    """What the scores of one batch share; `first` is the number of its first input, which decides its draws."""
+    """What the scores of one batch share; the number of an input, 0, 1, … by default, decides its draws."""
 
-    def __init__(self, subject: Subject, batch: Batch, first: int = 0) -> None:
-        self.subject, self.batch, self.first = subject, batch, first
+    def __init__(self, subject: Subject, batch: Batch, numbers: Sequence[int] | None = None) -> None:
+        self.subject, self.batch = subject, batch
+        self.numbers = range(count(batch)) if numbers is None else numbers
         self._tables: dict[tuple[Smoothing | None, Directions, bool], LayerTable] = {}
         self._estimated: dict[GradientScore, tuple[Tensor, Tensor]] = {}
         self._draws: dict[Smoothing, Tensor] = {}
@@ -228,8 +229,7 @@ class Passes:
 
     def job(self, directions: Directions, smooth: Smoothing | None) -> Job:
         """The batch as an engine takes it."""
-        numbers = range(self.first, self.first + count(self.batch))
-        return Job(self.model, self.batch, numbers, self.subject.settings, directions, smooth)
+        return Job(self.model, self.batch, self.numbers, self.subject.settings, directions, smooth)
 
     def _wanted(self, method: "GradientScore") -> Directions:
         """The directions of the pass that serves a method; one that nobody foresaw has a pass of its own."""
@@ -249,8 +249,7 @@ class Passes:
             parts = []
             for start in range(0, count(self.batch), per_chunk):
                 part = take(self.batch, slice(start, start + per_chunk))
-                first = self.first + start
-                on = rows_of(part, noise, range(first, first + count(part)), self.seed)
+                on = rows_of(part, noise, self.numbers[start : start + per_chunk], self.seed)
                 parts.append(self.forward(on).unflatten(0, (count(part), -1))[:, 1:])
             self._draws[noise] = torch.cat(parts).double().log_softmax(-1)
         return self._draws[noise]

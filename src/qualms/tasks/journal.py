@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar, overload
 
+from qualms.disk import locked
 from qualms.errors import QualmsError
 from qualms.tasks.rows import AccuracyRow, CalibrationRow, CycleRow, OodRow, PickRow, Row, RuntimeRow, ScoresRow
 
@@ -31,7 +32,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._file: IO[bytes] | None = None
         if path is None:
             return
-        self._file = _locked(Path(path))
+        self._file = locked(Path(path))
         try:
             self._continue(Path(path), json.loads(json.dumps({"row": "run", **about})))
         except QualmsError:
@@ -98,25 +99,6 @@ def read(path: str | Path) -> list[Any]:
             return _rows(file.read(), Path(path))
     except OSError as error:
         raise QualmsError(f"{path} cannot be read ({error.strerror}); name the rows of a run.") from None
-
-
-def _locked(path: Path) -> IO[bytes]:
-    """The file, open for reading and writing, and for nobody else who asks for it this way."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b")  # noqa: SIM115 (it stays open as long as the rows)
-    except OSError as error:
-        raise QualmsError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass  # a system without locks
-    except OSError:
-        file.close()
-        raise QualmsError(f"{path} is in use by another run; wait for it, or choose another file.") from None
-    return file
 
 
 def _read(file: IO[bytes], path: Path) -> list[Any]:

@@ -52,8 +52,21 @@ class Network:
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
         """What the model receives: pixels in its size and channels, normalised, on its device."""
+        return self._normalised(self._fitted(images))
+
+    def numbered_inputs(self, images: Images) -> tuple[Float[Tensor, "n c h w"], list[int]]:
+        """What the model receives, and a number for each image that follows from its pixels there.
+
+        Numbers decide draws, so that an image has the same score wherever it stands, and in whatever company.
+        """
+        own = self._fitted(images)
+        return self._normalised(own), own.numbers()
+
+    def _fitted(self, images: Images) -> Images:
         own = images if self.fit is None else self.fit.apply(images)
-        own = own.fitted(len(self.normalisation.mean), own.size)  # files are read in colour
+        return own.fitted(len(self.normalisation.mean), own.size)  # files are read in colour
+
+    def _normalised(self, own: Images) -> Float[Tensor, "n c h w"]:
         return self.normalisation.apply(own.pixels).to(next(self.model.parameters()).device)
 
     def logits(self, images: Images) -> Float[Tensor, "n classes"]:

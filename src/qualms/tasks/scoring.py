@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -13,6 +13,7 @@ from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import LOGITS, TRAINING_DATA, Method
 from qualms.progress import Tell
+from qualms.scored import Scored
 from qualms.scorer import Scorer
 from qualms.scores import compare
 from qualms.tasks.journal import Journal
@@ -99,6 +100,20 @@ def score_images(
     labels = None if images.labels is None else images.labels.numpy()
     confidence, predicted = torch.cat([probs[start] for start in starts]).double().max(1)
     return ScoredImages(scores, predicted.numpy(), confidence.numpy(), labels)
+
+
+def scored_images(network: Network, scorer: Scorer, images: Images, first: int = 0) -> Scored:
+    """Some images of a long run: `first` is the place of the first, which is its id where images have no names.
+
+    Draws follow an image's pixels, so that its scores do not depend on where it stands, nor on what was read before it.
+    """
+    x, numbers = network.numbered_inputs(images)
+    found = scorer(x, numbers=numbers)
+    for name, scores in found.scores.items():
+        require_finite(name, images.name, first, scores)
+    classes = found.probs.shape[1]
+    names = next((names for names in (network.class_names, images.classes) if len(names) == classes), None)
+    return replace(found, ids=images.ids or range(first, first + len(images)), class_names=names)
 
 
 def chosen_engine(network: Network, images: Images, methods: Methods, engine: Engine | Sketch) -> Engine | Sketch:

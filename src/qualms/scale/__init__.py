@@ -1,0 +1,1 @@
+"""Inputs of any number to shards of scores on disk."""
