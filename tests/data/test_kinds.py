@@ -160,10 +160,10 @@ def test_a_plugin_for_heic_is_used_where_it_is_installed(here: Path, monkeypatch
     plugin = types.ModuleType("pillow_heif")
     plugin.register_heif_opener = lambda: called.append(True)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pillow_heif", plugin)
-    folder_module._endings.cache_clear()
+    folder_module.endings.cache_clear()
     saved(here / "a.png", gradient())
     load("mine")
-    folder_module._endings.cache_clear()
+    folder_module.endings.cache_clear()
     assert called
 
 
