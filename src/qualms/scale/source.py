@@ -23,7 +23,7 @@ from qualms.errors import QualmsError
 
 PART = 32  # inputs that are read, and scored, together
 Sizes = Iterator[int]  # of parts
-THREADS = 2  # that decode: more were no faster beside the pass that they feed
+THREADS = 2  # that decode
 
 
 @dataclass(frozen=True)
