@@ -18,12 +18,8 @@ NORMAL = ("--mean", "0.3", "--std", "0.4")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("QUALMS_DATA", raising=False)
-    torch.manual_seed(0)
-    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
-    return tmp_path
+def here(weights_here: Path) -> Path:
+    return weights_here
 
 
 def pictures(folder: Path, count: int, high: int = 8, wide: int = 8, value: int = 0) -> None:

@@ -113,9 +113,11 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--coverage", "0.9"), "name its images with --reference"),
         (("--coverage", "95", "--reference", "known"), "--coverage is 95; it is a share"),
         (("--out", "shards/", "--overwrite"), "--overwrite and --json are for one table"),
-        (("--out", "known/"), "known holds 00.png and no manifest.json; choose a folder of its own"),
+        (("--out", "known/"), "known holds 00.png but no manifest.json; choose an empty or new folder"),
         (("--out", "there.csv/"), "there.csv cannot be written (File exists)"),
-        (("--shard-size", "4"), "--shard-size is for shards; end --out with a /"),
+        (("--shard-size", "4"), "are for shards; end --out with a /"),
+        (("--runner", "ray"), "are for shards; end --out with a /"),
+        (("--out", "many/", "--workers", "2"), "--workers and --ray-address are for --runner ray"),
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from PIL import Image
 from pyarrow import parquet
 
 from qualms.cli.own_images import SOME_REJECTED
@@ -47,18 +48,41 @@ def test_shards_have_the_rows_of_one_table(
 def test_what_differs_is_told(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 0
     assert run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/", "--seed", "1")) == 1
-    assert "many holds shards that were made otherwise: seed 0, not 1; score as they were" in capsys.readouterr().err
+    assert "many holds shards made with other settings: seed 0, not 1; use those settings" in capsys.readouterr().err
     (here / "pictures" / "00.png").unlink()
     assert run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 1
-    assert "made otherwise: inputs " in capsys.readouterr().err
+    assert "made with other settings: inputs " in capsys.readouterr().err
 
 
-def test_an_engine_that_goes_by_measured_times_is_refused(
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--methods", "regrad", "--engine", "auto"), "--engine auto may choose another engine"),
+        (("--methods", "knn", "--train", "./pictures"), "--train names the images of pictures themselves"),
+    ],
+)
+def test_what_shards_cannot_be_made_with_is_told(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
+) -> None:
+    assert run(monkeypatch, "score", "pictures", *own(*words, "--out", "many/")) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_first_shard_of_which_nothing_can_be_read_stops_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = own("--methods", "regrad", "--engine", "auto", "--out", "many/")
-    assert run(monkeypatch, "score", "pictures", *words) == 1
-    assert "--engine auto goes by measured times" in capsys.readouterr().err
+    for name in ("00.png", "01.png"):
+        (here / "pictures" / name).write_bytes(b"no image")
+    words = own("--methods", "entropy", "--out", "many/", "--shard-size", "2")
+    assert run(monkeypatch, "score", "pictures", *words) == SOME_REJECTED
+    assert "4 images scored by entropy: many/; 2 could not be read" in capsys.readouterr().out
+    first, second, _ = (parquet.read_table(path) for path in sorted((here / "many").glob("shard*")))
+    assert (len(first), len(second)) == (0, 2)
+    assert first.schema.remove_metadata() == second.schema.remove_metadata()
 
 
 def test_images_that_cannot_be_read_have_an_exit_code_and_a_file(
@@ -69,6 +93,34 @@ def test_images_that_cannot_be_read_have_an_exit_code_and_a_file(
     assert code == SOME_REJECTED
     assert "5 images scored by entropy: many/; 1 could not be read: many/rejected.parquet\n" in capsys.readouterr().out
     assert parquet.read_table(here / "many" / "rejected.parquet")["id"].to_pylist() == ["03.png"]
+
+
+def test_images_of_two_sizes_are_an_error_wherever_they_stand(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where those of one size fill the parts that are read together, and the network takes both."""
+    (here / "anysize.py").write_text(
+        "from torch import nn\n\n\ndef make():\n    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), "
+        "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))\n"
+    )
+    for i in range(26, 40):
+        Image.new("L", (9, 9)).save(here / "pictures" / f"y{i:02d}.png")
+    for i in range(26):
+        Image.new("L", (8, 8)).save(here / "pictures" / f"x{i:02d}.png")
+    words = ("--model", "anysize:make", "--mean", "0.3", "--std", "0.4", "--methods", "entropy", "--out", "many/")
+    assert run(monkeypatch, "score", "pictures", *words) == 1
+    assert "the first are 8 x 8 and y26.png is 9 x 9; pass --size" in capsys.readouterr().err
+
+
+def test_a_run_that_is_stopped_says_that_it_can_be_resumed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qualms.cli.shards.score_shards", stopped)
+    assert run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 130
+    assert capsys.readouterr().err.endswith("qualms: stopped; run the same command again to resume.\n")
 
 
 # Runs of the command in children that are killed at random moments. Their parent has loaded all modules, so that a run
@@ -117,7 +169,7 @@ def test_twenty_kills_change_no_byte(here: Path) -> None:
     assert 10 <= int(done.stdout) < 120
 
     def shards(out: str) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in (here / out).iterdir() if not path.name.startswith(".")}
+        return {path.name: path.read_bytes() for path in (here / out).iterdir()}
 
     assert shards("out") == shards("whole")
-    assert len(shards("whole")) == 122
+    assert len(shards("whole")) == 123  # with rejected.parquet, manifest.json and .lock

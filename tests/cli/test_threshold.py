@@ -20,19 +20,15 @@ NORMAL = DATASETS["digits"].normalisation
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("QUALMS_DATA", raising=False)
-    torch.manual_seed(0)
-    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
+def here(weights_here: Path) -> Path:
     digits = load("digits")
-    model = load_model("digits-cnn", tmp_path / "weights.pt").eval()
+    model = load_model("digits-cnn", weights_here / "weights.pt").eval()
     with torch.no_grad():
         right = model(NORMAL.apply(digits.pixels)).argmax(1)  # so that the untrained network is always right
-    np.savez(tmp_path / "right.npz", x=digits.pixels[:, 0].numpy(), y=right.numpy())
-    np.savez(tmp_path / "few.npz", x=digits.pixels[:120, 0].numpy(), y=right[:120].numpy())
-    np.savez(tmp_path / "bare.npz", x=digits.pixels[:40, 0].numpy())
-    return tmp_path
+    np.savez(weights_here / "right.npz", x=digits.pixels[:, 0].numpy(), y=right.numpy())
+    np.savez(weights_here / "few.npz", x=digits.pixels[:120, 0].numpy(), y=right[:120].numpy())
+    np.savez(weights_here / "bare.npz", x=digits.pixels[:40, 0].numpy())
+    return weights_here
 
 
 def test_by_coverage_it_is_that_of_the_library(

@@ -8,30 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
-from PIL import Image
 
 import qualms
 from qualms.cli import doctor as doctor_module
-from qualms.data import load
-from qualms.models import load_model
 from tests.cli.test_commands import run
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("QUALMS_DATA", raising=False)
-    torch.manual_seed(0)
-    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
-    (tmp_path / "pictures").mkdir()
-    for i, image in enumerate(load("digits").pixels[:6]):
-        Image.fromarray(image[0].numpy()).save(tmp_path / "pictures" / f"{i:02d}.png")
-    return tmp_path
-
-
-def own(*more: str) -> tuple[str, ...]:
-    return ("--model", "digits-cnn", "--weights", "weights.pt", "--mean", "0.3053", "--std", "0.376", *more)
+from tests.cli.test_score import own
 
 
 @pytest.mark.parametrize(

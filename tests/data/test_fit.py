@@ -61,6 +61,17 @@ def test_it_is_told_in_one_sentence() -> None:
     )
 
 
+def test_an_image_that_is_long_and_thin_is_not_made_large() -> None:
+    fit = Fit((224, 224), resize=256)
+    words = r"is too long and thin: with 256 pixels on the shorter side it would have 1,310,720,000"
+    with pytest.raises(qualms.QualmsError, match=f"an image of 20000 x 1 pixels {words}"):
+        fit.image(Image.new("L", (20_000, 1)))
+    with pytest.raises(qualms.QualmsError, match=f"an image of 1 x 20000 pixels {words}"):
+        fit.apply(Images("thin", torch.zeros(1, 1, 20_000, 1, dtype=torch.uint8), None))
+    assert fit.image(Image.new("L", (2_000, 1))).size == (224, 224)
+    assert Fit((8, 8), resize=(8, 8)).image(Image.new("L", (20_000, 1))).size == (8, 8)
+
+
 def test_errors() -> None:
     with pytest.raises(qualms.QualmsError, match="every side takes 1 to"):
         Fit((0, 4))

@@ -4,16 +4,18 @@ import struct
 import sys
 import types
 import zlib
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 import qualms
 from qualms.data import Fit, Rejected, load
 from qualms.data import folder as folder_module
+from qualms.data.decode import decoded
 
 
 @pytest.fixture
@@ -190,6 +192,58 @@ def test_an_image_that_pillow_only_warns_about_is_read_or_rejected_as_any_other(
     (here / "large.png").write_bytes(header(10_000, 9_000))  # above the size that Pillow warns about
     found = load("mine", strict=False)
     assert [one.reason for one in found.rejected] == ["cut or not an image (OSError)"]
+
+
+def test_an_image_that_is_too_long_and_thin_is_rejected_as_one_that_cannot_be_read(here: Path) -> None:
+    saved(here / "a.png", gradient())
+    saved(here / "thin.png", np.zeros((1, 20_000), np.uint8))
+    fit = Fit((16, 16), resize=256)
+    found = load("mine", fit=fit, strict=False)
+    assert found.ids == ("a.png",)
+    assert found.rejected[0].reason.startswith("too long and thin")
+    with pytest.raises(qualms.QualmsError, match=r"mine/thin\.png is too long and thin: .*; replace or remove it"):
+        load("mine", fit=fit)
+
+
+def pages(*sizes: int, broken: bool = False) -> bytes:
+    """A TIFF with square pages of these sides, the first black and the others white; perhaps the last is damaged."""
+    file = BytesIO()
+    first, *others = [Image.new("L", (side, side), 0 if i == 0 else 255) for i, side in enumerate(sizes)]
+    first.save(file, "TIFF", save_all=True, append_images=others)
+    content = bytearray(file.getvalue())
+    at, offsets = 4, []
+    while (place := struct.unpack_from("<I", content, at)[0]) != 0:
+        offsets.append(at)
+        at = place + 2 + 12 * struct.unpack_from("<H", content, place)[0]
+    if broken:
+        struct.pack_into("<I", content, offsets[-1], len(content) - 1)
+    return bytes(content)
+
+
+def test_a_damaged_page_does_not_lead_to_another_one() -> None:
+    image, done = decoded(pages(8, 600, 8, broken=True), "some.tif", most=100)
+    assert image.size == (8, 8)
+    assert image.getextrema() == ((0, 0),) * 3, "the first page is black"
+    assert done == ["frames", "greyscale"]
+
+
+def test_pages_that_are_not_read_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    content, visited = pages(*[8] * 40), list[int]()
+    real = TiffImagePlugin.TiffImageFile._seek
+    monkeypatch.setattr(
+        TiffImagePlugin.TiffImageFile, "_seek", lambda image, page: visited.append(page) or real(image, page)
+    )
+    assert decoded(content, "some.tif")[1] == ["frames", "greyscale"]
+    assert set(visited) == {0}
+
+
+@pytest.mark.parametrize("kind", ["GIF", "TIFF", "PNG", "WEBP"])
+def test_several_frames_are_told_in_every_format(kind: str) -> None:
+    for count in (1, 2, 3):
+        file = BytesIO()
+        first, *others = [Image.new("L", (8, 8), 80 * i) for i in range(count)]
+        first.save(file, kind, **({"save_all": True, "append_images": others} if others else {}))
+        assert ("frames" in decoded(file.getvalue(), "some")[1]) == (count > 1)
 
 
 def test_a_single_image_is_a_valid_input(here: Path) -> None:

@@ -1,7 +1,14 @@
 """Shards: the scores of any number of images, in files that a later run goes on with."""
 
+import io
 import json
 import os
+import pickle
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +19,13 @@ import torch
 from pyarrow import parquet
 
 import qualms
-from qualms.data import Images
+from qualms.data import Images, load
 from qualms.disk import locked
-from qualms.scale.shards import LOCK, Done, ScoreImages, score_shards
-from qualms.scale.source import PART, open_source
+from qualms.scale.folder import LOCK, Done
+from qualms.scale.shards import ScoreImages, score_shards
+from qualms.scale.source import PART, Part, open_source
 from qualms.tasks.network import Network
-from tests.scale.conftest import COUNT, FORMATS, METHODS, as_folder, as_parquet
+from tests.scale.conftest import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet, png
 
 
 def shards(folder: Path) -> pyarrow.Table:
@@ -64,6 +72,7 @@ def test_a_run_that_goes_on_leaves_what_is_there_and_ends_as_one_that_was_not_st
 
     with pytest.raises(KeyboardInterrupt):
         score_shards(stopped, source, tmp_path / "out", {}, 20)
+    (tmp_path / "out" / ".shard-00002.parquet.1.part").write_bytes(b"what a kill leaves")
     assert {"shard-00000.parquet", "shard-00001.parquet"} == {p.name for p in (tmp_path / "out").glob("shard*")}
     (tmp_path / "out" / "shard-00000.parquet").unlink()
     score_shards(watched, source, tmp_path / "out", {}, 20)
@@ -100,7 +109,7 @@ def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path, score
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.png").write_bytes(b"no image")
     source = open_source(str(tmp_path / "data"), None, None)
-    with pytest.raises(qualms.QualmsError, match=r"none of the first 1 images of .* can be read: a.png is cut or not"):
+    with pytest.raises(qualms.QualmsError, match=r"no image of .* can be read: a.png is cut or not"):
         score_shards(score, source, tmp_path / "out", {}, 20)
 
 
@@ -114,7 +123,7 @@ def test_a_folder_of_another_run_is_refused(
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
     score_shards(score, source, tmp_path / "out", {"seed": 0}, 20)
     before = contents(tmp_path / "out")
-    with pytest.raises(qualms.QualmsError, match=f"made otherwise: {told}; score as they were"):
+    with pytest.raises(qualms.QualmsError, match=f"made with other settings: {told}; use those settings"):
         score_shards(score, source, tmp_path / "out", about, size)
     assert contents(tmp_path / "out") == before
 
@@ -123,7 +132,7 @@ def test_other_images_are_refused(digits: Images, score: ScoreImages, tmp_path: 
     data = as_folder(digits, tmp_path / "data")
     score_shards(score, open_source(data, None, None), tmp_path / "out", {}, 20)
     (tmp_path / "data" / "new.png").write_bytes((tmp_path / "data" / "000.png").read_bytes())
-    with pytest.raises(qualms.QualmsError, match="made otherwise: inputs "):
+    with pytest.raises(qualms.QualmsError, match="made with other settings: inputs "):
         score_shards(score, open_source(data, None, None), tmp_path / "out", {}, 20)
 
 
@@ -132,7 +141,7 @@ def test_a_folder_that_holds_something_else_is_refused(digits: Images, score: Sc
     (tmp_path / "out" / "mine.txt").write_text("mine")
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
     with pytest.raises(
-        qualms.QualmsError, match=r"out holds mine.txt and no manifest.json; choose a folder of its own"
+        qualms.QualmsError, match=r"out holds mine.txt but no manifest.json; choose an empty or new folder"
     ):
         score_shards(score, source, tmp_path / "out", {}, 20)
 
@@ -177,6 +186,23 @@ def test_a_source_goes_on_from_any_place_and_no_part_crosses_a_shard(
     assert sizes[:2] == [min(PART, COUNT - start), min(50 - PART, COUNT - start - PART)][: len(sizes)]
 
 
+def test_files_of_one_name_in_several_folders_have_ids_of_their_own(digits: Images, tmp_path: Path) -> None:
+    as_parquet(digits, tmp_path / "a")
+    as_parquet(digits, tmp_path / "b")
+    source = open_source(f"{tmp_path}/*/0.parquet", None, None)
+    ids = [one for part in source.parts(0, 100) for one in part.images.ids]
+    assert ids == [f"{folder}/0.parquet row {row}" for folder in "ab" for row in range(27)]
+
+
+def test_a_source_keeps_no_file_open(digits: Images, tmp_path: Path) -> None:
+    """There may be more of them than a process may have open."""
+    source = open_source(as_parquet(digits, tmp_path / "data"), None, None)
+    held = {os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")}
+    list(source.parts(0, 100))
+    held |= {os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")}
+    assert not [name for name in held if name.startswith(str(tmp_path))]
+
+
 def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) -> None:
     """What was read and not asked for yet, whatever the number of images."""
     from qualms.scale import source as module
@@ -205,7 +231,10 @@ def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) ->
         (lambda p: (p / "a.parquet").write_bytes(b"PAR1 no"), "a.parquet is cut or not a parquet file"),
         (lambda p: (p / "a.npz").write_bytes(b"no"), "a.npz is cut or not a .npz file"),
         (lambda p: parquet.write_table(pyarrow.table({"y": [1]}), p / "a.parquet"), "the columns y and no images"),
-        (lambda p: [(p / "a.tar").touch(), (p / "a.parquet").touch()], "a pattern names .parquet or .tar files alone"),
+        (
+            lambda p: [(p / "a.tar").touch(), (p / "a.parquet").touch()],
+            "a pattern must match only .parquet or only .tar files",
+        ),
     ],
 )
 def test_broken_files_are_told(write: Any, told: str, tmp_path: Path) -> None:
@@ -215,12 +244,104 @@ def test_broken_files_are_told(write: Any, told: str, tmp_path: Path) -> None:
         list(open_source(str(tmp_path / name), None, None).parts(0, 10))
 
 
-def test_a_sample_without_an_image_is_rejected(digits: Images, tmp_path: Path) -> None:
-    import io
-    import tarfile
+def tar(place: Path, *names: str) -> str:
+    """A file with a digit for each name that ends as an image does, and nothing for others."""
+    with tarfile.open(place, "w") as file:
+        for name in names:
+            content = png(load("digits").pixels[0]) if name.endswith("png") else b""
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            file.addfile(entry, io.BytesIO(content))
+    return str(place)
 
-    with tarfile.open(tmp_path / "a.tar", "w") as file:
-        entry = tarfile.TarInfo("one.txt")
-        file.addfile(entry, io.BytesIO())
-    (part,) = open_source(str(tmp_path / "a.tar"), None, None).parts(0, 10)
-    assert [(one.id, one.reason) for one in part.rejected] == [("one", "a sample without an image that Pillow reads")]
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("one.txt",), "a sample with no images that Pillow reads"),
+        (("2024.01.02.png", "2024.01.03.png"), "a sample with 2 images that Pillow reads"),
+    ],
+)
+def test_a_sample_without_one_image_is_rejected(names: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    (part,) = open_source(tar(tmp_path / "a.tar", *names), None, None).parts(0, 10)
+    assert [one.reason for one in part.rejected] == [told]
+
+
+def test_the_image_of_a_sample_is_the_one_with_a_plain_ending(tmp_path: Path) -> None:
+    (part,) = open_source(tar(tmp_path / "a.tar", "one.mask.png", "one.png"), None, None).parts(0, 10)
+    assert (part.images.ids, part.rejected) == (("one",), ())
+
+
+def test_two_samples_of_one_name_are_an_error(tmp_path: Path) -> None:
+    source = open_source(tar(tmp_path / "a.tar", "one.png", "two.png", "one.png"), None, None)
+    with pytest.raises(qualms.QualmsError, match="has two samples called one; give each a name of its own"):
+        list(source.parts(0, 10))
+
+
+@pytest.mark.parametrize("damage", ["cut between samples", "cut in a header", "a header is broken"])
+def test_a_tar_file_that_seems_to_end_early_is_an_error(damage: str, tmp_path: Path) -> None:
+    place = Path(tar(tmp_path / "a.tar", "one.png", "two.png", "three.png"))
+    content = bytearray(place.read_bytes())
+    with tarfile.open(place) as file:
+        second = file.getmember("two.png").offset
+    if damage == "a header is broken":
+        content[second : second + 512] = b"x" * 512
+    else:
+        del content[second + (0 if damage == "cut between samples" else 100) :]
+    place.write_bytes(content)
+    with pytest.raises(qualms.QualmsError, match=r"is cut, not a \.tar file"):
+        list(open_source(str(place), None, None).parts(0, 10))
+
+
+def test_images_that_changed_meanwhile_are_refused(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+    """Also if their files have the same names and sizes."""
+    data = as_npz(digits, tmp_path / "data")
+    score_shards(score, open_source(data, None, None), tmp_path / "out", {}, 30)
+    as_npz(replace(digits, pixels=255 - digits.pixels), tmp_path / "data")
+    with pytest.raises(qualms.QualmsError, match="made with other settings: inputs "):
+        score_shards(score, open_source(data, None, None), tmp_path / "out", {}, 30)
+
+
+def test_a_folder_without_a_shard_is_begun_anew(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+    """What was tried there before, and came to nothing, does not matter."""
+    source = open_source(as_folder(digits, tmp_path / "data"), None, None)
+
+    def fails(images: Images, place: int) -> qualms.Scored:
+        raise qualms.QualmsError("no")
+
+    with pytest.raises(qualms.QualmsError, match=r"^no$"):
+        score_shards(fails, source, tmp_path / "out", {"seed": 1}, 30)
+    assert score_shards(score, source, tmp_path / "out", {"seed": 0}, 30).scored == COUNT
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["seed"] == 0
+
+
+def test_a_link_to_nowhere_is_an_image_that_cannot_be_read(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+    source_of = as_folder(digits, tmp_path / "data")
+    (tmp_path / "data" / "link.png").symlink_to("nowhere.png")
+    done = score_shards(score, open_source(source_of, None, None), tmp_path / "out", {}, 30)
+    assert done == Done(COUNT, 1, None)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_next_images_are_read_while_the_caller_works(kind: str, digits: Images, tmp_path: Path) -> None:
+    source = open_source(FORMATS[kind](digits, tmp_path / "data"), None, None)
+    begun = threading.Event()
+
+    def watched(start: int, sizes: Iterator[int]) -> Iterator[Callable[[], Part]]:
+        for number, task in enumerate(source.tasks(start, sizes)):
+            yield task if number == 0 else lambda task=task: begun.set() or task()
+
+    with closing(replace(source, tasks=watched).parts(0, 100)) as parts:
+        next(parts)
+        assert begun.wait(60), "the second part waits until it is asked for"
+
+
+def test_pieces_hold_what_parts_hold(digits: Images, tmp_path: Path) -> None:
+    """In other processes, whose working folder is another, and each without the rest."""
+    for kind in ("folder", "parquet", "tar"):
+        source = open_source(FORMATS[kind](digits, tmp_path / kind), None, None)
+        assert source.pieces is not None
+        pieces = source.pieces()
+        ids = [file.id for piece in pieces for file in pickle.loads(pickle.dumps(piece))()]
+        assert ids == [one for part in source.parts(0, 100) for one in part.images.ids]
+        assert len(pieces) == {"folder": 1, "parquet": 8, "tar": 3}[kind]

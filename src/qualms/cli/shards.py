@@ -1,24 +1,27 @@
 """`qualms score --out folder/`: shards of scores, for more images than memory holds."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from qualms.cli.options import telling
-from qualms.cli.own_images import SOME_REJECTED, Ready
-from qualms.cli.status import say
-from qualms.cli.writing import ENDINGS
-from qualms.data import Images
+from qualms.cli.own_images import SOME_REJECTED, Given, Ready
+from qualms.cli.status import GOES_ON, passing, say, stopped
+from qualms.cli.writing import ENDINGS, summary
 from qualms.errors import QualmsError
-from qualms.scale.shards import REJECTED, SIZE, Done, score_shards
-from qualms.scale.source import PART, open_source
-from qualms.scored import Scored
+from qualms.methods.method import LOGITS
+from qualms.scale.batch import BatchScorer
+from qualms.scale.cluster import score_on_ray
+from qualms.scale.folder import REJECTED
+from qualms.scale.shards import SIZE, score_shards
+from qualms.scale.source import open_source
 from qualms.scorer import Scorer
-from qualms.tasks.scoring import parameters, scored_images
+from qualms.tasks.scoring import parameters
 
 
 def is_folder(out: str) -> bool:
@@ -26,32 +29,62 @@ def is_folder(out: str) -> bool:
     return out.endswith(("/", os.sep)) or (Path(out).is_dir() and Path(out).suffix.lower() not in ENDINGS)
 
 
-def score_to_folder(prepared: Ready, scorer: Scorer, images: str, out: Path, size: int | None, by: str) -> None:
+@dataclass(frozen=True)
+class ToScore(Given):
+    """What `qualms score` is told beside model, methods and images; the rest of it is about shards."""
+
+    shard_size: Annotated[
+        int | None, typer.Option(help="Images in a shard, if --out is a folder.", min=1, show_default=str(SIZE))
+    ] = None
+    runner: Annotated[
+        Literal["local", "ray"], typer.Option(help="Who scores into a folder: this process, or workers of Ray.")
+    ] = "local"
+    workers: Annotated[
+        int | None, typer.Option(help="The number of Ray workers.", min=1, show_default="one for each core")
+    ] = None
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster.", show_default="one is started on this machine")
+    ] = None
+
+    def require_use(self, folder: bool) -> None:
+        """An error if something was said that plays no part."""
+        if not folder and (self.shard_size or self.runner != "local" or self.workers or self.ray_address):
+            raise QualmsError(
+                "--shard-size, --runner, --workers and --ray-address are for shards; end --out with a / to name a "
+                "folder for them."
+            )
+        if self.runner != "ray" and (self.workers or self.ray_address):
+            raise QualmsError("--workers and --ray-address are for --runner ray; pass that too, or leave them out.")
+
+
+def score_to_folder(prepared: Ready, scorer: Scorer, images: str, out: Path, given: ToScore, by: str) -> None:
     """Score all images into shards, or go on with them; prints what was done."""
-    network, given = prepared.network, prepared.given
-    if scorer.settings.engine == "auto":
-        raise QualmsError(
-            "--engine auto goes by measured times, which a run that goes on with the shards would not repeat; pass "
-            "--engine exact or sketch."
-        )
+    network = prepared.network
+    if scorer.settings.engine == "auto" and any(method.needs != (LOGITS,) for method in scorer.methods.values()):
+        raise QualmsError("--engine auto may choose another engine when a run resumes; pass --engine exact or sketch.")
     source = open_source(images, given.root, network.fit, given.strict)
     say(f"{source.name}: {'images' if source.count is None else f'{source.count} images'}")
-    first = next(source.parts(0, PART), None)
-    if first is not None and len(first.images):
-        network.try_on(first.images)
-    said: set[str] = set()
-
-    def score(some: Images, place: int) -> Scored:
-        scored = scored_images(network, scorer, replace(some, classes=source.classes), place)
-        prepared.check_classes(scored.probs.shape[1])
-        for note in set(scored.notes.values()) - said:
-            say(note)
-            said.add(note)
-        return scored
-
-    with telling(f"{source.name}: first batch") as tell:
-        done = score_shards(score, source, out, _about(prepared, scorer), size or SIZE, tell)
-    typer.echo(_summary(done, scorer, out, by))
+    first = source.first()
+    if prepared.train is not None and torch.equal(prepared.train.pixels[: len(first)], first.pixels):
+        raise QualmsError(f"--train names the images of {images} themselves; name others.")
+    network.try_on(first)
+    size = first.size if network.fit is None else None
+    batches = BatchScorer(network, scorer, source.name, source.classes, size, given.strict)
+    trial = batches.scored(first.take(slice(0, 1)))
+    prepared.check_classes(trial.probs.shape[1])
+    for note in trial.notes.values():
+        say(note)
+    about, rows = _about(prepared, scorer), given.shard_size or SIZE
+    try:
+        if given.runner == "ray":
+            passing("starting Ray …")
+            done = score_on_ray(batches, source, out, about, rows, given.workers, given.ray_address)
+        else:
+            with telling(f"{source.name}: first batch") as tell:
+                done = score_shards(batches.scored, source, out, about, rows, tell)
+    except KeyboardInterrupt:
+        raise stopped(GOES_ON) from None
+    typer.echo(summary(scorer, done.scored, done.accepted, by, f"{out}{os.sep}", done.rejected, out / REJECTED))
     if done.rejected:
         raise typer.Exit(SOME_REJECTED)
 
@@ -62,6 +95,7 @@ def _about(prepared: Ready, scorer: Scorer) -> dict[str, Any]:
     return {
         **prepared.network.about,
         "torch": torch.__version__,
+        "pillow": version("pillow"),
         "device": next(prepared.network.model.parameters()).device.type,
         "methods": {name: parameters(method, prepared.train) for name, method in scorer.methods.items()},
         "engine": repr(how.sketch) if how.sketch else how.engine_name,
@@ -69,12 +103,3 @@ def _about(prepared: Ready, scorer: Scorer) -> dict[str, Any]:
         "classes": list(prepared.network.class_names),
         "threshold": None if limit is None else f"{limit.value:g}, {limit.rule}, {limit.fingerprint()}",
     }
-
-
-def _summary(done: Done, scorer: Scorer, out: Path, by: str) -> str:
-    told = f"{done.scored} image{'' if done.scored == 1 else 's'} scored by {', '.join(scorer.methods)}"
-    if scorer.threshold is not None:
-        first = next(iter(scorer.methods))
-        told += f"; {done.accepted or 0} of {done.scored} accepted by {first}, at {scorer.threshold.rule} of {by}"
-    left = f"; {done.rejected} could not be read: {out / REJECTED}" if done.rejected else ""
-    return f"{told}: {out}{os.sep}{left}"

@@ -4,6 +4,14 @@ import sys
 
 import typer
 
+GOES_ON = "run the same command again to resume"
+
+
+def stopped(left: str | None) -> typer.Exit:
+    """Say that Ctrl-C came, and what is left of the command; the exit to raise."""
+    say(f"qualms: stopped{f'; {left}' if left else ''}.")
+    return typer.Exit(130)
+
 
 def passing(text: str) -> None:
     """A line that the next one takes the place of, on a terminal; an empty one only clears it."""

@@ -14,6 +14,7 @@ from qualms.data import Rejected
 from qualms.disk import written_whole
 from qualms.errors import QualmsError
 from qualms.scored import Scored
+from qualms.scorer import Scorer
 
 STDOUT = "-"
 ENDINGS = (".csv", ".parquet", ".jsonl")
@@ -95,6 +96,21 @@ def write_rejected(out: Path, rejected: Iterable[Rejected]) -> None:
         return
     with written(path, overwrite=True) as part, open(part, "w", newline="", encoding="utf-8") as file:
         _csv({"id": [one for one, _ in rows], "reason": [why for _, why in rows]}, file)
+
+
+def summary(
+    scorer: Scorer, scored: int, accepted: int | None, by: str, out: object, rejected: int, listed: Path | None
+) -> str:
+    """The last line: how many images were scored, accepted and not read, by what, and where that is."""
+    told = f"{scored} image{'' if scored == 1 else 's'} scored by {', '.join(scorer.methods)}"
+    if scorer.threshold is not None:
+        first = next(iter(scorer.methods))
+        told += f"; {accepted or 0} of {scored} accepted by {first}, at {scorer.threshold.rule} of {by}"
+    if out is not None:
+        told += f": {out}"
+    if rejected:
+        told += f"; {rejected} could not be read{'' if listed is None else f': {listed}'}"
+    return told
 
 
 def _rows(scored: Scored, ending: str, file: io.TextIOBase) -> None:

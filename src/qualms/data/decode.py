@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -31,9 +31,22 @@ class Unreadable(QualmsError):
         self.reason = reason
 
 
-def decoded(content: bytes, where: str) -> tuple[Any, list[str]]:
-    """The first frame of an image file as Pillow's image in mode RGB, upright, and what was done: keys of `DONE`."""
-    image, done = _read(content, where)
+class TooLarge(Unreadable):
+    """An image of more pixels than are read; nothing of it was decoded."""
+
+
+def decoded(
+    content: bytes, where: str, *, formats: Sequence[str] | None = None, most: int | None = None
+) -> tuple[Any, list[str]]:
+    """The first frame of an image file as Pillow's image in mode RGB, upright, and what was done: keys of `DONE`.
+
+    Args:
+        content: the file's bytes.
+        where: what errors call it.
+        formats: the file formats that are read, by Pillow's names; all by default.
+        most: the number of pixels that are read, if it is lower than Pillow's own limit.
+    """
+    image, done = _read(content, where, formats, most)
     turn = UPRIGHT.get(_orientation(image))
     if turn is not None:
         image = image.transpose(pillow().Transpose[turn])
@@ -68,24 +81,32 @@ def pillow() -> Any:
     return extra("PIL.Image", "pillow", "images")
 
 
-def _read(content: bytes, where: str) -> tuple[Any, list[str]]:
+def _read(
+    content: bytes, where: str, formats: Sequence[str] | None = None, most: int | None = None
+) -> tuple[Any, list[str]]:
     library = pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sizes below the limit, and notes inside the file that are damaged
-            image = library.open(BytesIO(content))
+            image = library.open(BytesIO(content), formats=formats)
             # Once the pixels are there, both can no longer be told.
-            done = ["frames"] if _frames(image) > 1 else []
+            done = ["frames"] if _has_frames(image) else []
             done += ["more bits"] if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())) else []
+            if most is not None and image.width * image.height > most:
+                raise _too_large(where, image.width * image.height, most)
             image.load()
     except library.DecompressionBombError as error:
         claimed, limit = (int(number) for number in re.findall(r"\d+", str(error))[:2])
-        raise Unreadable(
-            where, f"too large: its header claims {claimed:,} pixels, and at most {limit:,} are read"
-        ) from None
+        raise _too_large(where, claimed, limit) from None
+    except Unreadable:
+        raise
     except Exception as error:  # Pillow raises whatever comes up
         raise Unreadable(where, f"cut or not an image ({type(error).__name__})") from None
     return image, done
+
+
+def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
+    return TooLarge(where, f"too large: its header claims {claimed:,} pixels, and at most {limit:,} are read")
 
 
 def many(count: int, template: str) -> str:
@@ -101,11 +122,16 @@ def told(done: Iterable[tuple[str, int]]) -> list[str]:
     return [many(counts[what], template) for what, template in DONE.items() if counts.get(what)]
 
 
-def _frames(image: Any) -> int:
+def _has_frames(image: Any) -> bool:
+    """Whether there is a second frame; their number is not asked for, since to count them all of them are visited."""
+    first = image.tell()
     try:
-        return int(getattr(image, "n_frames", 1))
+        return bool(getattr(image, "is_animated", False))
     except Exception:  # of frames that nobody asked for
-        return 1
+        return False
+    finally:
+        if image.tell() != first:  # else another frame would be read, of another size
+            image.seek(first)
 
 
 def _orientation(image: Any) -> int:

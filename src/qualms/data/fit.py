@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from jaxtyping import UInt8
 
+from qualms.data.decode import TooLarge
 from qualms.data.images import Images
 from qualms.data.places import extra
 from qualms.errors import QualmsError
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 LARGEST = 16_384  # pixels a side, which no network takes
+MOST = 178_956_970  # pixels of an image before its crop: as many as Pillow reads
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,17 @@ class Fit:
     def _before(self) -> tuple[int, int] | None:
         return (self.resize, self.resize) if isinstance(self.resize, int) else self.resize
 
-    def image(self, image: Any) -> Any:
-        """One image of Pillow's, in mode L or RGB."""
+    def image(self, image: Any, where: str = "") -> Any:
+        """One image of Pillow's, in mode L or RGB; `where` is what an error calls it."""
         height, width = self.size
         if image.size != (width, height):
             wide, high = self._resized(*image.size)
+            if wide * high > MOST and isinstance(self.resize, int):  # an image that is long and thin
+                raise TooLarge(
+                    where or f"an image of {_by(image.size[::-1])} pixels",
+                    f"too long and thin: with {self.resize} pixels on the shorter side it would have {wide * high:,}, "
+                    f"and at most {MOST:,} are made",
+                )
             way = extra("PIL.Image", "pillow", "images").Resampling[self.interpolation.upper()]
             image = image.resize((wide, high), way)
             # As torchvision and timm round: to the nearest pixel, halves to the even one.

@@ -119,8 +119,12 @@ class Images:
 
     def numbers(self) -> list[int]:
         """A whole number of 63 bits for each image, which changes with any of its pixels."""
-        digests = (hashlib.blake2b(one.contiguous().numpy().data, digest_size=8).digest() for one in self.pixels)
-        return [int.from_bytes(digest) >> 1 for digest in digests]
+        return [number_of(one.contiguous().numpy()) for one in self.pixels]
+
+
+def number_of(values: np.ndarray) -> int:
+    """A whole number of 63 bits that changes with any of some numbers, so that draws can follow them."""
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=8).digest()) >> 1
 
 
 def _fit(pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: int) -> UInt8[Tensor, "n d k l"]:

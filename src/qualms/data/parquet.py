@@ -29,6 +29,11 @@ class ParquetImages:
     label_key: str | None
     classes: tuple[str, ...]
 
+    @property
+    def groups(self) -> list[int]:
+        """How many rows each group has, which are stored together."""
+        return [self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups)]
+
     def files(self, values: Iterable[Any], first: int = 0, prefix: str = "") -> list[File]:
         """Images of consecutive rows as a reader takes them."""
         return [
@@ -77,15 +82,21 @@ def read_parquet(path: Path, name: str, fit: Fit | None = None, strict: bool = T
     )
 
 
+def parquet_outline(path: Path) -> tuple[list[int], tuple[str, ...]]:
+    """How many rows each of a file's groups has, and the names of its classes."""
+    opened = open_parquet(path, path)
+    with opened.file:
+        return opened.groups, opened.classes
+
+
 def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Iterator[list[File]]:
     """The images from row `start` on, some at a time, without reading what comes before or after."""
     opened = open_parquet(path, path)
-    with _readable(path):
-        groups = [opened.file.metadata.row_group(g).num_rows for g in range(opened.file.num_row_groups)]
-        ends = list(accumulate(groups))
+    with opened.file, _readable(path):
+        ends = list(accumulate(opened.groups))
         skipped = sum(end <= start for end in ends)
         row = ends[skipped - 1] if skipped else 0
-        rest = list(range(skipped, len(groups)))
+        rest = list(range(skipped, len(ends)))
         for batch in opened.file.iter_batches(at_once, rest, [opened.image_key]) if rest else ():
             values = batch.column(0).to_pylist()
             files = opened.files(values, row, prefix)[max(0, start - row) :]

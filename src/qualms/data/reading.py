@@ -50,13 +50,13 @@ def read_some(files: Sequence[File], where: object, fit: Fit | None, strict: boo
     for place, file in enumerate(files):
         try:
             image, what = decoded(file.content(), file.where)
+            found = channels_first(image if fit is None else fit.image(image, file.where))
         except Unreadable as error:
             if strict:
                 raise
             rejected.append(Rejected(file.id, error.reason))
             continue
         sizes.append((image.height, image.width))
-        found = channels_first(image if fit is None else fit.image(image))
         if pixels is None:
             pixels = np.empty((len(files), *found.shape), np.uint8)
         if found.shape != pixels.shape[1:]:

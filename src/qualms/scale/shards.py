@@ -1,42 +1,27 @@
-"""Scores of any number of images: a parquet file for each shard of them, in a folder that a later run goes on with.
+"""Scores of any number of images, by one process: a parquet file for each shard of them.
 
-    shard-00000.parquet …   the scores of the first `size` images, and so on; its metadata has what could not be read
-    rejected.parquet        all that could not be read, once all shards are there
-    manifest.json           what decides the scores and, at the end, how many there are
-
-A file is written beside its place and moved there when it is whole. So what is there is right, a run that was killed
-has lost the shard that it was at, and the next run begins with it. A run that would give other scores is refused.
+A shard is written when it is whole. So a run that was killed has lost the shard that it was at, and the next run begins
+with it. What could not be read of a shard is in the metadata of its file.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
-from itertools import count
+from contextlib import closing
+from dataclasses import asdict
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from qualms.data import Images, Rejected
-from qualms.data.places import extra
-from qualms.disk import locked, written_whole
 from qualms.errors import QualmsError
 from qualms.progress import Tell
+from qualms.scale.folder import Done, arrow, begun, finish, parquet, write
 from qualms.scale.source import Part, Source
 from qualms.scored import Scored
 
 SIZE = 4096  # images in a shard
-MANIFEST, REJECTED, LOCK = "manifest.json", "rejected.parquet", ".lock"
 LEFT_OUT = b"qualms.rejected"  # the key of a shard's metadata
 ScoreImages = Callable[[Images, int], Scored]  # some images, and the place of the first
-
-
-@dataclass(frozen=True)
-class Done:
-    """What the shards of a folder hold."""
-
-    scored: int
-    rejected: int
-    accepted: int | None  # of those scored, if there is a threshold
 
 
 def score_shards(
@@ -59,9 +44,8 @@ def score_shards(
     """
     if size < 1:
         raise QualmsError(f"a shard of {size} images was asked for; take at least 1.")
-    with locked(folder / LOCK):
-        whole = {**about, "inputs": source.fingerprint, "shard_size": size}
-        _require_same(folder, whole)
+    whole = {**about, "inputs": source.fingerprint, "shard_size": size}
+    with begun(folder, whole):
         number, ended = 0, False
         while not ended:
             while _shard(folder, number).exists():
@@ -70,18 +54,8 @@ def score_shards(
                 while not ended and not _shard(folder, number).exists():
                     ended = _write_shard(score, parts, folder, number, size, source, tell) < size
                     number += 1
-        done = _finished(folder)
-        _write_json(folder / MANIFEST, {**whole, "done": asdict(done)})
-    return done
-
-
-def require_own(folder: Path) -> None:
-    """An error if the folder holds something else than shards, or cannot be made."""
-    with _writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-    if others and not (folder / MANIFEST).exists():
-        raise QualmsError(f"{folder} holds {others[0]} and no {MANIFEST}; choose a folder of its own.")
+        shards = list(takewhile(Path.exists, (_shard(folder, number) for number in count())))
+        return finish(folder, whole, shards, (one for shard in shards for one in _left_out(shard)))
 
 
 def _write_shard(
@@ -94,7 +68,7 @@ def _write_shard(
     tell: Tell | None,
 ) -> int:
     """The next `size` images, or as many as there are, which is returned; no file if there are none."""
-    arrow, read = _arrow(), 0
+    read = 0
     tables: list[Any] = []
     rejected: list[Rejected] = []
     while read < size and (part := next(parts, None)) is not None:
@@ -107,82 +81,18 @@ def _write_shard(
             tell(f"{source.name} scored", place + part.count, source.count or place + part.count)
     if not read:
         return 0
-    if not tables and number == 0:
-        raise QualmsError(
-            f"none of the first {read} images of {source.name} can be read: {rejected[0].id} is {rejected[0].reason}; "
-            "check that it is the one you meant."
-        )
-    # A shard of which nothing can be read has the columns of the first.
-    table = arrow.concat_tables(tables) if tables else _parquet().read_table(_shard(folder, 0)).slice(0, 0)
+    if not tables:  # the columns of any image, without its row
+        tables = [score(source.first().take(slice(0, 1)), 0).to_arrow().slice(0, 0)]
+    table = arrow().concat_tables(tables)
     told = json.dumps([asdict(one) for one in rejected]).encode()
-    _write(_shard(folder, number), table.replace_schema_metadata({LEFT_OUT: told}))
+    write(_shard(folder, number), table.replace_schema_metadata({LEFT_OUT: told}))
     return read
 
 
-def _finished(folder: Path) -> Done:
-    """What all shards hold together; says in a file of its own what could not be read."""
-    parquet, scored, accepted = _parquet(), 0, None
-    rejected: list[dict[str, str]] = []
-    for number in count():
-        if not _shard(folder, number).exists():
-            break
-        with parquet.ParquetFile(_shard(folder, number)) as file:
-            scored += file.metadata.num_rows
-            rejected += json.loads(file.schema_arrow.metadata[LEFT_OUT])
-            if "accepted" in file.schema_arrow.names:
-                accepted = (accepted or 0) + sum(file.read(["accepted"]).column(0).to_pylist())
-    columns = {key: [one[key] for one in rejected] for key in ("id", "reason")}
-    _write(folder / REJECTED, _arrow().table({key: _arrow().array(v, _arrow().string()) for key, v in columns.items()}))
-    return Done(scored, len(rejected), accepted)
-
-
-def _require_same(folder: Path, about: dict[str, Any]) -> None:
-    """An error that says what differs if the folder's shards were made otherwise; a new folder is begun."""
-    path, about = folder / MANIFEST, json.loads(json.dumps(about))
-    require_own(folder)
-    if not path.exists():
-        _write_json(path, about)
-        return
-    try:
-        found = {**json.loads(path.read_text())}
-    except (OSError, ValueError, TypeError):
-        raise QualmsError(f"{path} cannot be read as a manifest; choose another folder.") from None
-    found.pop("done", None)
-    differ = [f"{k} {found.get(k)}, not {about.get(k)}" for k in {**found, **about} if found.get(k) != about.get(k)]
-    if differ:
-        raise QualmsError(
-            f"{folder} holds shards that were made otherwise: {'; '.join(differ)}; score as they were, or choose "
-            "another folder."
-        )
+def _left_out(shard: Path) -> list[Rejected]:
+    with parquet().ParquetFile(shard) as file:
+        return [Rejected(**one) for one in json.loads(file.schema_arrow.metadata[LEFT_OUT])]
 
 
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.parquet"
-
-
-def _write(path: Path, table: Any) -> None:
-    with _writable(path), written_whole(path) as part:
-        _parquet().write_table(table, part)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with _writable(path), written_whole(path) as part:
-        part.write_text(json.dumps(content, indent=2) + "\n")
-
-
-@contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise QualmsError(
-            f"{path} cannot be written ({error.strerror or error}); make room for it, and run the same again."
-        ) from None
-
-
-def _arrow() -> Any:
-    return extra("pyarrow", "pyarrow", ".parquet files")
-
-
-def _parquet() -> Any:
-    return extra("pyarrow.parquet", "pyarrow", ".parquet files")

@@ -2,12 +2,15 @@
 
 import glob
 import hashlib
+import os
+import platform
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 
 import torch
@@ -16,7 +19,7 @@ from qualms.data import Fit, Images, Rejected, load
 from qualms.data.arrays import npz_count, npz_parts
 from qualms.data.folder import Listing, list_folder
 from qualms.data.load import dataset_name, place_of, root_of
-from qualms.data.parquet import open_parquet, parquet_files
+from qualms.data.parquet import parquet_files, parquet_outline
 from qualms.data.reading import File, read_some
 from qualms.data.tar import tar_files
 from qualms.errors import QualmsError
@@ -24,6 +27,8 @@ from qualms.errors import QualmsError
 PART = 32  # inputs that are read, and scored, together
 Sizes = Iterator[int]  # of parts
 THREADS = 2  # that decode
+FILES = 256  # of a folder in a piece
+Piece = Callable[[], Iterable[File]]  # reads some images; can be sent to another process
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,10 @@ class Source:
     Args:
         name: what people call them.
         classes: names of their classes, if they have some.
-        fingerprint: of the names and sizes of the files; their content is not read for it.
+        fingerprint: of the names, sizes and times of the files; their content is not read for it.
         count: how many there are, if that is known before they are read.
         tasks: given a place and sizes of parts, what reads the part that begins there, and then each part after it.
+        pieces: all of it, to be read by several processes; None where one must do it.
     """
 
     name: str
@@ -55,6 +61,7 @@ class Source:
     fingerprint: str
     count: int | None
     tasks: Callable[[int, Sizes], Iterable[Callable[[], Part]]]
+    pieces: Callable[[], list[Piece]] | None = None
 
     def parts(self, start: int, shard: int) -> Generator[Part]:
         """The parts from a place on, in order; none reaches from one shard into the next.
@@ -63,6 +70,16 @@ class Source:
         """
         sizes = (min(PART, shard - i) for i in range(0, shard, PART))
         return _ahead(self.tasks(start, cycle(sizes)))
+
+    def first(self) -> Images:
+        """The first images that can be read; an error if there are none."""
+        why = ""
+        with closing(self.parts(0, PART)) as parts:
+            for part in parts:
+                if len(part.images):
+                    return part.images
+                why = why or f": {part.rejected[0].id} is {part.rejected[0].reason}"
+        raise QualmsError(f"no image of {self.name} can be read{why}; check that it is the one you meant.")
 
 
 def open_source(data: str, root: Path | None, fit: Fit | None, strict: bool = False) -> Source:
@@ -81,29 +98,32 @@ def open_source(data: str, root: Path | None, fit: Fit | None, strict: bool = Fa
     if kinds == {".npz"} and len(files) == 1:
         return _of_arrays(data, files[0], fit)
     if kinds == {".parquet"}:
-        opened = [open_parquet(file, file) for file in files]
-        rows = [one.file.metadata.num_rows for one in opened]
+        groups, classes = zip(*map(parquet_outline, files), strict=True)
+        rows = list(map(sum, groups))
         return Source(
             data,
-            opened[0].classes,
-            _fingerprint(files, files[0].parent),
+            classes[0],
+            _fingerprint(files),
             sum(rows),
             lambda start, sizes: _tasks(_rows_of(files, rows, start), sizes, data, fit, strict),
+            lambda: list(_groups_of(_absolute(files), groups)),
         )
     if kinds == {".tar"}:
         return Source(
             data,
             (),
-            _fingerprint(files, files[0].parent),
+            _fingerprint(files),
             None,
             lambda start, sizes: _tasks(_samples_of(files, start), sizes, data, fit, strict),
+            lambda: [partial(tar_files, path, prefix) for path, prefix in _prefixes(_absolute(files)).items()],
         )
     if len(files) == 1 and files[0].is_dir():
         return _of_folder(data, list_folder(files[0], "test"), fit, strict)
     if len(files) == 1:
         return _in_memory(data, load(data, root, fit=fit, strict=strict))
     raise QualmsError(
-        f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern names .parquet or .tar files alone."
+        f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern must match only .parquet or only .tar "
+        "files."
     )
 
 
@@ -129,23 +149,44 @@ def _tasks(
         yield partial(_read, some, where, fit, strict)
 
 
-def _rows_of(paths: list[Path], rows: list[int], start: int) -> Iterator[File]:
+def _rows_of(paths: list[Path], rows: Sequence[int], start: int) -> Iterator[File]:
     """The images of .parquet files from a place on."""
-    for path, count in zip(paths, rows, strict=True):
+    for (path, prefix), count in zip(_prefixes(paths).items(), rows, strict=True):
         if start < count:
-            for some in parquet_files(path, max(0, start), PART, _prefix(path, paths)):
-                yield from some
+            yield from _rows(path, prefix, max(0, start), count)
         start -= count
+
+
+def _groups_of(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Piece]:
+    """The images of .parquet files, a group of rows in each piece."""
+    for (path, prefix), counts in zip(_prefixes(paths).items(), groups, strict=True):
+        for end, count in zip(accumulate(counts), counts, strict=True):
+            yield partial(_rows, path, prefix, end - count, end)
+
+
+def _rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
+    return islice((file for some in parquet_files(path, start, PART, prefix) for file in some), end - start)
 
 
 def _samples_of(paths: list[Path], start: int) -> Iterator[File]:
     """The images of .tar files from a place on: those before it are passed over, but not decoded."""
-    return islice((file for path in paths for file in tar_files(path, _prefix(path, paths))), start, None)
+    return islice((file for path, prefix in _prefixes(paths).items() for file in tar_files(path, prefix)), start, None)
 
 
-def _prefix(path: Path, paths: list[Path]) -> str:
+def _prefixes(paths: list[Path]) -> dict[Path, str]:
     """What tells ids of one file from those of another."""
-    return f"{path.name} " if len(paths) > 1 else ""
+    return {path: f"{name} " if len(paths) > 1 else "" for path, name in _names(paths).items()}
+
+
+def _absolute(paths: list[Path]) -> list[Path]:
+    """For processes whose working folder is another."""
+    return [path.absolute() for path in paths]
+
+
+def _names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
+    """Of files, from a folder on, or from the one that all of them are in."""
+    common = folder or os.path.commonpath([file.parent for file in files])
+    return {file: file.relative_to(common).as_posix() for file in files}
 
 
 def _read(files: tuple[File, ...], where: str, fit: Fit | None, strict: bool) -> Part:
@@ -163,16 +204,32 @@ def _of_folder(data: str, listing: Listing, fit: Fit | None, strict: bool) -> So
         _fingerprint(listing.files, listing.path),
         len(listing.files),
         lambda start, sizes: _tasks(listing.to_read(start), sizes, data, fit, strict),
+        lambda: [
+            partial(_some_files, Listing(listing.path.absolute(), _absolute(some), None, (), []))
+            for some in (listing.files[i : i + FILES] for i in range(0, len(listing.files), FILES))
+        ],
     )
+
+
+def _some_files(listing: Listing) -> Iterator[File]:
+    """Some of a folder's files, on a machine that may not have them."""
+    if not listing.path.is_dir():
+        raise QualmsError(
+            f"{listing.path} is not there on {platform.node()}; every machine must find the images at the same path."
+        )
+    return listing.to_read()
 
 
 def _of_arrays(data: str, path: Path, fit: Fit | None) -> Source:
     def tasks(start: int, sizes: Sizes) -> Iterator[Callable[[], Part]]:
         for pixels in npz_parts(path, "test", start, sizes):
-            images = Images(data, torch.from_numpy(pixels), None)
-            yield partial(Part, len(images), images if fit is None else fit.apply(images))
+            yield partial(_fitted, Images(data, torch.from_numpy(pixels), None), fit)
 
-    return Source(data, (), _fingerprint([path], path.parent), npz_count(path, "test"), tasks)
+    return Source(data, (), _fingerprint([path]), npz_count(path, "test"), tasks)
+
+
+def _fitted(images: Images, fit: Fit | None) -> Part:
+    return Part(len(images), images if fit is None else fit.apply(images))
 
 
 def _in_memory(data: str, images: Images) -> Source:
@@ -187,10 +244,14 @@ def _in_memory(data: str, images: Images) -> Source:
     return Source(data, images.classes, images.fingerprint(), len(images), tasks)
 
 
-def _fingerprint(files: Iterable[Path], folder: Path) -> str:
+def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\n".encode())
+    for file, name in _names(files, folder).items():
+        try:
+            about = file.stat()
+            digest.update(f"{name}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
+        except OSError:  # a link to nowhere, which is an image that cannot be read
+            digest.update(f"{name}\0\n".encode())
     return digest.hexdigest()[:16]
 
 

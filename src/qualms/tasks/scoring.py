@@ -1,7 +1,7 @@
 """Images to scores, kept chunk by chunk, so that no chunk is ever scored twice by the same method."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -110,7 +110,7 @@ def scored_images(network: Network, scorer: Scorer, images: Images, first: int =
     x, numbers = network.numbered_inputs(images)
     found = scorer(x, numbers=numbers)
     for name, scores in found.scores.items():
-        require_finite(name, images.name, first, scores)
+        require_finite(name, images.name, first, scores, images.ids)
     classes = found.probs.shape[1]
     names = next((names for names in (network.class_names, images.classes) if len(names) == classes), None)
     return replace(found, ids=images.ids or range(first, first + len(images)), class_names=names)
@@ -149,13 +149,12 @@ def usable(
     return good, rows
 
 
-def require_finite(method: str, data: str, first: int, scores: torch.Tensor) -> torch.Tensor:
+def require_finite(method: str, data: str, first: int, scores: torch.Tensor, ids: Sequence[str] = ()) -> torch.Tensor:
     """The scores themselves, or an error that names the first image without one; `first` is the number of scores[0]."""
     bad = (~torch.isfinite(scores)).nonzero()
     if len(bad):
-        raise QualmsError(
-            f"{method} gives image {first + int(bad[0])} of {data} no finite score; leave the method out."
-        )
+        which = ids[int(bad[0])] if ids else f"image {first + int(bad[0])}"
+        raise QualmsError(f"{method} gives {which} of {data} no finite score; leave the method out.")
     return scores
 
 
