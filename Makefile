@@ -6,11 +6,12 @@ BIN := .venv/bin
 APP := .venv/.app
 DEV := .venv/.dev
 TIMM := .timm/.installed
+MORE := .venv/.more
 AXE := .axe/.installed
 
-FAST := not slow and not data and not browser and not ray
+FAST := not slow and not data and not browser and not ray and not serve
 
-.PHONY: demo docs test test-all test-timm test-wheel check format bench-speed sweep clean
+.PHONY: demo docs test test-all test-serve test-ray test-timm test-wheel check format bench-speed sweep clean
 
 demo: $(APP)
 	$(BIN)/qualms demo
@@ -20,9 +21,17 @@ test: $(DEV)
 
 # What CI runs: also the slow tests, those in a browser, and those on real data where QUALMS_DATA names its folder.
 # Coverage is that of the fast ones alone: counting lines makes tests of gradients take half as long again.
-test-all: $(DEV) $(AXE)
+test-all: $(DEV) $(MORE) $(AXE)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-report=term:skip-covered
-	QUALMS_NEEDS_AXE=1 $(BIN)/python -m pytest -q -n 2 -m "not ($(FAST))" --durations=40
+	QUALMS_NEEDS_AXE=1 QUALMS_NEEDS_SERVE=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not ($(FAST))" --durations=40
+
+# The service alone, in a process of its own: it starts others.
+test-serve: $(MORE)
+	QUALMS_NEEDS_SERVE=1 $(BIN)/python -m pytest -q -m "serve and not browser"
+
+# Workers of Ray, on this machine.
+test-ray: $(MORE)
+	$(BIN)/python -m pytest -q -m ray
 
 test-timm: $(TIMM)
 	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py
@@ -39,6 +48,7 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: $(DEV)
@@ -67,6 +77,11 @@ $(APP): pyproject.toml constraints.txt
 $(DEV): $(APP) requirements-peers.txt
 	$(BIN)/python -m pip install --quiet torch==2.13.0 -e ".[app,dev]" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-peers.txt
+	touch $@
+
+# The service, the MLflow model and Ray, and what their tests need.
+$(MORE): $(DEV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0 -e ".[app,dev,serve,mlflow,ray]" schemathesis httpx2 -c constraints.txt
 	touch $@
 
 # In a folder of its own, which only test-timm sees: torchvision here is built for another torch, and importing it fails.

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,3 +26,15 @@ def as_users_meet_it() -> Iterator[None]:
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def weights_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run commands in, but for the weights of a network for digits."""
+    from qualms.models import load_model
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QUALMS_DATA", raising=False)
+    torch.manual_seed(0)
+    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
+    return tmp_path

@@ -60,10 +60,18 @@ def test_after_the_tests_nothing_is_missing(clone: Path) -> None:
     assert installs(clone, "demo") == installs(clone, "test") == []
 
 
+def test_only_the_tests_of_the_service_and_of_ray_install_them(clone: Path) -> None:
+    installed(clone, ".app", ".dev")
+    for target in ("test-serve", "test-ray"):
+        (line,) = installs(clone, target)
+        assert '".[app,dev,serve,mlflow,ray]"' in line
+    assert not any("serve" in one for target in ("demo", "test", "docs") for one in installs(clone, target))
+
+
 def test_every_call_names_the_pinned_torch_so_that_one_build_is_fetched() -> None:
     pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     calls = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pip install" in line and '".[' in line]
-    assert len(calls) == 2
+    assert len(calls) == 3
     assert all(pin in call and "-c constraints.txt" in call for call in calls)
 
 
@@ -72,7 +80,11 @@ def test_every_package_of_the_extras_that_make_installs_is_pinned() -> None:
         line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = {one.split(">=")[0].split("[")[0].lower() for extra in ("app", "dev") for one in extras[extra]}
+    wanted = {
+        one.split(">=")[0].split("[")[0].lower()
+        for extra in ("app", "dev", "serve", "mlflow", "ray", "scale")
+        for one in extras[extra]
+    }
     assert wanted <= pinned, wanted - pinned
 
 

@@ -74,6 +74,20 @@ def test_an_input_that_keeps_its_number_keeps_its_draws(model: nn.Module, x: Ten
         assert not torch.allclose(other.scores[name], values[order], rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
+@pytest.mark.parametrize("method", ["regrad+layers+smooth", "perturb-x(0.3,4)", "mc-aa(0.3,4)"])
+def test_inputs_of_several_calls_share_a_batch_and_keep_their_numbers(
+    model: nn.Module, x: Tensor, engine: Any, method: str
+) -> None:
+    scorer = qualms.Scorer(model, method, engine=engine)
+    apart = scorer(x[:3]) + scorer(x[3:4]) + scorer(x[4:6])
+    together = scorer([x[:4], x[4:6]], numbers=[0, 1, 2, 0, 0, 1])
+    torch.testing.assert_close(together.scores[method], apart.scores[method], rtol=1e-9, atol=1e-12)
+    assert together.ids == [0, 1, 2, 0, 0, 1]
+    other = scorer(x[:6]).scores[method]  # the draws do matter
+    assert not torch.allclose(other[3:], apart.scores[method][3:], rtol=1e-6)
+
+
 def test_scores_come_as_the_batches_do(model: nn.Module, x: Tensor) -> None:
     asked = []
 

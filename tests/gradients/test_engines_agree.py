@@ -47,7 +47,7 @@ def assert_norms_equal(have: Tensor, want: Tensor) -> None:
 def test_batch_size_does_not_matter(case: Case) -> None:
     model, x = case.make()
     plain = qualms.class_gradient_norms(model, x)
-    for size in (1, 3, 8):
+    for size in (1, 3):
         cut = qualms.class_gradient_norms(model, x, batch_size=size)
         assert cut.layers == plain.layers
         assert_norms_equal(cut.norms, plain.norms)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from qualms.data import DATASETS, Images, load
@@ -29,17 +28,13 @@ def saved(images: Images, folder: Path, classes: bool = False) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("QUALMS_DATA", raising=False)
-    torch.manual_seed(0)
-    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
+def here(weights_here: Path) -> Path:
     digits, letters = load("digits").take(slice(0, 40)), load("letters").subset(12).fitted(1, 8)
-    saved(digits, tmp_path / "sorted", classes=True)
-    saved(digits, tmp_path / "flat")
-    saved(letters, tmp_path / "others")
-    saved(letters, tmp_path / "further")
-    return tmp_path
+    saved(digits, weights_here / "sorted", classes=True)
+    saved(digits, weights_here / "flat")
+    saved(letters, weights_here / "others")
+    saved(letters, weights_here / "further")
+    return weights_here
 
 
 @pytest.mark.slow

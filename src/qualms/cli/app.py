@@ -9,12 +9,11 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from qualms.cli.lazy import LazyGroup
-from qualms.cli.status import say
+from qualms.cli.status import GOES_ON, say, stopped
 from qualms.cli.wording import in_options
 from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
 from qualms.version import __version__
 
-GOES_ON = "run the same command again to resume"
 NOTHING = "nothing was kept, and no file was written"
 STOPPED = {  # what is left of a command that is stopped
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
@@ -30,6 +29,7 @@ class Commands(LazyGroup):
         "demo": ("qualms.cli.demo", "Train a network on digits, and write a page about what it does not know."),
         "score": ("qualms.cli.score", "Score images: a table with the uncertainty of each."),
         "threshold": ("qualms.cli.threshold", "Set the score up to which a network is trusted, or show it."),
+        "serve": ("qualms.cli.serve", "Serve a network over HTTP: predictions, scores, and whether to trust them."),
         "methods": ("qualms.cli.methods", "List every method: its needs, its cost, and where it comes from."),
         "bench": ("qualms.cli.bench", "Judge methods on a network: five tasks."),
         "report": ("qualms.cli.report", "Write a page about a network, its data and the methods."),
@@ -43,9 +43,7 @@ class Commands(LazyGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            left = STOPPED.get(ctx.invoked_subcommand)
-            say(f"qualms: stopped{f'; {left}' if left else ''}.")
-            raise typer.Exit(130) from None
+            raise stopped(STOPPED.get(ctx.invoked_subcommand)) from None
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")

@@ -3,11 +3,14 @@
 import re
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from qualms.gradients.layers import layer_weights
 from qualms.gradients.norms import class_gradient_norms
+from qualms.gradients.settings import Settings
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.report.content import Group, LayerContributions
@@ -23,20 +26,45 @@ def layers_of(
 
     Methods that are not sums of the gradient norms of classes have no layers, and are not among the results.
     """
-    made = {name: m for name, m in methods.items() if isinstance(m, GradientScore) and m.direction == "classes"}
-    if not made:
-        return {}
     images = [group.images.take(slice(0, EACH)) for group in groups]
-    g = class_gradient_norms(network.model, torch.cat([network.inputs(some) for some in images]))
-    names = [layer_name(network.model, layer) for layer in g.layers]
     rows = [group.name for group, some in zip(groups, images, strict=True) for _ in range(len(some))]
-    found = {}
-    for name, method in made.items():
-        sums = torch.einsum("bc,bcl->bl", method.weights(g.probs), g.norms).double().cpu()
-        if method.layers is not None:
-            sums = sums * layer_weights(len(names), method.layers)
-        found[name] = LayerContributions(names, sums.numpy(), rows)
-    return found
+    if not any(map(has_layers, methods.values())):
+        return {}
+    names, sums = layer_sums(network.model, torch.cat([network.inputs(some) for some in images]), methods)
+    return {name: LayerContributions(names, values, rows) for name, values in sums.items()}
+
+
+def has_layers(method: Method) -> bool:
+    """Whether a method's score is a sum of the gradient norms of classes, which come from layers."""
+    return isinstance(method, GradientScore) and method.direction == "classes"
+
+
+def layer_sums(
+    model: nn.Module, x: Float[Tensor, "b ..."], methods: Mapping[str, Method], how: Settings | None = None
+) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
+    """The layers in words, and what each adds to the scores of some inputs, by each method that has layers.
+
+    `how` is how gradients are computed: a scorer's own settings, or exactly.
+    """
+    how = how or Settings()
+    g = class_gradient_norms(
+        model,
+        x,
+        layers=how.granularity,
+        norm=how.norm,
+        engine=how.engine,
+        params=how.params,
+        budget=how.budget,
+        batch_size=how.batch_size,
+        seed=how.seed,
+    )
+    names, found = [layer_name(model, layer) for layer in g.layers], {}
+    for name, method in methods.items():
+        if isinstance(method, GradientScore) and has_layers(method):
+            sums = torch.einsum("bc,bcl->bl", method.weights(g.probs), g.norms).double().cpu()
+            weighted = sums if method.layers is None else sums * layer_weights(len(names), method.layers)
+            found[name] = weighted.numpy()
+    return names, found
 
 
 def layer_name(model: nn.Module, name: str) -> str:

@@ -1,0 +1,118 @@
+"""`qualms serve`: a network behind HTTP, which says of each image what it sees and whether to trust that."""
+
+import os
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qualms.cli.bench.options import with_options
+from qualms.cli.own_images import Given, Ready, ready
+from qualms.cli.specs import chosen_methods
+from qualms.cli.status import passing, say
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Engine as EngineName
+from qualms.gradients.settings import Sketch
+from qualms.methods.method import LOGITS, Method
+from qualms.methods.registry import DEFAULT
+from qualms.service.settings import LOOPBACK, Settings
+from qualms.threshold import Threshold
+
+if TYPE_CHECKING:
+    from qualms.service.scoring import Served
+
+TOKEN = "QUALMS_TOKEN"
+MEGABYTE = 2**20
+USUAL = Settings()
+
+
+@with_options(Given)
+def serve(
+    given: Given,
+    model: Annotated[str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")],
+    methods: Annotated[str, typer.Option(help="Comma-separated specs; the first one decides.")] = DEFAULT,
+    threshold: Annotated[
+        Path | None, typer.Option(help="A file from `qualms threshold`; without it, nothing is decided.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The network's name in answers and addresses.", show_default="made from --model")
+    ] = None,
+    host: Annotated[str, typer.Option(help="127.0.0.1; or 0.0.0.0 or ::, which need a token.")] = LOOPBACK,
+    port: Annotated[int, typer.Option(help="The port, 1024 or above.")] = USUAL.port,
+    batch: Annotated[int, typer.Option(help="The most requests that are scored together.")] = USUAL.batch,
+    waiting: Annotated[int, typer.Option(help="The most requests at a time; more are answered 429.")] = USUAL.waiting,
+    deadline: Annotated[float, typer.Option(help="Seconds that a request may take.")] = USUAL.deadline,
+    max_body: Annotated[float, typer.Option(help="The most megabytes in a request.")] = USUAL.body / MEGABYTE,
+    max_images: Annotated[int, typer.Option(help="The most images in a request.")] = USUAL.images,
+    max_pixels: Annotated[int, typer.Option(help="The most pixels in a request, over all its images.")] = USUAL.pixels,
+) -> None:
+    """Serve a network over HTTP: images in, predictions, scores and decisions out; a page to try it at `/`.
+
+    The service listens to this machine alone, unless --host says otherwise. If QUALMS_TOKEN is set in the environment,
+    requests must carry it as `Authorization: Bearer …`; other addresses than 127.0.0.1 need one. Ctrl-C or SIGTERM
+    stops it once all requests it has taken are answered. Examples:
+
+        qualms serve --model timm:resnet18 --methods regrad+layers+smooth,energy --threshold t.json
+
+        qualms serve --model cifar10-resnet20 --methods entropy --host 0.0.0.0 --port 8080
+    """
+    settings = Settings(
+        host=LOOPBACK if host == "localhost" else host,
+        port=port,
+        token=os.environ.get(TOKEN),
+        batch=batch,
+        waiting=waiting,
+        deadline=deadline,
+        body=int(max_body * MEGABYTE),
+        images=max_images,
+        pixels=max_pixels,
+    )
+    try:
+        from qualms.service.serve import serve as run
+    except ModuleNotFoundError as missing:
+        raise QualmsError(
+            f"`qualms serve` needs {missing.name}; pip install '.[app,serve]' in a clone of qualms."
+        ) from None
+    wanted = chosen_methods(methods, "")
+    limit = None if threshold is None else Threshold.load(threshold)
+    called = _address(name or model)
+    prepared = ready("", model, wanted, given)
+    served = _served(called, prepared, limit)
+    passing("scoring a first image …")
+    if served.network.fit is None and given.engine == "auto" and any(m.needs != (LOGITS,) for m in wanted.values()):
+        raise QualmsError("--engine auto needs the network's image size, which is not known; pass --size.")
+    first = served.warm_up()
+    if first is not None:
+        prepared.check_classes(first.probs.shape[1])
+    # The same engine there: `auto` would measure again, and might choose another.
+    make = partial(_made, called, model, wanted, given, limit, served.scorer.settings.engine)
+    about, fit = served.about, served.network.fit
+    del prepared, served  # the process that scores has a model of its own
+    passing("starting …")
+    run(make, about, fit, settings, say)
+
+
+def _made(
+    called: str,
+    model: str,
+    methods: dict[str, Method],
+    given: Given,
+    threshold: Threshold | None,
+    engine: EngineName | Sketch,
+) -> "Served":
+    return _served(called, replace(ready("", model, methods, given), engine=engine), threshold)
+
+
+def _served(called: str, prepared: Ready, threshold: Threshold | None) -> "Served":
+    from qualms.service.scoring import Served
+
+    return Served(called, prepared.network, prepared.scorer(prepared.methods, threshold))
+
+
+def _address(name: str) -> str:
+    """A name that can stand in an address: of a file without its folder and ending."""
+    bare = Path(name).stem if name.endswith((".pt2", ".pt", ".pth")) else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", bare).strip("-.") or "model"

@@ -1,0 +1,1 @@
+"""Images in over HTTP, scores and decisions out: one network, one scorer, batches across requests."""

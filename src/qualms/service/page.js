@@ -1,0 +1,151 @@
+/* Drop an image, ask the service, show its answer. Words come as text, never as HTML. */
+{
+  const byId = (id) => document.getElementById(id);
+  const [file, drop, token] = [byId("file"), byId("drop"), byId("token")];
+  const LAYERS = 12; // that are shown
+  const WIDE = 30; // a reference that spans this factor is drawn on a logarithmic axis
+  let about = null;
+  let turn = 0; // of the newest image: an answer to an older one is dropped
+
+  const percent = (share) =>
+    share < 1 && share > 0.9995 ? "over 99.9\u00a0%" : `${Number((100 * share).toFixed(1))}\u00a0%`;
+  const brief = (x) => String(Number(x.toPrecision(4)));
+
+  const ask = async (path, options = {}) => {
+    const headers = token?.value ? { Authorization: `Bearer ${token.value}` } : {};
+    let answer;
+    try {
+      answer = await fetch(path, { ...options, headers });
+    } catch {
+      throw new Error("the service does not answer; is it still running?");
+    }
+    const body = await answer.json();
+    if (!answer.ok) throw new Error(body.error);
+    return body;
+  };
+
+  const show = (id, text, className = "") => {
+    byId(id).textContent = text;
+    byId(id).className = className;
+  };
+
+  /* Where the reference, the threshold and this image stand on one axis. */
+  const axisOf = (reference, others) => {
+    const at = (share) => reference[Math.round(share * (reference.length - 1))];
+    const low = Math.min(at(0.01), ...others);
+    const high = Math.max(at(0.99), ...others);
+    if (low === high) return { low: low - (Math.abs(low) / 2 || 0.5), high: high + (Math.abs(high) / 2 || 0.5), log: false };
+    const log = at(0.05) > 0 && low > 0 && high > WIDE * at(0.05);
+    const room = log ? 1 : 0.02 * (high - low);
+    return log ? { low, high: high * 1.1, log } : { low: low - room, high: high + room, log };
+  };
+
+  const draw = (score) => {
+    const { reference, threshold } = about;
+    byId("drawing").hidden = !reference.length;
+    if (!reference.length) return;
+    const axis = axisOf(reference, threshold === null ? [score] : [score, threshold]);
+    const [here, limit] = [100 * place(axis, score), threshold === null ? 0 : 100 * place(axis, threshold)];
+    byId("reference").style.setProperty("--at", `${limit}%`);
+    byId("histogram").replaceChildren(ridge(reference, axis, 0));
+    byId("here").style.left = `${here}%`;
+    byId("here").classList.toggle("left", here > 60);
+    byId("limit").style.left = `${limit}%`;
+    byId("limit").hidden = threshold === null;
+    byId("axis").replaceChildren(...labelled(axis, "left"));
+  };
+
+  const tell = (result) => {
+    const name = result.class_name ?? `class ${result.prediction}`;
+    const score = result.scores[about.methods[0]];
+    const accepted = result.decision === "accepted";
+    const lower = result.percentile === null ? "" : `${percent(result.percentile / 100)} of the reference scores are lower`;
+    const limit = about.threshold === null ? "nothing is accepted" : `scores up to ${brief(about.threshold)} are accepted`;
+    show("prediction", name);
+    show("confidence", percent(result.confidence));
+    show("decision", accepted ? "accepted" : "abstain", accepted ? "accepted-text" : "abstain-text");
+    byId("decision-tile").hidden = result.decision === null;
+    byId("decision-tile").style.setProperty("--colour", accepted ? "var(--accepted)" : "var(--flagged)");
+    show("percentile", result.percentile === null ? "" : percent(result.percentile / 100));
+    byId("percentile").parentElement.hidden = result.percentile === null;
+    byId("drawing-summary").textContent =
+      `The score is ${brief(score)}${lower ? `; ${lower}` : ""}${result.decision === null ? "" : `; ${limit}`}.`;
+    const verdict = { accepted: `Accepted: ${name}`, abstain: `Abstain. The network would say ${name}` }[result.decision] ?? name;
+    byId("answer").textContent = `${verdict}, at ${percent(result.confidence)} confidence.`;
+    draw(score);
+    byId("scores").tBodies[0].replaceChildren(
+      ...Object.entries(result.scores).map(([method, value]) => {
+        const row = element("tr");
+        const head = element("th", method);
+        head.scope = "row";
+        row.append(head, element("td", brief(value)));
+        return row;
+      }),
+    );
+  };
+
+  const tellLayers = (layers) => {
+    byId("layers").hidden = !layers;
+    if (!layers) return;
+    const most = layers.toSorted((a, b) => b.share - a.share).slice(0, LAYERS);
+    const shown = layers.filter((layer) => most.includes(layer));
+    const rest = layers.length - shown.length;
+    byId("layers-said").textContent =
+      `The largest share, without smoothing, comes from ${most[0].name} (${percent(most[0].share)}).` +
+      (rest ? ` Not shown: ${rest} with smaller shares.` : "");
+    byId("bars").replaceChildren(
+      ...shown.map(({ name, share }) => {
+        const [row, track, bar] = [element("div", undefined, "share"), element("div", undefined, "track"), element("i")];
+        const who = element("span", name, "who");
+        who.title = name;
+        bar.style.width = `${(100 * share) / most[0].share}%`;
+        bar.style.background = "var(--known)";
+        track.append(bar);
+        row.append(who, track, element("span", percent(share), "much"));
+        return row;
+      }),
+    );
+  };
+
+  const problem = (error) => {
+    byId("problem").textContent = error.message[0].toUpperCase() + error.message.slice(1);
+    byId("problem").hidden = false;
+  };
+
+  const look = async (image) => {
+    const mine = ++turn;
+    byId("problem").hidden = true;
+    byId("answer").textContent = `Looking at ${image.name} …`;
+    const form = new FormData();
+    form.append("images", image);
+    try {
+      about ??= await ask("/v1/model");
+      const answer = await ask("/v1/score?layers=true", { method: "POST", body: form });
+      if (mine !== turn) return;
+      const preview = byId("preview");
+      URL.revokeObjectURL(preview.src);
+      preview.hidden = false;
+      preview.alt = image.name;
+      preview.src = URL.createObjectURL(image);
+      byId("found").hidden = false;
+      tell(answer.results[0]);
+      tellLayers(answer.results[0].layers);
+    } catch (error) {
+      if (mine !== turn) return;
+      byId("answer").textContent = `${image.name} was not scored.`;
+      byId("found").hidden = true;
+      problem(error);
+    }
+  };
+
+  byId("preview").addEventListener("load", ({ target }) => target.classList.toggle("large", target.naturalWidth > 192));
+  byId("preview").addEventListener("error", ({ target }) => (target.hidden = true)); // such as TIFF, which few browsers show
+  file.addEventListener("change", () => file.files[0] && look(file.files[0]));
+  for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
+    drop.addEventListener(kind, (event) => {
+      event.preventDefault();
+      drop.classList.toggle("over", kind.startsWith("drage") || kind === "dragover");
+      if (kind === "drop" && event.dataTransfer.files[0]) look(event.dataTransfer.files[0]);
+    });
+  }
+}

@@ -1,0 +1,33 @@
+"""The pages: one to try the network on an image, in the look of the report, and one that lists the routes."""
+
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from qualms import report
+from qualms.service.answers import About
+from qualms.service.images import FORMATS
+from qualms.version import __version__
+
+
+def front_page(about: About, token: bool) -> str:
+    """Drop an image, see the decision. The data come from the routes, with the token if there is one."""
+    scripts = (files(report) / "page.charts.js").read_text("utf-8") + _own("page.js")
+    return _filled("page.html.jinja", title=f"{about.model}: what does it know?", about=about, token=token, js=scripts)
+
+
+def docs_page(schema: dict[str, Any]) -> str:
+    """The routes of an OpenAPI schema, to read."""
+    return _filled("docs.html.jinja", title=schema["info"]["title"], schema=schema)
+
+
+def _filled(template: str, **values: Any) -> str:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    css = (files(report) / "page.css").read_text("utf-8")
+    made = environment.from_string(_own(template))
+    return made.render(css=css, version=__version__, formats=", ".join(FORMATS), **values)
+
+
+def _own(name: str) -> str:
+    return (files(__package__) / name).read_text("utf-8")

@@ -1,0 +1,72 @@
+"""Start the service, and stop it once what it took is answered."""
+
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from multiprocessing import parent_process
+from typing import Any
+
+from fastapi import FastAPI
+
+from qualms.data import Fit
+from qualms.errors import QualmsError
+from qualms.service.answers import About
+from qualms.service.app import add_service
+from qualms.service.batching import ready, server_of
+from qualms.service.scoring import Served
+from qualms.service.settings import Settings
+
+
+def serve(
+    make: Callable[[], Served], about: About, fit: Fit | None, settings: Settings, say: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl-C or SIGTERM; what was taken by then is answered first.
+
+    Args:
+        make: builds what is served, in a process of its own; it must be something that can be sent there.
+        about: what is served.
+        fit: how images become the network's inputs.
+        settings: where to listen, and the limits.
+        say: tells a line to whoever started it.
+    """
+    _require_free(settings)
+    server, desk = server_of(make, settings)
+    add_service(server.app, about, fit, settings, desk.ask, partial(ready, server))
+    where = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}"
+
+    @asynccontextmanager
+    async def told(app: FastAPI) -> AsyncIterator[None]:
+        async with server.lifespan(app):
+            say(f"{about.model} is served at {where}; its page is {where}/, its routes are at {where}/docs.")
+            yield
+
+    server.app.router.lifespan_context = told
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    quiet: dict[str, Any] = {"access_log": False, "server_header": False}
+    try:
+        server.run(settings.host, settings.port, 1, "warning", generate_client_file=False, **quiet)
+    except (EOFError, ConnectionError):  # LitServe's queues go when the process with the model does
+        raise QualmsError("the process with the network ended; the lines above say why, or memory ran out.") from None
+
+
+def _stop(*_: object) -> None:
+    """LitServe stops in order at Ctrl-C alone; its children end without a word once they are done."""
+    if parent_process() is None:
+        raise KeyboardInterrupt
+    raise SystemExit(0)
+
+
+def _require_free(settings: Settings) -> None:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((settings.host, settings.port))
+        except OSError as error:
+            raise QualmsError(
+                f"the service cannot listen on {settings.host}, port {settings.port} ({error.strerror}); choose "
+                "another --port."
+            ) from None

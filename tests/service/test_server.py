@@ -1,0 +1,246 @@
+"""The command itself, on the loopback address: batches, the token, and a stop that leaves nobody waiting."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from qualms import Scorer
+from tests.cli.test_commands import run
+from tests.service.services import NAMES, REGRAD, TOKEN, digits, network, pixels
+
+pytestmark = pytest.mark.serve
+ROOT = Path(__file__).parents[2]
+PATIENCE = 120  # seconds
+HERE = "tests.service.services"
+Start = Callable[..., "Running"]
+
+
+class Running:
+    """A service of its own process, and how to ask it."""
+
+    def __init__(self, *words: str, token: str | None = None, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        shape = ["--size", "8", "--mean", "0.5", "--std", "0.5", "--classes", ",".join(NAMES)]
+        model = ["--model", f"{HERE}:plain", "--name", "digits"]
+        command = [sys.executable, "-m", "qualms", "serve", *model, *shape, "--port", str(self.port), *words]
+        env = {k: v for k, v in os.environ.items() if k != "QUALMS_TOKEN"} | {"OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
+        self.token, self.log = token, log
+        with log.open("wb") as out:
+            more = {} if token is None else {"QUALMS_TOKEN": token}
+            self.process = subprocess.Popen(command, env=env | more, stdout=out, stderr=out, start_new_session=True)
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and self.process.poll() is None:
+            try:
+                if self.ask("/readyz")[0] == 200:
+                    return
+            except OSError:
+                time.sleep(0.2)
+        pytest.fail(f"the service did not start: {self.log.read_text()}")
+
+    def ask(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
+        """The status, and the answer."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+                text = answer.read().decode()
+                return answer.status, json.loads(text) if path != "/metrics" else text
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def family(self) -> list[psutil.Process]:
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+    def stop(self) -> None:
+        """Whatever a test left running."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    started: list[Running] = []
+
+    def begin(*words: str, token: str | None = None) -> Running:
+        log = tmp_path_factory.mktemp("service") / "log"
+        started.append(Running(*words, token=token, log=log))
+        started[-1].wait_until_ready()
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.stop()
+
+
+@pytest.fixture(scope="module")
+def service(start: Start) -> Running:
+    return start("--methods", f"{REGRAD},entropy")
+
+
+def image(number: int) -> dict[str, Any]:
+    return {"images": [pixels(number).tolist()]}
+
+
+def batches(service: Running) -> tuple[int, int]:
+    """How many requests were scored, and how many of them with no other image beside theirs."""
+    lines = dict(line.rsplit(" ", 1) for line in service.ask("/metrics")[1].splitlines() if line[0] != "#")
+    return int(float(lines["qualms_batch_images_count"])), int(float(lines['qualms_batch_images_bucket{le="1.0"}']))
+
+
+def test_requests_that_come_together_are_scored_together_and_alike(service: Running) -> None:
+    before, alone_before = batches(service)
+    numbers = [i % 8 for i in range(48)]
+    with ThreadPoolExecutor(48) as pool:
+        answers = list(pool.map(lambda i: service.ask("/v1/score", image(i)), numbers))
+    assert [status for status, _ in answers] == [200] * 48
+    after, alone_after = batches(service)
+    assert after - before == 48
+    assert alone_after - alone_before < 24, "most requests were scored by themselves"
+    net = network()
+    x, own = net.numbered_inputs(digits().take(slice(0, 8)))
+    alone = Scorer(net.model, REGRAD, pixel_std=0.5)(x, numbers=own).scores[REGRAD].tolist()
+    for i, (_, answer) in zip(numbers, answers, strict=True):
+        assert answer["results"][0]["scores"][REGRAD] == pytest.approx(alone[i], rel=1e-5)
+
+
+def test_it_listens_to_this_machine_alone(service: Running) -> None:
+    heard = {c.laddr.ip for p in service.family() for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+    assert heard == {"127.0.0.1"}
+
+
+def test_it_rests_while_nothing_is_asked(service: Running) -> None:
+    def used() -> float:
+        return sum(sum(p.cpu_times()[:2]) for p in service.family())
+
+    service.ask("/healthz")
+    before = used()
+    time.sleep(3)
+    assert used() - before < 0.6  # a process that polls takes as much in a second
+
+
+def test_a_client_that_goes_away_takes_nobody_with_it(service: Running) -> None:
+    body = json.dumps(image(0)).encode()
+    kind = "Content-Type: application/json"
+    head = f"POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    log = service.log.read_text()
+    taken = [len(body), len(body) // 2] * 5  # some leave as they wait for the answer, some in the middle of the upload
+    for part in taken:
+        with socket.create_connection(("127.0.0.1", service.port), timeout=30) as gone:
+            gone.sendall(head.encode() + body[:part])
+    assert service.ask("/v1/score", image(0))[0] == 200
+    until = time.monotonic() + PATIENCE
+    while "qualms_waiting 0.0" not in service.ask("/metrics")[1]:
+        assert time.monotonic() < until
+    assert 'route="none"' not in service.ask("/metrics")[1]  # all of them were let in
+    assert service.log.read_text() == log
+
+
+@pytest.mark.parametrize("how", ["SIGTERM to the command", "Ctrl-C"])
+def test_a_stop_answers_what_was_taken(start: Start, how: str) -> None:
+    token = TOKEN if how == "Ctrl-C" else None
+    service = start("--methods", REGRAD, "--batch", "2", token=token)
+    assert service.ask("/v1/model")[0] == (401 if token else 200)
+    assert service.ask("/v1/score", image(0), token)[0] == 200
+    many = {"images": [pixels(i).tolist() for i in range(32)]}
+    answers: list[tuple[int, Any]] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(service.ask("/v1/score", many, token))) for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + PATIENCE
+    while "qualms_waiting 12.0" not in service.ask("/metrics", token=token)[1] and not answers:
+        assert time.monotonic() < until
+    family = service.family()
+    if token:
+        os.killpg(service.process.pid, signal.SIGINT)
+    else:
+        service.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [status for status, _ in answers] == [200] * 12
+    assert all(len(answer["results"]) == 32 for _, answer in answers)
+    assert service.process.wait(PATIENCE) == 0
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert service.log.read_text().count("\n") == 1  # no traces, no complaints
+
+
+def test_a_dead_process_ends_the_service_with_a_sentence(start: Start) -> None:
+    service = start("--methods", "entropy")
+    (scoring,) = (p for p in service.family() if any("spawn_main" in word for word in p.cmdline()))
+    scoring.kill()
+    assert service.process.wait(PATIENCE) == 1
+    assert "qualms: the process with the network ended" in service.log.read_text()
+
+
+DEAD = """
+import os, sys
+from functools import partial
+from qualms.service.serve import serve
+from qualms.service.settings import Settings
+from tests.service.services import usual
+
+if __name__ == "__main__":
+    serve(partial(os._exit, 9), usual().about, None, Settings(port=int(sys.argv[1])), print)
+"""
+
+
+def test_a_process_that_dies_as_it_loads_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    (tmp_path / "dead.py").write_text(DEAD)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])}
+    command = [sys.executable, str(tmp_path / "dead.py"), port]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "QualmsError: the process with the network ended as it loaded it" in done.stderr
+
+
+def test_what_cannot_be_served_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("QUALMS_TOKEN", raising=False)
+    net = ["--model", f"{HERE}:plain", "--mean", "0.5", "--std", "0.5", "--methods", "entropy"]
+    (tmp_path / "t.json").write_text(
+        '{"value": 1, "samples": 3, "rule": "coverage 0.9", "made_by": {"method": "MSP()", "network": "x"}}'
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for words, message in (
+            (["--host", "0.0.0.0"], "would be open to everybody who reaches 0.0.0.0"),
+            (["--host", "10.0.0.1"], "cannot listen on '10.0.0.1'"),
+            (["--port", "80"], "use one from 1024"),
+            (["--waiting", "0"], "the limit 'waiting' of the service is 0"),
+            (["--threshold", str(tmp_path / "t.json")], "the threshold was set on scores that were made otherwise"),
+            (["--threshold", str(tmp_path / "no.json")], "there is no threshold file"),
+            (["--size", "8", "--port", str(taken.getsockname()[1])], "Address already in use"),
+            (["--size", "5"], "the model does not accept"),
+            (["--size", "8", "--model", f"{HERE}:stubborn", "--classes", "3"], "--classes says 3 classes"),
+            (["--size", "8", "--model", f"{HERE}:stubborn", "--classes", "a,b"], "--classes says 2 classes"),
+        ):
+            assert run(monkeypatch, "serve", *net, *words) == 1
+            assert message in capsys.readouterr().err
