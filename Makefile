@@ -11,7 +11,7 @@ AXE := .axe/.installed
 
 FAST := not slow and not data and not browser and not ray and not serve
 
-.PHONY: demo docs test test-all test-serve test-ray test-timm test-wheel check format bench-speed sweep clean
+.PHONY: demo docs test test-all coverage test-serve test-ray test-timm test-wheel check format bench-speed sweep clean
 
 demo: $(APP)
 	$(BIN)/qualms demo
@@ -20,10 +20,13 @@ test: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
 
 # What CI runs: also the slow tests, those in a browser, and those on real data where QUALMS_DATA names its folder.
-# Coverage is that of the fast ones alone: counting lines makes tests of gradients take half as long again.
 test-all: $(DEV) $(MORE) $(AXE)
-	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
 	QUALMS_NEEDS_AXE=1 QUALMS_NEEDS_SERVE=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not ($(FAST))" --durations=40
+
+# How much of each file the fast tests run. Counting lines makes tests of gradients take half as long again.
+coverage: $(DEV)
+	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-report=term:skip-covered
 
 # The service alone, in a process of its own: it starts others.
 test-serve: $(MORE)

@@ -25,23 +25,33 @@ finally:
     assert "torch" not in sys.modules, "torch was imported"
     assert "numpy" not in sys.modules, "numpy was imported"
 """
-QUICK = 0.5  # seconds of a processor's time
+QUICK = 1 / 4  # of the time that a processor takes to import torch, which follows how busy the machine is
 PATIENCE = 120  # seconds
+
+
+def processor_time(script: str, *words: str, code: int = 0) -> float:
+    """Seconds that a process of Python computes for, in the best of three runs."""
+    taken = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=PATIENCE)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == code, done.stderr
+    return min(taken)
+
+
+@pytest.fixture(scope="module")
+def importing_torch() -> float:
+    return processor_time("import torch")
 
 
 @pytest.mark.parametrize(
     ("words", "code"),
     [(("--help",), 0), (("--version",), 0), (("scroe",), 2), (("bench", "--help"), 0), (("bench", "odo"), 2)],
 )
-def test_what_needs_no_torch_does_not_wait_for_it(words: tuple[str, ...], code: int) -> None:
-    taken = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == code, done.stderr
-    assert min(taken) < QUICK
+def test_what_needs_no_torch_does_not_wait_for_it(words: tuple[str, ...], code: int, importing_torch: float) -> None:
+    assert processor_time(WITHOUT_TORCH, *words, code=code) < QUICK * importing_torch
 
 
 def test_the_package_by_itself_is_quick_and_has_every_name() -> None:
