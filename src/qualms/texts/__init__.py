@@ -1,0 +1,1 @@
+"""Texts in, scores of every token out."""

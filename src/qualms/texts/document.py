@@ -1,0 +1,39 @@
+"""A text, and what a language model does not know at each of its tokens."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text with a name."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class ScoredDocument:
+    """A text cut into tokens. What stands at a token is what the model says after reading it, of what comes next.
+
+    Args:
+        document: the text.
+        ids: the tokens' numbers in the vocabulary.
+        offsets: where each token starts and ends in the text, in characters; (0, 0) for one that is not in the text.
+        scores: a number for each token, by method; higher means more uncertain.
+        alternatives: after each token, the likeliest next tokens with their probabilities, likeliest first.
+        next_log_probs: log p of the token that follows; NaN after the last one.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the whole text divided by its number of tokens; None without gradients.
+    """
+
+    document: Document
+    ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int], ...]
+    scores: dict[str, tuple[float, ...]]
+    alternatives: tuple[tuple[tuple[str, float], ...], ...]
+    next_log_probs: tuple[float, ...]
+    sequence: float | None = None
+
+    @property
+    def tokens(self) -> list[str]:
+        """The pieces of the text that the tokens stand for."""
+        return [self.document.text[start:end] for start, end in self.offsets]
