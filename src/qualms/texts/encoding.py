@@ -9,7 +9,7 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 
-MOST = 2048  # tokens that are read at once, where the model could read more: memory grows with them
+MOST = 1024  # tokens that are read at once, where the model could read more: memory grows with them
 NO_TEXT = (0, 0)  # the offsets of a token that a tokenizer adds
 
 

@@ -4,20 +4,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from qualms.data.images import number_of
 from qualms.data.texts import Document
 from qualms.gradients.settings import Engine, Sketch
+from qualms.methods.chosen import Methods
 from qualms.models.language import LanguageModel
+from qualms.positions import next_tokens
 from qualms.progress import Tell
-from qualms.scorer import Methods, Scorer, next_tokens
+from qualms.scorer import Scorer
 from qualms.texts.document import ScoredDocument
 from qualms.texts.encoding import Encoded, Window, decoder, encoded, reading_width, windows
 
 METHOD = "regrad"
-BATCH = 8  # windows that are scored in one call
+BATCH = 4  # windows that are scored in one call
 NO_TARGET = -100
 
 
@@ -26,7 +30,7 @@ def scored_documents(
     documents: Sequence[Document],
     methods: Methods = METHOD,
     *,
-    engine: Engine | Sketch = "sketch",
+    engine: Engine | Sketch | None = None,
     seed: int = 0,
     context: int | None = None,
     batch_size: int = BATCH,
@@ -42,9 +46,9 @@ def scored_documents(
         language_model: what reads them.
         documents: the texts.
         methods: specs or methods, as for `Scorer`.
-        engine: of the gradient scores, as for `Scorer`.
+        engine: of the gradient scores, as for `Scorer`; a `Sketch` says how many tangents it takes.
         seed: decides every random draw.
-        context: how many tokens are read at once: by default as many as the model can read, and at most 2048.
+        context: how many tokens are read at once: by default as many as the model can read, and at most 1024.
         batch_size: how many windows are scored in one call.
         tell: is told how many tokens are done.
     """
@@ -56,7 +60,7 @@ def scored_documents(
     for first in range(0, len(todo), batch_size):
         part = todo[first : first + batch_size]
         batch = _Batch.of([(one.text, window) for one, window in part], language_model.model.device)
-        found = scorer(batch.inputs, mask=batch.mask, targets=batch.targets)
+        found = scorer(batch.inputs, numbers=batch.numbers, mask=batch.mask, targets=batch.targets)
         for row, (one, window) in enumerate(part):
             one.add(found, row, window, piece)
             done += window.end - window.scored
@@ -68,8 +72,12 @@ def scored_documents(
 
 @dataclass(frozen=True)
 class _Batch:
-    """Windows side by side, filled up at their ends: what is read, which positions are scored, and what follows."""
+    """Windows side by side, filled up at their ends: what is read, which positions are scored, and what follows.
 
+    Their numbers, which decide random draws, follow their tokens and not their place among the others.
+    """
+
+    numbers: list[int]
     inputs: dict[str, Int[Tensor, "windows tokens"]]
     mask: Bool[Tensor, "windows tokens"]
     targets: Int[Tensor, "windows tokens"]
@@ -87,7 +95,7 @@ class _Batch:
             # Of the whole text, so that the last token of a window is followed by the first of the next one.
             targets[row, window.places] = next_tokens(torch.tensor([text.ids]))[0, window.scored : window.end]
         inputs = {"input_ids": ids.to(device), "attention_mask": there.to(device)}
-        return _Batch(inputs, mask.to(device), targets.to(device))
+        return _Batch([number_of(np.array(tokens)) for tokens in read], inputs, mask.to(device), targets.to(device))
 
 
 @dataclass
@@ -111,7 +119,7 @@ class _Growing:
         for classes, probs in zip(found.classes[row, places].tolist(), found.probs[row, places].tolist(), strict=True):
             self.alternatives.append(tuple(zip(map(piece, classes), probs, strict=True)))
         self.next_log_probs += found.target_log_probs[row, places].tolist()
-        whole = window.end - window.scored == len(self.text.ids)
+        whole = window.end - window.scored == len(self.text.ids) > 1  # after a single token nothing follows
         self.sequence = float(found.sequence[row]) if whole and found.sequence is not None else None
 
     def scored(self) -> ScoredDocument:
