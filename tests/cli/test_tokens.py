@@ -20,7 +20,7 @@ from qualms.texts.generation import generated
 from qualms.texts.scoring import scored_documents
 from qualms.texts.table import TokenTable
 from tests.cli.test_commands import run
-from tests.languages import LEARNT, write_language_model
+from tests.tiny_llama import LEARNT, write_language_model
 
 STORY = "Once upon a time, there was a little girl."
 TEXTS = (Document("girl", STORY), Document("line 3", "She was sad – 🙂"))

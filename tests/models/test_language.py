@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel, load_language_model
-from tests.languages import llama, tokenizer, write_language_model
+from tests.tiny_llama import llama, tokenizer, write_language_model
 
 transformers = pytest.importorskip("transformers")
 SMALL = {

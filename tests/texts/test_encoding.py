@@ -6,7 +6,7 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.texts.encoding import Window, decoder, encoded, windows
-from tests.languages import llama, tokenizer
+from tests.tiny_llama import llama, tokenizer
 
 
 def test_tokens_know_where_they_stand_in_the_text() -> None:

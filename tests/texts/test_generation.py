@@ -7,7 +7,7 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.texts.generation import generated
-from tests.languages import llama, tokenizer
+from tests.tiny_llama import llama, tokenizer
 
 
 @pytest.fixture

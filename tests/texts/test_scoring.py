@@ -14,7 +14,7 @@ from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.texts.document import ScoredDocument
 from qualms.texts.scoring import scored_documents
-from tests.languages import LEARNT, llama, tokenizer
+from tests.tiny_llama import LEARNT, llama, tokenizer
 
 SHORT, LONG = Document("short", "Once upon a time"), Document("long", f"{LEARNT} {LEARNT}")
 CONTEXT = 32  # of the tiny model
