@@ -65,6 +65,7 @@ def load_language_model(source: str) -> LanguageModel:
             dtype=torch.float32,
             trust_remote_code=False,
             use_safetensors=True,
+            experts_implementation="eager",  # torch pushes no tangents through the fused products of experts
             output_loading_info=True,
         )
         check_all_loaded(name, found, "get them whole")
