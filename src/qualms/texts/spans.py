@@ -17,7 +17,7 @@ class Span:
     score: float
 
 
-def worst_span(scores: Sequence[float], length: int = LENGTH) -> Span | None:
+def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Span | None:
     """The `length` neighbouring tokens whose scores have the highest mean, the first of them if there are several.
 
     Every token of a span has a score: none is NaN. Where no `length` neighbours have one, as in a short text, spans
