@@ -7,6 +7,7 @@
   const chance = (p) => (p > 0 && p < 0.0005 ? "<\u00a00.1\u00a0%" : percent(p));
   let focused = null; // the token with the focus, while its note is wanted
   let pointed = null; // the token under the mouse
+  let mouse = [];
 
   const quoted = (text) => element("code", visible(text));
   const line = (className, ...parts) => {
@@ -79,11 +80,12 @@
     End: (each) => each.starts.length - 1,
   };
 
-  box.addEventListener("pointermove", ({ target, pointerType, movementX, movementY }) => {
+  box.addEventListener("pointermove", ({ target, pointerType, clientX, clientY }) => {
     // A tap takes the token; and what scrolls under a mouse that rests is not pointed at.
-    if (pointerType === "touch" || (movementX === 0 && movementY === 0)) return;
+    const rests = clientX === mouse[0] && clientY === mouse[1];
+    mouse = [clientX, clientY];
     const span = target.closest(".t");
-    if (span === pointed) return;
+    if (pointerType === "touch" || rests || span === pointed) return;
     pointed = span;
     if (span) show(span);
     else rest();
@@ -127,5 +129,6 @@
     }
   });
   addEventListener("resize", rest);
+  document.addEventListener("pointerdown", ({ clientX, clientY }) => (mouse = [clientX, clientY]));
   for (const id of ["method", "share"]) byId(id).addEventListener("input", () => (tip.hidden = true));
 }
