@@ -143,6 +143,8 @@ def test_the_bytes_of_a_character_are_shown_as_one_token_with_their_highest_scor
     assert shown(found) == ["a", "😀", " b"]
     assert np.array_equal(unpacked(found["scores"][0]), [1.0, 7.0, math.nan], equal_nan=True)
     assert unpacked(found["counts"]).tolist() == [1, 3, 1]
+    assert found["worst"] == [{"start": 0, "end": 2}]
+    assert unpacked(found["worstScores"]).tolist() == [(1 + 2 + 7 + 3) / 4]
     assert [data["words"][code] for code in unpacked(found["codes"])] == ["1", "4", "5"]  # after the whole character
 
 

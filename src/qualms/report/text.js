@@ -87,7 +87,7 @@ const texts = (() => {
   const goTo = (each, i) => {
     build(each);
     reach(each, i);
-    each.spans[i].scrollIntoView({ block: "center" });
+    each.spans[i].scrollIntoView({ block: "center", behavior: "instant" });
     each.spans[i].focus({ preventScroll: true });
   };
 

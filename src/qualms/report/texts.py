@@ -10,7 +10,7 @@ import numpy as np
 from qualms.errors import QualmsError
 from qualms.report.offline import filled, packed, require_packages, require_writable
 from qualms.texts.document import ScoredDocument
-from qualms.texts.spans import LENGTH, Span, worst_span
+from qualms.texts.spans import LENGTH, Span, worst_span_of
 
 MARKED = 10  # percent of the tokens that are marked first
 
@@ -86,7 +86,7 @@ class _Shown:
             method: np.fmax.reduceat(np.array(values)[own], firsts) if tokens else np.zeros(0)
             for method, values in document.scores.items()
         }
-        return _Shown(document, tokens, scores, {method: worst_span(values) for method, values in scores.items()})
+        return _Shown(document, tokens, scores, {method: worst_span_of(document, method) for method in scores})
 
 
 def _methods(documents: Sequence[ScoredDocument]) -> list[str]:
@@ -115,6 +115,7 @@ def _document(shown: _Shown, methods: list[str], words: dict[str, int]) -> dict[
     """What the page's script reads; `words` gathers the likely tokens of all documents, each once."""
     document, last = shown.document, [token.tokens[-1] for token in shown.tokens]
     worst = [shown.worst[method] for method in methods]
+    place = {i: k for k, token in enumerate(shown.tokens) for i in token.tokens}
     places = _utf16(document.document.text)
     likely = [document.alternatives[i] for i in last]
     width = max((len(row) for row in likely), default=0)
@@ -129,7 +130,9 @@ def _document(shown: _Shown, methods: list[str], words: dict[str, int]) -> dict[
         "ends": packed(places[[token.end for token in shown.tokens]]),
         "counts": packed(np.array([len(token.tokens) for token in shown.tokens], np.int32)),
         "scores": [packed(shown.scores[method]) for method in methods],
-        "worst": [None if span is None else {"start": span.start, "end": span.end} for span in worst],
+        "worst": [
+            None if span is None else {"start": place[span.start], "end": place[span.end - 1] + 1} for span in worst
+        ],
         "worstScores": packed(np.array([np.nan if span is None else span.score for span in worst])),
         "logs": packed(np.array([document.next_log_probs[i] for i in last])),
         "width": width,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qualms.texts.document import ScoredDocument
+
 LENGTH = 8  # tokens
 
 
@@ -30,6 +32,12 @@ def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Sp
     means = np.lib.stride_tricks.sliding_window_view(values, length).mean(axis=1)
     start = int(np.nanargmax(means))
     return Span(start, start + length, float(means[start]))
+
+
+def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -> Span | None:
+    """The worst span of a text by a method, of the tokens that are in the text: none that a tokenizer adds."""
+    inside = np.array([start < end for start, end in document.offsets], dtype=bool)
+    return worst_span(np.where(inside, np.array(document.scores[method], dtype=np.float64), np.nan), length)
 
 
 def _longest_run(there: np.ndarray) -> int:
