@@ -1,6 +1,7 @@
 /* Texts whose tokens are shaded by their scores: the method, the threshold, the order of the texts, the worst spans. */
 const STEPS = 10; // of the shades
 const PARTS = 60; // of a strip
+const CONTEXT = 40; // characters beside the worst span, where it is quoted
 
 const texts = (() => {
   const data = JSON.parse(byId("data").textContent);
@@ -122,10 +123,17 @@ const texts = (() => {
     const by = element("span", data.methods[method], "by");
     if (!worst) return ["No token has a score by ", by, "."];
     const { start, end } = worst.worst[method];
-    const [before, after] = [worst.text.slice(0, worst.starts[start]), worst.text.slice(worst.ends[end - 1])];
-    const span = worst.text.slice(worst.starts[start], worst.ends[end - 1]);
-    const words = /\S{0,20}$/.exec(before)[0] + span + /^\S{0,20}/.exec(after)[0]; // tokens may begin or end within words
-    return ["By ", by, ", the model is least certain in ", element("strong", worst.name), `: “${words.replace(/\s+/g, " ").trim()}”`];
+    const plain = (from, to) => worst.text.slice(from, to).replace(/\s+/g, " ");
+    const [before, after] = [plain(0, worst.starts[start]), plain(worst.ends[end - 1])];
+    const [left, right] = [before.slice(-CONTEXT), after.slice(0, CONTEXT)]; // cut at a space, unless that is all there is
+    const quote = element("span", "“", "quote");
+    quote.append(
+      left === before ? left.trimStart() : `… ${left.slice(left.indexOf(" ") + 1)}`,
+      element("strong", plain(worst.starts[start], worst.ends[end - 1])),
+      right === after ? right.trimEnd() : `${right.slice(0, right.lastIndexOf(" ") + 1)}…`,
+      "”",
+    );
+    return ["By ", by, ", the model is least certain in ", element("strong", worst.name), ": ", quote];
   };
 
   const tellMarks = () => {
@@ -144,7 +152,7 @@ const texts = (() => {
       const gradient = each.sequence === null ? [] : [`gradient of the whole text ${brief(each.sequence)} a token`];
       const worst = each.worst[method] ? `worst span ${brief(worstOf(each))}` : "no scores";
       each.article.querySelector(".numbers").textContent = [
-        counted(each.starts.length, "token"), worst, `${grouped(own)} marked`, ...gradient,
+        counted(each.starts.length, "token"), worst, `${grouped(own)} marked (${percent(own / (each.starts.length || 1))})`, ...gradient,
       ].join(" · ");
     }
   };
