@@ -32,7 +32,7 @@ from qualms.cli.options import (
 )
 from qualms.cli.own_images import Classes, Strict, class_names, end
 from qualms.cli.specs import chosen_methods
-from qualms.cli.text_report import METHODS, report_texts, require_about_texts
+from qualms.cli.text_report import METHODS, report_texts, require_unused
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine as EngineName
 from qualms.methods.method import TRAINING_DATA
@@ -46,9 +46,10 @@ from qualms.tasks.ood import alike
 from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.scoring import chosen_engine, score_images, usable
 
+COUNT = 500
+
 
 def report(
-    context: typer.Context,
     texts: Annotated[
         str | None,
         typer.Argument(help="With --tokens: a .txt, .jsonl or .parquet file, or a folder of .txt files."),
@@ -65,7 +66,7 @@ def report(
             help="Comma-separated specs, or `paper`, or `all`.", show_default=f"paper; {METHODS} with --tokens"
         ),
     ] = None,
-    count: Count = 500,
+    count: Count = COUNT,
     classes: Classes = None,
     engine: Annotated[
         EngineName | None,
@@ -102,7 +103,8 @@ def report(
         qualms report story.txt --model hf:FOLDER --tokens --open
     """
     if tokens:
-        require_about_texts(context)
+        require_unused(id=inside, ood=outside, weights=weights, classes=classes, size=size, mean=mean, std=std)
+        require_unused(count=None if count == COUNT else count, cycles=cycles, rows=rows)
         require_writable(out)
         found, told = report_texts(
             texts, model, methods, out, engine=engine, root=root, seed=seed, device=device, strict=strict

@@ -77,7 +77,7 @@ def score_tokens(
         goes_to = None if place is None else stack.enter_context(table(place, overwrite, json_lines))
         passing(f"reading {texts} …")
         read = read_texts(texts, given.root, given.strict)
-        _tell_texts(read)
+        tell_texts(read)
         passing(f"loading {model} …")
         language_model = load_language_model(model)
         language_model.model.to(device)
@@ -108,7 +108,8 @@ def _written_on(language_model: LanguageModel, documents: Sequence[Document], gi
         return list(generated(language_model, documents, given.generate, seed=given.seed, tell=tell))
 
 
-def _tell_texts(read: Texts) -> None:
+def tell_texts(read: Texts) -> None:
+    """Say on stderr how many documents were read, and what could not be."""
     count = len(read.documents)
     say(f"{read.source}: {count} document{'' if count == 1 else 's'}")
     tell_rejected(read.rejected)
