@@ -15,12 +15,13 @@ from qualms.cli.own_images import Ready, end, ready
 from qualms.cli.shards import is_folder, score_to_folder
 from qualms.cli.specs import chosen_methods
 from qualms.cli.status import say
-from qualms.cli.tokens import METHOD, ToScoreAny, score_tokens
+from qualms.cli.tokens import ToScoreAny, score_tokens
 from qualms.cli.writing import STDOUT, deliver, rejected_file, summary, table
 from qualms.data import dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
 from qualms.scale.folder import require_own
+from qualms.texts.scoring import METHOD
 from qualms.threshold import Threshold
 
 COVERAGE = 0.95

@@ -69,12 +69,12 @@ def load_language_model(source: str) -> LanguageModel:
         )
         check_all_loaded(name, found, "get them whole")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        loaded = LanguageModel(source, model.eval(), tokenizer)
+        _require_causal(loaded)
     except QualmsError:
         raise
     except Exception as error:
         raise QualmsError(f"{source} could not be loaded: {reason(error)}; {GET}.") from error
-    loaded = LanguageModel(source, model.eval(), tokenizer)
-    _require_causal(loaded)
     return loaded
 
 

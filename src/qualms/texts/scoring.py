@@ -92,8 +92,9 @@ class _Batch:
             ids[row, : len(tokens)] = torch.tensor(tokens)
             there[row, : len(tokens)] = 1
             mask[row, window.places] = True
-            # Of the whole text, so that the last token of a window is followed by the first of the next one.
-            targets[row, window.places] = next_tokens(torch.tensor([text.ids]))[0, window.scored : window.end]
+            # With the token after the window, so that its last one has a target too, unless it is the last of all.
+            goes_on = torch.tensor([text.ids[window.scored : window.end + 1]])
+            targets[row, window.places] = next_tokens(goes_on)[0, : window.end - window.scored]
         inputs = {"input_ids": ids.to(device), "attention_mask": there.to(device)}
         return _Batch([number_of(np.array(tokens)) for tokens in read], inputs, mask.to(device), targets.to(device))
 
