@@ -1,6 +1,7 @@
 """The page about texts in a browser: right shades and marks, notes by mouse and keys, at every width, in the dark."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,22 @@ def test_the_last_token_has_no_score_and_nothing_follows_it(opened: Open) -> Non
     assert "without a score" in note
     assert "nothing follows" in note
     assert last.get_attribute("class") == "t s0"
+
+
+def test_what_comes_after_the_text_is_not_taken_for_a_part_of_it(opened: Open) -> None:
+    document = scored("t", "a b", {"regrad": [1.0]})
+    ended = replace(
+        document,
+        ids=(*document.ids, 2),
+        offsets=(*document.offsets, (0, 0)),
+        scores={"regrad": (*document.scores["regrad"], 3.0)},
+        alternatives=(LIKELY,) * 4,
+        next_log_probs=(-1.0, -1.0, -2.0, np.nan),
+    )
+    page = opened([ended])
+    assert page.locator(".t").all_inner_texts() == ["a", " b"]
+    token(page, 0, 1).hover()
+    assert "next came a token that is not in the text: 13.5" in page.locator("#tip").inner_text()
 
 
 def test_tokens_are_reached_by_keyboard_alone(opened: Open) -> None:

@@ -36,9 +36,8 @@
     const scored = score === score;
     const rank = scored ? `higher than ${percent(rankOf(score))} of all tokens${marks(each, i) ? "; marked" : ""}` : "without a score";
     const bytes = each.counts[i] > 1 ? `${each.counts[i]} tokens, the highest score of them; ` : "";
-    const next = log === log
-      ? ["next came ", quoted(tokenText(each, i + 1)), `: ${chance(Math.exp(log))}, log p ${brief(log).replace("-", "−")}`]
-      : ["nothing follows"];
+    const came = i + 1 < each.starts.length ? quoted(tokenText(each, i + 1)) : "a token that is not in the text";
+    const next = log === log ? ["next came ", came, `: ${chance(Math.exp(log))}, log p ${brief(log).replace("-", "−")}`] : ["nothing follows"];
     return [
       line("head", quoted(tokenText(each, i)), ...(scored ? [element("span", `score ${brief(score)}`)] : [])),
       line("rank", bytes + rank),
