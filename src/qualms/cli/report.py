@@ -106,11 +106,11 @@ def report(
         require_unused(id=inside, ood=outside, weights=weights, classes=classes, size=size, mean=mean, std=std)
         require_unused(count=None if count == COUNT else count, cycles=cycles, rows=rows)
         require_writable(out)
-        found, told = report_texts(
+        of_texts, told = report_texts(
             texts, model, methods, out, engine=engine, root=root, seed=seed, device=device, strict=strict
         )
         _tell(out, [], told, json_lines, open_page)
-        end(found)
+        end(of_texts)
         return
     if texts is not None or inside is None:
         raise QualmsError("name the images that the network knows with --id, or pass --tokens for a page about texts.")
