@@ -34,7 +34,8 @@ from qualms.cli.specs import chosen_methods
 from qualms.methods.method import TRAINING_DATA
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
-from qualms.report.page import require_writable, write_page
+from qualms.report.offline import require_writable
+from qualms.report.page import write_page
 from qualms.report.tables import left_out
 from qualms.tasks.journal import Journal, read
 from qualms.tasks.ood import alike
