@@ -14,7 +14,7 @@ SAYS = {
     "quickstart.py": "AUROC",
     "own_model.py": "exported, the same scores: True",
     "active_learning.py": "uncertain and different",
-    "segmentation.py": "unknown pixels",
+    "pixels.py": "unknown pixels",
     "theory.py": "Proposition 4",
 }
 
