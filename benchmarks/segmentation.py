@@ -70,9 +70,9 @@ def rows(seed: int, done: set[tuple[str, str]]) -> Iterable[Row]:
             known = test.labels < UNKNOWN
             right = (scored.prediction == test.labels)[known].double().mean()
             ink = (scored.prediction == test.labels)[known & (test.labels > 0)].double().mean()
-            about = {"scenes": len(test), "accuracy": float(right), "ink_accuracy": float(ink), "seconds": seconds}
+            every = {"scenes": len(test), "accuracy": float(right), "ink_accuracy": float(ink), "seconds": seconds}
             for method in methods:
-                yield {"seed": seed, "kind": kind, "method": method, **about, **ranked(test, scored, kind, method)}
+                yield {"seed": seed, "kind": kind, "method": method, **every, **ranked(test, scored, kind, method)}
 
 
 def fill(found: list[Row]) -> None:
@@ -99,9 +99,8 @@ def fill(found: list[Row]) -> None:
 
 
 def about(found: list[Row]) -> str:
-    """What was run, on how much, and how long it took."""
+    """What was run, and on how much."""
     right, ink = (mean(found, WRONG, "entropy", key) for key in ("accuracy", "ink_accuracy"))
-    quick, slow = (mean(found, None, method, "seconds") for method in ("entropy", "regrad"))
     counts = []
     for kind, title in TITLES.items():
         pixels = [row["pixels"] for row in of(found, kind, "entropy")]
@@ -110,18 +109,17 @@ def about(found: list[Row]) -> str:
     return (
         f"{len(SEEDS)} trainings on {LEARNT} scenes each (seeds {', '.join(map(str, SEEDS))}), {TESTED} test scenes of "
         f"each kind and training. In scenes without unknown objects {100 * right:.1f} % of the pixels are predicted "
-        f"right, {100 * ink:.1f} % of those of digits. Positive pixels of all that count: {', '.join(counts)}. A scene "
-        f"took {1000 * quick:.0f} ms for all scores of logits together, and {1000 * slow:.0f} ms for all of gradients, "
-        "by the sketch."
+        f"right, {100 * ink:.1f} % of those of digits. Positive pixels of all that count: {', '.join(counts)}. Scores "
+        "of gradients are sketched with 16 tangents."
     )
 
 
-def of(found: list[Row], kind: str | None, method: str) -> list[Row]:
-    """The rows of a method, of one kind or of all."""
-    return [row for row in found if row["method"] == method and kind in (None, row["kind"])]
+def of(found: list[Row], kind: str, method: str) -> list[Row]:
+    """One for each training."""
+    return [row for row in found if row["method"] == method and row["kind"] == kind]
 
 
-def mean(found: list[Row], kind: str | None, method: str, key: str) -> float:
+def mean(found: list[Row], kind: str, method: str, key: str) -> float:
     """Over the trainings."""
     values = [row[key] for row in of(found, kind, method)]
     return sum(values) / len(values)
