@@ -18,7 +18,7 @@ from typing import Any
 
 import pages
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import qualms
 from qualms.data.scenes import CLASSES, IGNORED, KINDS, NORMALISATION, UNKNOWN, Scenes, scenes
@@ -28,8 +28,12 @@ from qualms.training.segmentation import RECIPE, fit_scenes
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "segmentation.jsonl", HERE.parent / "docs" / "results.md"
-LOGITS = ("entropy", "msp", "energy", "max-logit", "gen")
-GRADIENTS = ("regrad", "regrad+layers", "exgrad", "fisher", "isotropic")
+TANGENTS = 16  # of the sketch, as is the default
+RUNS = (  # methods that share passes, and tangents
+    (("entropy", "msp", "energy", "max-logit", "gen"), TANGENTS),
+    (("regrad", "regrad+layers", "exgrad", "fisher", "isotropic"), TANGENTS),
+    (("regrad", "fisher"), 64),
+)
 SEEDS = (0, 1, 2)
 LEARNT, TESTED = 1000, 50  # scenes for training, and for each test
 WRONG = "wrong"
@@ -46,33 +50,48 @@ def trained(seed: int) -> nn.Module:
     return model
 
 
-def ranked(test: Scenes, scored: qualms.Scored, kind: str, method: str) -> Row:
+def named(method: str, tangents: int) -> str:
+    """What its rows are called."""
+    return method if tangents == TANGENTS else f"{method}, {tangents} tangents"
+
+
+def ranked(test: Scenes, prediction: Tensor, scores: Tensor, kind: str) -> Row:
     """What one score achieves on one set of scenes."""
     labels = test.labels
     if kind == WRONG:  # the same question, with another answer
-        labels = torch.where(labels == IGNORED, IGNORED, torch.where(scored.prediction == labels, 0, UNKNOWN))
+        labels = torch.where(labels == IGNORED, IGNORED, torch.where(prediction == labels, 0, UNKNOWN))
     counts = {"known": int((labels < UNKNOWN).sum()), "unknown": int((labels == UNKNOWN).sum())}
-    return {"pixels": counts, **pixel_metrics(scored.scores[method], labels, UNKNOWN)}
+    return {"pixels": counts, **pixel_metrics(scores, labels, UNKNOWN)}
 
 
 def rows(seed: int, done: set[tuple[str, str]]) -> Iterable[Row]:
-    """Of one training; methods that share passes are run together."""
-    left = {kind: [[m for m in some if (kind, m) not in done] for some in (LOGITS, GRADIENTS)] for kind in TITLES}
-    if not any(some for groups in left.values() for some in groups):
+    """Of one training."""
+    left = [
+        (kind, [m for m in methods if (kind, named(m, tangents)) not in done], tangents)
+        for kind in TITLES
+        for methods, tangents in RUNS
+    ]
+    if not any(methods for _, methods, _ in left):
         return
     model = trained(seed)
-    for kind, groups in left.items():
+    for kind, methods, tangents in left:
+        if not methods:
+            continue
         test = scenes(TESTED, "test", None if kind == WRONG else kind, seed=seed)
-        for methods in filter(None, groups):
-            start = time.monotonic()
-            scored = qualms.Scorer(model, methods, class_dim=1)(NORMALISATION.apply(test.pixels))
-            seconds = round((time.monotonic() - start) / len(test), 3)
-            known = test.labels < UNKNOWN
-            right = (scored.prediction == test.labels)[known].double().mean()
-            ink = (scored.prediction == test.labels)[known & (test.labels > 0)].double().mean()
-            every = {"scenes": len(test), "accuracy": float(right), "ink_accuracy": float(ink), "seconds": seconds}
-            for method in methods:
-                yield {"seed": seed, "kind": kind, "method": method, **every, **ranked(test, scored, kind, method)}
+        start = time.monotonic()
+        scorer = qualms.Scorer(model, methods, class_dim=1, engine=qualms.Sketch(tangents=tangents))
+        scored = scorer(NORMALISATION.apply(test.pixels))
+        seconds = round((time.monotonic() - start) / len(test), 3)
+        right, known = scored.prediction == test.labels, test.labels < UNKNOWN
+        every = {
+            "scenes": len(test),
+            "accuracy": float(right[known].double().mean()),
+            "ink_accuracy": float(right[known & (test.labels > 0)].double().mean()),
+            "seconds": seconds,
+        }
+        for method in methods:
+            found = ranked(test, scored.prediction, scored.scores[method], kind)
+            yield {"seed": seed, "kind": kind, "method": named(method, tangents), **every, **found}
 
 
 def fill(found: list[Row]) -> None:
@@ -91,11 +110,17 @@ def fill(found: list[Row]) -> None:
     parts = [
         about(found),
         "AUROC/AUPR/FPR95 in %, means over the trainings, the best of each in bold:",
-        pages.table(header, [[f"`{m}`", *(cell(kind, m) for kind in TITLES)] for m in order]),
+        pages.table(header, [[code(m), *(cell(kind, m) for kind in TITLES)] for m in order]),
         "The lowest and the highest AUROC of the trainings:",
-        pages.table(header, [[f"`{m}`", *(over_seeds(found, kind, m) for kind in TITLES)] for m in order]),
+        pages.table(header, [[code(m), *(over_seeds(found, kind, m) for kind in TITLES)] for m in order]),
     ]
     pages.fill(PAGE, {"segmentation": "\n\n".join(parts)})
+
+
+def code(method: str) -> str:
+    """A method's name as the page writes it."""
+    name, *more = method.partition(",")
+    return f"`{name}`{''.join(more)}"
 
 
 def about(found: list[Row]) -> str:
@@ -110,7 +135,7 @@ def about(found: list[Row]) -> str:
         f"{len(SEEDS)} trainings on {LEARNT} scenes each (seeds {', '.join(map(str, SEEDS))}), {TESTED} test scenes of "
         f"each kind and training. In scenes without unknown objects {100 * right:.1f} % of the pixels are predicted "
         f"right, {100 * ink:.1f} % of those of digits. Positive pixels of all that count: {', '.join(counts)}. Scores "
-        "of gradients are sketched with 16 tangents."
+        f"of gradients are sketched with {TANGENTS} tangents unless more are named."
     )
 
 
