@@ -132,6 +132,19 @@ def test_nothing_overflows(opened: Open, name: str, width: int) -> None:
         assert box["height"] == pytest.approx(box["width"] * 16 / 24, abs=1)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_number_of_the_table_is_broken_or_cut(opened: Open, width: int) -> None:
+    page = opened(width=width)
+    broken = """() => [...document.querySelectorAll("#methods td")].filter((cell) => {
+      const text = document.createRange();
+      text.selectNodeContents(cell);
+      return text.getClientRects().length > 1 || cell.scrollWidth > cell.clientWidth;
+    }).length"""
+    assert page.evaluate(broken) == 0
+    heads = page.eval_on_selector_all("#methods thead th", "all => all.map((e) => e.scrollWidth - e.clientWidth)")
+    assert max(heads) == 0
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["full", "bare"])
