@@ -273,13 +273,39 @@ def test_one_request_too_many_is_told_to_come_back() -> None:
 
 
 def test_scores_that_do_not_come_in_time_are_not_waited_for() -> None:
-    slow = Slow()
-    with client(ask=slow, deadline=0.2, waiting=1) as ask:
+    with client(ask=Slow(), deadline=0.2) as ask:
         began = time.monotonic()
         refused(ask.post("/v1/score", files=upload(0)), 504, "did not come within 0.2 s")
         assert time.monotonic() - began < 5
+
+
+def test_a_request_keeps_its_place_until_nothing_is_scored_for_it() -> None:
+    slow = Slow()
+    with client(ask=slow, deadline=0.5, waiting=1) as ask:
+        refused(ask.post("/v1/score", files=upload(0)), 504, "did not come within 0.5 s")
+        assert "qualms_waiting 1.0" in ask.get("/metrics").text
+        refused(ask.post("/v1/score", files=upload(0)), 429, "1 requests are waiting already")
+        assert slow.asked == 1
         slow.go.set()
-        assert ask.post("/v1/score", files=upload(0)).status_code == 200  # its place is free again
+        until = time.monotonic() + 30
+        while "qualms_waiting 1.0" in ask.get("/metrics").text and time.monotonic() < until:
+            time.sleep(0.01)
+        assert ask.post("/v1/score", files=upload(0)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "words"),
+    [
+        (Reply(None, late=True), 504, "waited too long to be scored"),
+        (Reply(None, broken=True), 500, "could not be scored"),
+        (Reply(None), 422, "cannot score these images of 8 x 8 pixels"),
+    ],
+)
+def test_why_there_are_no_scores_is_told(reply: Reply, status: int, words: str) -> None:
+    async def none(_: Question) -> Reply:
+        return reply
+
+    refused(client(ask=none).post("/v1/score", files=upload(0)), status, words)
 
 
 def test_an_image_that_is_still_decoded_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
