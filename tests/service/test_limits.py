@@ -105,6 +105,18 @@ def test_a_token_is_not_shown_with_the_settings() -> None:
 # How large.
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("batch", "waiting", "body", "images", "pixels") for value in (0, -1)),
+        *(("deadline", value) for value in (0.0, -1.0, float("nan"), float("inf"))),
+    ],
+)
+def test_a_limit_that_limits_nothing_is_refused(name: str, value: float) -> None:
+    with pytest.raises(QualmsError, match=f"the limit '{name}' of the service is {value}; it must be a number above 0"):
+        Settings(**{name: value})
+
+
 @dataclass(frozen=True)
 class Raw:
     """An answer, and how many parts of the body were read for it."""

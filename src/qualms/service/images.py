@@ -15,6 +15,7 @@ from qualms.service.settings import Settings
 
 # Formats that Pillow reads by itself: for others it may start a program such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+ECHO = 80  # characters of a request that an error repeats
 Pixels = UInt8[np.ndarray, "_ _ _"]  # [c, h, w]; those of one request may differ
 
 
@@ -35,7 +36,7 @@ class Intake:
             except TooLarge:
                 raise self._too_many_pixels() from None
             except Unreadable as error:
-                raise HTTPException(422, f"{name} is {error.reason}; send {', '.join(FORMATS)} files.") from None
+                raise HTTPException(422, f"{name[:ECHO]} is {error.reason}; send {', '.join(FORMATS)} files.") from None
             left -= image.width * image.height
             found.append(self._fitted(image))
         return found
