@@ -44,7 +44,12 @@ def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).logits.log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("GPT-2", "BERT by token")  # the others run with the slow tests
+IN_32_BITS = ("Llama", "Mistral", "Gemma", "Qwen", "T5")  # norms or rotations, also in a model of 64 bits
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_sketch_and_exact_agree_at_chosen_positions(name: str) -> None:
     make, inputs = MODELS[name]
     model, at = make(), [0, 4]
@@ -56,11 +61,12 @@ def test_sketch_and_exact_agree_at_chosen_positions(name: str) -> None:
     for method, power in (("regrad", 1), ("fisher", 2)):
         off = found.scores[method][:, at] / exact.scores[method] - 1
         assert off.abs().max() < 4 * power / math.sqrt(2 * MANY)
-    error = found.errors["fisher"][:, at] / exact.scores["fisher"]
-    assert 0.3 < float(error.mean()) * math.sqrt(MANY / 2) < 1.5  # √(2/k) for one direction, less for many
+    error = found.errors["fisher"][:, at]
+    assert (error / exact.scores["fisher"]).max() < math.sqrt(2 / MANY)  # that of one direction; many have less
+    assert ((found.scores["fisher"][:, at] - exact.scores["fisher"]).abs() / error).max() < 5
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5", "BERT"])
+@pytest.mark.parametrize("name", [one for one in EACH if one.values != ("Bloom",)])  # by differences, to 1e-3
 def test_every_tangent_gives_what_plain_autograd_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """v·(J s) = ⟨Jᵀv, s⟩ at every position and for every class."""
     make, inputs = MODELS[name]
@@ -84,11 +90,11 @@ def test_every_tangent_gives_what_plain_autograd_gives(name: str, monkeypatch: p
                 want = sum(
                     float((g * s[f"model.{n}"]).sum()) for n, g in zip(named, found, strict=True) if g is not None
                 )
-                assert float(dz[j, t, c]) == pytest.approx(want, rel=1e-8, abs=1e-10)
+                assert float(dz[j, t, c]) == pytest.approx(want, rel=1e-6 if name in IN_32_BITS else 1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["GPT-2", "Bloom", "OPT", "Llama", "T5"])
+@pytest.mark.parametrize("name", EACH)
 def test_a_padded_batch_gives_the_scores_of_single_texts(name: str, side: str) -> None:
     make, inputs = MODELS[name]
     model, batch = make(), inputs()
@@ -161,6 +167,7 @@ def test_pixels_of_a_segmentation_have_the_shape_of_the_image(method: str) -> No
     same(exact.scores[method], reference.scores[method])
 
 
+@pytest.mark.slow
 def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = language.gpt2(), language.text()
     methods = ["regrad+layers", "fisher", "regrad+smooth(0.1,2)"]
@@ -174,6 +181,7 @@ def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch
     same(several.sequence, alone.sequence)
 
 
+@pytest.mark.slow
 def test_positions_in_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = language.gpt2(), language.text()
     methods = ["regrad", "fisher", "gradnorm", "entropy", "regrad+smooth(0.1,2)"]
@@ -195,6 +203,7 @@ def test_the_score_of_a_text_is_no_matter_of_its_company_or_of_the_batch() -> No
         same(values, torch.cat([part.scores[method] for part in stream]))
 
 
+@pytest.mark.slow
 def test_smoothing_averages_gradients_over_perturbed_embeddings_before_any_norm() -> None:
     """The noise of both engines is the same, so that the exact one is the judge."""
     model, batch = language.gpt2(), language.text()
@@ -205,6 +214,7 @@ def test_smoothing_averages_gradients_over_perturbed_embeddings_before_any_norm(
     assert (exact.scores["fisher"] / exact.scores[spec] - 1).abs().min() > 0.3  # so that a lost average would show
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_whole_text_is_that_of_its_log_likelihood() -> None:
     model, batch = language.gpt2(), language.text()
     targets = qualms.next_tokens(batch["input_ids"])
@@ -306,6 +316,7 @@ def test_a_threshold_marks_tokens() -> None:
         qualms.Scorer(model, "fisher", class_dim=-1, reduce="mean", threshold=limit)
 
 
+@pytest.mark.slow
 def test_layers_and_parameters_are_counted_as_in_the_model_itself() -> None:
     model, batch = language.gpt2(), language.text()
     at = [3]
@@ -340,6 +351,7 @@ def test_the_model_leaves_as_it_came() -> None:
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_weights_in_16_bits_are_scored_in_32() -> None:
     model, batch = language.like_llama("Llama")(), language.text()
     want = qualms.Scorer(model, ["entropy", "fisher"], class_dim=-1)(batch)
@@ -370,6 +382,7 @@ class Difference(nn.Module):
         return self.Twice.apply(self.layer(x)).tanh()
 
 
+@pytest.mark.slow
 def test_where_forward_mode_cannot_go_a_difference_does() -> None:
     model, x = Difference(), torch.randn(2, 5, 3, dtype=torch.double)
     found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(MANY))(x).scores["fisher"]
@@ -417,7 +430,7 @@ def test_options_that_do_not_fit_are_refused_at_once(options: dict[str, Any], me
             {"mask": torch.ones(2, 3)},
             r"mask has the shape \(2, 3\), and the model answers at positions of shape \(2, 7\)",
         ),
-        ({"targets": torch.full((2, TOKENS), WORDS)}, f"a target is class {WORDS}, and there are {WORDS} classes"),
+        ({"targets": torch.full((2, TOKENS), WORDS)}, f"a target is {WORDS}, and there are {WORDS} classes"),
         ({"targets": torch.zeros(2, 3)}, r"the targets of an input have the shape \(3,\)"),
         ({"mask": torch.ones(1, TOKENS)}, "mask is for 1 inputs of 2 or more"),
         ({"spans": [[(0, 2)], []]}, "spans need reduce="),
@@ -437,7 +450,7 @@ def test_a_classifier_needs_no_class_dim() -> None:
 
 def test_a_text_of_which_nothing_is_left_is_an_error() -> None:
     batch = language.text() | {"attention_mask": torch.tensor([[1] * TOKENS, [0] * TOKENS])}
-    with pytest.raises(qualms.QualmsError, match="the attention_mask of input 1 leaves nothing of it"):
+    with pytest.raises(qualms.QualmsError, match="the attention_mask of input 1 of the batch leaves nothing of it"):
         qualms.Scorer(language.gpt2(), "entropy", class_dim=-1)(batch)
 
 

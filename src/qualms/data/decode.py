@@ -24,7 +24,7 @@ UPRIGHT = {  # what undoes each orientation, by Pillow's names
 
 
 class Unreadable(QualmsError):
-    """An image that cannot be read; `reason` goes on from "it is"."""
+    """An image or text that cannot be read; `reason` goes on from "it is"."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where} is {reason}; replace or remove it.")
@@ -98,7 +98,7 @@ def _read(
     except library.DecompressionBombError as error:
         claimed, limit = (int(number) for number in re.findall(r"\d+", str(error))[:2])
         raise _too_large(where, claimed, limit) from None
-    except Unreadable:
+    except (Unreadable, MemoryError):  # that memory runs out says nothing of the file
         raise
     except Exception as error:  # Pillow raises whatever comes up
         raise Unreadable(where, f"cut or not an image ({type(error).__name__})") from None
