@@ -1,6 +1,7 @@
 """A small network of digits behind the service: made anew in every process, the same each time."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -107,6 +108,13 @@ def plain(classes: int = 10) -> nn.Module:
 
 def stubborn(classes: int = 10) -> nn.Module:
     """The same, which tells ten classes apart whatever it is asked for."""
+    return network().model
+
+
+def endless(classes: int = 10) -> nn.Module:
+    """One that takes its time to load."""
+    print("loading", flush=True)
+    time.sleep(600)
     return network().model
 
 
