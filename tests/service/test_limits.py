@@ -61,8 +61,11 @@ def test_probes_and_pages_need_no_token_and_hold_no_scores(path: str) -> None:
     answer = client(token=TOKEN).get(path)
     assert answer.status_code == 200
     assert TOKEN not in answer.text
-    reference = client().get("/v1/model").json()["reference"]
-    assert not any(str(score) in answer.text for score in reference)
+    about = client().get("/v1/model").json()
+    assert not any(str(score) in answer.text for score in [about["threshold"], *about["reference"]])
+    assert "seven" not in answer.text
+    told = {about[name] for name in ("model_hash", "rule") if about[name] in answer.text}
+    assert told == ({about["model_hash"], about["rule"]} if path == "/" else set())  # as the docs say
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

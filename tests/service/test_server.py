@@ -187,8 +187,9 @@ def test_a_stop_answers_what_was_taken(start: Start, how: str) -> None:
     assert service.log.read_text().count("\n") == 1  # no traces, no complaints
 
 
-def test_a_stop_is_heeded_while_the_network_is_loaded(tmp_path: Path) -> None:
-    loading = Running("--model", f"{HERE}:endless", log=tmp_path / "log")
+@pytest.mark.parametrize("factory", ["endless", "endless_there"])
+def test_a_stop_is_heeded_while_the_network_is_loaded(factory: str, tmp_path: Path) -> None:
+    loading = Running("--model", f"{HERE}:{factory}", "--methods", "entropy", log=tmp_path / "log")
     try:
         until = time.monotonic() + PATIENCE
         while "loading" not in loading.log.read_text() and time.monotonic() < until:
