@@ -9,12 +9,11 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from qualms.cli.lazy import LazyGroup
-from qualms.cli.status import GOES_ON, say, stopped
+from qualms.cli.status import GOES_ON, NOTHING, say, stopped
 from qualms.cli.wording import in_options
 from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
 from qualms.version import __version__
 
-NOTHING = "nothing was kept, and no file was written"
 STOPPED = {  # what is left of a command that is stopped
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
     **dict.fromkeys(("score", "threshold", "demo"), NOTHING),
@@ -27,7 +26,7 @@ class Commands(LazyGroup):
 
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
         "demo": ("qualms.cli.demo", "Train a network on digits, and write a page about what it does not know."),
-        "score": ("qualms.cli.score", "Score images: a table with the uncertainty of each."),
+        "score": ("qualms.cli.score", "Score images, or the tokens of texts: a table with the uncertainty of each."),
         "threshold": ("qualms.cli.threshold", "Set the score up to which a network is trusted, or show it."),
         "serve": ("qualms.cli.serve", "Serve a network over HTTP: predictions, scores, and whether to trust them."),
         "methods": ("qualms.cli.methods", "List every method: its needs, its cost, and where it comes from."),
