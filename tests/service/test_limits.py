@@ -33,7 +33,7 @@ CLOSED = ("/v1/model", "/metrics", "/v2", "/v2/models/digits", "/v2/models/digit
     "header",
     [None, "", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer é"],
 )
-def test_nothing_of_the_network_is_told_without_the_token(path: str, header: str | None) -> None:
+def test_whatever_is_not_open_needs_the_token(path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
     answer = client(token=TOKEN).get(path, headers=headers)
     refused(answer, 401, "the token is missing or wrong")
