@@ -4,6 +4,7 @@ from qualms.metrics.bootstrap import interval
 from qualms.metrics.lift import lift_curve, raulc
 from qualms.metrics.prediction import accuracy, nll, nll_softmax_twice
 from qualms.metrics.ranking import aupr, auroc, fpr95, roc
+from qualms.metrics.rejection import prr
 from qualms.metrics.selective import aurc, risk_coverage, selective_risk
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "lift_curve",
     "nll",
     "nll_softmax_twice",
+    "prr",
     "raulc",
     "risk_coverage",
     "roc",
