@@ -24,7 +24,7 @@ UPRIGHT = {  # what undoes each orientation, by Pillow's names
 
 
 class Unreadable(QualmsError):
-    """An image that cannot be read; `reason` goes on from "it is"."""
+    """An image or text that cannot be read; `reason` goes on from "it is"."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where} is {reason}; replace or remove it.")

@@ -18,7 +18,7 @@ CHUNK = 1000  # images that are held as floats at a time
 
 @dataclass(frozen=True)
 class Rejected:
-    """An image that could not be read: its id, and a reason that goes on from "it is".
+    """An image or text that could not be read: its id, and a reason that goes on from "it is".
 
     Example:
         ```python

@@ -45,7 +45,7 @@ class ParquetImages:
 def open_parquet(path: Path, content: Any) -> ParquetImages:
     """The file with these bytes, or in that place; an error if it has no images."""
     parquet = extra("pyarrow.parquet", "pyarrow", ".parquet files")
-    with _readable(path):
+    with readable(path):
         file = parquet.ParquetFile(content)
         kept, metadata = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
     image_key, label_key = (next((key for key in keys if key in kept), None) for keys in (IMAGES, LABELS))
@@ -61,7 +61,7 @@ def read_parquet(path: Path, name: str, fit: Fit | None = None, strict: bool = T
     arrow = extra("pyarrow", "pyarrow", ".parquet files")
     opened = open_parquet(path, arrow.BufferReader(content_of(path)))
     columns = [key for key in (opened.image_key, opened.label_key) if key is not None]
-    with _readable(path):
+    with readable(path):
         rows = opened.file.read(columns=columns).to_pydict()
     labels = None if opened.label_key is None else rows[opened.label_key]
     if labels is not None and not all(type(label) is int for label in labels):
@@ -92,7 +92,7 @@ def parquet_outline(path: Path) -> tuple[list[int], tuple[str, ...]]:
 def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Iterator[list[File]]:
     """The images from row `start` on, some at a time, without reading what comes before or after."""
     opened = open_parquet(path, path)
-    with opened.file, _readable(path):
+    with opened.file, readable(path):
         ends = list(accumulate(opened.groups))
         skipped = sum(end <= start for end in ends)
         row = ends[skipped - 1] if skipped else 0
@@ -106,7 +106,8 @@ def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Ite
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Whatever is raised as a file is read becomes an error that names it."""
     try:
         yield
     except (QualmsError, GeneratorExit):

@@ -46,12 +46,7 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
 
 def from_hugging_face(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
     """A classifier of images or texts, from a folder or the hub, in float32; no code from the hub is run."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise QualmsError(f"hf:{name} needs the package transformers; pip install transformers.") from error
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise QualmsError(f"there is no folder {name} for hf:; check the path.")
+    transformers = transformers_for(name)
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         auto = getattr(transformers, f"AutoModel{_kind(name, config)}")
@@ -61,7 +56,7 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
             model, found = auto.from_pretrained(
                 name, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
             )
-            _check_all_loaded(name, found)
+            check_all_loaded(name, found, "pass weights=, a checkpoint that has them")
         else:
             config.num_labels = config.num_labels if classes is None else classes
             model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -72,6 +67,17 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=f"hf:{name}")
     return model
+
+
+def transformers_for(name: str) -> Any:
+    """The package, which reads what `name` stands for; an error if either is not there."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise QualmsError(f"hf:{name} needs the package transformers; pip install transformers.") from error
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise QualmsError(f"there is no folder {name} for hf:; check the path.")
+    return transformers
 
 
 def _kind(name: str, config: Any) -> str:
@@ -100,11 +106,11 @@ def _not_made(source: str, weights: str | Path | None, error: Exception) -> Qual
     )
 
 
-def _check_all_loaded(name: str, found: dict[str, Any]) -> None:
+def check_all_loaded(name: str, found: dict[str, Any], advice: str) -> None:
     """transformers fills what the weights lack with random numbers, and only logs it."""
     missing = sorted(found["missing_keys"])
     if missing:
         raise QualmsError(
             f"the weights of hf:{name} lack {len(missing)} tensors (first '{missing[0]}'), which would be random; "
-            "pass weights=, a checkpoint that has them."
+            f"{advice}."
         )

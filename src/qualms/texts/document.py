@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 
+from qualms.data.texts import Document
 
-@dataclass(frozen=True)
-class Document:
-    """A text with a name."""
-
-    name: str
-    text: str
+__all__ = ["Document", "ScoredDocument"]
 
 
 @dataclass(frozen=True)
