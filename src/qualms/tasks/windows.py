@@ -19,8 +19,9 @@ from qualms.methods.method import Method
 from qualms.metrics.arrays import Bools, Floats
 from qualms.models.fingerprint import fingerprint
 from qualms.models.language import LanguageModel
+from qualms.positions import next_tokens
 from qualms.progress import Tell
-from qualms.scorer import Scorer, next_tokens
+from qualms.scorer import Scorer
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, TokensAbout, TokensKey, TokensRow
 from qualms.tasks.scoring import Methods
