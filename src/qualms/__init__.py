@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qualms.gradients.settings import Sketch
     from qualms.gradients.smoothing import Smoothing
     from qualms.methods.registry import list_methods
+    from qualms.positions import next_tokens
     from qualms.scored import Scored
     from qualms.scorer import Scorer
     from qualms.scores import compare, score, score_with_error
@@ -44,6 +45,7 @@ __all__ = [
     "methods",
     "metrics",
     "models",
+    "next_tokens",
     "score",
     "score_with_error",
     "select",
@@ -62,6 +64,7 @@ _MODULES = {
     "class_gradient_norms": "qualms.gradients.norms",
     "compare": "qualms.scores",
     "list_methods": "qualms.methods.registry",
+    "next_tokens": "qualms.positions",
     "score": "qualms.scores",
     "score_with_error": "qualms.scores",
     "select": "qualms.selection",

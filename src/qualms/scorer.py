@@ -2,7 +2,8 @@
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,18 +19,19 @@ from qualms.gradients.layers import Granularity, Norm, Params, selected_paramete
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
+from qualms.methods.chosen import Methods, PixelStd, by_name, in_pixels, noisy_specs
 from qualms.methods.few_classes import classes_needed
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import LOGITS, Method, Noise
+from qualms.methods.method import LOGITS
 from qualms.methods.passes import Passes, Subject
-from qualms.methods.registry import DEFAULT, parse
+from qualms.methods.registry import DEFAULT
 from qualms.models.fingerprint import fingerprint
+from qualms.positions import Given, Positions, PositionScores
+from qualms.reduction import Reduce, Spans
 from qualms.scored import Scored
 from qualms.threshold import MadeBy, Threshold
 
 MANY = 1000  # classes, to weigh passes by
-Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
-PixelStd = float | Sequence[float] | None
 MARGIN = 0.05  # beyond [0, 1], by which resized pixels may overshoot
 
 
@@ -50,7 +52,8 @@ class Scorer:
         models: further members, for `ensemble`.
         engine: how class gradients are computed: `exact`; `sketch`, estimates whose cost does not depend on the number
             of classes (`qualms.Sketch` for its options); `auto`, the cheaper of the two by measured time; or
-            `reference`. Sketched `+layers` scores add layers in quadrature, so they rank alike but have other values:
+            `reference`. By default exact; at all positions of a model that answers at many, always the sketch. Sketched
+            `+layers` scores add layers in quadrature, so they rank alike but have other values:
             compare scores, and use a threshold, within one engine.
         layers: what `+layers` counts: `module`, `tensor` or `block`.
         norm: of the gradients, `l2` or `l1`.
@@ -65,6 +68,13 @@ class Scorer:
         threshold: the highest score of the first method that is accepted; a number, or a `qualms.Threshold`.
             It is refused if it knows that it was set on scores of another method, network or settings.
         class_names: names of the classes, in the order of the logits.
+        class_dim: for models that answer at many positions, the axis of the classes in their logits: -1 for language
+            models, 1 for segmentation. Scores then have the shape of the positions, [B, T] or [B, H, W]. Each input
+            runs alone, without its padding, and gradients are sketched.
+        reduce: makes one number of an input's positions: `mean`, `max`, `sum`, or a quantile between 0 and 1.
+        positions: a few positions to score instead of all, by any engine and method: [B, P]. In images they are counted
+            row by row.
+        ignore_index: positions with this target are not scored.
         pixel_std: what pixels from 0 to 1 were divided by to make the model's inputs, a number or one for each channel.
             Noise in specs (`+smooth`, `perturb-x`, `mc-aa`, `odin`) is then in pixels, as papers give it, and not in
             the units of the tensor.
@@ -89,7 +99,7 @@ class Scorer:
         *,
         train: Any = None,
         models: Iterable[nn.Module] = (),
-        engine: Engine | Sketch = "exact",
+        engine: Engine | Sketch | None = None,
         layers: Granularity = "module",
         norm: Norm = "l2",
         params: Params = None,
@@ -100,10 +110,16 @@ class Scorer:
         threshold: Threshold | float | None = None,
         class_names: Sequence[str] | None = None,
         pixel_std: PixelStd = None,
+        class_dim: int | None = None,
+        reduce: Reduce = None,
+        positions: Sequence[int] | None = None,
+        ignore_index: int | None = None,
     ) -> None:
         self.model = model
         self.methods = {name: in_pixels(method, pixel_std) for name, method in by_name(methods).items()}
-        self._unscaled = _noisy_specs(methods) if pixel_std is None else ()
+        self._unscaled = noisy_specs(methods) if pixel_std is None else ()
+        self._at = Positions.read(class_dim, reduce, positions, ignore_index)
+        engine = engine or "exact" if self._at is None else self._at.engine(engine)
         self.settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
         self.threshold = _threshold(threshold)
         self.class_names = None if class_names is None else tuple(class_names)
@@ -113,7 +129,16 @@ class Scorer:
         if self.settings.engine != "auto":
             self._require_own_threshold()
 
-    def __call__(self, x: Any, first: int = 0, numbers: Sequence[int] | None = None) -> Scored:
+    def __call__(
+        self,
+        x: Any,
+        first: int = 0,
+        numbers: Sequence[int] | None = None,
+        *,
+        mask: Any = None,
+        targets: Any = None,
+        spans: Spans | None = None,
+    ) -> Scored:
         """The scores of all inputs of `x`.
 
         Args:
@@ -121,21 +146,43 @@ class Scorer:
                 ignored).
             first: the number of the first input, which decides its draws; give it where `x` goes on from another call.
             numbers: of all inputs, in place of first, first + 1, …: an input that keeps its number keeps its draws.
+            mask: for models that answer at many positions, which of them to score, [inputs, *positions]; the others are
+                NaN, as is padding by an `attention_mask` in `x`.
+            targets: the true class at each position, -100 where there is none (see `next_tokens`).
+            spans: with `reduce`, (start, end) of the spans of each text, in tokens; one number for each span.
         """
-        return Scored.concatenated(self.stream(x, first, numbers))
+        return Scored.concatenated(self.stream(x, first, numbers, mask=mask, targets=targets, spans=spans))
 
-    def stream(self, batches: Any, first: int = 0, numbers: Sequence[int] | None = None) -> Iterator[Scored]:
+    def stream(
+        self,
+        batches: Any,
+        first: int = 0,
+        numbers: Sequence[int] | None = None,
+        *,
+        mask: Any = None,
+        targets: Any = None,
+        spans: Spans | None = None,
+    ) -> Iterator[Scored]:
         """The scores of each batch as it comes, so that a long run can keep what it has; arguments as for a call."""
         usable(self.model)
         for number in (first, *(numbers or ())):
             if not isinstance(number, int) or number < 0:
                 raise QualmsError(f"an input has the number {number!r}; numbers are whole, 0 or more.")
+        given = Given(mask, targets, spans)
+        given.require_use(self._at)
         end = 0
         for start, batch in numbered_batches(batches, eager(self.model)):
             end = start + count(batch)
             if numbers is not None and len(numbers) < end:
                 raise QualmsError(f"there are {len(numbers)} numbers for {end} inputs or more; number every input.")
-            yield self._scored(batch, range(first + start, first + end) if numbers is None else numbers[start:end])
+            own = range(first + start, first + end) if numbers is None else numbers[start:end]
+            if self._at is None:
+                yield self._scored(batch, own)
+                continue
+            with self._subject(batch) as subject:
+                scores = PositionScores(subject, self.methods, self._at)
+                scored = scores.of_batch(batch, own, given.part(start, end))
+            yield replace(scored, class_names=self.class_names, threshold=self.threshold)
         if numbers is not None and len(numbers) > end:
             raise QualmsError(f"there are {len(numbers)} numbers for {end} inputs; number every input once.")
 
@@ -144,13 +191,14 @@ class Scorer:
         """What makes the scores of the first method, for a `Threshold` to remember."""
         model, method, how = eager(usable(self.model)), next(iter(self.methods.values())), self.settings
         network = "+".join(map(fingerprint, (model, *self._members)))
+        said = repr(method) if self._at is None else f"{method!r} at {self._at}"
         if method.needs == (LOGITS,):
-            return MadeBy(repr(method), network)
+            return MadeBy(said, network)
         if how.engine == "auto":
             raise QualmsError("engine='auto' has not chosen an engine yet; call choose_engine, or score a batch.")
         counted = None if how.params is None else _digest(selected_parameters(model, how.params))
         engine = repr(how.sketch) if how.sketch else how.engine_name
-        return MadeBy(repr(method), network, engine, how.granularity, how.norm, counted, float(how.tolerance), how.seed)
+        return MadeBy(said, network, engine, how.granularity, how.norm, counted, float(how.tolerance), how.seed)
 
     def choose_engine(self, x: Any) -> Engine | Sketch:
         """The engine, which `auto` picks on the first batch it sees: here, that of `x`."""
@@ -162,6 +210,21 @@ class Scorer:
         return self.settings.engine
 
     def _scored(self, batch: Batch, numbers: Sequence[int]) -> Scored:
+        with self._subject(batch) as subject:
+            passes = Passes(subject, batch, numbers)
+            found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
+            errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
+            said = {name: method.note(passes) for name, method in self.methods.items()}
+            probs = passes.probs.detach()
+            gradients = {name: m for name, m in self.methods.items() if isinstance(m, GradientScore)}
+            estimated = tuple(name for name, m in gradients.items() if passes.estimates(m))
+        self._require_names(probs.shape[1])
+        notes = {name: note for name, note in said.items() if note is not None}
+        return Scored(found, errors, probs, numbers, self.class_names, self.threshold, estimated, notes)
+
+    @contextmanager
+    def _subject(self, batch: Batch) -> Iterator[Subject]:
+        """The model as it came, with what is known of it; anew if its weights have changed."""
         with untouched(self.model) as inner:
             state = state_on_entry(inner)
             new = self._state != state
@@ -172,19 +235,13 @@ class Scorer:
                 self._require_own_threshold()
             self._warn_of_units(batch)
             more = (self._train, self._members, self._gradient_methods(), self._learnt, self._fitted)
-            passes = Passes(Subject(inner, self.settings, *more, compares=self._compares()), batch, numbers)
-            found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
-            errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
-            said = {name: method.note(passes) for name, method in self.methods.items()}
-            probs = passes.probs.detach()
-            gradients = {name: m for name, m in self.methods.items() if isinstance(m, GradientScore)}
-            estimated = tuple(name for name, m in gradients.items() if passes.estimates(m))
-        if self.class_names is not None and len(self.class_names) != probs.shape[1]:
+            yield Subject(inner, self.settings, *more, compares=self._at is None and self._compares())
+
+    def _require_names(self, classes: int) -> None:
+        if self.class_names is not None and len(self.class_names) != classes:
             raise QualmsError(
-                f"there are {len(self.class_names)} class_names and {probs.shape[1]} logits; name every class once."
+                f"there are {len(self.class_names)} class_names and {classes} logits; name every class once."
             )
-        notes = {name: note for name, note in said.items() if note is not None}
-        return Scored(found, errors, probs, numbers, self.class_names, self.threshold, estimated, notes)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""
@@ -227,48 +284,10 @@ class Scorer:
         wanted = {method.smooth: subject.directions(method.smooth).names for method in methods}
         smooth, names = max(wanted.items(), key=_price)
         summed = [m for m in methods if m.smooth == smooth and m.direction == "classes"]
+        summed = summed if all(m.power == 1 for m in summed) else []  # squares take all classes
         few = partial(classes_needed, summed, tolerance=self.settings.tolerance) if self.settings.tolerance else None
         picked = choose_engine(self.settings, model, batch, names, smooth, needed=few if summed else None)
         self.settings = replace(self.settings, engine=picked)
-
-
-def by_name(methods: Methods) -> dict[str, Method]:
-    """The methods parsed, by name: the dict's key, else the spec as it was written."""
-    if isinstance(methods, (str, Method)):
-        methods = [methods]
-    if not methods:
-        raise QualmsError("methods is empty; name one, such as 'regrad' or 'entropy'.")
-    named: dict[str, Method] = {}
-    for name, one in methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]:
-        method = parse(one) if isinstance(one, str) else one
-        if not isinstance(method, Method):
-            raise QualmsError(f"a method is a {type(one).__name__}; pass a spec, or a qualms.methods.Method.")
-        called = name or (one if isinstance(one, str) else method.spec)
-        if named.setdefault(called, method) != method:
-            raise QualmsError(f"two methods are called {called!r}; give each a name of your own, in a dict.")
-    return named
-
-
-def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
-    """A method whose noise is in pixels from 0 to 1, with the noise in the units of inputs divided by `pixel_std`."""
-    if pixel_std is None:
-        return method
-    each = tuple(pixel_std) if isinstance(pixel_std, Sequence) else (pixel_std,)
-    if not each or not all(isinstance(s, (int, float)) and not isinstance(s, bool) and s > 0 for s in each):
-        raise QualmsError(f"pixel_std is {pixel_std!r}; pass a number above 0, or one for each channel.")
-
-    def scaled(level: float) -> Noise:
-        levels = tuple(level / s for s in each)
-        return levels if len(levels) > 1 else levels[0]
-
-    return method.in_units(scaled)
-
-
-def _noisy_specs(methods: Methods) -> tuple[str, ...]:
-    """The specs whose noise would be scaled; who makes a method object has set its noise."""
-    values = methods.values() if isinstance(methods, Mapping) else [methods] if isinstance(methods, str) else methods
-    specs = [one for one in values if isinstance(one, str)] if not isinstance(values, Method) else []
-    return tuple(spec for spec in specs if in_pixels(parse(spec), 0.5) != parse(spec))
 
 
 def _digest(names: Iterable[str]) -> str:

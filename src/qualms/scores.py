@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 from qualms.gradients.inputs import DATASET_BATCH
 from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.settings import Engine, Sketch
+from qualms.methods.chosen import Methods, PixelStd
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
 from qualms.progress import Count, Progress
-from qualms.scorer import Methods, PixelStd, Scorer
+from qualms.scorer import Scorer
 
 
 def score(

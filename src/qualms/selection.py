@@ -24,11 +24,11 @@ from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.sketch.engine import sketch_totals
+from qualms.methods.chosen import PixelStd, in_pixels
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, parse
 from qualms.progress import Progress
-from qualms.scorer import PixelStd, in_pixels
 from qualms.scores import score
 
 DIVERSITY_TANGENTS = (

@@ -129,7 +129,7 @@ class Threshold:
         value = float(s[allowed[-1]]) if len(allowed) else -math.inf
         return cls(value, len(s), f"risk {risk:g}", made_by, _some(s))
 
-    def accept(self, scores: Any) -> Bool[Tensor, " n"]:
+    def accept(self, scores: Any) -> Bool[Tensor, "..."]:
         """Which inputs to trust the model with."""
         return torch.as_tensor(scores) <= self.value
 

@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
 
 import qualms
 from qualms.data import Images
+from qualms.data.images import Rejected
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
+from qualms.scale.cluster import not_scored
 from qualms.tasks.network import Network
 from tests.scale.conftest import METHODS, png
 
@@ -82,3 +85,10 @@ def test_images_of_another_size_are_an_error(network: Network, digits: Images) -
     batches = BatchScorer(network, scorer, "digits", size=(9, 9))
     with pytest.raises(qualms.QualmsError, match=r"the first are 9 x 9 and 0\.png is 8 x 8"):
         batches(files(png(digits.pixels[0])))
+
+
+def test_an_image_that_another_attempt_could_read_is_not_rejected(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"id": ["a.png", "b.png"]}), tmp_path / "shard-0.parquet")
+    parquet.write_table(pyarrow.table({"id": ["c.png"]}), tmp_path / "shard-1.parquet")
+    rejected = [Rejected(name, "cannot be read") for name in ("b.png", "c.png", "d.png")]
+    assert [one.id for one in not_scored(rejected, tmp_path)] == ["d.png"]

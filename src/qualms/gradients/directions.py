@@ -176,15 +176,17 @@ def projected(
     names: Sequence[str], logits: Float[Tensor, "b r c"], tangents: Float[Tensor, "b r c"]
 ) -> Float[Tensor, "b m"]:
     """v·(J s) for every direction v, averaged over an input's rows: the projections of smoothed gradients on s."""
-    return torch.cat([_projected(name, logits, tangents.double()).mean(1) for name in names], dim=-1)
+    return torch.cat([projections(name, logits, tangents).mean(1) for name in names], dim=-1)
 
 
-def _projected(name: str, logits: Logits, tangents: Float[Tensor, "b r c"]) -> Float[Tensor, "b r m"]:
+def projections(name: str, logits: Float[Tensor, "b _ c"], tangents: Float[Tensor, "b _ c"]) -> Float[Tensor, "b _ m"]:
+    """v·y for every direction v of one set and each y = J s: of each row, or of one row and several tangents."""
+    y = tangents.double()
     if name == "logits":
-        return tangents
+        return y
     if name != "classes":
-        return (DIRECTIONS[name](logits) * tangents).sum(-1).movedim(0, -1)
+        return (DIRECTIONS[name](logits) * y).sum(-1).movedim(0, -1)
     # (e_c - p)·y = Σ_k p_k (y_c - y_k); measured from the likeliest class, nothing cancels when its p is nearly 1.
-    p = logits.double().softmax(-1)
-    y = tangents - tangents.gather(-1, logits.argmax(-1, keepdim=True))
-    return y - (p * y).sum(-1, keepdim=True)
+    likeliest = logits.argmax(-1, keepdim=True).expand(*y.shape[:-1], 1)
+    y = y - y.gather(-1, likeliest)
+    return y - (logits.double().softmax(-1) * y).sum(-1, keepdim=True)

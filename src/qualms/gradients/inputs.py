@@ -223,7 +223,7 @@ def run(model: nn.Module, batch: Batch) -> Any:
         raise QualmsError(f"the model does not accept x of {shapes}: {reason(error)}.") from error
 
 
-def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
+def logits_in(output: Any) -> Tensor:
     """The logits in a model's output: the tensor itself, `.logits`, or the first element of a tuple."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, dict):
@@ -234,6 +234,17 @@ def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
         raise QualmsError(
             f"the model returns a {type(output).__name__} without logits; "
             "it must return a float tensor, an object with `.logits`, or a tuple that starts with them."
+        )
+    return logits
+
+
+def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
+    """The logits in a model's output, one row for each input."""
+    logits = logits_in(output)
+    if logits.ndim > 2 and logits.shape[0] == rows:
+        raise QualmsError(
+            f"the model returns logits of shape {tuple(logits.shape)}, so it answers at many positions; pass "
+            "class_dim= to qualms.Scorer, the axis of the classes: -1 for language models, 1 for segmentation."
         )
     if logits.ndim != 2 or logits.shape[0] != rows or logits.shape[1] < 2:
         raise QualmsError(

@@ -11,6 +11,7 @@ from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV
 from qualms.methods.fdbd import FDBD
+from qualms.methods.fisher import Fisher
 from qualms.methods.gaia import GAIA
 from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import GradientScore
@@ -18,6 +19,7 @@ from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
 from qualms.methods.heat import Heat, HeatGeometric
 from qualms.methods.inserted_dropout import InsertedDropout
+from qualms.methods.isotropic import Isotropic
 from qualms.methods.knn import KNN
 from qualms.methods.laplace import Laplace
 from qualms.methods.lts import LTS
@@ -63,12 +65,14 @@ __all__ = [
     "Entropy",
     "ExGrad",
     "ExGradV",
+    "Fisher",
     "GradNorm",
     "GradNormHuang",
     "GradientScore",
     "Heat",
     "HeatGeometric",
     "InsertedDropout",
+    "Isotropic",
     "Laplace",
     "MCBatchNorm",
     "MCDropout",

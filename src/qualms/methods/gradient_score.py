@@ -1,4 +1,4 @@
-"""What the gradient scores share: Σ_m w_m ‖g_m‖ over the gradients g_m along some directions, each with its weight.
+"""What the gradient scores share: Σ_m w_m ‖g_m‖, or Σ_m w_m ‖g_m‖², over the gradients g_m along some directions.
 
 With `+layers(λ)` ‖g‖ becomes Σ_l exp(λ(l - L)) ‖g_l‖, in which deeper layers count more, and with `+smooth(σ, N)` each
 g is averaged over perturbed inputs before any norm is taken (Wang & Ji, CVPR 2024, sections 4.2 and 4.3).
@@ -54,6 +54,7 @@ class GradientScore(Method):
 
     needs = (GRADIENTS,)
     direction: ClassVar[str]
+    power: ClassVar[int] = 1  # of the norms: 1, or 2 for Σ_m w_m ‖g_m‖²
 
     def __post_init__(self) -> None:
         check_parameters(self, self.name, layers=FINITE_OR_NONE, smooth=SMOOTHING)

@@ -151,7 +151,7 @@ class Passes:
     # Gradients.
 
     def gradient_score(self, method: "GradientScore") -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-        """Σ_m w_m ‖g_m‖ over the gradients along a method's directions, and its standard error if it is estimated."""
+        """Σ_m w_m ‖g_m‖, or of ‖g_m‖², along a method's directions, and its standard error if it is estimated."""
         if self.estimates(method):
             if method not in self._estimated:
                 (self._draw_classes if self.subject.settings.sketch is None else self._sketch)(method)
@@ -159,13 +159,14 @@ class Passes:
         table, columns = self._norms(method)
         norms = total_norms(table.values[:, columns].double(), method.layers, self.subject.settings.norm)
         # p of the rows as the engine ran them: alone, if inputs influence each other.
-        value = (method.weights(table.logits.double().softmax(-1)) * norms).sum(-1)
+        value = (method.weights(table.logits.double().softmax(-1)) * norms**method.power).sum(-1)
         return value, torch.zeros_like(value)
 
     def estimates(self, method: "GradientScore") -> bool:
         """Whether a score has a standard error: it is sketched, or comes from some of many classes."""
         settings, many = self.subject.settings, self._outcome[0].shape[1] > 2 * FIRST
-        few = settings.tolerance > 0 and settings.engine_name == "exact" and method.direction == "classes" and many
+        sums = method.direction == "classes" and method.power == 1
+        few = settings.tolerance > 0 and settings.engine_name == "exact" and sums and many
         return settings.sketch is not None or few
 
     def _norms(self, method: "GradientScore") -> tuple[LayerTable, slice]:
@@ -202,7 +203,7 @@ class Passes:
         return squares.new_zeros(len(squares), len(blocks)).index_add_(1, place, squares), table.logits.double()
 
     def _sketch(self, method: "GradientScore") -> None:
-        """All scores of one sketch, block by block: they are linear in the norms, and so are their errors."""
+        """All scores of one sketch, block by block: their errors are linear in those of the norms."""
         wanted, foreseen = self._wanted(method), self.subject.gradient_methods
         like = [m for m in foreseen if (m.smooth, m.layers) == (method.smooth, method.layers)]
         methods = dict.fromkeys(like if method in foreseen else [method])
@@ -213,7 +214,12 @@ class Passes:
                 columns = self._columns(m.direction, wanted)
                 own = Sample(sample.projections[:, :, columns], sample.law)
                 weights = m.weights(probs)
-                parts[m].append(((weights * norms[:, columns]).sum(-1), own.weighted_error(norms[:, columns], weights)))
+                scale = norms[:, columns]
+                if m.power == 2:
+                    slope = 2 * weights * scale
+                    parts[m].append(((weights * own.square).sum(-1), own.weighted_error(scale, slope)))
+                else:
+                    parts[m].append(((weights * scale).sum(-1), own.weighted_error(scale, weights)))
         for m, blocks in parts.items():
             values, errors = (torch.cat(column) for column in zip(*blocks, strict=True))
             self._estimated[m] = values, errors
@@ -221,7 +227,7 @@ class Passes:
     def _draw_classes(self, method: "GradientScore") -> None:
         """All scores that are sums over the same classes, from some of them."""
         foreseen = self.subject.gradient_methods
-        like = [m for m in foreseen if (m.smooth, m.direction) == (method.smooth, method.direction)]
+        like = [m for m in foreseen if (m.smooth, m.direction) == (method.smooth, method.direction) and m.power == 1]
         methods = list(dict.fromkeys(like)) if method in foreseen else [method]
         lam = self.subject.smallest_lambda(method.smooth) if method in foreseen else None
         job, learnt = self.job(Directions((method.direction,)), method.smooth), self.subject.learnt

@@ -19,6 +19,7 @@ from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV
 from qualms.methods.fdbd import FDBD
+from qualms.methods.fisher import Fisher
 from qualms.methods.gaia import GAIA
 from qualms.methods.gen import GEN
 from qualms.methods.gradient_score import LAMBDA, GradientScore
@@ -26,6 +27,7 @@ from qualms.methods.gradnorm import GradNorm
 from qualms.methods.gradnorm_huang import GradNormHuang
 from qualms.methods.heat import Heat, HeatGeometric
 from qualms.methods.inserted_dropout import InsertedDropout
+from qualms.methods.isotropic import Isotropic
 from qualms.methods.knn import KNN
 from qualms.methods.laplace import Laplace
 from qualms.methods.lts import LTS
@@ -55,6 +57,7 @@ METHODS: tuple[type[Method], ...] = (
     *(REGrad, ExGrad, UNGrad, GradNorm, GradNormHuang, NEGrad),
     *(PerturbX, PerturbTheta, MCAA, InsertedDropout, Entropy, ExGradV, Laplace),
     *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
+    *(Fisher, Isotropic),
     *(Heat, HeatGeometric, Auto),
     *(SCALE, ASHS, LTS, ODIN, RankFeat, GAIA, ClaFR),
     *(KNN, ViM, Mahalanobis, ReAct, FDBD, QUAM),

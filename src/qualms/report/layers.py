@@ -61,7 +61,7 @@ def layer_sums(
     names, found = [layer_name(model, layer) for layer in g.layers], {}
     for name, method in methods.items():
         if isinstance(method, GradientScore) and has_layers(method):
-            sums = torch.einsum("bc,bcl->bl", method.weights(g.probs), g.norms).double().cpu()
+            sums = torch.einsum("bc,bcl->bl", method.weights(g.probs), g.norms**method.power).double().cpu()
             weighted = sums if method.layers is None else sums * layer_weights(len(names), method.layers)
             found[name] = weighted.numpy()
     return names, found

@@ -70,7 +70,7 @@ def score_on_ray(
                 _run(ray, scorer, source.pieces(), folder, size, min(workers or cores, cores - BESIDE))
             for shard in shards_in(folder / WRITING):
                 shard.rename(folder / shard.name)
-            rejected = _not_scored(rejected_in(folder / REJECTED), folder)
+            rejected = not_scored(rejected_in(folder / REJECTED), folder)
             _require_all(count_rows(shards_in(folder)), len(rejected), source)
             before = finish(folder, whole, shards_in(folder), rejected)
         elif count_rows(shards_in(folder)) != before.scored:
@@ -80,10 +80,10 @@ def score_on_ray(
     return before
 
 
-def _not_scored(rejected: list[Rejected], folder: Path) -> list[Rejected]:
+def not_scored(rejected: list[Rejected], folder: Path) -> list[Rejected]:
     """Without those that another attempt could read."""
     left = {one.id: one for one in rejected}
-    for shard in ():
+    for shard in shards_in(folder):
         for name in parquet().read_table(shard, columns=["id"]).column(0).to_pylist():
             left.pop(name, None)
     return list(left.values())

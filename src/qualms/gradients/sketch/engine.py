@@ -46,14 +46,7 @@ LOOKED_AT = 8  # inputs, of which three are run by plain autograd
 def sketch_totals(job: Job, lam: float | None, learnt: Learnt) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
     """Projections of whole gradients, and the logits, block by block; with a λ, layers weighted by exp(λ(l - L))."""
     work = SketchRun.on(job, learnt)
-    groups = grouped(job.model, work.probe.counted, job.settings.granularity)
-    weights = layer_weights(len(groups), lam or 0.0).tolist()
-    sums = work.how.combine == "sum" and lam is not None
-    parts = list(zip(groups.values(), weights, strict=True))
-    key = ("tangents", lam, tuple(work.probe.counted))
-    kept = sum(other.size for other in learnt.found.values() if isinstance(other, Tangents))
-    tangents = learnt.once(key, lambda: work.tangents(parts, sums, max(0, job.budget // 4 - kept)))
-    return work.samples(tangents)
+    return work.samples(work.weighted_tangents(lam))
 
 
 def sketch_layers(job: Job, learnt: Learnt) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
@@ -91,6 +84,16 @@ class SketchRun:
         most = min(MOST_BYTES // per_input, job.budget // (8 * per_input))
         at_once = max(1, min(job.settings.batch_size or job.inputs, most))
         return cls(job, job.settings.sketch or Sketch(), learnt, probe, gradients, at_once)
+
+    def weighted_tangents(self, lam: float | None) -> Tangents:
+        """Tangents on the whole model, made once for each λ; layers weighted by exp(λ(l - L)) if there is one."""
+        groups = grouped(self.job.model, self.probe.counted, self.job.settings.granularity)
+        weights = layer_weights(len(groups), lam or 0.0).tolist()
+        sums = self.how.combine == "sum" and lam is not None
+        parts = list(zip(groups.values(), weights, strict=True))
+        kept = sum(other.size for other in self.learnt.found.values() if isinstance(other, Tangents))
+        room = max(0, self.job.budget // 4 - kept)
+        return self.learnt.once(("tangents", lam, tuple(self.probe.counted)), lambda: self.tangents(parts, sums, room))
 
     def tangents(self, layers: Sequence[Layer], sums: bool = False, room: int = 0) -> Tangents:
         """Tangents on these layers whose projections add up layers in quadrature, or as the `sums` of their norms."""

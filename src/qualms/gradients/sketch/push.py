@@ -55,7 +55,9 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent, several: bool = F
     with torch.no_grad(), _differentiable_kernels(), ConstantPadding(), Unrolled(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of the rules it compiles on first use
         jvp = partial(torch.func.jvp, lambda t: torch.func.functional_call(inner, t, (on,)), (theta,))
-        pair: Any = torch.vmap(lambda s: jvp((s,)))(tangents) if several else jvp((tangents,))
+        # "same": noise on embeddings is drawn in the pass, one draw for all tangents.
+        many = torch.vmap(lambda s: jvp((s,)), randomness="same")
+        pair: Any = many(tangents) if several else jvp((tangents,))
     return pair[0].detach(), pair[1].detach()
 
 

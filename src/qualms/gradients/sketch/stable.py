@@ -31,6 +31,11 @@ class Sample:
         """The estimated norms."""
         return normal_scale(self.projections) if self.law == "normal" else cauchy_scale(self.projections)
 
+    @property
+    def square(self) -> Float[Tensor, "b m"]:
+        """The estimated squares of the norms."""
+        return self.projections.square().mean(0) if self.law == "normal" else self.scale.square()
+
     def influence(self, scale: Float[Tensor, "b m"], j: int) -> Float[Tensor, "b m"]:
         """How far projection j moved the estimate, to first order; the sum of squares over j is its variance."""
         square, scale_square, k = self.projections[j].square(), scale.square(), len(self.projections)
@@ -55,9 +60,13 @@ TINY = torch.finfo(torch.double).tiny
 
 def normal_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
     """sqrt(mean t²), without the bias of a root of an average: E sqrt(χ²_k) = sqrt(2) Γ((k+1)/2) / Γ(k/2)."""
-    k = len(t)
+    return unbiased_root(t.square().mean(0), len(t))
+
+
+def unbiased_root(mean: Float[Tensor, "*n"], k: int) -> Float[Tensor, "*n"]:
+    """The standard deviation of normal numbers of which k have this mean square."""
     mean_root = math.sqrt(2 / k) * math.exp(math.lgamma((k + 1) / 2) - math.lgamma(k / 2))
-    return t.square().mean(0).sqrt() / mean_root
+    return mean.sqrt() / mean_root
 
 
 def cauchy_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:

@@ -27,6 +27,7 @@ class Tangents:
     room: int = 0
     kept: dict[int, Tangent] = field(default_factory=dict)
     stack: Tangent = field(default_factory=dict)  # where several are put side by side
+    stands: tuple[int, int] = (0, 0)  # which ones are there
 
     @property
     def size(self) -> int:
@@ -49,13 +50,14 @@ class Tangents:
     def stacked(self, start: int, stop: int) -> Tangent:
         """Tangents from number `start` to before `stop`, [k, …] for each parameter, until the next ones are asked for.
 
-        They are drawn anew: writing signs into memory at hand takes no longer than copying what was kept.
+        Others are drawn anew: writing signs into memory at hand takes no longer than copying what was kept.
         """
         if not self.stack:
             self.kept.clear()
             self.stack = {name: p.new_empty(self.at_once, *p.shape).detach() for name, p in self.like.items()}
-        for j in range(start, stop):
+        for j in range(start, stop) if self.stands != (start, stop) else ():
             self.draw(j, {name: s[j - start] for name, s in self.stack.items()})
+        self.stands = start, stop
         return {name: s[: stop - start] for name, s in self.stack.items()}
 
 

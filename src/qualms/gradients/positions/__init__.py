@@ -1,0 +1,1 @@
+"""Models that answer at many positions: the tokens of a text, the pixels of an image."""

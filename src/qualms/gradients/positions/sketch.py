@@ -1,0 +1,175 @@
+"""The sketch at every position of one input: J s, [positions, classes], for each of k random tangents s on the weights.
+
+One forward-mode pass gives v·(J s) for the gradients of all classes at all positions at once, so that k passes score
+every token of a text over the whole vocabulary. An input runs alone, several tangents at a time.
+
+Before a tangent is believed, v·(J s) at some positions is compared with ⟨Jᵀv, s⟩ from plain autograd, several tangents
+at once with one of them, and the logits of every pass with those of a plain one.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qualms.errors import QualmsError
+from qualms.gradients.inputs import Batch, run, tensors
+from qualms.gradients.job import Job
+from qualms.gradients.learnt import Key, Learnt
+from qualms.gradients.memory import require_room
+from qualms.gradients.positions.reading import AtPositions, classes_last
+from qualms.gradients.precision import close, close_logits, coarser
+from qualms.gradients.rows import Rows
+from qualms.gradients.settings import Sketch
+from qualms.gradients.sketch.engine import SketchRun
+from qualms.gradients.sketch.push import Push, PushProbe, RowGradient, Tangent, forward_mode, working_push
+from qualms.gradients.sketch.tangents import Tangents
+
+log = logging.getLogger("qualms")
+AT_ONCE_BYTES = 2**23  # of the largest result for several tangents: more would leave the cache
+SEVERAL = 4  # tangents that are pushed at once even so, as far as the budget allows
+COMPARED = 64  # positions at which the logits are compared
+COPIES = 3  # of J s that the last layer holds while it makes one
+
+
+@torch.no_grad()
+def plain_logits(model: nn.Module, class_dim: int, batch: Batch) -> Float[Tensor, "*positions c"]:
+    """One forward pass over one input."""
+    logits = classes_last(run(model, batch), class_dim)[0]
+    if not bool(torch.isfinite(logits).all()):
+        raise QualmsError("the logits of an input are NaN or infinite; check the model's weights and the input.")
+    return logits
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What tangents number `first` and on say of one row of an input: J s at all its positions."""
+
+    first: int
+    row: int
+    logits: Float[Tensor, "t c"]
+    tangents: Float[Tensor, "g t c"]
+
+
+@dataclass(frozen=True)
+class PositionSketch:
+    """One input, ready to have tangents pushed through the model.
+
+    `job` holds it as the only input of its batch, and the model read at all positions. `some` are logits of a plain
+    pass, at the positions `at`. `held` is what whoever takes the results keeps, in bytes for each tangent at once.
+    """
+
+    job: Job
+    learnt: Learnt
+    shape: tuple[int, int]  # positions, classes
+    at: list[int]
+    some: Float[Tensor, "n c"]
+    held: int
+
+    @classmethod
+    def of(cls, job: Job, learnt: Learnt, logits: Float[Tensor, "t c"], held: int = 0) -> "PositionSketch":
+        """Of an input with these logits."""
+        at = torch.linspace(0, len(logits) - 1, min(COMPARED, len(logits))).round().int().tolist()
+        return cls(job, learnt, (logits.shape[0], logits.shape[1]), at, logits[at].clone(), held)
+
+    def pushed(self, lam: float | None) -> Iterator[Pushed]:
+        """J s of all rows, for k tangents; with a λ, layers weighted by exp(λ(l - L))."""
+        how = self.job.settings.sketch or Sketch()
+        if self.job.settings.norm == "l1" or (how.combine == "sum" and lam is not None):
+            raise QualmsError(
+                "at many positions a sketch takes L2 norms and adds layers in quadrature; leave out norm='l1' and "
+                "combine='sum', or name a few positions= and take engine='exact'."
+            )
+        probe = self._probe()
+        tangents = SketchRun(self.job, how, self.learnt, probe, [], 1).weighted_tangents(lam)
+        push = self._push(probe, tangents)
+        rows = self.job.rows(slice(0, 1))
+        each = [rows.take([i]) for i in range(self.job.per_input)]
+        step = self._at_once(push, tangents, probe, how.tangents)
+        if step > 1 and not self._agree(push, each[0], tangents, step, probe):
+            step = 1
+        for first in range(0, how.tangents, step):
+            some = side_by_side(tangents, first, step, how.tangents)
+            for i, row in enumerate(each):
+                z, dz = self._run(push, row, some, step > 1)
+                if i == 0 and not close_logits(z[self.at], self.some.to(z), coarser(z.dtype, probe.precision)):
+                    raise QualmsError(
+                        "the model gives other logits in forward mode than in a plain pass, so a sketch of it cannot "
+                        "be trusted; name a few positions= and use engine='exact'."
+                    )
+                yield Pushed(first, i, z, dz)
+
+    @property
+    def _kind(self) -> Key:
+        """What inputs of one kind have in common, whatever their length."""
+        batch = self.job.batch
+        names = tuple(batch) if isinstance(batch, dict) else type(batch).__name__
+        return (names, self.job.per_input > 1, tuple(self.job.selected), *((t.ndim, t.dtype) for t in tensors(batch)))
+
+    def _probe(self) -> PushProbe:
+        """What a look at some positions tells of the model, taken once for inputs of one kind."""
+        return self.learnt.once(("position probe", *self._kind), lambda: self._look()[1])
+
+    def _push(self, probe: PushProbe, tangents: Tangents) -> Push:
+        """The way of pushing tangents that plain autograd confirms, found once for inputs of one kind."""
+
+        def find() -> Push:
+            model, _, known = self._look()
+            return working_push(model, probe, known, tangents[0])
+
+        return self.learnt.once(("position push", *self._kind), find)
+
+    def _look(self) -> tuple[nn.Module, PushProbe, list[RowGradient]]:
+        """The model read at three of the positions, and what plain autograd gives there."""
+        last, model = self.shape[0] - 1, self.job.model
+        assert isinstance(model, AtPositions)
+        few = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
+        return few, *PushProbe.of(few, self.job.rows(slice(0, 1)).take([0]), self.job.selected)
+
+    def _at_once(self, push: Push, tangents: Tangents, probe: PushProbe, number: int) -> int:
+        """How many tangents to push at once: as many as fit the budget, and the cache."""
+        size = self.some[:1].nbytes * self.shape[0]
+        what = f"the logits of {self.shape[0]} positions and {self.shape[1]} classes, and their derivatives,"
+        require_room(size * (2 + COPIES) + self.held, self.job.limit, what)
+        if push is not forward_mode:
+            return 1
+        fits = (self.job.budget - 2 * size) // (COPIES * size + self.held)
+        cached = AT_ONCE_BYTES // max(size, probe.largest_result)
+        return max(1, min(number, fits, max(SEVERAL, cached), tangents.at_once))
+
+    def _agree(self, push: Push, row: Rows, tangents: Tangents, step: int, probe: PushProbe) -> bool:
+        """Whether several tangents at once give what one gives, found out once for inputs of one kind."""
+
+        def compare() -> bool:
+            try:
+                one = self._run(push, row, tangents[0], False)
+                several = self._run(push, row, side_by_side(tangents, 0, step, step), True)
+                rounds = coarser(one[0].dtype, probe.precision)
+                return close_logits(several[0], one[0], rounds) and close(several[1][0], one[1][0], rounds)
+            except Exception as error:
+                log.info("%s: tangents are pushed one at a time", error)
+                return False
+
+        return self.learnt.once(("position several", *self._kind), compare)
+
+    def _run(self, push: Push, row: Rows, some: Tangent, several: bool) -> tuple[Tensor, Tensor]:
+        """The logits [t, c], and J s [g, t, c]."""
+        if several:
+            z, dz = forward_mode(self.job.model, row, some, several=True)
+            z = z[0]
+        else:
+            z, dz = push(self.job.model, row, some)
+        return z.view(self.shape), dz.view(-1, *self.shape)
+
+
+def side_by_side(tangents: Tangents, first: int, size: int, number: int) -> Tangent:
+    """Tangents from number `first` on, [size, …] for each parameter; a single one as it is."""
+    if size == 1:
+        return tangents[first]
+    whole = tangents.at_once // size * size
+    start = first // whole * whole
+    stacked = tangents.stacked(start, min(start + whole, number))
+    return {name: s[first - start : first - start + size] for name, s in stacked.items()}

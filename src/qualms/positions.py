@@ -1,0 +1,290 @@
+"""Scores at the positions of a model's answers: every token of a text, every pixel of an image."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.directions import Directions
+from qualms.gradients.inputs import Batch
+from qualms.gradients.job import Job
+from qualms.gradients.learnt import Learnt
+from qualms.gradients.positions.alone import Alone, live_positions
+from qualms.gradients.positions.reading import AtPositions, inside
+from qualms.gradients.positions.sketch import PositionSketch, plain_logits
+from qualms.gradients.precision import accurate
+from qualms.gradients.settings import Engine, Sketch
+from qualms.methods.at_positions import NOWHERE, TangentSums, blocks, groups_of, logit_scores, require_positions
+from qualms.methods.gradient_score import GradientScore
+from qualms.methods.method import Method
+from qualms.methods.passes import Passes, Subject
+from qualms.reduction import Reduce, Spans, reduced, require_reduction
+from qualms.scored import Scored
+
+LIKELIEST = 5  # classes that are kept at every position
+# What is found, by what it is (score, error, probs, classes, target, sequence) and by method; positions are its axes.
+Found = dict[tuple[str, str], Tensor]
+
+
+def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tensor, "b t"]:
+    """The token that follows each token of some texts, -100 where none does: the `targets` of a language model.
+
+    Args:
+        ids: the tokens.
+        mask: which of them are not padding, as tokenisers give it.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        assert qualms.next_tokens(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
+        ```
+    """
+    following = torch.full_like(ids, NOWHERE)
+    following[:, :-1] = ids[:, 1:]
+    if mask is not None:
+        following[:, :-1] = torch.where(mask[:, 1:].bool() & mask[:, :-1].bool(), following[:, :-1], NOWHERE)
+    return following
+
+
+@dataclass(frozen=True)
+class Positions:
+    """How a model's answers are read, and which of them are wanted; the arguments are those of `Scorer`."""
+
+    class_dim: int
+    reduce: Reduce = None
+    chosen: tuple[int, ...] | None = None
+    ignore_index: int | None = None
+
+    @classmethod
+    def read(
+        cls, class_dim: int | None, reduce: Reduce, chosen: Sequence[int] | None, ignore_index: int | None
+    ) -> "Positions | None":
+        """None for a model that gives one answer for each input."""
+        require_reduction(reduce)
+        if class_dim is not None:
+            return cls(class_dim, reduce, None if chosen is None else tuple(map(int, chosen)), ignore_index)
+        if (reduce, chosen, ignore_index) != (None, None, None):
+            raise QualmsError(f"reduce, positions and ignore_index are {MANY}")
+        return None
+
+    def engine(self, asked: Engine | Sketch | None) -> Engine | Sketch:
+        """The engine: at all positions the sketch, at a few any."""
+        if self.chosen is not None:
+            return asked or "exact"
+        if asked in ("exact", "reference"):
+            raise QualmsError(
+                f"engine={asked!r} takes a backward pass for each class at each position; name a few of them in "
+                "positions=, or use engine='sketch'."
+            )
+        return asked if isinstance(asked, Sketch) else "sketch"
+
+
+MANY = "for models that answer at many positions; pass class_dim=."
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is given beside the inputs: which positions count, their true classes, and spans of tokens."""
+
+    mask: Any = None
+    targets: Any = None
+    spans: Spans | None = None
+
+    def require_use(self, at: Positions | None) -> None:
+        """An error if it would be left unused."""
+        if at is None and any(given is not None for given in (self.mask, self.targets, self.spans)):
+            raise QualmsError(f"mask, targets and spans are {MANY}")
+        if at is not None and self.spans is not None and at.reduce is None:
+            raise QualmsError("spans need reduce=, what to make of a span's scores: mean, max, sum or a quantile.")
+
+    def part(self, start: int, end: int) -> "Given":
+        """What belongs to some of the inputs."""
+
+        def cut(called: str, given: Any) -> Any:
+            if given is not None and len(given) < end:
+                raise QualmsError(f"{called} is for {len(given)} inputs of {end} or more; give an entry for each.")
+            return None if given is None else given[start:end]
+
+        mask, targets = cut("mask", self.mask), cut("targets", self.targets)
+        return Given(
+            None if mask is None else torch.as_tensor(mask).bool(),
+            None if targets is None else torch.as_tensor(targets).long(),
+            cut("spans", self.spans),
+        )
+
+
+@dataclass(frozen=True)
+class PositionScores:
+    """A model that answers at many positions, and the methods that score them."""
+
+    subject: Subject
+    methods: Mapping[str, Method]
+    at: Positions
+
+    def of_batch(self, batch: Batch, numbers: Sequence[int], given: Given) -> Scored:
+        """The scores of each input; NaN, and class -1, at positions that are masked."""
+        if self.at.chosen is None:
+            require_positions(self.methods)
+        parts: list[Found] = []
+        for i, number in enumerate(numbers):
+            alone = Alone.of(batch, i)
+            targets = self._targets(given, i)
+            if self.at.chosen is None:
+                parts.append(self._everywhere(alone, number, None if targets is None else alone.own(targets)))
+            else:
+                parts.append(self._at_some(alone, number, self.at.chosen))
+        found = self._masked({key: torch.stack([part[key] for part in parts]) for key in parts[0]}, batch, given)
+        scores = {name: found["score", name] for name in self.methods}
+        errors = {name: found["error", name] for name in self.methods}
+        if self.at.reduce is not None:
+            scores = {name: reduced(values, self.at.reduce, given.spans) for name, values in scores.items()}
+            errors = {name: torch.full_like(values, torch.nan) for name, values in scores.items()}
+        sketched = self.subject.settings.sketch is not None
+        return Scored(
+            scores,
+            errors,
+            found["probs", ""],
+            numbers,
+            sketched=tuple(n for n, m in self.methods.items() if sketched and isinstance(m, GradientScore)),
+            classes=found["classes", ""],
+            target_log_probs=found.get(("target", "")),
+            sequence=found.get(("sequence", "")),
+        )
+
+    def _targets(self, given: Given, i: int) -> Int[Tensor, "..."] | None:
+        """The targets of one input, none where its positions are masked."""
+        if given.targets is None:
+            return None
+        found = given.targets[i]
+        live = found != self.at.ignore_index if self.at.ignore_index is not None else torch.ones_like(found).bool()
+        return torch.where(live if given.mask is None else live & given.mask[i], found, NOWHERE)
+
+    def _everywhere(self, alone: Alone, number: int, targets: Tensor | None) -> Found:
+        """At all positions: gradients are sketched."""
+        logits = plain_logits(self.subject.model, self.at.class_dim, alone.batch)
+        shape, flat = logits.shape[:-1], logits.flatten(0, -2)
+        if targets is not None and targets.shape != shape:
+            raise QualmsError(
+                f"the targets of an input have the shape {tuple(targets.shape)}, and the model answers at positions of "
+                f"shape {tuple(shape)}; give one target for each position."
+            )
+        goals = None if targets is None else targets.flatten().to(flat.device)
+        dtype, size = accurate(flat).dtype, (flat.shape[0], flat.shape[1])
+        found: Found = _likeliest(flat)
+        scores = logit_scores(self.methods, flat, self.subject)
+        if goals is not None:
+            found["target", ""] = _log_probs(flat, goals)
+        sketches = {
+            (smooth, lam): PositionSketch.of(self._job(alone, number, smooth), self.subject.learnt, flat, held)
+            for smooth, lam in groups_of(self.methods)
+            for held in [TangentSums.held(size, smooth.draws + 1 if smooth else 1)]
+        }
+        like = flat[:1]
+        del logits, flat  # passes of the sketch have logits of their own
+        text: float | None = None
+        for (smooth, lam), methods in groups_of(self.methods).items():
+            sums = TangentSums(methods, size, smooth.draws + 1 if smooth else 1, None if text else goals, like)
+            for pushed in sketches[smooth, lam].pushed(lam):
+                sums.add(pushed)
+            for name, (value, error) in sums.scores().items():
+                scores[name], found["error", name] = value, error.to(dtype)
+            text = text or sums.of_text()
+        for name in self.methods:
+            found["score", name] = scores[name].to(dtype)
+            found.setdefault(("error", name), torch.zeros_like(found["score", name]))
+        found = {key: alone.put_back(t.unflatten(0, shape), _missing(t)) for key, t in found.items()}
+        if goals is not None and sketches:
+            found["sequence", ""] = torch.tensor(torch.nan if text is None else text, dtype=dtype)
+        return found
+
+    def _at_some(self, alone: Alone, number: int, at: tuple[int, ...]) -> Found:
+        """At a few positions, each as a classifier of its own: any engine and any method."""
+        parts: list[Found] = []
+        for place in at:
+            own = place if alone.kept is None else _index(alone, place)
+            if own is None:
+                parts.append({})
+                continue
+            reads = AtPositions(self.subject.model, self.at.class_dim, [own])
+            how = replace(self.subject.settings, params=inside(self.subject.model, self.subject.settings.params))
+            learnt = self.subject.learnt.once(("position", own), Learnt)
+            subject = replace(self.subject, model=reads, settings=how, learnt=learnt, fitted={})
+            passes = Passes(subject, alone.batch, [number])
+            found = _likeliest(passes.logits)
+            for name, method in self.methods.items():
+                found["score", name] = method.score(passes).detach().to(passes.dtype)
+                found["error", name] = method.error(passes).detach().to(passes.dtype)
+            parts.append(found)
+        template = next((part for part in parts if part), None)
+        if template is None:
+            raise QualmsError("the attention mask leaves out all positions= of an input; name others.")
+        gaps = {key: torch.full_like(t, _missing(t)) for key, t in template.items()}
+        return {key: torch.cat([(part or gaps)[key] for part in parts]) for key in template}
+
+    def _job(self, alone: Alone, number: int, smooth: Any) -> Job:
+        model, how = self.subject.model, self.subject.settings
+        how = replace(how, params=inside(model, how.params))
+        return Job(AtPositions(model, self.at.class_dim), alone.batch, [number], how, Directions(()), smooth)
+
+    def _masked(self, found: Found, batch: Batch, given: Given) -> Found:
+        shape, chosen, ignored = found["classes", ""].shape[:-1], self.at.chosen, self.at.ignore_index
+        live = torch.ones(shape, dtype=torch.bool, device=found["classes", ""].device)
+        counted = None if given.targets is None or ignored is None else given.targets != ignored
+        of_batch = live_positions(batch, tuple(shape[1:]) if chosen is None else None)
+        for called, mask in (("mask", given.mask), ("targets", counted), ("attention_mask", of_batch)):
+            if mask is None:
+                continue
+            here = mask if chosen is None else mask.flatten(1)[:, list(chosen)]
+            if here.shape != shape:
+                raise QualmsError(
+                    f"{called} has the shape {tuple(mask.shape)}, and the model answers at positions of shape "
+                    f"{tuple(shape)}; give one entry for each position."
+                )
+            live &= here.to(live.device)
+        return {key: t if key[0] == "sequence" else _hidden(t, live) for key, t in found.items()}
+
+
+def _hidden(values: Tensor, live: Tensor) -> Tensor:
+    keep = live if values.ndim == live.ndim else live.unsqueeze(-1)
+    return torch.where(keep, values, torch.full((), _missing(values), dtype=values.dtype, device=values.device))
+
+
+def _missing(values: Tensor) -> float:
+    """What stands where there is nothing: NaN, or class -1."""
+    return torch.nan if values.is_floating_point() else -1
+
+
+def _index(alone: Alone, place: int) -> int | None:
+    """Where a position of the padded input is without the padding; None if it is padding."""
+    assert alone.kept is not None
+    found = (alone.kept == place % alone.length).nonzero()
+    return int(found[0]) if len(found) else None
+
+
+def _likeliest(logits: Float[Tensor, "t c"]) -> Found:
+    """The likeliest classes at each position, with their probabilities."""
+    tops = []
+    for some in blocks(*logits.shape):
+        tops.append(logits[some].double().softmax(-1).topk(min(LIKELIEST, logits.shape[1])))
+    dtype = accurate(logits[:1]).dtype
+    probs, classes = torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])
+    return {("probs", ""): probs.to(dtype), ("classes", ""): classes}
+
+
+def _log_probs(logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]) -> Float[Tensor, " t"]:
+    """log p of the targets, NaN where there is none."""
+    if bool((targets >= logits.shape[1]).any()):
+        raise QualmsError(
+            f"a target is {int(targets.max())}, and there are {logits.shape[1]} classes; count them from 0."
+        )
+    parts = [
+        logits[some].double().log_softmax(-1).gather(-1, targets[some].clamp_min(0)[:, None])[:, 0]
+        for some in blocks(*logits.shape)
+    ]
+    return torch.where(targets >= 0, torch.cat(parts), torch.nan).to(accurate(logits[:1]).dtype)
