@@ -265,7 +265,9 @@ def shown(row: Row) -> Iterator[str]:
     """What of a row fits a line."""
     for name, value in row.items():
         if name == "texts" and isinstance(value, dict):
-            yield str({text[:7]: [round(100 * a["auroc"], 1) for k, a in v.items() if k != "n"] for text, v in value.items()})
+            yield str(
+                {text[:7]: [round(100 * a["auroc"], 1) for k, a in v.items() if k != "n"] for text, v in value.items()}
+            )
         else:
             yield f"{name}={value}"
 

@@ -20,7 +20,7 @@ def area(qualities: list[float]) -> float:
 
 
 def test_the_ratio_is_what_it_is_by_hand() -> None:
-    # Kept by the score: 1, then 1 and 0, then all: (1 + 1/2 + 1/2) / 3 = 2/3. Ideal: 1, 3/4, 1/2, mean 3/4. Random: 1/2.
+    # Kept by the score: 1; 1 and 0; all: means 1, 1/2, 1/2. Ideal: 1; 1 and 1/2; all: 1, 3/4, 1/2. At random: 1/2.
     assert metrics.prr([0.1, 0.2, 0.3], [1.0, 0.0, 0.5]) == pytest.approx((2 / 3 - 1 / 2) / (3 / 4 - 1 / 2))
 
 

@@ -161,10 +161,20 @@ def test_every_method_has_a_row_for_each_text_and_span_and_one_for_errors(model:
         (out, name, span) for out in ("other", "more") for name in names for span in (1, 8, 16)
     ]
     assert [r["method"] for r in rows if r["row"] == "next-token"] == names
-    assert all(0 < row["auroc_low"] <= row["auroc"] <= row["auroc_high"] < 1 for row in rows)
+    assert all(0 <= row["auroc_low"] <= row["auroc"] <= row["auroc_high"] <= 1 for row in rows)
     with Journal(tmp_path / "rows", {}) as journal:
         assert list(text(model, known, others, METHODS, journal, engine=FEW)) == rows
     assert (tmp_path / "rows").read_bytes() == before
+
+
+def test_a_text_of_which_nothing_is_predicted_has_no_errors_to_find_and_says_so(model: Any) -> None:
+    known = some("known", 4, seed=3)
+    with torch.no_grad():
+        for at in range(1, 17):  # the unlikeliest token follows, everywhere
+            known.ids[:, at] = model(input_ids=known.ids[:, :at]).logits[:, -1].argmin(-1)
+    *rows, last = text(model, known, [some("other", 4, seed=4)], {"entropy": METHODS["entropy"]}, Journal(None, {}))
+    assert {row["row"] for row in rows} == {"text"}
+    assert last == {"row": "left out", "method": "next tokens", "why": "all of known are predicted wrong."}
 
 
 def test_windows_of_two_lengths_are_not_compared(model: Any) -> None:

@@ -13,7 +13,7 @@ from qualms.metrics.arrays import Floats
 from qualms.metrics.groups import auroc_interval
 from qualms.progress import Tell
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import NextTokenKey, NextTokenMeasures, NextTokenRow, OodMeasures, TextKey, TextRow
+from qualms.tasks.rows import LeftOutRow, NextTokenKey, NextTokenMeasures, NextTokenRow, OodMeasures, TextKey, TextRow
 from qualms.tasks.scoring import Methods
 from qualms.tasks.windows import ScoredWindows, Windows, score_windows
 
@@ -33,7 +33,7 @@ def text(
     engine: Sketch | None = None,
     params: str = "",
     tell: Tell | None = None,
-) -> Iterator[TextRow | NextTokenRow]:
+) -> Iterator[TextRow | NextTokenRow | LeftOutRow]:
     """Rows for each method: each text of `outside` beside `inside`, by tokens and by spans; then errors on `inside`.
 
     What stands at a token is the score after reading it, of what comes next; the token that does come next is not
@@ -76,6 +76,10 @@ def text(
                 }
                 found = journal.where(**key)
                 yield found[0] if found else journal.add(TextRow(**key, **told_apart(scores[name], of_other, span)))
+    if known.right.all() or not known.right.any():
+        outcome = "right" if known.right.all() else "wrong"
+        yield {"row": "left out", "method": "next tokens", "why": f"all of {inside.name} are predicted {outcome}."}
+        return
     for name, of_known in scores.items():
         own: NextTokenKey = {
             "row": "next-token",

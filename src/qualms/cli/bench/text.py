@@ -51,6 +51,10 @@ def text(
     place = device_of(device)
     with telling() as tell:
         language = load_language_model(model)
+        if language.context is not None and window >= language.context:
+            raise QualmsError(
+                f"{model} reads {language.context} tokens at most, one of which opens a window; give a shorter --window."
+            )
         language.model.to(place)
         texts = [
             cut(Path(name).stem, read_texts(name, root).documents, language.tokenizer, window).subset(count or None)
