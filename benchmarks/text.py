@@ -34,7 +34,7 @@ from qualms.metrics import auroc
 from qualms.metrics.groups import auroc_interval
 from qualms.models.language import LanguageModel, load_language_model
 from qualms.tasks.journal import Journal
-from qualms.tasks.text import errors_found, spans, told_apart, with_baselines
+from qualms.tasks.text import errors_found, running, spans, told_apart, with_baselines
 from qualms.tasks.windows import ScoredWindows, Windows, about, cut, score_windows
 
 RESULTS = Path(__file__).parent / "results" / "text.jsonl"
@@ -45,7 +45,7 @@ OTHERS = ("wizard_of_oz", "hamlet_gutenberg", "fortunes_science", "fortunes_lite
 TWO = ("wizard_of_oz", "fortunes_science")
 LOGITS = ("entropy", "msp", "energy", "gen")
 GRADIENTS = ("regrad", "exgrad", "fisher", "isotropic")
-ALL = ""
+ALL, SO_FAR = "", "so far"
 BLOCKS, LAST_TWO, LAST = "model.layers.*", "model.layers.[34].*", "model.layers.4.*"
 Row = dict[str, Any]
 
@@ -123,8 +123,10 @@ def score() -> None:
 
 
 def by_span(inside: np.ndarray, outside: np.ndarray) -> Row:
-    """How well two texts are told apart, by the number of tokens that are averaged."""
-    return {str(span): rounded(told_apart(inside, outside, span)) for span in spans(WINDOW)}
+    """How well two texts are told apart, by the tokens that are averaged: spans, or all of a window so far."""
+    apart = {str(span): told_apart(inside, outside, span) for span in spans(WINDOW)}
+    apart[SO_FAR] = told_apart(running(inside), running(outside), 1)
+    return {name: rounded(measures) for name, measures in apart.items()}
 
 
 def tangents() -> None:

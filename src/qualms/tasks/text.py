@@ -102,8 +102,12 @@ def spans(length: int) -> list[int]:
 def with_baselines(scored: ScoredWindows) -> dict[str, Floats]:
     """The methods' scores, and those of the tokens that were read."""
     surprise = -scored.log_probs
-    running = surprise.cumsum(1) / np.arange(1, surprise.shape[1] + 1)
-    return {**scored.scores, SURPRISE: surprise, PERPLEXITY: running}
+    return {**scored.scores, SURPRISE: surprise, PERPLEXITY: running(surprise)}
+
+
+def running(scores: Floats) -> Floats:
+    """The mean over a window up to each token."""
+    return scores.cumsum(1) / np.arange(1, scores.shape[1] + 1)
 
 
 def span_means(scores: Floats, span: int) -> Floats:

@@ -49,17 +49,17 @@ def text(
         raise QualmsError("--methods names no method; give comma-separated specs.")
     file = out or rows_file("text", Path(inside).stem, model, seed)
     place = device_of(device)
+    stems = [Path(name).stem for name in names]
+    short = len(set(stems)) == len(names)  # else texts would go by one name
+    found = {Path(name).stem if short else name: read_texts(name, root).documents for name in names}
     with telling() as tell:
         language = load_language_model(model)
         if language.context is not None and window >= language.context:
             raise QualmsError(
-                f"{model} reads {language.context} tokens at most, one of which opens a window; give a shorter --window."
+                f"{model} reads {language.context} tokens at most, and a window has one more; shorten it."
             )
         language.model.to(place)
-        texts = [
-            cut(Path(name).stem, read_texts(name, root).documents, language.tokenizer, window).subset(count or None)
-            for name in names
-        ]
+        texts = [cut(name, one, language.tokenizer, window).subset(count or None) for name, one in found.items()]
         good, reasons = usable_for_tokens(language.model, texts[0], wanted)
         with Journal(file, {"task": "text", **about(language)}) as journal:
             measured = task.text(
