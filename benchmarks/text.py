@@ -267,9 +267,8 @@ def shown(row: Row) -> Iterator[str]:
     """What of a row fits a line."""
     for name, value in row.items():
         if name == "texts" and isinstance(value, dict):
-            yield str(
-                {text[:7]: [round(100 * a["auroc"], 1) for k, a in v.items() if k != "n"] for text, v in value.items()}
-            )
+            areas = {text: [of["auroc"] for of in v.values() if isinstance(of, dict)] for text, v in value.items()}
+            yield str({text: [round(100 * area, 1) for area in some] for text, some in areas.items()})
         else:
             yield f"{name}={value}"
 
