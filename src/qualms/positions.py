@@ -257,7 +257,7 @@ def _hidden(values: Tensor, live: Tensor) -> Tensor:
 
 def _missing(values: Tensor) -> float:
     """What stands where there is nothing: NaN, or class -1."""
-    return torch.nan if values.is_floating_point() else -1
+    return torch.nan if values.is_floating_point() else -1.0
 
 
 def _index(alone: Alone, place: int) -> int | None:

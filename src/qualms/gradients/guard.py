@@ -41,6 +41,11 @@ def usable(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise QualmsError(f"model is a {type(model).__name__}; pass a torch.nn.Module.")
     inner = eager(model)
+    devices = sorted({str(p.device) for p in inner.parameters()})
+    if len(devices) > 1:
+        raise QualmsError(
+            f"the model's parameters are on several devices ({', '.join(devices)}); load it on one, without device_map."
+        )
     for kind, named in (("parameter", inner.named_parameters()), ("buffer", inner.named_buffers())):
         for name, t in named:
             if is_lazy(t):
