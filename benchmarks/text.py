@@ -1,22 +1,18 @@
 """What are scores of tokens good for? A small language model on texts that it knows, and on others.
 
     QUALMS_DATA=folder python benchmarks/text.py score     (tells texts apart, and wrong next tokens, for each method)
+    QUALMS_DATA=folder python benchmarks/text.py leads     (by how much REGrad is ahead of other scores)
     QUALMS_DATA=folder python benchmarks/text.py tangents  (how well few tangents rank tokens like many)
     QUALMS_DATA=folder python benchmarks/text.py hybrid    (a mix of two scores for wrong next tokens)
     QUALMS_DATA=folder python benchmarks/text.py cost      (in forward passes; with nothing else running)
     python benchmarks/text.py page                         (fills docs/results.md from the rows)
 
-The folder has `lm/stories260K`, a model as Hugging Face keeps it, and texts in `lm/text`. Rows go to
-`results/text.jsonl` as they come, and what has a row is passed over; the scores of all tokens are in
-`runs/text-benchmark.jsonl`, so that a run that was stopped loses little.
-
-White space becomes single spaces, so that line breaks give no text away. A text is cut into windows of 128 tokens, each
-from within one document, and windows are drawn together for intervals.
+`text_corpus.py` says what is in the folder. Rows go to `results/text.jsonl` as they come, and what has a row is passed
+over; the scores of all tokens are in `runs/text-benchmark.jsonl`, so that a run that was stopped loses little.
 """
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,22 +22,20 @@ from typing import Any
 import numpy as np
 import text_page
 import torch
+from text_corpus import KNOWN, OTHERS, WINDOW, language, windows
 
 import qualms
-from qualms.data.texts import Document
 from qualms.methods import parse
 from qualms.metrics import auroc
-from qualms.metrics.groups import auroc_interval
-from qualms.models.language import LanguageModel, load_language_model
+from qualms.metrics.groups import auroc_interval, lead_interval
+from qualms.models.language import LanguageModel
 from qualms.tasks.journal import Journal
-from qualms.tasks.text import errors_found, running, spans, told_apart, with_baselines
-from qualms.tasks.windows import ScoredWindows, Windows, about, cut, score_windows
+from qualms.tasks.text import SURPRISE, errors_found, running, span_means, spans, told_apart, with_baselines
+from qualms.tasks.windows import ScoredWindows, Windows, about, score_windows
 
 RESULTS = Path(__file__).parent / "results" / "text.jsonl"
 TOKENS = Path("runs") / "text-benchmark.jsonl"
-WINDOW, COUNT, FEW = 128, 100, 10  # tokens in a window; windows of each text, and where many tangents are run
-KNOWN = "tinystories_sample"
-OTHERS = ("wizard_of_oz", "hamlet_gutenberg", "fortunes_science", "fortunes_literature", "tinystories_valid_excerpt")
+FEW = 10  # windows of each text, where many tangents are run
 TWO = ("wizard_of_oz", "fortunes_science")
 LOGITS = ("entropy", "msp", "energy", "gen")
 GRADIENTS = ("regrad", "exgrad", "fisher", "isotropic")
@@ -67,31 +61,6 @@ RUNS = (
     Run(("regrad+layers",), 0),
     *(Run(GRADIENTS, seed) for seed in (1, 2, 3, 4)),
 )
-
-
-def documents(name: str) -> list[Document]:
-    """Quotations end with a line `%`, held-out stories with their line; anything else is one document."""
-    whole = (data() / "text" / f"{name}.txt").read_text(encoding="utf-8")
-    parts = whole.split("\n%\n") if "fortunes" in name else whole.splitlines() if "valid" in name else [whole]
-    plain = dict.fromkeys(" ".join(part.split()) for part in parts)  # some stories are there twice
-    return [Document(f"{name} {i}", part) for i, part in enumerate(plain) if part]
-
-
-def data() -> Path:
-    """The folder of the model and the texts."""
-    if "QUALMS_DATA" not in os.environ:
-        raise SystemExit("set QUALMS_DATA to the folder that has lm/stories260K and lm/text.")
-    return Path(os.environ["QUALMS_DATA"]) / "lm"
-
-
-def language() -> LanguageModel:
-    """The model."""
-    return load_language_model(f"hf:{data() / 'stories260K'}")
-
-
-def windows(name: str, model: LanguageModel, count: int = COUNT) -> Windows:
-    """Windows spread over a text."""
-    return cut(name, documents(name), model.tokenizer, WINDOW).subset(count)
 
 
 def scored(model: LanguageModel, text: Windows, run: Run, journal: Journal) -> ScoredWindows:
@@ -127,6 +96,29 @@ def by_span(inside: np.ndarray, outside: np.ndarray) -> Row:
     apart = {str(span): told_apart(inside, outside, span) for span in spans(WINDOW)}
     apart[SO_FAR] = told_apart(running(inside), running(outside), 1)
     return {name: rounded(measures) for name, measures in apart.items()}
+
+
+def leads() -> None:
+    """By how much REGrad is ahead of other scores, on the same resamples of windows."""
+    model, first = language(), RUNS[0]
+    if read(part="leads"):
+        return
+    with Journal(TOKENS, about(model)) as journal:
+        found = {
+            name: with_baselines(scored(model, windows(name, model), first, journal)) for name in (KNOWN, *first.others)
+        }
+        for other in first.others:
+            for rival in (*LOGITS, SURPRISE):
+                row: Row = {"part": "leads", "seed": first.seed, "method": "regrad", "rival": rival, "text": other}
+                for span in spans(WINDOW):
+                    ours, theirs = (
+                        tuple(span_means(found[name][method], span) for name in (KNOWN, other))
+                        for method in ("regrad", rival)
+                    )
+                    areas = [auroc(a.ravel(), b.ravel()) for a, b in (ours, theirs)]
+                    low, high = lead_interval((list(ours[0]), list(ours[1])), (list(theirs[0]), list(theirs[1])))
+                    row[str(span)] = rounded({"lead": areas[0] - areas[1], "low": low, "high": high})
+                keep(row)
 
 
 def tangents() -> None:
@@ -273,7 +265,7 @@ def shown(row: Row) -> Iterator[str]:
             yield f"{name}={value}"
 
 
-COMMANDS = {"score": score, "tangents": tangents, "hybrid": hybrid, "cost": cost}
+COMMANDS = {"score": score, "leads": leads, "tangents": tangents, "hybrid": hybrid, "cost": cost}
 
 
 def main() -> None:

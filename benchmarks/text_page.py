@@ -31,6 +31,7 @@ def fill(rows: list[Row]) -> None:
     parts = {
         "text tokens": tokens(main),
         "text spans": spans(main),
+        "text leads": leads([row for row in rows if row["part"] == "leads"]),
         "text errors": errors(main),
         "text seeds": seeds(scores),
         "text tangents": tangents([row for row in rows if row["part"] == "tangents"]),
@@ -69,6 +70,22 @@ def column(rows: list[Row], text: str, kind: str) -> list[str]:
     values = [round(100 * row["texts"][text][kind]["auroc"], 1) for row in rows]
     top = max(v for v, row in zip(values, rows, strict=True) if row["method"] != "perplexity")
     return [f"**{value:.1f}**" if value == top else f"{value:.1f}" for value in values]
+
+
+def leads(rows: list[Row]) -> str:
+    """By how much REGrad is ahead, where both are drawn together."""
+    lines = []
+    for kind, name in {"1": "tokens", "8": "spans of 8", "32": "spans of 32"}.items():
+        for rival in dict.fromkeys(row["rival"] for row in rows):
+            own = {row["text"]: row[kind] for row in rows if row["rival"] == rival}
+            lines.append([name, f"`{rival}`", *(lead(own[text]) for text in TEXTS if "valid" not in text)])
+    return table(["by", "`regrad` over", *(name for text, name in TEXTS.items() if "valid" not in text)], lines)
+
+
+def lead(of: Row) -> str:
+    """A lead in points with its interval, in bold where that does not hold zero."""
+    told = f"{100 * of['lead']:+.1f} [{100 * of['low']:+.1f}, {100 * of['high']:+.1f}]"
+    return f"**{told}**" if of["low"] > 0 or of["high"] < 0 else told
 
 
 def errors(rows: list[Row]) -> str:

@@ -5,7 +5,7 @@ import pytest
 
 import qualms
 from qualms import metrics
-from qualms.metrics.groups import auroc_interval, pairs_won
+from qualms.metrics.groups import auroc_interval, lead_interval, pairs_won
 
 random = np.random.default_rng(0)
 # Texts differ from each other, and scores have ties.
@@ -34,6 +34,24 @@ def test_groups_that_belong_together_are_drawn_together() -> None:
     want = metrics.interval(measure, KNOWN, right, paired=True, resamples=200, seed=1)
     split = [[u[r == outcome] for u, r in zip(KNOWN, right, strict=True)] for outcome in (True, False)]
     assert auroc_interval(*split, paired=True, resamples=200, seed=1) == pytest.approx(want)
+
+
+def test_the_lead_of_a_score_is_drawn_on_the_same_groups_as_its_rival() -> None:
+    noise = random.normal(size=KNOWN.shape), random.normal(size=OTHER.shape)
+    rival = KNOWN + noise[0], OTHER + noise[1]
+
+    def lead(a: np.ndarray, b: np.ndarray) -> float:  # tables with both scores, side by side
+        mine, theirs = (metrics.auroc(a[:, i].ravel(), b[:, i].ravel()) for i in (0, 1))
+        return mine - theirs
+
+    tables = [np.stack([own, other], 1) for own, other in ((KNOWN, rival[0]), (OTHER, rival[1]))]
+    want = metrics.interval(lead, *tables, resamples=200, seed=5)
+    mine, theirs = (list(KNOWN), list(OTHER)), (list(rival[0]), list(rival[1]))
+    assert lead_interval(mine, theirs, resamples=200, seed=5) == pytest.approx(want)
+    assert want[0] < want[1]
+    assert lead_interval(mine, mine) == (0, 0)
+    with pytest.raises(qualms.QualmsError, match="groups of different sizes"):
+        lead_interval(mine, (theirs[0][:-1], theirs[1]))
 
 
 def test_an_interval_over_texts_is_wider_than_one_over_their_tokens() -> None:

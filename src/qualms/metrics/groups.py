@@ -32,20 +32,31 @@ def auroc_interval(
         level: the share of them between the two ends.
         seed: decides the draws.
     """
-    higher = pairs_won(in_groups, out_groups)
-    inside, outside = (np.array([len(group) for group in groups], float) for groups in (in_groups, out_groups))
-    random = np.random.default_rng(seed)
-    values = []
-    for _ in range(resamples):
-        a = _times_drawn(random, len(inside))
-        b = a if paired else _times_drawn(random, len(outside))
-        pairs = (a @ inside) * (b @ outside)
-        if pairs:
-            values.append((a @ higher @ b) / pairs)
-    if not values:
-        raise QualmsError("no resample has inputs of both kinds; take more of them.")
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    sizes = [len(group) for group in in_groups], [len(group) for group in out_groups]
+    return _middle(pairs_won(in_groups, out_groups), *sizes, paired, resamples, level, seed)
+
+
+def lead_interval(
+    ours: tuple[Sequence[Floats], Sequence[Floats]],
+    theirs: tuple[Sequence[Floats], Sequence[Floats]],
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """The same for the lead of one score's AUROC over another's, on the same resamples of the same groups.
+
+    Args:
+        ours: the known and the unknown groups, by one score.
+        theirs: the same inputs, by the other.
+        resamples: how many.
+        level: the share of them between the two ends.
+        seed: decides the draws.
+    """
+    sizes, others = ([[len(group) for group in groups] for groups in of] for of in (ours, theirs))
+    if sizes != others:
+        raise QualmsError("the two scores have groups of different sizes; compare scores of the same inputs.")
+    return _middle(pairs_won(*ours) - pairs_won(*theirs), *sizes, False, resamples, level, seed)
 
 
 def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Float[Floats, "i o"]:
@@ -59,6 +70,31 @@ def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Floa
         higher = len(group) - np.searchsorted(ordered, known, "right")
         won[:, column] = np.bincount(owner, weights=(not_lower + higher) / 2, minlength=len(in_groups))
     return won
+
+
+def _middle(
+    won: Float[Floats, "i o"],
+    in_sizes: list[int],
+    out_sizes: list[int],
+    paired: bool,
+    resamples: int,
+    level: float,
+    seed: int,
+) -> tuple[float, float]:
+    """The middle of the share of pairs that are won, over resamples of the groups."""
+    inside, outside = np.array(in_sizes, float), np.array(out_sizes, float)
+    random = np.random.default_rng(seed)
+    values = []
+    for _ in range(resamples):
+        a = _times_drawn(random, len(inside))
+        b = a if paired else _times_drawn(random, len(outside))
+        pairs = (a @ inside) * (b @ outside)
+        if pairs:
+            values.append((a @ won @ b) / pairs)
+    if not values:
+        raise QualmsError("no resample has inputs of both kinds; take more of them.")
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 def _times_drawn(random: np.random.Generator, count: int) -> Float[Floats, " n"]:
