@@ -44,7 +44,12 @@ def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).logits.log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("GPT-2", "T5", "BERT by token")  # the others run with the slow tests
+IN_32_BITS = ("Llama", "Mistral", "Gemma", "Qwen", "T5")  # norms or rotations, also in a model of 64 bits
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_sketch_and_exact_agree_at_chosen_positions(name: str) -> None:
     make, inputs = MODELS[name]
     model, at = make(), [0, 4]
@@ -56,11 +61,12 @@ def test_sketch_and_exact_agree_at_chosen_positions(name: str) -> None:
     for method, power in (("regrad", 1), ("fisher", 2)):
         off = found.scores[method][:, at] / exact.scores[method] - 1
         assert off.abs().max() < 4 * power / math.sqrt(2 * MANY)
-    error = found.errors["fisher"][:, at] / exact.scores["fisher"]
-    assert 0.3 < float(error.mean()) * math.sqrt(MANY / 2) < 1.5  # √(2/k) for one direction, less for many
+    error = found.errors["fisher"][:, at]
+    assert (error / exact.scores["fisher"]).max() < math.sqrt(2 / MANY)  # that of one direction; many have less
+    assert ((found.scores["fisher"][:, at] - exact.scores["fisher"]).abs() / error).max() < 5
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5", "BERT"])
+@pytest.mark.parametrize("name", [one for one in EACH if one.values != ("Bloom",)])  # by differences, to 1e-3
 def test_every_tangent_gives_what_plain_autograd_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """v·(J s) = ⟨Jᵀv, s⟩ at every position and for every class."""
     make, inputs = MODELS[name]
@@ -84,11 +90,11 @@ def test_every_tangent_gives_what_plain_autograd_gives(name: str, monkeypatch: p
                 want = sum(
                     float((g * s[f"model.{n}"]).sum()) for n, g in zip(named, found, strict=True) if g is not None
                 )
-                assert float(dz[j, t, c]) == pytest.approx(want, rel=1e-8, abs=1e-10)
+                assert float(dz[j, t, c]) == pytest.approx(want, rel=1e-6 if name in IN_32_BITS else 1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["GPT-2", "Bloom", "OPT", "Llama", "T5"])
+@pytest.mark.parametrize("name", EACH)
 def test_a_padded_batch_gives_the_scores_of_single_texts(name: str, side: str) -> None:
     make, inputs = MODELS[name]
     model, batch = make(), inputs()
@@ -417,7 +423,7 @@ def test_options_that_do_not_fit_are_refused_at_once(options: dict[str, Any], me
             {"mask": torch.ones(2, 3)},
             r"mask has the shape \(2, 3\), and the model answers at positions of shape \(2, 7\)",
         ),
-        ({"targets": torch.full((2, TOKENS), WORDS)}, f"a target is class {WORDS}, and there are {WORDS} classes"),
+        ({"targets": torch.full((2, TOKENS), WORDS)}, f"a target is {WORDS}, and there are {WORDS} classes"),
         ({"targets": torch.zeros(2, 3)}, r"the targets of an input have the shape \(3,\)"),
         ({"mask": torch.ones(1, TOKENS)}, "mask is for 1 inputs of 2 or more"),
         ({"spans": [[(0, 2)], []]}, "spans need reduce="),
@@ -437,7 +443,7 @@ def test_a_classifier_needs_no_class_dim() -> None:
 
 def test_a_text_of_which_nothing_is_left_is_an_error() -> None:
     batch = language.text() | {"attention_mask": torch.tensor([[1] * TOKENS, [0] * TOKENS])}
-    with pytest.raises(qualms.QualmsError, match="the attention_mask of input 1 leaves nothing of it"):
+    with pytest.raises(qualms.QualmsError, match="the attention_mask of input 1 of the batch leaves nothing of it"):
         qualms.Scorer(language.gpt2(), "entropy", class_dim=-1)(batch)
 
 

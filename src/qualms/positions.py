@@ -185,15 +185,18 @@ class PositionScores:
             for smooth, lam in groups_of(self.methods)
             for held in [TangentSums.held(size, smooth.draws + 1 if smooth else 1)]
         }
-        like = flat[:1]
+        like = flat[:1].clone()
         del logits, flat  # passes of the sketch have logits of their own
         text: float | None = None
         for (smooth, lam), methods in groups_of(self.methods).items():
             sums = TangentSums(methods, size, smooth.draws + 1 if smooth else 1, None if text else goals, like)
             for pushed in sketches[smooth, lam].pushed(lam):
                 sums.add(pushed)
-            for name, (value, error) in sums.scores().items():
+                del pushed  # before the next pass begins
+            plain = plain_logits(self.subject.model, self.at.class_dim, alone.batch).flatten(0, -2)
+            for name, (value, error) in sums.scores(plain).items():
                 scores[name], found["error", name] = value, error.to(dtype)
+            del plain
             text = text or sums.of_text()
         for name in self.methods:
             found["score", name] = scores[name].to(dtype)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import qualms
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel, load_language_model
-from tests.languages import llama, tokenizer, write_language_model
+from tests.tiny_llama import llama, tokenizer, write_language_model
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -97,6 +98,17 @@ def test_an_architecture_that_may_be_causal_is_tried(tmp_path: Path) -> None:
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(said | {"is_decoder": False}))
     assert "no causal language model (what it says of a token depends on those that follow)" in refused(folder)
+
+
+def test_a_mixture_of_experts_can_be_sketched(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 4}
+    torch.manual_seed(0)
+    model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(num_key_value_heads=1, **SMALL, **sizes))
+    found = load_language_model(f"hf:{write_language_model(tmp_path / 'experts', model)}")
+    ids = torch.arange(3, 11)[None]
+    torch.testing.assert_close(found.model(ids).logits, model.eval()(ids).logits)
+    scores = qualms.Scorer(found.model, "regrad", class_dim=-1)(ids).scores["regrad"]
+    assert (scores > 0).all()
 
 
 def test_a_model_on_several_devices_is_refused() -> None:

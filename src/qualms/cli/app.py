@@ -27,7 +27,7 @@ class Commands(LazyGroup):
 
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
         "demo": ("qualms.cli.demo", "Train a network on digits, and write a page about what it does not know."),
-        "score": ("qualms.cli.score", "Score images: a table with the uncertainty of each."),
+        "score": ("qualms.cli.score", "Score images, or the tokens of texts: a table with the uncertainty of each."),
         "threshold": ("qualms.cli.threshold", "Set the score up to which a network is trusted, or show it."),
         "serve": ("qualms.cli.serve", "Serve a network over HTTP: predictions, scores, and whether to trust them."),
         "methods": ("qualms.cli.methods", "List every method: its needs, its cost, and where it comes from."),

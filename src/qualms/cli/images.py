@@ -1,15 +1,16 @@
 """The images that a command line names: to score, and to learn from."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from qualms.cli.status import say
-from qualms.data import Fit, Images, dataset_name, load
+from qualms.data import Fit, Images, Rejected, dataset_name, load
 from qualms.errors import QualmsError
 from qualms.tasks.network import Network
 from qualms.tasks.reproduce import LEARNT_FROM
 
-NAMED = 3  # of the images that could not be read, on the terminal
+NAMED = 3  # of the inputs that could not be read, on the terminal
 
 
 def test_images(
@@ -56,7 +57,12 @@ def tell_images(network: Network, *found: Images) -> None:
         say(f"{images.name}: {len(images)} image{'' if len(images) == 1 else 's'}, {images.source}")
         for note in network.told(images):
             say(f"  {note}")
-        if images.rejected:
-            some = "; ".join(f"{one.id} is {one.reason}" for one in images.rejected[:NAMED])
-            more = f"; and {len(images.rejected) - NAMED} more" if len(images.rejected) > NAMED else ""
-            say(f"  {len(images.rejected)} could not be read ({some}{more})")
+        tell_rejected(images.rejected)
+
+
+def tell_rejected(rejected: Sequence[Rejected]) -> None:
+    """Say on stderr what could not be read, if there is anything."""
+    if rejected:
+        some = "; ".join(f"{one.id} is {one.reason}" for one in rejected[:NAMED])
+        more = f"; and {len(rejected) - NAMED} more" if len(rejected) > NAMED else ""
+        say(f"  {len(rejected)} could not be read ({some}{more})")

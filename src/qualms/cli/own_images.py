@@ -8,9 +8,10 @@ import typer
 
 from qualms.cli.images import tell_images
 from qualms.cli.network import chosen_network
-from qualms.cli.options import Device, Engine, Mean, Root, Seed, Size, Std, Weights, device_of, listed, telling
+from qualms.cli.options import Device, Mean, Root, Seed, Size, Std, Weights, device_of, listed, telling
 from qualms.cli.status import passing
 from qualms.data import Images, load
+from qualms.data.texts import Texts
 from qualms.errors import QualmsError, reason
 from qualms.gradients.settings import Engine as EngineName
 from qualms.gradients.settings import Sketch
@@ -43,7 +44,9 @@ class Given:
         str | None, typer.Option("--train", help="Training images, for methods such as laplace that learn from them.")
     ] = None
     classes: Classes = None
-    engine: Engine = "exact"
+    engine: Annotated[
+        EngineName | None, typer.Option("--engine", help="Of the gradient scores.", show_default="exact")
+    ] = None
     size: Size = None
     mean: Mean = None
     std: Std = None
@@ -133,7 +136,7 @@ def ready(images: str, model: str, methods: dict[str, Method], given: Given) -> 
     own = {name: network.in_its_units(method) for name, method in methods.items()}
     learns = any(TRAINING_DATA in method.needs for method in methods.values())
     train = _read(given.train, network, given, "train") if learns and given.train is not None else None
-    return Ready(network, own, train, given.engine, given)
+    return Ready(network, own, train, given.engine or "exact", given)
 
 
 def _read(name: str, network: Network, given: Given, split: str) -> Images:
@@ -163,8 +166,8 @@ def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
     return len(found), found
 
 
-def end(*found: Images) -> None:
-    """Exit with a code of its own if some images could not be read."""
+def end(*found: Images | Texts) -> None:
+    """Exit with a code of its own if some inputs could not be read."""
     passing("")
-    if any(images.rejected for images in found):
+    if any(some.rejected for some in found):
         raise typer.Exit(SOME_REJECTED)

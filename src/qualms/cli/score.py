@@ -1,4 +1,7 @@
-"""`qualms score`: images in, a table with the uncertainty of each out, and whether the network can be trusted."""
+"""`qualms score`: images in, a table with the uncertainty of each out, and whether the network can be trusted.
+
+Texts go through the same door: `qualms.cli.tokens`.
+"""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,32 +12,40 @@ import typer
 from qualms.cli.bench.options import with_options
 from qualms.cli.options import Json, Overwrite
 from qualms.cli.own_images import Ready, end, ready
-from qualms.cli.shards import ToScore, is_folder, score_to_folder
+from qualms.cli.shards import is_folder, score_to_folder
 from qualms.cli.specs import chosen_methods
 from qualms.cli.status import say
-from qualms.cli.writing import STDOUT, json_rows, rejected_file, summary, table, write_rejected
+from qualms.cli.tokens import ToScoreAny, score_tokens
+from qualms.cli.writing import STDOUT, deliver, rejected_file, summary, table
 from qualms.data import dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
 from qualms.scale.folder import require_own
+from qualms.texts.scoring import METHOD
 from qualms.threshold import Threshold
 
 COVERAGE = 0.95
 FILE = "scores.csv"
 
 
-@with_options(ToScore)
+@with_options(ToScoreAny)
 def score(
-    given: ToScore,
+    given: ToScoreAny,
     images: Annotated[
         str,
         typer.Argument(
             help="A folder of images, an image, a .npz or .parquet file, or a dataset's name; for shards also a .tar "
-            "file, or a pattern such as 'parts/*.parquet'."
+            "file, or a pattern such as 'parts/*.parquet'. With --tokens: a .txt, .jsonl or .parquet file, or a folder "
+            "of .txt files."
         ),
     ],
     model: Annotated[str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")],
-    methods: Annotated[str, typer.Option(help="Comma-separated specs; the first one decides.")] = DEFAULT,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated specs; the first one decides.", show_default=f"{DEFAULT}; {METHOD} with --tokens"
+        ),
+    ] = None,
     out: Annotated[
         str | None,
         typer.Option(
@@ -55,18 +66,26 @@ def score(
     ] = None,
     json_lines: Json = False,
 ) -> None:
-    """Score images: a row for each with its id, the prediction, its confidence, and one column for each method.
+    """Score images, or with --tokens the tokens of texts: a row for each, with one column for each method.
 
-    Higher means more uncertain. Noise levels in specs are for pixel values from 0 to 1. With a reference or a
-    threshold, two columns say for the first method what percentage of the reference scores are lower, and whether the
-    prediction is accepted. Images that cannot be read are listed beside the table, and the exit code is 4. Examples:
+    That of an image has its id, the prediction and its confidence; that of a token its place in the text and the token
+    that is likely to come next. Higher means more uncertain. Noise levels in specs are for pixel values from 0 to 1.
+    With a reference or a threshold, two columns say for the first method what percentage of the reference scores are
+    lower, and whether the prediction is accepted. Images that cannot be read are listed beside the table, and the exit
+    code is 4. Examples:
 
         qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy --out scores.parquet
 
         qualms score new/ --model timm:resnet18 --reference val/ --coverage 0.95
 
         qualms score 'parts/*.tar' --model timm:resnet18 --methods heat --out scores/
+
+        qualms score texts.jsonl --model hf:FOLDER --tokens --out scores.parquet
     """
+    given.require_tokens(reference=reference, coverage=coverage, threshold=threshold)
+    if given.tokens:
+        score_tokens(images, model, methods, out or (None if json_lines else FILE), overwrite, json_lines, given)
+        return
     if threshold is not None and (reference is not None or coverage is not None):
         raise QualmsError("--threshold has its own reference and coverage; leave out --reference and --coverage.")
     if coverage is not None and reference is None:
@@ -80,7 +99,7 @@ def score(
             raise QualmsError("--overwrite and --json are for one table; leave them out, or name a file in --out.")
         require_own(folder)
     place = out or (None if json_lines else FILE)
-    wanted = chosen_methods(methods, dataset_name(images, given.root) or "")
+    wanted = chosen_methods(DEFAULT if methods is None else methods, dataset_name(images, given.root) or "")
     with ExitStack() as stack:
         goes_to = (
             None if place is None or folder is not None else stack.enter_context(table(place, overwrite, json_lines))
@@ -101,20 +120,13 @@ def score(
         scored = prepared.scored(scorer, found)
         if goes_to is not None:
             goes_to.write(scored)
-    file = None if place in (None, STDOUT) else Path(str(place))
-    if file is not None:
-        write_rejected(file, found.rejected)
-    if json_lines and place != STDOUT:
-        typer.echo("\n".join(json_rows(scored)))
     for note in scored.notes.values():
         say(note)
+    file = None if place in (None, STDOUT) else Path(str(place))
     accepted = None if scored.threshold is None else int(scored.accepted.sum())
     listed = None if file is None else rejected_file(file)
     told = summary(scorer, len(scored), accepted, by, file, len(found.rejected), listed)
-    if json_lines or place == STDOUT:
-        say(told)
-    else:
-        typer.echo(told)
+    deliver(scored, place, json_lines, found.rejected, told)
     end(found)
 
 

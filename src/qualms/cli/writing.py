@@ -3,21 +3,24 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from qualms.cli.status import say
 from qualms.data import Rejected
 from qualms.disk import written_whole
 from qualms.errors import QualmsError
 from qualms.scored import Scored
 from qualms.scorer import Scorer
+from qualms.texts.table import TokenTable
 
 STDOUT = "-"
 ENDINGS = (".csv", ".parquet", ".jsonl")
+Rows = Scored | TokenTable
 
 
 @contextmanager
@@ -63,22 +66,34 @@ class Table:
     def __init__(self, part: Path | None, ending: str) -> None:
         self.part, self.ending = part, ending
 
-    def write(self, scored: Scored) -> None:
+    def write(self, rows: Rows) -> None:
         """All rows."""
         if self.part is None:
             text = io.StringIO()
-            _rows(scored, self.ending, text)
+            _rows(rows, self.ending, text)
             typer.echo(text.getvalue(), nl=False)
         elif self.ending == ".parquet":
-            _parquet().write_table(scored.to_arrow(), self.part)
+            _parquet().write_table(rows.to_arrow(), self.part)
         else:
             with open(self.part, "w", newline="", encoding="utf-8") as file:
-                _rows(scored, self.ending, file)
+                _rows(rows, self.ending, file)
 
 
-def json_rows(scored: Scored) -> Iterator[str]:
-    """A line of JSON for each input."""
-    columns = scored.columns()
+def deliver(rows: Rows, out: str | None, json_lines: bool, rejected: Sequence[Rejected], told: str) -> None:
+    """What is left once the table is written: what could not be read, the rows as JSON, and the last words."""
+    if out not in (None, STDOUT):
+        write_rejected(Path(str(out)), rejected)
+    if json_lines and out != STDOUT:
+        typer.echo("\n".join(json_rows(rows)))
+    if json_lines or out == STDOUT:
+        say(told)
+    else:
+        typer.echo(told)
+
+
+def json_rows(rows: Rows) -> Iterator[str]:
+    """A line of JSON for each row."""
+    columns = rows.columns()
     for row in zip(*columns.values(), strict=True):
         yield json.dumps(dict(zip(columns, row, strict=True)))
 
@@ -88,7 +103,7 @@ def rejected_file(out: Path) -> Path:
     return out.with_name(f"{out.stem}.rejected.csv")
 
 
-def write_rejected(out: Path, rejected: Iterable[Rejected]) -> None:
+def write_rejected(out: Path, rejected: Sequence[Rejected]) -> None:
     """Which inputs could not be read, and why; no file if there are none."""
     path, rows = rejected_file(out), [(one.id, one.reason) for one in rejected]
     if not rows:
@@ -108,22 +123,35 @@ def summary(
         told += f"; {accepted or 0} of {scored} accepted by {first}, at {scorer.threshold.rule} of {by}"
     if out is not None:
         told += f": {out}"
-    if rejected:
-        told += f"; {rejected} could not be read{'' if listed is None else f': {listed}'}"
-    return told
+    return told + unread(rejected, listed)
 
 
-def _rows(scored: Scored, ending: str, file: io.TextIOBase) -> None:
+def unread(rejected: int, listed: Path | None) -> str:
+    """The end of the last line, if some inputs could not be read: how many, and where they are listed."""
+    return f"; {rejected} could not be read{'' if listed is None else f': {listed}'}" if rejected else ""
+
+
+def _rows(rows: Rows, ending: str, file: io.TextIOBase) -> None:
     if ending == ".csv":
-        _csv(scored.columns(), file)
+        _csv(rows.columns(), file)
     else:
-        file.writelines(f"{row}\n" for row in json_rows(scored))
+        file.writelines(f"{row}\n" for row in json_rows(rows))
 
 
 def _csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
-    lines = csv.writer(file, lineterminator="\n")
+    lines = csv.writer(_UnixLines(file))
     lines.writerow(columns)
     lines.writerows(zip(*columns.values(), strict=True))
+
+
+class _UnixLines:
+    """Lines of CSV that end in a line feed alone. A writer told to end them so would leave a \\r in a text unquoted."""
+
+    def __init__(self, file: io.TextIOBase) -> None:
+        self.file = file
+
+    def write(self, line: str) -> None:
+        self.file.write(f"{line.removesuffix(csv.excel.lineterminator)}\n")
 
 
 def _parquet() -> Any:

@@ -97,7 +97,7 @@ class TangentSums:
         self.directions = tuple(dict.fromkeys(names))
         self.summed = {m.direction for m in self.methods.values() if m.power == 1}
         self.quadratic = {name: [] for name, m in self.methods.items() if m.power == 2}
-        self.weights_of: Tensor | None = None  # the logits of the input itself
+        self.own: Tensor | None = None  # the logits of the input itself, while its other rows are taken in
 
     @staticmethod
     def held(shape: tuple[int, int], rows: int) -> int:
@@ -107,7 +107,7 @@ class TangentSums:
     def add(self, pushed: Pushed) -> None:
         """Take in what some tangents say of one row."""
         if pushed.row == 0:
-            self.weights_of = pushed.logits
+            self.own = pushed.logits
         at_once = len(pushed.tangents)
         found: dict[str, list[Tensor]] = {name: [] for name in self.quadratic}
         texts = self.like.new_zeros(at_once, dtype=torch.double)
@@ -126,8 +126,8 @@ class TangentSums:
                 if name not in self.squares:
                     self.squares[name] = accurate(self.like).new_zeros(self.shape[0], squares.shape[1])
                 self.squares[name][some] += squares.to(self.squares[name])
-            assert self.weights_of is not None
-            probs = self.weights_of[some].double().softmax(-1)
+            assert self.own is not None
+            probs = self.own[some].double().softmax(-1) if found else None
             for name in found:
                 method = self.methods[name]
                 found[name].append(torch.einsum("tm,tgm->gt", method.weights(probs), at[method.direction].square()))
@@ -138,6 +138,7 @@ class TangentSums:
         if pushed.row == self.rows - 1:
             self.tangents += at_once
             self.mean.clear()
+            self.own = None
             for name, parts in found.items():
                 self.quadratic[name] += list(torch.cat(parts, dim=1))
             self.of_targets += list(texts)
@@ -152,9 +153,8 @@ class TangentSums:
         self.mean[name][some] += now / self.rows
         return self.mean[name][some]
 
-    def scores(self) -> dict[str, tuple[Float[Tensor, " t"], Float[Tensor, " t"]]]:
+    def scores(self, logits: Float[Tensor, "t c"]) -> dict[str, tuple[Float[Tensor, " t"], Float[Tensor, " t"]]]:
         """Each score, and its standard error; NaN where only all projections at once would tell it."""
-        assert self.weights_of is not None
         found = {}
         for name, method in self.methods.items():
             if method.power == 2:
@@ -164,7 +164,7 @@ class TangentSums:
             parts = []
             for some in blocks(*self.shape):
                 norms = unbiased_root(self.squares[method.direction][some].double() / self.tangents, self.tangents)
-                parts.append((method.weights(self.weights_of[some].double().softmax(-1)) * norms).sum(-1))
+                parts.append((method.weights(logits[some].double().softmax(-1)) * norms).sum(-1))
             value = torch.cat(parts)
             found[name] = value, torch.full_like(value, torch.nan)
         return found

@@ -65,16 +65,17 @@ def load_language_model(source: str) -> LanguageModel:
             dtype=torch.float32,
             trust_remote_code=False,
             use_safetensors=True,
+            experts_implementation="eager",  # torch pushes no tangents through the fused products of experts
             output_loading_info=True,
         )
         check_all_loaded(name, found, "get them whole")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        loaded = LanguageModel(source, model.eval(), tokenizer)
+        _require_causal(loaded)
     except QualmsError:
         raise
     except Exception as error:
         raise QualmsError(f"{source} could not be loaded: {reason(error)}; {GET}.") from error
-    loaded = LanguageModel(source, model.eval(), tokenizer)
-    _require_causal(loaded)
     return loaded
 
 

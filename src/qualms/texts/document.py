@@ -18,7 +18,8 @@ class ScoredDocument:
         scores: a number for each token, by method; higher means more uncertain.
         alternatives: after each token, the likeliest next tokens with their probabilities, likeliest first.
         next_log_probs: log p of the token that follows; NaN after the last one.
-        sequence: ‖∇θ Σ_t log p(y_t)‖ of the whole text divided by its number of tokens; None without gradients.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the whole text divided by its number of tokens; None without gradients, and for
+            a text that was read in several windows.
     """
 
     document: Document

@@ -100,7 +100,10 @@ class PositionSketch:
                         "the model gives other logits in forward mode than in a plain pass, so a sketch of it cannot "
                         "be trusted; name a few positions= and use engine='exact'."
                     )
-                yield Pushed(first, i, z, dz)
+                pushed = Pushed(first, i, z, dz)
+                del z, dz
+                yield pushed
+                del pushed  # whoever took it lets it go as well: the next pass needs the room
 
     @property
     def _kind(self) -> Key:
@@ -148,7 +151,8 @@ class PositionSketch:
                 one = self._run(push, row, tangents[0], False)
                 several = self._run(push, row, side_by_side(tangents, 0, step, step), True)
                 rounds = coarser(one[0].dtype, probe.precision)
-                return close_logits(several[0], one[0], rounds) and close(several[1][0], one[1][0], rounds)
+                logits = close_logits(several[0][self.at], one[0][self.at], rounds)
+                return logits and close(several[1][0, self.at], one[1][0, self.at], rounds)
             except Exception as error:
                 log.info("%s: tangents are pushed one at a time", error)
                 return False

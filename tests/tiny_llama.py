@@ -1,4 +1,4 @@
-"""A tiny language model and its tokenizer, in a folder as Hugging Face keeps them."""
+"""A tiny Llama with its tokenizer, in a folder as Hugging Face keeps them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,0 +1,133 @@
+"""`qualms score --tokens`: texts in, a table with the uncertainty of every token out."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.cli.images import tell_rejected
+from qualms.cli.options import device_of, telling
+from qualms.cli.own_images import end
+from qualms.cli.shards import ToScore, is_folder
+from qualms.cli.specs import chosen_methods
+from qualms.cli.status import passing, say
+from qualms.cli.writing import STDOUT, deliver, rejected_file, table, unread
+from qualms.data.texts import Document, Texts, read_texts
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Sketch
+from qualms.methods.at_positions import require_positions
+from qualms.models.language import LanguageModel, load_language_model
+from qualms.texts.document import ScoredDocument
+from qualms.texts.generation import generated
+from qualms.texts.scoring import METHOD, scored_documents
+from qualms.texts.spans import worst_span
+from qualms.texts.table import TokenTable
+
+USED = ("engine", "seed", "root", "device", "strict", "tokens", "generate", "tangents")
+QUOTED = 60  # characters of the worst span
+
+
+@dataclass(frozen=True)
+class ToScoreAny(ToScore):
+    """What `qualms score` is told, of images or of the tokens of texts."""
+
+    tokens: Annotated[
+        bool,
+        typer.Option(
+            "--tokens",
+            help="Score every token of texts by a language model, --model hf:FOLDER; gradients are sketched then.",
+        ),
+    ] = False
+    generate: Annotated[
+        int | None, typer.Option(help="With --tokens: first let the model write so many tokens after each text.", min=1)
+    ] = None
+    tangents: Annotated[
+        int | None,
+        typer.Option(help="With --tokens: passes of the sketch.", min=2, show_default=str(Sketch().tangents)),
+    ] = None
+
+    def require_tokens(self, **more: object) -> None:
+        """An error if something was said that is about images, or without --tokens about texts."""
+        if not self.tokens:
+            if self.generate or self.tangents:
+                raise QualmsError("--generate and --tangents are for texts; pass --tokens too, or leave them out.")
+            return
+        said = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        said = [*said, *(name for name, value in more.items() if value is not None)]
+        idle = [f"--{name.replace('_', '-')}" for name in said if name not in USED]
+        if idle:
+            raise QualmsError(f"{' and '.join(idle)} cannot be used with --tokens; leave that out.")
+        if self.engine in ("exact", "reference"):
+            raise QualmsError(f"--engine {self.engine} would take a pass for each class at each token; use sketch.")
+
+
+def score_tokens(
+    texts: str, model: str, methods: str | None, place: str | None, overwrite: bool, json_lines: bool, given: ToScoreAny
+) -> None:
+    """Score every token of texts into one table; prints how many, where the model knows least, and where that is."""
+    if place is not None and is_folder(place):
+        raise QualmsError("--tokens writes one table; name a file in --out.")
+    wanted = chosen_methods(METHOD if methods is None else methods, "")
+    require_positions(wanted)
+    device = device_of(given.device)
+    with ExitStack() as stack:
+        goes_to = None if place is None else stack.enter_context(table(place, overwrite, json_lines))
+        passing(f"reading {texts} …")
+        read = read_texts(texts, given.root, given.strict)
+        _tell_texts(read)
+        passing(f"loading {model} …")
+        language_model = load_language_model(model)
+        language_model.model.to(device)
+        documents = _written_on(language_model, read.documents, given)
+        with telling("first tokens") as tell:
+            scored = list(
+                scored_documents(
+                    language_model,
+                    documents,
+                    wanted,
+                    engine=given.engine if given.tangents is None else Sketch(given.tangents),
+                    seed=given.seed,
+                    tell=tell,
+                )
+            )
+        written_from = {one.name: len(one.text) for one in read.documents} if given.generate else None
+        rows = TokenTable(scored, written_from)
+        if goes_to is not None:
+            goes_to.write(rows)
+    deliver(rows, place, json_lines, read.rejected, _summary(scored, list(wanted), place, read))
+    end(read)
+
+
+def _written_on(language_model: LanguageModel, documents: Sequence[Document], given: ToScoreAny) -> Sequence[Document]:
+    if given.generate is None:
+        return documents
+    with telling("first text") as tell:
+        return list(generated(language_model, documents, given.generate, seed=given.seed, tell=tell))
+
+
+def _tell_texts(read: Texts) -> None:
+    count = len(read.documents)
+    say(f"{read.source}: {count} document{'' if count == 1 else 's'}")
+    tell_rejected(read.rejected)
+
+
+def _summary(scored: Sequence[ScoredDocument], methods: Sequence[str], place: str | None, read: Texts) -> str:
+    tokens = sum(len(one.ids) for one in scored)
+    told = f"{len(scored)} document{'' if len(scored) == 1 else 's'}, {tokens} tokens scored by {', '.join(methods)}"
+    file = None if place in (None, STDOUT) else Path(str(place))
+    told += "" if file is None else f": {file}"
+    told += unread(len(read.rejected), None if file is None else rejected_file(file))
+    return f"{told}\n{_worst(scored, methods[0])}"
+
+
+def _worst(scored: Sequence[ScoredDocument], method: str) -> str:
+    """Where in which document the scores of neighbouring tokens are highest."""
+    spans = [(span, one) for one in scored if (span := worst_span(one.scores[method])) is not None]
+    worst, one = max(spans, key=lambda found: found[0].score)
+    start, end = one.offsets[worst.start][0], one.offsets[worst.end - 1][1]
+    quoted = " ".join(one.document.text[start:end].split())
+    quoted = quoted if len(quoted) <= QUOTED else f"{quoted[:QUOTED]} …"
+    return f"most uncertain by {method}: {one.document.name}, characters {start} to {end}: {quoted}"
