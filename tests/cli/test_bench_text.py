@@ -10,7 +10,7 @@ import pytest
 from qualms.cli import main
 
 pytest.importorskip("transformers")
-from tests.languages import LEARNT, write_language_model
+from tests.tiny_llama import LEARNT, write_language_model
 
 OTHER = "Quarks, bosons & 3.14159: the gauge symmetry SU(2) x U(1) breaks at 246 GeV; cf. eq. (7). "
 

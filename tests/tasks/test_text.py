@@ -20,7 +20,7 @@ from qualms.tasks.text import errors_found, span_means, text, told_apart, with_b
 from qualms.tasks.windows import ScoredWindows, Windows, cut, score_windows, usable_for_tokens
 
 pytest.importorskip("transformers")
-from tests.languages import LEARNT, llama, tokenizer
+from tests.tiny_llama import LEARNT, llama, tokenizer
 
 METHODS = {spec: parse(spec) for spec in ("entropy", "regrad", "fisher")}
 TWO = {spec: METHODS[spec] for spec in ("entropy", "regrad")}
