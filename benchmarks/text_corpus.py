@@ -38,4 +38,4 @@ def language() -> LanguageModel:
 
 def windows(name: str, model: LanguageModel, count: int = COUNT) -> Windows:
     """Windows spread over a text."""
-    return cut(name, documents(name), model.tokenizer, WINDOW).subset(count)
+    return cut(name, documents(name), model, WINDOW).subset(count)

@@ -70,7 +70,7 @@ def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
         (("--id", "known.txt", "--ood", "other.txt", "--methods", ","), "--methods names no method"),
         (("--id", "known.txt", "--ood", "gone.txt"), "there is no gone.txt"),
         (("--id", "known.txt", "--ood", "short.txt", "--window", "30"), "no document of short has 30 tokens"),
-        (("--id", "known.txt", "--ood", "other.txt", "--window", "64"), "reads 32 tokens at most"),
+        (("--id", "known.txt", "--ood", "other.txt", "--window", "40"), "reads 32 tokens at most"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(

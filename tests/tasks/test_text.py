@@ -13,7 +13,7 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Sketch
 from qualms.methods.registry import parse
-from qualms.models.language import load_language_model
+from qualms.models.language import LanguageModel, load_language_model
 from qualms.tasks import windows as windows_module
 from qualms.tasks.journal import Journal
 from qualms.tasks.text import errors_found, span_means, text, told_apart, with_baselines
@@ -43,10 +43,10 @@ def some(name: str, count: int, seed: int) -> Windows:
     return Windows(name, ids)
 
 
-def test_a_window_lies_within_one_document_and_begins_as_texts_do() -> None:
+def test_a_window_lies_within_one_document_and_begins_as_texts_do(model: Any) -> None:
     both = [Document("a", LEARNT), Document("b", "Once upon a time"), Document("c", LEARNT[::-1])]
     made = tokenizer()
-    found = cut("both", both, made, 10)
+    found = cut("both", both, LanguageModel("tiny", model, made), 10)
     ids = [made(document.text, add_special_tokens=False).input_ids for document in both]
     assert len(ids[1]) < 10 <= min(len(ids[0]), len(ids[2]))
     assert found.ids[0].tolist() == [1, *ids[0][:10]]
@@ -57,16 +57,32 @@ def test_a_window_lies_within_one_document_and_begins_as_texts_do() -> None:
     assert torch.equal(found.subset(2).ids, found.ids[[0, -1]])
 
 
-def test_without_a_first_token_of_its_own_a_window_opens_with_one_of_the_text() -> None:
+def test_without_a_first_token_of_its_own_a_window_opens_with_one_of_the_text(model: Any) -> None:
     made = tokenizer(bos=False)
     ids = made(LEARNT).input_ids
-    found = cut("one", [Document("a", LEARNT)], made, 10)
+    found = cut("one", [Document("a", LEARNT)], LanguageModel("tiny", model, made), 10)
     assert found.ids.tolist() == [ids[at : at + 11] for at in range(0, len(ids) - 10, 11)]
 
 
-def test_a_text_that_fills_no_window_is_refused() -> None:
-    with pytest.raises(QualmsError, match="no document of tiny has 100 tokens"):
-        cut("tiny", [Document("a", "Once upon a time")], tokenizer(), 100)
+def test_windows_that_no_text_fills_or_no_model_reads_are_refused(model: Any) -> None:
+    language = LanguageModel("tiny", model, tokenizer())
+    with pytest.raises(QualmsError, match="no document of short has 20 tokens"):
+        cut("short", [Document("a", "Once upon a time")], language, 20)
+    with pytest.raises(QualmsError, match="tiny reads 32 tokens at most, and a window has 33 with what opens it"):
+        cut("long", [Document("a", LEARNT)], language, 32)
+    with pytest.raises(QualmsError, match="windows of 1 tokens have no next token"):
+        cut("long", [Document("a", LEARNT)], language, 1)
+
+
+def test_what_opens_a_window_is_not_judged_however_long_it_is(model: Any) -> None:
+    ids = some("a", 2, seed=6).ids
+    one, three = (
+        score_windows(model, Windows("a", ids, opening), {"entropy": METHODS["entropy"]}, Journal(None, {}))
+        for opening in (1, 3)
+    )
+    np.testing.assert_array_equal(one.scores["entropy"][:, 2:], three.scores["entropy"])
+    np.testing.assert_array_equal(one.log_probs[:, 2:], three.log_probs)
+    np.testing.assert_array_equal(one.right[:, 2:], three.right)
 
 
 def test_what_stands_at_a_token_is_said_after_reading_it(model: Any) -> None:
@@ -215,7 +231,7 @@ def test_gradients_tell_a_book_from_stories_and_entropy_finds_wrong_next_tokens(
 
     def read(name: str) -> Windows:
         whole = " ".join((folder / "text" / f"{name}.txt").read_text(encoding="utf-8").split())
-        return cut(name, [Document(name, whole)], language.tokenizer, 128).subset(12)
+        return cut(name, [Document(name, whole)], language, 128).subset(12)
 
     known, oz = read("tinystories_sample"), read("wizard_of_oz")
     rows = list(text(language.model, known, [oz], METHODS, Journal(None, {})))

@@ -32,8 +32,8 @@ def auroc_interval(
         level: the share of them between the two ends.
         seed: decides the draws.
     """
-    sizes = [len(group) for group in in_groups], [len(group) for group in out_groups]
-    return _middle(pairs_won(in_groups, out_groups), *sizes, paired, resamples, level, seed)
+    won = pairs_won(in_groups, out_groups)
+    return _middle(won, _sizes(in_groups, out_groups), paired, resamples, level, seed)
 
 
 def lead_interval(
@@ -53,10 +53,10 @@ def lead_interval(
         level: the share of them between the two ends.
         seed: decides the draws.
     """
-    sizes, others = ([[len(group) for group in groups] for groups in of] for of in (ours, theirs))
+    sizes, others = (_sizes(*of) for of in (ours, theirs))
     if sizes != others:
         raise QualmsError("the two scores have groups of different sizes; compare scores of the same inputs.")
-    return _middle(pairs_won(*ours) - pairs_won(*theirs), *sizes, False, resamples, level, seed)
+    return _middle(pairs_won(*ours) - pairs_won(*theirs), sizes, False, resamples, level, seed)
 
 
 def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Float[Floats, "i o"]:
@@ -74,15 +74,14 @@ def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Floa
 
 def _middle(
     won: Float[Floats, "i o"],
-    in_sizes: list[int],
-    out_sizes: list[int],
+    sizes: tuple[list[int], list[int]],
     paired: bool,
     resamples: int,
     level: float,
     seed: int,
 ) -> tuple[float, float]:
     """The middle of the share of pairs that are won, over resamples of the groups."""
-    inside, outside = np.array(in_sizes, float), np.array(out_sizes, float)
+    inside, outside = (np.array(each, float) for each in sizes)
     random = np.random.default_rng(seed)
     values = []
     for _ in range(resamples):
@@ -95,6 +94,10 @@ def _middle(
         raise QualmsError("no resample has inputs of both kinds; take more of them.")
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+def _sizes(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> tuple[list[int], list[int]]:
+    return [len(group) for group in in_groups], [len(group) for group in out_groups]
 
 
 def _times_drawn(random: np.random.Generator, count: int) -> Float[Floats, " n"]:

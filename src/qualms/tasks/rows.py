@@ -194,27 +194,37 @@ class TokensKey(TokensAbout):
     texts: str  # their fingerprint
 
 
-class TokensRow(TokensKey):
-    """The scores of the tokens of a few windows, so that nobody computes them again. A list for each window."""
+class TokensMeasures(TypedDict):
+    """What a model says of the tokens of some windows; a list for each window."""
 
-    methods: dict[str, str]  # by name, each with all its parameters
-    seconds: float
-    scores: dict[str, list[list[float]]]  # by the same names
+    scores: dict[str, list[list[float]]]  # by method
     log_probs: list[list[float]]  # log p of each token, given those before it
     right: list[list[bool]]  # whether the likeliest next token is the one that follows
 
 
-class TextKey(_In):
+class TokensRow(TokensKey, TokensMeasures):
+    """The scores of the tokens of a few windows, so that nobody computes them again."""
+
+    methods: dict[str, str]  # by name, each with all its parameters
+    seconds: float
+
+
+class TextAbout(TypedDict):
+    """What all rows about texts share."""
+
+    seed: int
+    engine: str
+    params: str
+    window: int  # tokens in each
+
+
+class TextKey(_In, TextAbout):
     """`text`: one method on one pair of texts; `in` is the text that the model knows."""
 
     row: Literal["text"]
     out: str  # the other text
     method: str
     exactly: str
-    seed: int
-    engine: str
-    params: str
-    window: int  # tokens in each
     span: int  # how many tokens' scores are averaged
     n_in: int  # windows of each text
     n_out: int
@@ -225,16 +235,12 @@ class TextRow(TextKey, OodMeasures):
     """How well a method tells tokens, or spans of them, of one text from those of another; intervals over windows."""
 
 
-class NextTokenKey(_In):
+class NextTokenKey(_In, TextAbout):
     """`next-token`: one method on the text `in`, of which each next token is known."""
 
     row: Literal["next-token"]
     method: str
     exactly: str
-    seed: int
-    engine: str
-    params: str
-    window: int
     n: int  # windows
     texts: str
 

@@ -13,7 +13,16 @@ from qualms.metrics.arrays import Floats
 from qualms.metrics.groups import auroc_interval
 from qualms.progress import Tell
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import LeftOutRow, NextTokenKey, NextTokenMeasures, NextTokenRow, OodMeasures, TextKey, TextRow
+from qualms.tasks.rows import (
+    LeftOutRow,
+    NextTokenKey,
+    NextTokenMeasures,
+    NextTokenRow,
+    OodMeasures,
+    TextAbout,
+    TextKey,
+    TextRow,
+)
 from qualms.tasks.scoring import Methods
 from qualms.tasks.windows import ScoredWindows, Windows, score_windows
 
@@ -57,7 +66,7 @@ def text(
     how: dict[str, Any] = {"seed": seed, "engine": engine, "params": params, "tell": tell}
     known, *others = (score_windows(model, windows, methods, journal, **how) for windows in (inside, *outside))
     scores = with_baselines(known)
-    about: dict[str, Any] = {"seed": seed, "engine": str(engine), "params": params, "window": inside.length}
+    about: TextAbout = {"seed": seed, "engine": str(engine), "params": params, "window": inside.length}
     exactly = {name: repr(methods[name]) if name in methods else name for name in scores}
     for windows, scored in zip(outside, others, strict=True):
         for name, of_other in with_baselines(scored).items():

@@ -23,8 +23,9 @@ from qualms.positions import next_tokens
 from qualms.progress import Tell
 from qualms.scorer import Scorer
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import LeftOutRow, TokensAbout, TokensKey, TokensRow
+from qualms.tasks.rows import LeftOutRow, TokensAbout, TokensKey, TokensMeasures, TokensRow
 from qualms.tasks.scoring import Methods
+from qualms.texts.encoding import encoded
 from qualms.version import __version__
 
 CHUNK = 8  # windows whose scores are written together; what a kill can lose
@@ -37,12 +38,14 @@ class Windows:
 
     Args:
         name: of the text.
-        ids: the tokens. The first of each window opens it and is not judged: the tokenizer's first token where it
-            has one, else the token before.
+        ids: the tokens.
+        opening: how many of them open a window and are not judged: those that the tokenizer puts in front of a text,
+            or one of the text where it puts none.
     """
 
     name: str
     ids: Int[Tensor, "windows length"]
+    opening: int = 1
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -50,7 +53,7 @@ class Windows:
     @property
     def length(self) -> int:
         """The tokens of a window that are judged."""
-        return self.ids.shape[1] - 1
+        return self.ids.shape[1] - self.opening
 
     def take(self, part: slice) -> "Windows":
         """Some of the windows."""
@@ -63,24 +66,31 @@ class Windows:
         return replace(self, ids=self.ids[torch.linspace(0, len(self) - 1, count).round().long()])
 
     def fingerprint(self) -> str:
-        """A short digest of the tokens."""
-        return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()[:16]
+        """A short digest of the tokens, and of where they begin."""
+        digest = hashlib.sha256(self.ids.contiguous().numpy().tobytes())
+        digest.update(str(self.opening).encode())
+        return digest.hexdigest()[:16]
 
 
-def cut(name: str, documents: Iterable[Document], tokenizer: Any, length: int) -> Windows:
+def cut(name: str, documents: Iterable[Document], language: LanguageModel, length: int) -> Windows:
     """Every window of `length` tokens that fits into a document; what is left over at its end is left out."""
     if length < 2:
         raise QualmsError(f"windows of {length} tokens have no next token to predict; make them longer.")
-    first = tokenizer("a").input_ids[0]
-    opener = [first] if first in tokenizer.all_special_ids else []
-    width = length + 1 - len(opener)
-    rows = []
-    for document in documents:
-        ids = tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids
-        rows += [[*opener, *ids[at : at + width]] for at in range(0, len(ids) - width + 1, width)]
+    rows: list[tuple[int, ...]] = []
+    opening = 1
+    for found in (encoded(language, document) for document in documents):
+        lead, ids = found.ids[: found.lead], found.ids[found.lead :]
+        opening = max(found.lead, 1)
+        width = length + opening - found.lead
+        rows += [(*lead, *ids[at : at + width]) for at in range(0, len(ids) - width + 1, width)]
     if not rows:
         raise QualmsError(f"no document of {name} has {length} tokens; give longer ones, or shorter windows.")
-    return Windows(name, torch.tensor(rows))
+    if len(rows[0]) > (language.context or len(rows[0])):
+        raise QualmsError(
+            f"{language.name} reads {language.context} tokens at most, and a window has {len(rows[0])} with what opens "
+            "it; shorten it."
+        )
+    return Windows(name, torch.tensor(rows), opening)
 
 
 @dataclass(frozen=True)
@@ -179,17 +189,18 @@ def _scorer(model: nn.Module, methods: Methods, seed: int, engine: Sketch, param
     return Scorer(model, dict(methods), class_dim=-1, engine=engine, params=params or None, seed=seed)
 
 
-def _scored(scorer: Scorer, part: Windows) -> dict[str, Any]:
-    """What a row holds of some windows: scores, log-probabilities and outcomes, without the place of the opener."""
-    targets = next_tokens(part.ids)
+def _scored(scorer: Scorer, part: Windows) -> TokensMeasures:
+    """What a row holds of some windows: scores, log-probabilities and outcomes, from what opens them on."""
+    targets, start = next_tokens(part.ids), part.opening
     found = scorer({"input_ids": part.ids}, targets=targets)
+    assert found.target_log_probs is not None
     for name, scores in found.scores.items():
-        if not torch.isfinite(scores[:, 1:]).all():
+        if not torch.isfinite(scores[:, start:]).all():
             raise QualmsError(f"{name} gives a token of {part.name} no finite score; leave the method out.")
     return {
-        "scores": {name: _rounded(scores[:, 1:]) for name, scores in found.scores.items()},
-        "log_probs": _rounded(found.target_log_probs[:, :-1]),
-        "right": (found.prediction.cpu() == targets)[:, 1:-1].tolist(),
+        "scores": {name: _rounded(scores[:, start:]) for name, scores in found.scores.items()},
+        "log_probs": _rounded(found.target_log_probs[:, start - 1 : -1]),
+        "right": (found.prediction.cpu() == targets)[:, start:-1].tolist(),
     }
 
 

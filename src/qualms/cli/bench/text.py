@@ -17,6 +17,7 @@ from qualms.models.language import load_language_model
 from qualms.report.text_tables import text_table
 from qualms.tasks import text as task
 from qualms.tasks.journal import Journal
+from qualms.tasks.rows import Row
 from qualms.tasks.windows import about, cut, usable_for_tokens
 
 METHODS = "regrad,exgrad,fisher,isotropic,entropy,msp,energy,gen"
@@ -54,16 +55,12 @@ def text(
     found = {Path(name).stem if short else name: read_texts(name, root).documents for name in names}
     with telling() as tell:
         language = load_language_model(model)
-        if language.context is not None and window >= language.context:
-            raise QualmsError(
-                f"{model} reads {language.context} tokens at most, and a window has one more; shorten it."
-            )
         language.model.to(place)
-        texts = [cut(name, one, language.tokenizer, window).subset(count or None) for name, one in found.items()]
+        texts = [cut(name, one, language, window).subset(count or None) for name, one in found.items()]
         good, reasons = usable_for_tokens(language.model, texts[0], wanted)
         with Journal(file, {"task": "text", **about(language)}) as journal:
             measured = task.text(
                 language.model, texts[0], texts[1:], good, journal, seed=seed, engine=Sketch(tangents), tell=tell
             )
-            rows = [*reasons, *measured]
+            rows: list[Row] = [*reasons, *measured]
     print_rows(rows, text_table, file, seed, json_lines)
