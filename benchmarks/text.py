@@ -59,7 +59,7 @@ RUNS = (
     Run((*LOGITS, *GRADIENTS), 0, others=OTHERS),
     *(Run(("regrad",), 0, params) for params in (BLOCKS, LAST_TWO, LAST)),
     Run(("regrad+layers",), 0),
-    *(Run(GRADIENTS, seed) for seed in (1, 2)),
+    *(Run(GRADIENTS, seed) for seed in (1, 2, 3, 4)),
 )
 
 
