@@ -136,3 +136,18 @@ def test_the_costs_in_the_readme_are_those_that_were_measured() -> None:
         measured = [r["passes"] for r in rows_of("speed.jsonl") if r["part"] == part and r["way"] == way]
         assert measured
         assert all(0.65 * said <= passes <= 1.5 * said for passes in measured), (spec, measured)  # a shared machine
+
+
+def test_the_table_of_segmentation_is_what_was_measured() -> None:
+    text = (ROOT / "docs" / "results.md").read_text().partition("<!-- segmentation -->")[2].partition("<!-- end -->")[0]
+    cells = [line.strip("| ").replace("*", "").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    rows = rows_of("segmentation.jsonl")
+    kinds = ("digits", "letters", "photos", "wrong")
+    methods = {row["method"] for row in rows}
+    assert len(rows) == 3 * len(kinds) * len(methods)
+    assert {name.replace("`", "") for name, *_ in cells} == methods
+    for name, *found in cells[: len(methods)]:
+        for kind, cell in zip(kinds, found, strict=True):
+            own = [row for row in rows if (row["kind"], row["method"]) == (kind, name.replace("`", ""))]
+            means = [sum(row[key] for row in own) / 3 for key in ("auroc", "aupr", "fpr95")]
+            assert cell == "/".join(f"{100 * mean:.1f}" for mean in means), (name, kind)

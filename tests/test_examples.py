@@ -14,6 +14,7 @@ SAYS = {
     "quickstart.py": "AUROC",
     "own_model.py": "exported, the same scores: True",
     "active_learning.py": "uncertain and different",
+    "pixels.py": "unknown pixels",
     "theory.py": "Proposition 4",
 }
 
@@ -21,8 +22,11 @@ SAYS = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the checks of shapes that the tests switch on make thousands of small calls slow
 @pytest.mark.parametrize("name", SAYS)
-def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_runs(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.chdir(tmp_path)  # one of them writes a page
     runpy.run_path(str(FOLDER / name), run_name="__main__")
     assert SAYS[name] in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qualms import QualmsError, Scorer, Threshold
-from qualms.mlflow import save_model
+from qualms.mlflow import ScorerModel, save_model
 from qualms.scored import Scored
 
 pytestmark = [
@@ -48,7 +48,7 @@ def inputs() -> np.ndarray:
 
 
 def expected(scorer: Scorer) -> Scored:
-    """Draws follow an input's bytes."""
+    """Draws follow an input's bytes, in the network's own 32 bits."""
     digests = [hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in inputs()]
     found = scorer(inputs(), numbers=[int.from_bytes(digest) >> 1 for digest in digests])
     return replace(found, ids=range(len(digests)))
@@ -69,7 +69,9 @@ def test_a_loaded_scorer_says_the_same(scorer: Scorer, saved: Path) -> None:
     loaded = mlflow.pyfunc.load_model(str(saved))
     want = expected(scorer).to_pandas()
     pandas.testing.assert_frame_equal(loaded.predict(inputs()), want, check_exact=True)
-    pandas.testing.assert_frame_equal(loaded.predict(pandas.DataFrame(inputs())), want, check_exact=True)
+    for kind in (np.float32, np.float64, ">f4"):
+        table = pandas.DataFrame(inputs().astype(kind))
+        pandas.testing.assert_frame_equal(loaded.predict(table), want, check_exact=True)
     assert set(want["accepted"]) == {True, False}
     assert [f"score_{name}" in want for name in METHODS] == [True] * 3
 
@@ -94,3 +96,11 @@ def test_another_process_says_the_same(scorer: Scorer, saved: Path, tmp_path: Pa
 def test_nothing_is_overwritten(scorer: Scorer, saved: Path) -> None:
     with pytest.raises(QualmsError, match="is there already"):
         save_model(scorer, saved)
+
+
+def test_a_network_of_16_bits_is_asked_like_any_other() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).bfloat16()
+    found = ScorerModel(Scorer(model, "entropy")).predict(inputs().astype(np.float64))
+    want = Scorer(model, "entropy")(torch.from_numpy(inputs()).bfloat16()).scores["entropy"]
+    assert found["score_entropy"].tolist() == want.tolist()

@@ -44,7 +44,7 @@ def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).logits.log_softmax(-1)
 
 
-QUICK = ("GPT-2", "T5", "BERT by token")  # the others run with the slow tests
+QUICK = ("GPT-2", "BERT by token")  # the others run with the slow tests
 IN_32_BITS = ("Llama", "Mistral", "Gemma", "Qwen", "T5")  # norms or rotations, also in a model of 64 bits
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
@@ -167,6 +167,7 @@ def test_pixels_of_a_segmentation_have_the_shape_of_the_image(method: str) -> No
     same(exact.scores[method], reference.scores[method])
 
 
+@pytest.mark.slow
 def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = language.gpt2(), language.text()
     methods = ["regrad+layers", "fisher", "regrad+smooth(0.1,2)"]
@@ -180,6 +181,7 @@ def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch
     same(several.sequence, alone.sequence)
 
 
+@pytest.mark.slow
 def test_positions_in_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = language.gpt2(), language.text()
     methods = ["regrad", "fisher", "gradnorm", "entropy", "regrad+smooth(0.1,2)"]
@@ -201,6 +203,7 @@ def test_the_score_of_a_text_is_no_matter_of_its_company_or_of_the_batch() -> No
         same(values, torch.cat([part.scores[method] for part in stream]))
 
 
+@pytest.mark.slow
 def test_smoothing_averages_gradients_over_perturbed_embeddings_before_any_norm() -> None:
     """The noise of both engines is the same, so that the exact one is the judge."""
     model, batch = language.gpt2(), language.text()
@@ -211,6 +214,7 @@ def test_smoothing_averages_gradients_over_perturbed_embeddings_before_any_norm(
     assert (exact.scores["fisher"] / exact.scores[spec] - 1).abs().min() > 0.3  # so that a lost average would show
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_whole_text_is_that_of_its_log_likelihood() -> None:
     model, batch = language.gpt2(), language.text()
     targets = qualms.next_tokens(batch["input_ids"])
@@ -312,6 +316,7 @@ def test_a_threshold_marks_tokens() -> None:
         qualms.Scorer(model, "fisher", class_dim=-1, reduce="mean", threshold=limit)
 
 
+@pytest.mark.slow
 def test_layers_and_parameters_are_counted_as_in_the_model_itself() -> None:
     model, batch = language.gpt2(), language.text()
     at = [3]
@@ -346,6 +351,7 @@ def test_the_model_leaves_as_it_came() -> None:
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_weights_in_16_bits_are_scored_in_32() -> None:
     model, batch = language.like_llama("Llama")(), language.text()
     want = qualms.Scorer(model, ["entropy", "fisher"], class_dim=-1)(batch)
@@ -376,6 +382,7 @@ class Difference(nn.Module):
         return self.Twice.apply(self.layer(x)).tanh()
 
 
+@pytest.mark.slow
 def test_where_forward_mode_cannot_go_a_difference_does() -> None:
     model, x = Difference(), torch.randn(2, 5, 3, dtype=torch.double)
     found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(MANY))(x).scores["fisher"]

@@ -10,6 +10,7 @@ import torch
 
 from qualms.data.images import number_of
 from qualms.errors import QualmsError
+from qualms.gradients.inputs import batches
 from qualms.scorer import Scorer
 from qualms.version import __version__
 
@@ -50,9 +51,11 @@ class ScorerModel:
         inputs = model_input.to_numpy() if hasattr(model_input, "to_numpy") else model_input
         if not isinstance(inputs, np.ndarray):
             return self.scorer(inputs).to_pandas()
-        # Draws follow an input's numbers, so that its score does not depend on its row.
-        found = self.scorer(inputs, numbers=[number_of(row) for row in inputs])
-        return replace(found, ids=range(len(inputs))).to_pandas()
+        # Draws follow an input's numbers as the network gets them, so that its score depends neither on its row nor on
+        # whether it came in 64 bits, as tables do.
+        x = next(batches(inputs, self.scorer.model))
+        rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
+        return replace(self.scorer(x, numbers=[number_of(row) for row in rows]), ids=range(len(x))).to_pandas()
 
 
 def _load_pyfunc(path: str) -> ScorerModel:

@@ -5,7 +5,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,33 @@ def browser() -> Iterator[Any]:
         chromium = driver.chromium.launch(executable_path=found, args=[*SWITCHES, "--disable-sync", "--no-first-run"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def look(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Look at a page of one file; whatever goes wrong on it, or is asked of a network, fails the test in the end."""
+    troubles: list[str] = []
+    contexts = []
+
+    def opened(path: Path, width: int = 1200, scheme: str = "light", **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: troubles.append(f"dialog: {dialog.message}"))
+        page.on("console", lambda said: troubles.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("request", lambda asked: None if _own(asked.url, path) else troubles.append(f"asks for {asked.url}"))
+        page.goto(path.as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+def _own(address: str, path: Path) -> bool:
+    return address == path.as_uri() or address.startswith(("data:", "blob:"))
 
 
 @pytest.fixture(scope="session")

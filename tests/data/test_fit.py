@@ -61,15 +61,36 @@ def test_it_is_told_in_one_sentence() -> None:
     )
 
 
-def test_an_image_that_is_long_and_thin_is_not_made_large() -> None:
-    fit = Fit((224, 224), resize=256)
-    words = r"is too long and thin: with 256 pixels on the shorter side it would have 1,310,720,000"
-    with pytest.raises(qualms.QualmsError, match=f"an image of 20000 x 1 pixels {words}"):
-        fit.image(Image.new("L", (20_000, 1)))
-    with pytest.raises(qualms.QualmsError, match=f"an image of 1 x 20000 pixels {words}"):
-        fit.apply(Images("thin", torch.zeros(1, 1, 20_000, 1, dtype=torch.uint8), None))
-    assert fit.image(Image.new("L", (2_000, 1))).size == (224, 224)
-    assert Fit((8, 8), resize=(8, 8)).image(Image.new("L", (20_000, 1))).size == (8, 8)
+@pytest.mark.parametrize("shape", [(1, 2_700), (2_700, 1), (3, 100_000), (1, 178_000)], ids=str)
+def test_an_image_that_is_long_and_thin_is_not_made_large(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    real = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda one, size, *more: made.append(size[0] * size[1]) or real(one, size, *more)
+    )
+    ramp = np.linspace(0, 255, max(shape), dtype=np.uint8).reshape(-1, 1)
+    pixels = np.broadcast_to(ramp if shape[0] > shape[1] else ramp.T, shape)
+    found = np.asarray(Fit((224, 224), resize=256).image(Image.fromarray(np.ascontiguousarray(pixels))))
+    assert found.shape == (224, 224)
+    assert np.abs(found.astype(int) - 127).max() <= 1, "the middle"
+    assert made
+    assert max(made) <= 100 * 256**2
+
+
+@pytest.mark.parametrize("shape", [(10, 1_000), (1_000, 10)])
+def test_a_crop_is_the_same_whether_or_not_the_ends_are_cut_first(shape: tuple[int, int]) -> None:
+    some, fit = images(*shape, count=1), Fit((16, 16), 20, "bicubic")
+    longer = torch.nn.functional.pad(some.pixels, (100, 100, 0, 0) if shape[0] < shape[1] else (0, 0, 100, 100))
+    assert torch.equal(fit.apply(Images("longer", longer, None)).pixels, fit.apply(some).pixels)
+
+
+def test_a_long_network_gets_a_long_middle() -> None:
+    ramp = np.arange(8_000, dtype=np.uint32)[None].repeat(2, 0)
+    pixels = (ramp * 255 // 7_999).astype(np.uint8)
+    found = np.asarray(Fit((2, 400), resize=2).image(Image.fromarray(pixels)))
+    assert np.array_equal(found, pixels[:, 3_800:4_200])
 
 
 def test_errors() -> None:

@@ -17,7 +17,8 @@ from qualms import metrics
 from qualms.data import Images
 from qualms.report.content import Content, Group
 from qualms.report.gallery import png
-from qualms.report.page import packed, write_page
+from qualms.report.offline import packed
+from qualms.report.page import write_page
 from tests.report.contents import NASTY, bare, full, group
 
 VOID = {"meta", "link", "input", "br", "wbr", "img"}

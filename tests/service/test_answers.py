@@ -1,5 +1,6 @@
 """What is answered is what the scorer says, however the images come."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from qualms import Scorer, Sketch
+from qualms import QualmsError, Scorer, Sketch
 from qualms.data import Fit, Images
 from qualms.models.fingerprint import fingerprint
 from qualms.report.layers import layer_sums
 from qualms.scored import Scored
-from qualms.service.scoring import Question, Served, replies
+from qualms.service.scoring import Question, Reply, Served, replies
 from tests.service.services import NAMES, REGRAD, client, digits, network, pixels, png, refused, served, upload, usual
 
 pytestmark = pytest.mark.serve
@@ -184,6 +185,43 @@ def test_a_request_that_meets_a_defect_fails_alone(
     assert other.results is not None
     assert "a defect with black images" in caplog.text
     refused(client().post("/v1/score", json={"images": [[[0] * 8] * 8]}), 500, "could not be scored")
+
+
+def test_only_the_part_with_an_image_that_cannot_be_scored_is_scored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+    real = Served.score
+
+    def counted(own: Served, some: torch.Tensor) -> Scored:
+        scored.append(len(some))
+        if not some.any(dim=(1, 2, 3)).all():
+            raise QualmsError("a black image.")
+        return real(own, some)
+
+    monkeypatch.setattr(Served, "score", counted)
+    black = Question([np.zeros((1, 8, 8), dtype=np.uint8)] * 20)
+    found = replies(usual(), [*(question(i, i + 1) for i in range(12)), black])
+    assert [reply.results is None for reply in found] == [False] * 12 + [True]
+    assert scored == [16, 16, *[2] * 4, 8]  # and nothing of the rest of the black ones
+    assert all(len(result["scores"]) == 2 for reply in found[:12] for result in reply.results or [])
+
+
+def test_a_request_is_given_up_once_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+    real = Served.score
+
+    def slow(own: Served, some: torch.Tensor) -> Scored:
+        scored.append(len(some))
+        time.sleep(0.6)
+        return real(own, some)
+
+    monkeypatch.setattr(Served, "score", slow)
+    now = time.monotonic()
+    old, new = replace(question(*range(30)), came=now - 59.5), replace(question(40, 41), came=now)
+    given_up, good = replies(usual(), [old, new], deadline=60.0)
+    assert given_up == Reply(None, late=True)
+    assert good.results is not None
+    assert len(good.results) == 2
+    assert scored == [16, 2]
 
 
 def test_images_of_several_sizes_share_a_request() -> None:

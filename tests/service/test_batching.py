@@ -1,17 +1,19 @@
 """Between the web side and the process with the model: no trace of who went away, and batches as large as said."""
 
 import asyncio
-import contextlib
 import queue
+import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import HTTPException
-from litserve.utils import LitAPIStatus
+from litserve.utils import LitAPIStatus, WorkerSetupStatus
 
-from qualms.service.batching import Desk, ModelSide, WaitingLoop, server_of
+from qualms.service.batching import Desk, ModelSide, server_of
 from qualms.service.scoring import Question, Reply
 from qualms.service.settings import Settings
 from tests.service.services import digits, run_async, served, usual
@@ -29,8 +31,7 @@ def desk() -> Desk:
 async def asked(at: Desk, response: Any, status: Any) -> Reply:
     """Ask, and have that come back."""
     waiting = asyncio.create_task(at.ask(QUESTION))
-    await asyncio.sleep(0)
-    _, name, came, question = at.request_queue.get_nowait()
+    _, name, came, question = await asyncio.to_thread(at.request_queue.get)
     assert question is QUESTION
     assert came == QUESTION.came
     at.response_buffer[name].response = (response, status)
@@ -45,55 +46,101 @@ def test_a_reply_reaches_whoever_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "status"), [(HTTPException(504, "Request timed out"), 504), (b"a pickled error", 500), (None, 500)]
+    ("response", "reply"),
+    [
+        (HTTPException(504, "Request timed out"), Reply(None, late=True)),
+        (b"a pickled error", Reply(None, broken=True)),
+        (None, Reply(None, broken=True)),
+    ],
 )
-def test_an_error_of_litserve_becomes_a_sentence(response: Any, status: int) -> None:
+def test_an_error_of_litserve_is_a_reply_too(response: Any, reply: Reply) -> None:
     at = desk()
-    with pytest.raises(HTTPException) as caught:
-        run_async(asked(at, response, LitAPIStatus.ERROR))
-    assert caught.value.status_code == status
-    assert caught.value.detail.endswith(".")
+    assert run_async(asked(at, response, LitAPIStatus.ERROR)) == reply
     assert at.response_buffer == {}
 
 
-def test_nothing_is_kept_of_who_does_not_wait() -> None:
-    at = desk()
+def test_others_are_answered_while_a_question_is_handed_in() -> None:
+    at, go, put = desk(), threading.Event(), threading.Event()
+    at.request_queue = SimpleNamespace(put=lambda _: put.set() or go.wait(30))
 
-    async def impatient() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await at.ask(QUESTION)
+    async def meanwhile() -> None:
+        asking = asyncio.create_task(at.ask(QUESTION))
+        while not put.is_set():
+            await asyncio.sleep(0.01)
+        go.set()  # which only a loop that is free comes to
+        (item,) = at.response_buffer.values()
+        item.response = (Reply([], 1), LitAPIStatus.OK)
+        item.event.set()
+        assert await asking == Reply([], 1)
 
-    run_async(impatient())
-    assert at.response_buffer == {}
+    began = time.monotonic()
+    run_async(meanwhile())
+    assert time.monotonic() - began < 20
+
+
+def test_once_the_network_is_loaded_nobody_is_asked_whether_it_is() -> None:
+    server, _ = server_of(served, Settings())
+    server.workers_setup_status, server.inference_workers = {"0": WorkerSetupStatus.STARTING}, []
+    threading.Timer(0.2, lambda: server.workers_setup_status.update({"0": WorkerSetupStatus.READY})).start()
+    assert not server.loaded
+    server.verify_worker_status()
+    server.workers_setup_status = None
+    assert server.loaded
+
+
+def batches(side: ModelSide, *questions: Question) -> list[list[Question]]:
+    """What is scored together, if these have come in."""
+    waiting = queue.Queue[Any]()
+    side.request_timeout = 30.0
+    for number, one in enumerate(questions):
+        waiting.put((0, str(number), one.came, one))
+    found: list[list[Question]] = []
+    while sum(map(len, found)) < len(questions):
+        found.append([one[2] for one in side.loop.get_batch_requests(side, waiting, SimpleNamespace())[0]])
+    return found
+
+
+def of(images: int, side: int = 8) -> Question:
+    return Question([np.zeros((1, side, side), np.uint8)] * images)
 
 
 def test_a_batch_is_what_has_come_in_and_no_more_than_it_may_hold() -> None:
-    side, waiting = ModelSide(served, Settings(batch=3)), queue.Queue[Any]()
-    side.request_timeout = False
-    for number in range(5):
-        waiting.put((0, str(number), 0.0, number))
-    loop = WaitingLoop()
-    sizes = [[one[2] for one in loop.get_batch_requests(side, waiting, SimpleNamespace())[0]] for _ in range(2)]
-    assert sizes == [[0, 1, 2], [3, 4]]
+    found = batches(ModelSide(served, Settings(batch=3)), *(of(1) for _ in range(5)))
+    assert [len(batch) for batch in found] == [3, 2]
+
+
+def test_a_batch_has_no_more_images_than_a_request_may_have() -> None:
+    questions = [of(32), of(20), of(12), of(1), of(32), of(1)]
+    found = batches(ModelSide(served, Settings(batch=16, images=32)), *questions)
+    assert [[len(one.images) for one in batch] for batch in found] == [[32], [20, 12], [1], [32], [1]]
+    assert [one for batch in found for one in batch] == questions  # none is lost, and the first to come is the first
+    singles = batches(ModelSide(served, Settings(batch=4, images=1)), *(of(1) for _ in range(5)))
+    assert [len(batch) for batch in singles] == [4, 1]
+
+
+def test_a_batch_has_no_more_pixels_than_a_request_may_have() -> None:
+    found = batches(ModelSide(served, Settings()), *(of(1, 3_000) for _ in range(5)))  # 9 of 25 million each
+    assert [len(batch) for batch in found] == [2, 2, 1]
+    low = batches(ModelSide(served, Settings(pixels=64)), *(of(1, 224) for _ in range(5)))  # made large by the fit
+    assert [len(batch) for batch in low] == [5]
 
 
 def test_what_the_door_has_answered_already_is_not_scored() -> None:
     side, waiting, now = ModelSide(served, Settings(deadline=5.0)), queue.Queue[Any](), time.monotonic()
     side.request_timeout = 5.0
-    at = desk()
-    at.request_queue = waiting
-
-    async def ask() -> None:
-        for age in (6.0, 1.0):  # the first one took its time to arrive
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await at.ask(Question([], came=now - age))
-
-    run_async(ask())
-    batch, dropped = WaitingLoop().get_batch_requests(side, waiting, SimpleNamespace(send=lambda *_: None))
+    for age in (6.0, 1.0):  # the first one took its time to arrive
+        waiting.put((0, str(age), now - age, Question([], came=now - age)))
+    batch, dropped = side.loop.get_batch_requests(side, waiting, SimpleNamespace(send=lambda *_: None))
     assert [question.came for *_, question in batch] == [now - 1.0]
-    assert len(dropped) == 1
+    assert dropped == [(0, "6.0")]
+
+
+def test_the_process_with_the_model_knows_the_deadline() -> None:
+    side = ModelSide(served, Settings(deadline=5.0))
+    side.served = usual()
+    late, good = side.predict([replace(QUESTION, came=time.monotonic() - age) for age in (6.0, 1.0)])
+    assert late == Reply(None, late=True)
+    assert good.results is not None
 
 
 def test_one_question_is_a_batch_too() -> None:

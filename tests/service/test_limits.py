@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import ImageFile
+from PIL import Image, ImageFile
 
 from qualms import QualmsError
 from qualms.data import Fit
@@ -103,6 +103,18 @@ def test_a_token_is_not_shown_with_the_settings() -> None:
 
 
 # How large.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("batch", "waiting", "body", "images", "pixels") for value in (0, -1)),
+        *(("deadline", value) for value in (0.0, -1.0, float("nan"), float("inf"))),
+    ],
+)
+def test_a_limit_that_limits_nothing_is_refused(name: str, value: float) -> None:
+    with pytest.raises(QualmsError, match=f"the limit '{name}' of the service is {value}; it must be a number above 0"):
+        Settings(**{name: value})
 
 
 @dataclass(frozen=True)
@@ -203,15 +215,20 @@ def test_the_limit_on_pixels_is_for_all_images_together() -> None:
     refused(ask.post("/v2/models/digits/infer", json={"inputs": [tensor]}), 413, "more than 192 pixels")
 
 
-def test_an_image_that_is_long_and_thin_is_not_made_large() -> None:
+def test_an_image_that_is_long_and_thin_is_not_made_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda one, size, *more: made.append(size[0] * size[1]) or real(one, size, *more)
+    )
     own = usual()
     ask = client(replace(own, network=replace(own.network, fit=Fit((8, 8), resize=100, channels=1))))
     thin = np.zeros((1, 20_000), np.uint8)
-    words = "is too long and thin: with 100 pixels on the shorter side it would have 200,000,000"
-    refused(ask.post("/v1/score", files=[("images", ("thin.png", png(thin)))]), 413, f"thin.png {words}")
-    refused(ask.post("/v1/score", json={"images": [thin.tolist()]}), 413, f"image 0 {words}")
     tensor = {"name": "images", "shape": [1, 20_000, 1], "datatype": "UINT8", "data": thin.ravel().tolist()}
-    refused(ask.post("/v2/models/digits/infer", json={"inputs": [tensor]}), 413, f"image 0 {words}")
+    assert ask.post("/v1/score", files=[("images", ("thin.png", png(thin)))]).status_code == 200
+    assert ask.post("/v1/score", json={"images": [thin.tolist()]}).status_code == 200
+    assert ask.post("/v2/models/digits/infer", json={"inputs": [tensor]}).status_code == 200
+    assert made == [100 * 10_000] * 3
 
 
 def test_the_number_of_images_is_limited() -> None:
@@ -268,13 +285,39 @@ def test_one_request_too_many_is_told_to_come_back() -> None:
 
 
 def test_scores_that_do_not_come_in_time_are_not_waited_for() -> None:
-    slow = Slow()
-    with client(ask=slow, deadline=0.2, waiting=1) as ask:
+    with client(ask=Slow(), deadline=0.2) as ask:
         began = time.monotonic()
         refused(ask.post("/v1/score", files=upload(0)), 504, "did not come within 0.2 s")
         assert time.monotonic() - began < 5
+
+
+def test_a_request_keeps_its_place_until_nothing_is_scored_for_it() -> None:
+    slow = Slow()
+    with client(ask=slow, deadline=0.5, waiting=1) as ask:
+        refused(ask.post("/v1/score", files=upload(0)), 504, "did not come within 0.5 s")
+        assert "qualms_waiting 1.0" in ask.get("/metrics").text
+        refused(ask.post("/v1/score", files=upload(0)), 429, "1 requests are waiting already")
+        assert slow.asked == 1
         slow.go.set()
-        assert ask.post("/v1/score", files=upload(0)).status_code == 200  # its place is free again
+        until = time.monotonic() + 30
+        while "qualms_waiting 1.0" in ask.get("/metrics").text and time.monotonic() < until:
+            time.sleep(0.01)
+        assert ask.post("/v1/score", files=upload(0)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "words"),
+    [
+        (Reply(None, late=True), 504, "waited too long to be scored"),
+        (Reply(None, broken=True), 500, "could not be scored"),
+        (Reply(None), 422, "cannot score these images of 8 x 8 pixels"),
+    ],
+)
+def test_why_there_are_no_scores_is_told(reply: Reply, status: int, words: str) -> None:
+    async def none(_: Question) -> Reply:
+        return reply
+
+    refused(client(ask=none).post("/v1/score", files=upload(0)), status, words)
 
 
 def test_an_image_that_is_still_decoded_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 from pydantic import ValidationError
 
 from qualms.service.images import Intake
@@ -124,6 +124,14 @@ def test_memory_that_runs_out_is_told_without_a_trace(
     assert caplog.text == ""
 
 
+def test_memory_that_runs_out_as_a_file_is_decoded_is_not_the_files_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(_: ImageFile.ImageFile) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", too_much)
+    refused(client().post("/v1/score", files=upload(0)), 413, "more memory than there is")
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
@@ -145,6 +153,20 @@ def test_the_first_of_many_mistakes_is_told_and_the_others_are_not_looked_for(ki
 def test_many_unknown_fields_are_told_in_one_sentence() -> None:
     body = {"images": [[[0]]]} | {f"unknown {i}": 0 for i in range(50_000)}
     refused(client().post("/v1/score", json=body), 422, "the body has 50,000 mistakes")
+
+
+@pytest.mark.parametrize("length", [80, 3_000])
+def test_an_error_repeats_no_more_than_a_few_words(length: int) -> None:
+    ask, name = client(), "x" * length
+    tensor = {"name": "images", "shape": [1, 8, 8], "datatype": "UINT8", "data": pixels(0).tolist()}
+    wrong = {"inputs": [tensor], "outputs": [{"name": name}]}
+    for answer, words in (
+        (ask.post("/v1/score", json={"images": [[[0]]], name: 0}), " is not as it should be"),
+        (ask.post("/v1/score", files=[("images", (name, b"not an image"))]), " is cut or not an image"),
+        (ask.post("/v2/models/digits/infer", json=wrong), "'; choose from"),
+    ):
+        refused(answer, 422, "x" * 80 + words)
+        assert "x" * 81 not in answer.text
 
 
 def test_more_outputs_than_there_can_be_are_refused() -> None:

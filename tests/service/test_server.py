@@ -235,6 +235,8 @@ def test_what_cannot_be_served_is_told_before_anything_starts(
             (["--host", "10.0.0.1"], "cannot listen on '10.0.0.1'"),
             (["--port", "80"], "use one from 1024"),
             (["--waiting", "0"], "the limit 'waiting' of the service is 0"),
+            (["--deadline", "nan"], "the limit 'deadline' of the service is nan"),
+            (["--max-body", "inf"], "--max-body is inf"),
             (["--threshold", str(tmp_path / "t.json")], "the threshold was set on scores that were made otherwise"),
             (["--threshold", str(tmp_path / "no.json")], "there is no threshold file"),
             (["--size", "8", "--port", str(taken.getsockname()[1])], "Address already in use"),

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from qualms.texts.spans import Span, worst_span
+from qualms.texts.document import Document, ScoredDocument
+from qualms.texts.spans import Span, worst_span, worst_span_of
 
 NAN = math.nan
 
@@ -40,3 +41,16 @@ def test_without_any_score_there_is_no_span(scores: list[float]) -> None:
 
 def test_scores_below_zero_count_like_others() -> None:
     assert worst_span([-3.0, -1.0, -2.0, -9.0], length=2) == Span(1, 3, -1.5)
+
+
+def test_tokens_that_are_not_in_the_text_are_in_no_span_of_it() -> None:
+    document = ScoredDocument(
+        Document("t", "abcd"),
+        ids=(1, 5, 6, 7, 8, 2),
+        offsets=((0, 0), (0, 1), (1, 2), (2, 3), (3, 4), (0, 0)),
+        scores={"regrad": (90.0, 1.0, 2.0, 4.0, 1.0, 90.0)},
+        alternatives=((),) * 6,
+        next_log_probs=(NAN,) * 6,
+    )
+    assert worst_span_of(document, "regrad", length=2) == Span(2, 4, 3.0)
+    assert worst_span_of(document, "regrad") == Span(1, 5, 2.0)

@@ -9,12 +9,11 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from qualms.cli.lazy import LazyGroup
-from qualms.cli.status import GOES_ON, say, stopped
+from qualms.cli.status import GOES_ON, NOTHING, say, stopped
 from qualms.cli.wording import in_options
 from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
 from qualms.version import __version__
 
-NOTHING = "nothing was kept, and no file was written"
 STOPPED = {  # what is left of a command that is stopped
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
     **dict.fromkeys(("score", "threshold", "demo"), NOTHING),

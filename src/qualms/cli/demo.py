@@ -9,7 +9,8 @@ import typer
 
 from qualms.cli.options import Json, Seed, telling
 from qualms.demo import evaluate, prepare
-from qualms.report.page import require_writable, write_page
+from qualms.report.offline import require_writable
+from qualms.report.page import write_page
 from qualms.report.tables import glance_table, left_out
 
 RESAMPLES = 200  # for the intervals: enough for a picture, in seconds

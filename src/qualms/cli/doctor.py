@@ -35,7 +35,6 @@ PACKAGES = (
     ("transformers", "transformers", "hf: networks"),
     ("timm", "timm", "timm: networks (it needs torchvision)"),
 )
-NEEDED = 3  # the first ones, without which nothing works
 
 
 def doctor(root: Root = None, json_lines: Json = False) -> None:

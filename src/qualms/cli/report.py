@@ -1,7 +1,11 @@
-"""`qualms report`: one page about a network, its data and the methods."""
+"""`qualms report`: one page about a network, its data and the methods.
+
+Texts go through the same door: `qualms.cli.text_report`.
+"""
 
 import json
 import webbrowser
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +16,8 @@ from qualms.cli.bench.output import rows_file
 from qualms.cli.images import tell_images, test_images, training_images
 from qualms.cli.network import chosen_network, published_network
 from qualms.cli.options import (
-    Chosen,
     Count,
     Device,
-    Engine,
-    Inside,
     Json,
     Mean,
     Published,
@@ -31,25 +32,46 @@ from qualms.cli.options import (
 )
 from qualms.cli.own_images import Classes, Strict, class_names, end
 from qualms.cli.specs import chosen_methods
+from qualms.cli.text_report import METHODS, report_texts, require_unused
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Engine as EngineName
 from qualms.methods.method import TRAINING_DATA
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
-from qualms.report.page import require_writable, write_page
+from qualms.report.offline import require_writable
+from qualms.report.page import write_page
 from qualms.report.tables import left_out
 from qualms.tasks.journal import Journal, read
 from qualms.tasks.ood import alike
+from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.scoring import chosen_engine, score_images, usable
+
+COUNT = 500
 
 
 def report(
-    inside: Inside,
+    texts: Annotated[
+        str | None,
+        typer.Argument(help="With --tokens: a .txt, .jsonl or .parquet file, or a folder of .txt files."),
+    ] = None,
+    inside: Annotated[
+        str | None, typer.Option("--id", help="The dataset that the network knows, by name or path.")
+    ] = None,
     outside: Annotated[str, typer.Option("--ood", help="Other datasets, comma-separated.")] = "",
     model: Published = None,
     weights: Weights = None,
-    methods: Chosen = "paper",
-    count: Count = 500,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated specs, or `paper`, or `all`.", show_default=f"paper; {METHODS} with --tokens"
+        ),
+    ] = None,
+    count: Count = COUNT,
     classes: Classes = None,
-    engine: Engine = "exact",
+    engine: Annotated[
+        EngineName | None,
+        typer.Option(help="Of the gradient scores.", show_default="exact; sketch with --tokens"),
+    ] = None,
     size: Size = None,
     mean: Mean = None,
     std: Std = None,
@@ -57,6 +79,10 @@ def report(
     rows: Annotated[
         Path | None, typer.Option(help="Where scores are kept.", show_default="runs/ood-ID-MODEL-seedN.jsonl")
     ] = None,
+    tokens: Annotated[
+        bool,
+        typer.Option("--tokens", help="A page about every token of TEXTS, by a language model, --model hf:FOLDER."),
+    ] = False,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     root: Root = None,
@@ -73,7 +99,21 @@ def report(
         qualms report --id mine/ --ood others/ --model my_code:network --size 224 --open
 
         qualms report --id cifar10 --ood svhn --methods regrad+layers+smooth,energy --open
+
+        qualms report story.txt --model hf:FOLDER --tokens --open
     """
+    if tokens:
+        require_unused(id=inside, ood=outside, weights=weights, classes=classes, size=size, mean=mean, std=std)
+        require_unused(count=None if count == COUNT else count, cycles=cycles, rows=rows)
+        require_writable(out)
+        of_texts, told = report_texts(
+            texts, model, methods, out, engine=engine, root=root, seed=seed, device=device, strict=strict
+        )
+        _tell(out, [], told, json_lines, open_page)
+        end(of_texts)
+        return
+    if texts is not None or inside is None:
+        raise QualmsError("name the images that the network knows with --id, or pass --tokens for a page about texts.")
     require_writable(out)
     curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
     name = model or published_network(inside, root)
@@ -90,11 +130,11 @@ def report(
     others = [alike(network, known, images) for images in others]
     if known.labels is not None:
         network.accuracy(known)  # an error if its classes are not those of the labels
-    asked = chosen_methods(methods, known.name)
+    asked = chosen_methods("paper" if methods is None else methods, known.name)
     learns = any(TRAINING_DATA in method.needs for method in asked.values())
     train = training_images(inside, root, network.fit, whole) if learns else None
     wanted, reasons = usable(network, known, asked, train)
-    used = chosen_engine(network, known, wanted, engine)
+    used = chosen_engine(network, known, wanted, engine or "exact")
     groups = []
     with (
         Journal(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
@@ -118,10 +158,17 @@ def report(
         classes=network.class_names or known.classes,
     )
     page = write_page(content, out)
+    _tell(page, reasons, {**about, "methods": content.methods, "left out": reasons}, json_lines, open_page)
+    end(whole, *others)
+
+
+def _tell(
+    page: Path, reasons: list[LeftOutRow], about: Mapping[str, object], json_lines: bool, open_page: bool
+) -> None:
+    """Say where the page is."""
     if json_lines:
-        typer.echo(json.dumps({"page": str(page), **about, "methods": content.methods, "left out": reasons}))
+        typer.echo(json.dumps({"page": str(page), **about}))
     else:
         typer.echo("\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part))
     if open_page:
         webbrowser.open(page.resolve().as_uri())
-    end(whole, *others)

@@ -1,5 +1,6 @@
 """`qualms serve`: a network behind HTTP, which says of each image what it sees and whether to trust that."""
 
+import math
 import os
 import re
 from dataclasses import replace
@@ -59,6 +60,8 @@ def serve(
 
         qualms serve --model cifar10-resnet20 --methods entropy --host 0.0.0.0 --port 8080
     """
+    if not math.isfinite(max_body):
+        raise QualmsError(f"--max-body is {max_body}; it must be a number above 0.")
     settings = Settings(
         host=LOOPBACK if host == "localhost" else host,
         port=port,

@@ -5,6 +5,7 @@ import sys
 import typer
 
 GOES_ON = "run the same command again to resume"
+NOTHING = "nothing was kept, and no file was written"
 
 
 def stopped(left: str | None) -> typer.Exit:

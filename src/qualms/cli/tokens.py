@@ -23,7 +23,7 @@ from qualms.models.language import LanguageModel, load_language_model
 from qualms.texts.document import ScoredDocument
 from qualms.texts.generation import generated
 from qualms.texts.scoring import METHOD, scored_documents
-from qualms.texts.spans import worst_span
+from qualms.texts.spans import worst_span_of
 from qualms.texts.table import TokenTable
 
 USED = ("engine", "seed", "root", "device", "strict", "tokens", "generate", "tangents")
@@ -77,7 +77,7 @@ def score_tokens(
         goes_to = None if place is None else stack.enter_context(table(place, overwrite, json_lines))
         passing(f"reading {texts} …")
         read = read_texts(texts, given.root, given.strict)
-        _tell_texts(read)
+        tell_texts(read)
         passing(f"loading {model} …")
         language_model = load_language_model(model)
         language_model.model.to(device)
@@ -108,7 +108,8 @@ def _written_on(language_model: LanguageModel, documents: Sequence[Document], gi
         return list(generated(language_model, documents, given.generate, seed=given.seed, tell=tell))
 
 
-def _tell_texts(read: Texts) -> None:
+def tell_texts(read: Texts) -> None:
+    """Say on stderr how many documents were read, and what could not be."""
     count = len(read.documents)
     say(f"{read.source}: {count} document{'' if count == 1 else 's'}")
     tell_rejected(read.rejected)
@@ -125,7 +126,7 @@ def _summary(scored: Sequence[ScoredDocument], methods: Sequence[str], place: st
 
 def _worst(scored: Sequence[ScoredDocument], method: str) -> str:
     """Where in which document the scores of neighbouring tokens are highest."""
-    spans = [(span, one) for one in scored if (span := worst_span(one.scores[method])) is not None]
+    spans = [(span, one) for one in scored if (span := worst_span_of(one, method)) is not None]
     worst, one = max(spans, key=lambda found: found[0].score)
     start, end = one.offsets[worst.start][0], one.offsets[worst.end - 1][1]
     quoted = " ".join(one.document.text[start:end].split())

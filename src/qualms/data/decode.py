@@ -98,7 +98,7 @@ def _read(
     except library.DecompressionBombError as error:
         claimed, limit = (int(number) for number in re.findall(r"\d+", str(error))[:2])
         raise _too_large(where, claimed, limit) from None
-    except Unreadable:
+    except (Unreadable, MemoryError):  # that memory runs out says nothing of the file
         raise
     except Exception as error:  # Pillow raises whatever comes up
         raise Unreadable(where, f"cut or not an image ({type(error).__name__})") from None

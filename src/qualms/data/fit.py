@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from jaxtyping import UInt8
 
-from qualms.data.decode import TooLarge
 from qualms.data.images import Images
 from qualms.data.places import extra
 from qualms.errors import QualmsError
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 LARGEST = 16_384  # pixels a side, which no network takes
-MOST = 178_956_970  # pixels of an image before its crop: as many as Pillow reads
+THIN = 100  # times as long as wide, beyond the network's own shape: of what is longer, a crop leaves next to nothing
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,12 @@ class Fit:
     def _before(self) -> tuple[int, int] | None:
         return (self.resize, self.resize) if isinstance(self.resize, int) else self.resize
 
-    def image(self, image: Any, where: str = "") -> Any:
-        """One image of Pillow's, in mode L or RGB; `where` is what an error calls it."""
+    def image(self, image: Any) -> Any:
+        """One image of Pillow's, in mode L or RGB."""
         height, width = self.size
         if image.size != (width, height):
+            image = self._without_ends(image)
             wide, high = self._resized(*image.size)
-            if wide * high > MOST and isinstance(self.resize, int):  # an image that is long and thin
-                raise TooLarge(
-                    where or f"an image of {_by(image.size[::-1])} pixels",
-                    f"too long and thin: with {self.resize} pixels on the shorter side it would have {wide * high:,}, "
-                    f"and at most {MOST:,} are made",
-                )
             way = extra("PIL.Image", "pillow", "images").Resampling[self.interpolation.upper()]
             image = image.resize((wide, high), way)
             # As torchvision and timm round: to the nearest pixel, halves to the even one.
@@ -84,6 +78,15 @@ class Fit:
             image = image.crop((left, top, left + width, top + height))
         mode = image.mode if self.channels is None else "L" if self.channels == 1 else "RGB"
         return image if image.mode == mode else image.convert(mode)
+
+    def _without_ends(self, image: Any) -> Any:
+        """The middle of an image that is long and thin: resized with its ends, it would have millions of pixels."""
+        wide, high = image.size
+        most = THIN * min(wide, high) * max(self.size) // min(self.size)
+        if not isinstance(self.resize, int) or max(wide, high) <= most:
+            return image
+        left, top = max(0, (wide - most) // 2), max(0, (high - most) // 2)
+        return image.crop((left, top, wide - left, high - top))
 
     def _resized(self, wide: int, high: int) -> tuple[int, int]:
         """Width and height before the crop."""

@@ -50,7 +50,7 @@ def read_some(files: Sequence[File], where: object, fit: Fit | None, strict: boo
     for place, file in enumerate(files):
         try:
             image, what = decoded(file.content(), file.where)
-            found = channels_first(image if fit is None else fit.image(image, file.where))
+            found = channels_first(image if fit is None else fit.image(image))
         except Unreadable as error:
             if strict:
                 raise

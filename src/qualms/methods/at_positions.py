@@ -127,9 +127,8 @@ class TangentSums:
                     self.squares[name] = accurate(self.like).new_zeros(self.shape[0], squares.shape[1])
                 self.squares[name][some] += squares.to(self.squares[name])
             assert self.own is not None
-            probs = self.own[some].double().softmax(-1) if found else None
             for name in found:
-                method = self.methods[name]
+                method, probs = self.methods[name], self.own[some].double().softmax(-1)
                 found[name].append(torch.einsum("tm,tgm->gt", method.weights(probs), at[method.direction].square()))
             if self.targets is not None:
                 targets = self.targets[some]

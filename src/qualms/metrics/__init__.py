@@ -2,6 +2,7 @@
 
 from qualms.metrics.bootstrap import interval
 from qualms.metrics.lift import lift_curve, raulc
+from qualms.metrics.pixels import pixel_metrics
 from qualms.metrics.prediction import accuracy, nll, nll_softmax_twice
 from qualms.metrics.ranking import aupr, auroc, fpr95, roc
 from qualms.metrics.rejection import prr
@@ -17,6 +18,7 @@ __all__ = [
     "lift_curve",
     "nll",
     "nll_softmax_twice",
+    "pixel_metrics",
     "prr",
     "raulc",
     "risk_coverage",

@@ -1,12 +1,4 @@
-"use strict";
 /* Drawings: shapes are SVG that stretches with the page, words are HTML beside it. Colours come from the style sheet. */
-
-const element = (name, text, className) => {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
-};
 
 const drawn = (name, attributes) => {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -23,18 +15,6 @@ const canvas = (width, height, ...shapes) => {
 const colourOf = (i) => (i === null ? "var(--muted)" : i === 0 ? "var(--known)" : `var(--group-${((i - 1) % 6) + 1})`);
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 const dashOf = (i) => (i === null ? "2 4" : DASHES[Math.floor(i / 7) % DASHES.length]); // colours come again after 7
-
-/* How many of some rising numbers are below x, and how many are at most x. */
-const below = (sorted, x, orEqual = false) => {
-  let [low, high] = [0, sorted.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] < x || (orEqual && sorted[middle] === x)) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-};
-const upTo = (sorted, x) => below(sorted, x, true);
 
 /* Where a value stands between the ends of an axis, from 0 to 1, and back. */
 const place = ({ low, high, log }, x) => {

@@ -1,15 +1,9 @@
 {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const byId = (id) => document.getElementById(id);
-  const kinds = { u1: Uint8Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
   const [select, field, line] = [byId("method"), byId("coverage"), byId("line")];
   let method = Number(select.querySelector("option[selected]").value);
   let coverage = Number(field.defaultValue); // in percent of the known images
   let threshold = 0;
-
-  const unpacked = (found) =>
-    found && new kinds[found.kind](Uint8Array.from(atob(found.bytes), (c) => c.charCodeAt(0)).buffer);
-  const decoded = (found) => found && Array.from(unpacked(found.codes), (code) => found.words[code]);
 
   /* The images' columns; scores by method and group, as they are and in rising order. */
   const groups = data.groups.map((group) => ({
@@ -22,12 +16,7 @@
   const scores = data.methods.map((m) => m.scores.map(unpacked));
   const sorted = scores.map((each) => each.map((values) => values.slice().sort()));
 
-  const percent = (share) => `${Number((100 * share).toFixed(1))}\u00a0%`;
-  const brief = (x) => String(Number(x.toPrecision(4)));
   const nameOf = (group, i) => groups[group].ids?.[i] ?? `image ${i}`;
-
-  /* The threshold: the smallest that accepts this share of the known scores, as qualms.Threshold.from_scores has it. */
-  const thresholdFor = (known, share) => known[Math.max(1, Math.ceil(share * known.length - 1e-9)) - 1];
 
   const tell = (id, text, value, detail) => {
     byId(id).replaceChildren(text, ...(detail ? [element("small", detail)] : []));

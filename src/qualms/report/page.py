@@ -1,21 +1,17 @@
 """A report's content in, one HTML file out: all that it needs is inside, and it asks nothing of any network."""
 
-import base64
 from collections.abc import Sequence
-from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qualms.errors import QualmsError
 from qualms.report import comparison, figures
 from qualms.report.content import Content, Group
 from qualms.report.gallery import class_name, confident_and_wrong, ends, png
 from qualms.report.numbers import Judged, LearningMeasure, at_a_glance, axis, layer_shares, learning_curves, verdict
+from qualms.report.offline import coded, filled, packed, require_packages, require_writable
 from qualms.report.roles import default_of, kind_of, not_for_use, why_not_default
-from qualms.version import __version__
 
 COVERAGE = 95  # where the threshold stands first, in percent of the known images
 CURVES = {"roc": "ROC curves", "lift": "Lift curve"}
@@ -27,33 +23,13 @@ LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the axis, and which end 
 
 def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> Path:
     """Write the report as one HTML file; `resamples` is how many each interval is made from."""
-    for package in ("jinja2", "PIL"):
-        if find_spec(package) is None:
-            raise QualmsError(f"the report page needs {package}; pip install '.[app]' in a clone of qualms")
+    require_packages("jinja2", "PIL")
     require_writable(path)
     Path(path).write_text(_html(content, at_a_glance(content, resamples)), encoding="utf-8")
     return Path(path)
 
 
-def require_writable(path: str | Path) -> None:
-    """An error, before there is any work to lose, if no file can be written there."""
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        path.open("ab").close()
-        if not there:
-            path.unlink()
-    except OSError as error:
-        raise QualmsError(f"{path} cannot be written ({error.strerror}); choose another place.") from None
-
-
 def _html(content: Content, judged: list[Judged]) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    read = {name: (files(__package__) / name).read_text("utf-8") for name in ("page.css", "page.charts.js", "page.js")}
     found, unused = verdict(content, judged), not_for_use(content)
     names = [j.method for j in judged]
     start = default_of(content) or (found.highest.method if found.highest else names[0])
@@ -68,7 +44,10 @@ def _html(content: Content, judged: list[Judged]) -> str:
         }
         for i, j in enumerate(judged)
     ]
-    return environment.from_string((files(__package__) / "page.html.jinja").read_text("utf-8")).render(
+    return filled(
+        "page.html.jinja",
+        styles=("page.css",),
+        scripts=("page.values.js", "page.charts.js", "page.js"),
         title=content.title,
         facts=[f"{name}: {value}" for name, value in content.about.items()] + _told(content.known),
         groups=[group.name for group in content.groups],
@@ -86,9 +65,6 @@ def _html(content: Content, judged: list[Judged]) -> str:
         layered=bool(content.layers),
         wrong=_wrong(content),
         data=_data(content, judged, learning),
-        css=read["page.css"],
-        js=read["page.charts.js"] + read["page.js"],
-        version=__version__,
     )
 
 
@@ -163,9 +139,9 @@ def _group(group: Group, classes: tuple[str, ...], known: bool) -> dict[str, Any
     return {
         "name": group.name,
         "ids": list(group.images.ids) or None,
-        "predicted": _coded([class_name(int(c), classes) for c in group.predicted]),
+        "predicted": coded([class_name(int(c), classes) for c in group.predicted]),
         "confidence": None if group.confidence is None else packed(group.confidence),
-        "labels": None if group.labels is None else _coded([class_name(int(c), own) for c in group.labels]),
+        "labels": None if group.labels is None else coded([class_name(int(c), own) for c in group.labels]),
         "right": None if right is None else packed(right.astype(np.uint8)),
     }
 
@@ -216,21 +192,3 @@ def _why_no_layers(content: Content, method: str) -> str:
 
 def _and(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _coded(names: list[str]) -> dict[str, Any]:
-    """Words that come again and again, each once, and which stands where."""
-    words = list(dict.fromkeys(names))
-    number = {word: i for i, word in enumerate(words)}
-    return {"words": words, "codes": packed(np.array([number[name] for name in names], dtype=np.int32))}
-
-
-def packed(values: np.ndarray) -> dict[str, str]:
-    """An array without a digit lost: half as long where single precision holds every value exactly."""
-    if values.dtype in (np.uint8, np.int32):
-        kind = values.dtype.str[1:]
-    else:
-        values = values.astype(np.float64)
-        with np.errstate(over="ignore"):  # what single precision cannot hold is not equal, and kept in double
-            kind = "f4" if (values.astype(np.float32) == values).all() else "f8"
-    return {"kind": kind, "bytes": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()}

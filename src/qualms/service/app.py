@@ -1,5 +1,6 @@
 """The routes: a request is checked and decoded here, asked at the desk, and answered."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -60,7 +61,12 @@ def add_service(
     async def answered(request: Request, images: list[Pixels], layers: bool) -> list[dict[str, object]]:
         if not ready():
             raise HTTPException(503, "the network is not loaded yet; try again in a few seconds.")
-        reply = await ask(Question(images, layers, visit_of(request).came))
+        visit = visit_of(request)
+        # It goes on if nobody waits any more, so the door is told of it.
+        visit.work = asyncio.ensure_future(ask(Question(images, layers, visit.came)))
+        reply: Reply = await asyncio.shield(visit.work)
+        if reply.late:
+            raise HTTPException(504, "the request waited too long to be scored; try again later.")
         if reply.broken:
             raise HTTPException(500, "the images could not be scored; the service's log has the details.")
         if reply.results is None:

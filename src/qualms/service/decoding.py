@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 @dataclass
 class Visit:
-    """A request with a body: when its headers came, by `time.monotonic`, and what is decoded for it."""
+    """A request with a body: when its headers came, by `time.monotonic`, and what is decoded or scored for it."""
 
     came: float
-    work: Future[Any] | None = None
+    work: Future[Any] | asyncio.Future[Any] | None = None
 
 
 class Decoding:

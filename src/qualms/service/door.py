@@ -24,7 +24,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # Probes of a cluster carry no token, and neither does a browser that opens a page; none of these tells of any data.
 OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 LOCAL = (b"", b"127.0.0.1", b"localhost")  # names of this machine; programs need not say one, browsers do
-RETRY_AFTER = 1  # seconds; a batch takes less
+RETRY_AFTER = 1  # seconds; when a place will be free is not known, and to ask again costs little
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +34,8 @@ class Door:
     def __init__(self, app: App, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
         self.taken = 0  # requests with a body that are being read, waiting or being scored
-        self.late: list[Future[Any]] = []  # what is still decoded for requests that are answered already
+        # What is still decoded or scored for requests that are answered already: memory holds it, so it has a place.
+        self.late: list[Future[Any] | asyncio.Future[Any]] = []
         metrics.waiting.set_function(lambda: self.inside)
 
     @property
@@ -86,7 +87,7 @@ class Door:
         if length.isdigit() and int(length[:20]) > self.settings.body:
             return problem_answer(413, self._too_large())
         if scope["method"] == "POST" and self.inside >= self.settings.waiting:
-            words = f"{self.inside} requests are waiting already; try again in {RETRY_AFTER} s."
+            words = f"{self.inside} requests are waiting already; try again later."
             return problem_answer(429, words, {"Retry-After": str(RETRY_AFTER)})
         return None
 

@@ -15,6 +15,7 @@ from qualms.service.settings import Settings
 
 # Formats that Pillow reads by itself: for others it may start a program such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+ECHO = 80  # characters of a request that an error repeats
 Pixels = UInt8[np.ndarray, "_ _ _"]  # [c, h, w]; those of one request may differ
 
 
@@ -35,9 +36,9 @@ class Intake:
             except TooLarge:
                 raise self._too_many_pixels() from None
             except Unreadable as error:
-                raise HTTPException(422, f"{name} is {error.reason}; send {', '.join(FORMATS)} files.") from None
+                raise HTTPException(422, f"{name[:ECHO]} is {error.reason}; send {', '.join(FORMATS)} files.") from None
             left -= image.width * image.height
-            found.append(self._fitted(image, name))
+            found.append(self._fitted(image))
         return found
 
     def of_numbers(self, arrays: Sequence[Any], white: int) -> list[Pixels]:
@@ -49,15 +50,12 @@ class Intake:
             left -= pixels.shape[0] * pixels.shape[1]
             if left < 0:
                 raise self._too_many_pixels()
-            found.append(self._fitted(pillow().fromarray(pixels), f"image {i}"))  # on the path of files: scores agree
+            found.append(self._fitted(pillow().fromarray(pixels)))  # on the path of files: scores agree
         return found
 
-    def _fitted(self, image: Any, name: str) -> Pixels:
+    def _fitted(self, image: Any) -> Pixels:
         """An image of Pillow's, as the network takes it."""
-        try:
-            return channels_first(image if self.fit is None else self.fit.image(image))
-        except TooLarge as error:
-            raise HTTPException(413, f"{name} is {error.reason}; send one of another shape.") from None
+        return channels_first(image if self.fit is None else self.fit.image(image))
 
     def require_count(self, images: int) -> None:
         """An error if a request has no image, or too many."""

@@ -1,6 +1,5 @@
 /* Drop an image, ask the service, show its answer. Words come as text, never as HTML. */
 {
-  const byId = (id) => document.getElementById(id);
   const [file, drop, token] = [byId("file"), byId("drop"), byId("token")];
   const LAYERS = 12; // that are shown
   const WIDE = 30; // a reference that spans this factor is drawn on a logarithmic axis
@@ -9,7 +8,6 @@
 
   const percent = (share) =>
     share < 1 && share > 0.9995 ? "over 99.9\u00a0%" : `${Number((100 * share).toFixed(1))}\u00a0%`;
-  const brief = (x) => String(Number(x.toPrecision(4)));
 
   const ask = async (path, options = {}) => {
     const headers = token?.value ? { Authorization: `Bearer ${token.value}` } : {};

@@ -13,7 +13,8 @@ from qualms.version import __version__
 
 def front_page(about: About, token: bool) -> str:
     """Drop an image, see the decision. The data come from the routes, with the token if there is one."""
-    scripts = (files(report) / "page.charts.js").read_text("utf-8") + _own("page.js")
+    shared = [(files(report) / name).read_text("utf-8") for name in ("page.values.js", "page.charts.js")]
+    scripts = "".join([*shared, _own("page.js")])
     return _filled("page.html.jinja", title=f"{about.model}: what does it know?", about=about, token=token, js=scripts)
 
 

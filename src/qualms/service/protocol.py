@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from qualms.service.answers import PROBLEMS, About
 from qualms.service.decoding import Decoding
-from qualms.service.images import Intake, Pixels
+from qualms.service.images import ECHO, Intake, Pixels
 from qualms.service.requests import InferRequest, infer_body, kind_of
 from qualms.version import __version__
 
@@ -137,7 +137,7 @@ def add_protocol(
         wanted = list(kinds) if asked.outputs is None else [output.name for output in asked.outputs]
         unknown = [name for name in wanted if name not in kinds]
         if unknown:
-            raise HTTPException(422, f"there is no output {unknown[0][:80]!r}; choose from {', '.join(kinds)}.")
+            raise HTTPException(422, f"there is no output {unknown[0][:ECHO]!r}; choose from {', '.join(kinds)}.")
         found = await answered(request, images, False)
         columns = {name: [_column(result, name) for result in found] for name in wanted}
         return InferAnswer(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from qualms.service.images import FORMATS
+from qualms.service.images import ECHO, FORMATS
 
 Number = Annotated[float, Field(strict=True, ge=0, le=255, allow_inf_nan=False)]
 # The first mistake is told, and the others are not looked for: there may be millions.
@@ -121,4 +121,4 @@ def problem(error: ValidationError) -> tuple[int, str]:
         return 400, "the body is not JSON; check it."
     # Without pydantic's names of the kinds that it tried.
     where = ".".join(str(part) for part in first["loc"] if str(part).replace("_", "").isalnum()) or "the body"
-    return 422, f"{where} is not as it should be: {first['msg'][:1].lower()}{first['msg'][1:]}."
+    return 422, f"{where[:ECHO]} is not as it should be: {first['msg'][:1].lower()}{first['msg'][1:]}."

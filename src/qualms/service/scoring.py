@@ -1,9 +1,12 @@
 """Questions in, answers out: the images of several requests in one batch, each scored as if it were alone."""
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,8 @@ from qualms.tasks.network import Network
 from qualms.tasks.scoring import scored_images
 
 NAME = "the request"  # what errors call its images
+PART = 16  # images that are scored before the clock is looked at again
+Place = tuple[int, int]  # the number of a question, and of an image in it
 log = logging.getLogger(__name__)
 
 
@@ -82,40 +87,62 @@ class Reply:
     results: list[dict[str, Any]] | None
     together: int = 0  # images that were scored in the same batch
     broken: bool = False  # there are no results by a defect, and not by the images
+    late: bool = False  # there are none since the deadline was over first
 
 
-def replies(served: Served, questions: Sequence[Question]) -> list[Reply]:
-    """The answers to several requests. One that cannot be answered does not keep the others from it."""
-    try:
-        return _together(served, questions)
-    except Exception as error:  # whatever a network raises
-        if len(questions) > 1:
-            return [reply for question in questions for reply in replies(served, [question])]
-        if isinstance(error, QualmsError):
-            log.warning("images of a request cannot be scored: %s", error)
-            return [Reply(None)]
-        log.exception("images of a request could not be scored")
-        return [Reply(None, broken=True)]
+def replies(served: Served, questions: Sequence[Question], deadline: float = math.inf) -> list[Reply]:
+    """The answers to several requests. One that cannot be answered does not keep the others from it.
+
+    A request whose seconds are over is given up: nobody waits for it, and others may.
+    """
+    total = sum(len(question.images) for question in questions)
+    found = [Reply([{}] * len(question.images), total) for question in questions]
+    for places in _parts(questions):
+        for q in {q for q, _ in places}:
+            if time.monotonic() > questions[q].came + deadline:
+                found[q] = Reply(None, late=True)
+        left = [(q, i) for q, i in places if found[q].results is not None]
+        if left:
+            _answer(served, questions, left, found)
+    return found
 
 
-def _together(served: Served, questions: Sequence[Question]) -> list[Reply]:
-    found: list[list[dict[str, Any]]] = [[{}] * len(question.images) for question in questions]
-    same: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+def _parts(questions: Sequence[Question]) -> Iterator[list[Place]]:
+    """All images: those of one size together, a few at a time."""
+    same: dict[tuple[int, ...], list[Place]] = {}
     for q, question in enumerate(questions):
         for i, image in enumerate(question.images):
             same.setdefault(image.shape, []).append((q, i))
     for places in same.values():
-        pixels = torch.from_numpy(np.stack([questions[q].images[i] for q, i in places]))
-        scored = served.score(pixels)
-        for (q, i), result in zip(places, results(scored), strict=True):
-            found[q][i] = result
-        asked = [(q, i, place) for place, (q, i) in enumerate(places) if questions[q].layers]
-        if asked and has_layers(served.decides[1]):
-            shares = _shares(served, pixels[[place for _, _, place in asked]])
-            for (q, i, _), layers in zip(asked, shares, strict=True):
-                found[q][i] = {**found[q][i], "layers": layers}
-    total = sum(len(question.images) for question in questions)
-    return [Reply(rows, total) for rows in found]
+        yield from (places[start : start + PART] for start in range(0, len(places), PART))
+
+
+def _answer(served: Served, questions: Sequence[Question], places: list[Place], found: list[Reply]) -> None:
+    """Fill in the results of some images; those of one request alone if they cannot be scored with others."""
+    try:
+        for (q, i), result in zip(places, _results(served, questions, places), strict=True):
+            found[q].results[i] = result  # type: ignore[index]
+    except Exception as error:  # whatever a network raises
+        if places[0][0] != places[-1][0]:
+            for _, own in groupby(places, itemgetter(0)):
+                _answer(served, questions, list(own), found)
+        elif isinstance(error, QualmsError):
+            log.warning("images of a request cannot be scored: %s", error)
+            found[places[0][0]] = Reply(None)
+        else:
+            log.exception("images of a request could not be scored")
+            found[places[0][0]] = Reply(None, broken=True)
+
+
+def _results(served: Served, questions: Sequence[Question], places: list[Place]) -> list[dict[str, Any]]:
+    """What is said of images of one size."""
+    pixels = torch.from_numpy(np.stack([questions[q].images[i] for q, i in places]))
+    found = results(served.score(pixels))
+    asked = [place for place, (q, _) in enumerate(places) if questions[q].layers]
+    if asked and has_layers(served.decides[1]):
+        for place, layers in zip(asked, _shares(served, pixels[asked]), strict=True):
+            found[place]["layers"] = layers
+    return found
 
 
 def _shares(served: Served, pixels: torch.Tensor) -> list[list[dict[str, Any]]]:

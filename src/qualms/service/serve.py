@@ -4,7 +4,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from multiprocessing import parent_process
 from typing import Any
 
@@ -14,7 +13,7 @@ from qualms.data import Fit
 from qualms.errors import QualmsError
 from qualms.service.answers import About
 from qualms.service.app import add_service
-from qualms.service.batching import ready, server_of
+from qualms.service.batching import server_of
 from qualms.service.scoring import Served
 from qualms.service.settings import Settings
 
@@ -33,7 +32,7 @@ def serve(
     """
     _require_free(settings)
     server, desk = server_of(make, settings)
-    add_service(server.app, about, fit, settings, desk.ask, partial(ready, server))
+    add_service(server.app, about, fit, settings, desk.ask, lambda: server.loaded)
     where = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}"
 
     @asynccontextmanager

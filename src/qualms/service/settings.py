@@ -1,5 +1,6 @@
 """Where the service listens, who may ask, and how much it takes on."""
 
+import math
 from dataclasses import dataclass, field
 
 from qualms.errors import QualmsError
@@ -51,8 +52,9 @@ class Settings:
                 f"listen on {LOOPBACK}."
             )
         for name in ("batch", "waiting", "deadline", "body", "images", "pixels"):
-            if getattr(self, name) <= 0:
-                raise QualmsError(f"the limit {name!r} of the service is {getattr(self, name)}; it must be above 0.")
+            limit = getattr(self, name)
+            if not 0 < limit < math.inf:  # not a number is neither
+                raise QualmsError(f"the limit {name!r} of the service is {limit}; it must be a number above 0.")
 
 
 def _visible(text: str) -> bool:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qualms.texts.document import ScoredDocument
+
 LENGTH = 8  # tokens
 
 
@@ -17,7 +19,7 @@ class Span:
     score: float
 
 
-def worst_span(scores: Sequence[float], length: int = LENGTH) -> Span | None:
+def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Span | None:
     """The `length` neighbouring tokens whose scores have the highest mean, the first of them if there are several.
 
     Every token of a span has a score: none is NaN. Where no `length` neighbours have one, as in a short text, spans
@@ -30,6 +32,12 @@ def worst_span(scores: Sequence[float], length: int = LENGTH) -> Span | None:
     means = np.lib.stride_tricks.sliding_window_view(values, length).mean(axis=1)
     start = int(np.nanargmax(means))
     return Span(start, start + length, float(means[start]))
+
+
+def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -> Span | None:
+    """The worst span of a text by a method, of the tokens that are in the text: none that a tokenizer adds."""
+    inside = np.array([start < end for start, end in document.offsets], dtype=bool)
+    return worst_span(np.where(inside, np.array(document.scores[method], dtype=np.float64), np.nan), length)
 
 
 def _longest_run(there: np.ndarray) -> int:

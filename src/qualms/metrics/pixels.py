@@ -1,0 +1,66 @@
+"""How well a map of scores tells the pixels of unknown objects from all others, over many images at once."""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from qualms.errors import QualmsError
+from qualms.metrics.arrays import Bools, Floats, array
+from qualms.metrics.ranking import aupr, auroc, fpr95
+
+
+def pixel_metrics(
+    scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int = 255
+) -> dict[str, float]:
+    """`auroc`, `aupr` and `fpr95` of the pixels of all images in one ranking, unknown pixels positive.
+
+    Args:
+        scores: a number for each pixel, such as `Scorer(model, "entropy", class_dim=1)(x).scores["entropy"]`.
+        labels: the class of each pixel, in the same shape.
+        unknown: the label, or the labels, of what the model has not learnt.
+        ignore_index: the label of pixels that do not count; their scores may be NaN, those of others may not.
+
+    Large objects count for more than small ones, and one image may make up for another, as nothing is averaged.
+
+    Example:
+        ```python
+        from qualms.metrics import pixel_metrics
+
+        scores = [[[0.1, 0.2, 0.9], [0.4, float("nan"), 0.3]]]  # one image of two by three pixels
+        labels = [[[0, 3, 254], [1, 255, 254]]]
+        found = pixel_metrics(scores, labels, unknown=254)
+        assert found["auroc"] == 5 / 6 and found["fpr95"] == 1 / 3
+        ```
+    """
+    ranked, positive = known_and_unknown(scores, labels, unknown, ignore_index)
+    inside, outside = ranked[~positive], ranked[positive]
+    return {measure.__name__: measure(inside, outside) for measure in (auroc, aupr, fpr95)}
+
+
+def known_and_unknown(
+    scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int
+) -> tuple[Floats, Bools]:
+    """The scores of all pixels that count, in a row, and whether each is of something unknown."""
+    given, classes = array(scores, "scores").astype(np.float64), array(labels, "labels")
+    if given.shape != classes.shape or classes.dtype.kind == "f":
+        raise QualmsError(
+            f"scores have shape {given.shape} and labels shape {classes.shape} of type {classes.dtype}; pass a score "
+            "and a whole number, its class, for each pixel."
+        )
+    strange = list(unknown) if isinstance(unknown, Collection) else [unknown]
+    if ignore_index in strange:
+        raise QualmsError(f"label {ignore_index} is both unknown and ignored; choose another ignore_index.")
+    counts = classes != ignore_index
+    bad = counts & ~np.isfinite(given)
+    if bad.any():
+        place = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise QualmsError(
+            f"the score of pixel {place} is NaN or infinite, and its label {classes[place]} is not ignored; "
+            f"label such pixels {ignore_index}."
+        )
+    positive = np.isin(classes[counts], strange)
+    if positive.all() or not positive.any():
+        which = "no known pixels" if positive.size and positive.all() else f"no pixels labelled {strange}"
+        raise QualmsError(f"there are {which} to rank, so there is no AUROC; take more images.")
+    return given[counts], positive

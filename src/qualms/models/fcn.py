@@ -1,0 +1,53 @@
+"""A small fully convolutional network for segmentation: an image in, logits [n, classes, h, w] of its size out."""
+
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+DOWN = (16, 32, 64)  # channels at each level, half as wide and high as the one before
+UP = (48, 24)  # and on the way back
+
+
+class FCN(nn.Module):
+    """A U-Net (Ronneberger et al., MICCAI 2015) of three levels: down to see far, and up again to see where.
+
+    Height and width are multiples of 4. With 9 classes and one channel it has some 128,000 weights.
+
+    Example:
+        ```python
+        import torch
+        from qualms.models.fcn import FCN
+
+        assert FCN(classes=9)(torch.rand(2, 1, 48, 48)).shape == (2, 9, 48, 48)
+        ```
+    """
+
+    def __init__(self, classes: int, channels: int = 1) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(_convolutions(a, b, b) for a, b in pairwise((channels, *DOWN)))
+        self.up = nn.ModuleList(
+            _convolutions(below + beside, outputs)
+            for below, beside, outputs in zip((DOWN[-1], *UP), DOWN[-2::-1], UP, strict=False)
+        )
+        self.shrink, self.grow = nn.MaxPool2d(2), nn.Upsample(scale_factor=2)
+        self.head = nn.Conv2d(UP[-1], classes, 1)
+
+    def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n k h w"]:
+        """Logits of every class at every pixel."""
+        seen: list[Tensor] = []
+        for level in self.down:
+            seen.append(level(self.shrink(seen[-1]) if seen else x))
+        x = seen.pop()
+        for level in self.up:
+            x = level(torch.cat([self.grow(x), seen.pop()], 1))
+        return self.head(x)
+
+
+def _convolutions(*channels: int) -> nn.Sequential:
+    """One after the other, each normalised and cut off below 0."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(channels):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
