@@ -199,21 +199,27 @@ def on_half(scores: np.ndarray, right: np.ndarray, half: int) -> tuple[float, fl
 
 
 def cost(rounds: int = 7) -> None:
-    """The time of a score in forward passes of the same texts: the best of some rounds, in which all take turns."""
+    """The time of a score in forward passes of the same batch: the best of some rounds, in which all take turns.
+
+    Scores run each text alone, so that passes one by one stand beside those of the batch.
+    """
     model = language()
     for texts in (1, 8):
         ids = windows(KNOWN, model, texts).ids
 
-        def plain(ids: torch.Tensor = ids) -> None:
-            with torch.no_grad():
-                for one in ids.split(1):  # as scores run them: each text alone
-                    model.model(input_ids=one)
+        def plain(size: int, ids: torch.Tensor = ids) -> Callable[[], None]:
+            def forward() -> None:
+                with torch.no_grad():
+                    for part in ids.split(size):
+                        model.model(input_ids=part)
+
+            return forward
 
         def by(methods: list[str], k: int, ids: torch.Tensor = ids) -> Callable[[], Any]:
             scorer = qualms.Scorer(model.model, methods, class_dim=-1, engine=qualms.Sketch(k))
             return lambda: scorer({"input_ids": ids})
 
-        work = {"forward": plain, "entropy": by(["entropy"], 2)}
+        work = {"forward": plain(texts), "one by one": plain(1), "entropy": by(["entropy"], 2)}
         work |= {f"regrad {k}": by(["regrad"], k) for k in (8, 16, 32)}
         work |= {"all 16": by(list(GRADIENTS), 16), "regrad+layers 16": by(["regrad+layers"], 16)}
         best = {name: min(times) for name, times in timed(work, rounds).items()}
