@@ -57,9 +57,9 @@ class Run:
 
 RUNS = (
     Run((*LOGITS, *GRADIENTS), 0, others=OTHERS),
-    *(Run(("regrad",), 0, params) for params in (BLOCKS, LAST_TWO, LAST)),
-    Run(("regrad+layers",), 0),
     *(Run(GRADIENTS, seed) for seed in (1, 2, 3, 4)),
+    *(Run(("regrad",), seed, params) for seed in (0, 1, 2) for params in (BLOCKS, LAST_TWO, LAST)),
+    *(Run(("regrad+layers",), seed) for seed in (0, 1, 2)),
 )
 
 
