@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class ScorerModel:
             return self.scorer(inputs).to_pandas()
         # Draws follow an input's numbers as the network gets them, so that its score depends neither on its row nor on
         # whether it came in 64 bits, as tables do.
-        x = next(batches(inputs, self.scorer.model))
+        x = cast(torch.Tensor, next(batches(inputs, self.scorer.model)))  # of one array, one batch of one tensor
         rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
         return replace(self.scorer(x, numbers=[number_of(row) for row in rows]), ids=range(len(x))).to_pandas()
 

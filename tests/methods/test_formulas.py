@@ -18,7 +18,10 @@ WEIGHTS = {
     "regrad": lambda p: p.sqrt(),
     "exgrad": lambda p: p,
     "ungrad": lambda p: torch.full_like(p, 1 / len(p)),
+    "fisher": lambda p: p,
+    "isotropic": lambda p: p.square(),
 }
+POWERS = {"fisher": 2, "isotropic": 2}  # of the norms
 
 
 def score(setting: Setting, method: str, **more: object) -> Tensor:
@@ -40,8 +43,39 @@ def test_class_weighted_gradient_norms(setting: Setting, name: str, modifiers: s
             norms = [sum(math.exp(lam * (m + 1 - depth)) * v.norm() for m, v in enumerate(g_c)) for g_c in g]
         else:
             norms = [torch.cat(g_c).norm() for g_c in g]
-        want = (WEIGHTS[name](setting.probs[b]) * torch.stack(norms)).sum()
+        want = (WEIGHTS[name](setting.probs[b]) * torch.stack(norms) ** POWERS.get(name, 1)).sum()
         torch.testing.assert_close(have[b], want, rtol=1e-9, atol=0)
+
+
+def test_isotropic_adds_up_the_gradients_of_probabilities(setting: Setting) -> None:
+    parameters = list(setting.model.parameters())
+    for b, have in enumerate(score(setting, "isotropic")):
+        probs = setting.model(setting.x[b : b + 1])[0].softmax(0)
+        gradients = [torch.autograd.grad(p, parameters, retain_graph=True) for p in probs]
+        want = sum(g.square().sum() for of_class in gradients for g in of_class)
+        torch.testing.assert_close(have, want, rtol=1e-9, atol=0)
+
+
+def test_fisher_is_the_limit_of_perturbed_weights(setting: Setting) -> None:
+    sigma = 1e-4
+    have = 2 / sigma**2 * score(setting, f"perturb-theta({sigma},2000)")
+    torch.testing.assert_close(have, score(setting, "fisher"), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_a_sketch_of_squared_norms_knows_its_error(setting: Setting, name: str) -> None:
+    exact = score(setting, name)
+    have, error = qualms.score_with_error(setting.model, setting.x, name, engine=qualms.Sketch(400))
+    assert ((have - exact).abs() < 4 * error).all()
+    assert (error < 0.1 * exact).all()  # √(2/400) for a single direction
+
+
+def test_squared_norms_take_all_classes_whatever_the_tolerance() -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(6, 60).double(), torch.randn(3, 6).double()
+    both = qualms.compare(model, x, ["fisher", "regrad"], tolerance=0.2)
+    torch.testing.assert_close(both["fisher"], qualms.score(model, x, "fisher"), rtol=1e-12, atol=0)
+    assert not torch.equal(both["regrad"], qualms.score(model, x, "regrad"))
 
 
 def test_l1_norms(setting: Setting) -> None:

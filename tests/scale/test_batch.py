@@ -14,7 +14,7 @@ import qualms
 from qualms.data import Images
 from qualms.data.images import Rejected
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
-from qualms.scale.cluster import not_scored
+from qualms.scale.cluster import not_scored, require_once
 from qualms.tasks.network import Network
 from tests.scale.conftest import METHODS, png
 
@@ -92,3 +92,13 @@ def test_an_image_that_another_attempt_could_read_is_not_rejected(tmp_path: Path
     parquet.write_table(pyarrow.table({"id": ["c.png"]}), tmp_path / "shard-1.parquet")
     rejected = [Rejected(name, "cannot be read") for name in ("b.png", "c.png", "d.png")]
     assert [one.id for one in not_scored(rejected, tmp_path)] == ["d.png"]
+
+
+def test_an_image_with_two_rows_is_an_error(tmp_path: Path) -> None:
+    for shard, ids in enumerate((["a.png", "b.png"], ["c.png"])):
+        parquet.write_table(pyarrow.table({"id": ids}), tmp_path / f"shard-{shard}.parquet")
+    require_once(tmp_path)
+    wide = pyarrow.array(["d.png", "b.png", "a.png"], pyarrow.large_string())
+    parquet.write_table(pyarrow.table({"id": wide}), tmp_path / "shard-2.parquet")
+    with pytest.raises(qualms.QualmsError, match="has 2 rows too many, of images scored twice"):
+        require_once(tmp_path)

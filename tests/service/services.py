@@ -1,10 +1,12 @@
 """A small network of digits behind the service: made anew in every process, the same each time."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from io import BytesIO
+from multiprocessing import parent_process
 from typing import Any, TypeVar
 
 import numpy as np
@@ -108,6 +110,18 @@ def plain(classes: int = 10) -> nn.Module:
 def stubborn(classes: int = 10) -> nn.Module:
     """The same, which tells ten classes apart whatever it is asked for."""
     return network().model
+
+
+def endless(classes: int = 10) -> nn.Module:
+    """One that takes its time to load."""
+    print("loading", flush=True)
+    time.sleep(600)
+    return network().model
+
+
+def endless_there(classes: int = 10) -> nn.Module:
+    """One that takes its time in the process that scores."""
+    return network().model if parent_process() is None else endless(classes)
 
 
 def refused(answer: Any, status: int, words: str) -> None:

@@ -33,7 +33,7 @@ CLOSED = ("/v1/model", "/metrics", "/v2", "/v2/models/digits", "/v2/models/digit
     "header",
     [None, "", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer é"],
 )
-def test_nothing_of_the_network_is_told_without_the_token(path: str, header: str | None) -> None:
+def test_whatever_is_not_open_needs_the_token(path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
     answer = client(token=TOKEN).get(path, headers=headers)
     refused(answer, 401, "the token is missing or wrong")
@@ -61,8 +61,11 @@ def test_probes_and_pages_need_no_token_and_hold_no_scores(path: str) -> None:
     answer = client(token=TOKEN).get(path)
     assert answer.status_code == 200
     assert TOKEN not in answer.text
-    reference = client().get("/v1/model").json()["reference"]
-    assert not any(str(score) in answer.text for score in reference)
+    about = client().get("/v1/model").json()
+    assert not any(str(score) in answer.text for score in [about["threshold"], *about["reference"]])
+    assert "seven" not in answer.text
+    told = {about[name] for name in ("model_hash", "rule") if about[name] in answer.text}
+    assert told == ({about["model_hash"], about["rule"]} if path == "/" else set())  # as the docs say
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,20 @@ def test_a_stop_answers_what_was_taken(start: Start, how: str) -> None:
     assert service.log.read_text().count("\n") == 1  # no traces, no complaints
 
 
+@pytest.mark.parametrize("factory", ["endless", "endless_there"])
+def test_a_stop_is_heeded_while_the_network_is_loaded(factory: str, tmp_path: Path) -> None:
+    loading = Running("--model", f"{HERE}:{factory}", "--methods", "entropy", log=tmp_path / "log")
+    try:
+        until = time.monotonic() + PATIENCE
+        while "loading" not in loading.log.read_text() and time.monotonic() < until:
+            time.sleep(0.1)
+        loading.process.send_signal(signal.SIGTERM)
+        assert loading.process.wait(PATIENCE) == 130  # stopped in order, and not ended by the signal
+        assert "Traceback" not in loading.log.read_text()
+    finally:
+        loading.stop()
+
+
 def test_a_dead_process_ends_the_service_with_a_sentence(start: Start) -> None:
     service = start("--methods", "entropy")
     (scoring,) = (p for p in service.family() if any("spawn_main" in word for word in p.cmdline()))

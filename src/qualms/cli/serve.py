@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,8 @@ def serve(
 
         qualms serve --model cifar10-resnet20 --methods entropy --host 0.0.0.0 --port 8080
     """
+    # Also while the network is loaded: the first process of a container is not ended by a signal that it does not heed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not math.isfinite(max_body):
         raise QualmsError(f"--max-body is {max_body}; it must be a number above 0.")
     settings = Settings(

@@ -72,6 +72,7 @@ def score_on_ray(
                 shard.rename(folder / shard.name)
             rejected = not_scored(rejected_in(folder / REJECTED), folder)
             _require_all(count_rows(shards_in(folder)), len(rejected), source)
+            require_once(folder)
             before = finish(folder, whole, shards_in(folder), rejected)
         elif count_rows(shards_in(folder)) != before.scored:
             raise QualmsError(f"{folder} lacks some of its {before.scored} rows; remove it, and score again.")
@@ -97,6 +98,15 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
             f"{source.name} has {source.count} images, and {scored} were scored and {rejected} could not be read; they "
             "may have changed: remove the folder, and score again."
         )
+
+
+def require_once(folder: Path) -> None:
+    """An error if an image has two rows; in a count of all, it could stand for one that is lost."""
+    tables = [parquet().read_table(shard, columns=["id"]) for shard in shards_in(folder)]
+    ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
+    doubled = len(ids) - len(ids.unique())
+    if doubled:
+        raise QualmsError(f"{folder} has {doubled} rows too many, of images scored twice; remove it, and score again.")
 
 
 @contextmanager

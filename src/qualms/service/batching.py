@@ -137,12 +137,17 @@ class Server(LitServer):
 
     def verify_worker_status(self) -> None:
         """Wait until the network is loaded."""
-        while not self.loaded:
-            found = list(self.workers_setup_status.values())
-            self.loaded = bool(found) and all(status == WorkerSetupStatus.READY for status in found)
-            if not all(process.is_alive() for process in self.inference_workers):
-                raise QualmsError("the process with the network ended as it loaded it; memory may have run out.")
-            time.sleep(0.05)
+        try:
+            while not self.loaded:
+                found = list(self.workers_setup_status.values())
+                self.loaded = bool(found) and all(status == WorkerSetupStatus.READY for status in found)
+                if not all(process.is_alive() for process in self.inference_workers):
+                    raise QualmsError("the process with the network ended as it loaded it; memory may have run out.")
+                time.sleep(0.05)
+        except KeyboardInterrupt:  # else Python would wait until it is
+            for process in self.inference_workers:
+                process.terminate()
+            raise
 
 
 def server_of(make: Callable[[], Served], settings: Settings) -> tuple[Server, Desk]:

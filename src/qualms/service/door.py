@@ -21,7 +21,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Probes of a cluster carry no token, and neither does a browser that opens a page; none of these tells of any data.
+# Probes of a cluster carry no token, and neither does a browser that opens a page. These tell what is served, by which
+# method and rule, but no class, score or threshold.
 OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 LOCAL = (b"", b"127.0.0.1", b"localhost")  # names of this machine; programs need not say one, browsers do
 RETRY_AFTER = 1  # seconds; when a place will be free is not known, and to ask again costs little

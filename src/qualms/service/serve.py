@@ -1,5 +1,6 @@
 """Start the service, and stop it once what it took is answered."""
 
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -54,6 +55,8 @@ def serve(
 def _stop(*_: object) -> None:
     """LitServe stops in order at Ctrl-C alone; its children end without a word once they are done."""
     if parent_process() is None:
+        # The thread that watches LitServe's processes may ask a queue that has gone by then, and log a trace of it.
+        logging.getLogger("litserve.server").addFilter(lambda record: "Monitoring" not in record.getMessage())
         raise KeyboardInterrupt
     raise SystemExit(0)
 

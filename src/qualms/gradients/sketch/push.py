@@ -7,7 +7,7 @@ not change when they run in other company. Rows that fail run one at a time.
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from qualms.gradients.learnt import Learnt
 from qualms.gradients.precision import close, close_logits, coarser, tolerance_of
 from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, some_alone, wants_channels_last
+from qualms.gradients.sketch.attention import DifferentiableAttention
 from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import largest_result
 from qualms.gradients.watch.record import Recorder, collapses_rows
@@ -52,7 +53,10 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent, several: bool = F
 
     theta = {f"model.{name}": formatted(model.get_parameter(name).detach()) for name in tangent}
     tangents = {f"model.{name}": formatted(s) for name, s in tangent.items()}
-    with torch.no_grad(), _differentiable_kernels(), ConstantPadding(), Unrolled(), warnings.catch_warnings():
+    modes = (_differentiable_kernels(), DifferentiableAttention(), ConstantPadding(), Unrolled())
+    with torch.no_grad(), ExitStack() as stack, warnings.catch_warnings():
+        for mode in modes:
+            stack.enter_context(mode)
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of the rules it compiles on first use
         jvp = partial(torch.func.jvp, lambda t: torch.func.functional_call(inner, t, (on,)), (theta,))
         # "same": noise on embeddings is drawn in the pass, one draw for all tangents.
