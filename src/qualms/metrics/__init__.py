@@ -5,6 +5,7 @@ from qualms.metrics.lift import lift_curve, raulc
 from qualms.metrics.pixels import pixel_metrics
 from qualms.metrics.prediction import accuracy, nll, nll_softmax_twice
 from qualms.metrics.ranking import aupr, auroc, fpr95, roc
+from qualms.metrics.rejection import prr
 from qualms.metrics.selective import aurc, risk_coverage, selective_risk
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "nll",
     "nll_softmax_twice",
     "pixel_metrics",
+    "prr",
     "raulc",
     "risk_coverage",
     "roc",

@@ -47,6 +47,13 @@ def scores_and_outcomes(uncertainty: Any, correct: Any) -> tuple[Float[Floats, "
     return u, right.astype(np.bool_)
 
 
+def scores_and_qualities(uncertainty: Any, quality: Any) -> tuple[Float[Floats, " n"], Float[Floats, " n"]]:
+    """For each output its uncertainty, and how good it is."""
+    u, q = scores(uncertainty, "uncertainty"), scores(quality, "quality")
+    _same_length(u, "scores in uncertainty", q, "numbers in quality")
+    return u, q
+
+
 def logits_and_labels(logits: Any, labels: Any) -> tuple[Float[Floats, "n c"], Int[Integers, " n"]]:
     """For each input the logits of all classes, and the number of its class."""
     z, y = array(logits, "logits"), array(labels, "labels")

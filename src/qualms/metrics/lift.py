@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from qualms.errors import QualmsError
 from qualms.metrics.arrays import Floats, scores_and_outcomes
-from qualms.metrics.ties import correct_among_most_certain
+from qualms.metrics.ties import total_among_most_certain
 
 
 def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
@@ -27,7 +27,7 @@ def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
     u, right = scores_and_outcomes(uncertainty, correct)
     if not right.any():
         raise QualmsError("no prediction is correct, so accuracy is 0 and there is no lift, and no rAULC.")
-    return correct_among_most_certain(u, right) / np.arange(1, len(u) + 1) / right.mean()
+    return total_among_most_certain(u, right) / np.arange(1, len(u) + 1) / right.mean()
 
 
 def raulc(uncertainty: Any, correct: Any) -> float:

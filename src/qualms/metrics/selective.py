@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from qualms.errors import QualmsError
 from qualms.metrics.arrays import Floats, scores_and_outcomes
-from qualms.metrics.ties import correct_among_most_certain
+from qualms.metrics.ties import total_among_most_certain
 
 
 def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
@@ -43,7 +43,7 @@ def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
     """
     u, right = scores_and_outcomes(uncertainty, correct)
     accepted = np.arange(1, len(u) + 1)
-    return (accepted - correct_among_most_certain(u, right)) / accepted
+    return (accepted - total_among_most_certain(u, right)) / accepted
 
 
 def aurc(uncertainty: Any, correct: Any) -> float:

@@ -6,13 +6,15 @@ from jaxtyping import Bool, Float
 from qualms.metrics.arrays import Bools, Floats
 
 
-def correct_among_most_certain(uncertainty: Float[Floats, " n"], correct: Bool[Bools, " n"]) -> Float[Floats, " n"]:
-    """The expected number of correct predictions among the i most certain, i = 1..n.
+def total_among_most_certain(
+    uncertainty: Float[Floats, " n"], values: Bool[Bools, " n"] | Float[Floats, " n"]
+) -> Float[Floats, " n"]:
+    """The expected sum of the values of the i most certain inputs, i = 1..n; of outcomes, how many are correct.
 
-    Among m equal scores with k correct ones, each place in the order holds a correct one with probability k/m: within a
-    tie the expected number grows linearly, whatever the order of the inputs.
+    Each place among m equal scores holds each of their m values with probability 1/m: within a tie the expected sum
+    grows linearly, whatever the order of the inputs.
     """
     _, tie, sizes = np.unique(uncertainty, return_inverse=True, return_counts=True)
-    right = np.bincount(tie, weights=correct)
-    ends, totals = (np.concatenate([[0.0], np.cumsum(each)]) for each in (sizes, right))
+    sums = np.bincount(tie, weights=values)
+    ends, totals = (np.concatenate([[0.0], np.cumsum(each)]) for each in (sizes, sums))
     return np.interp(np.arange(1, len(uncertainty) + 1), ends, totals)

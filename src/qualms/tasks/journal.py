@@ -13,7 +13,19 @@ from typing import IO, Any, Literal, TypeVar, overload
 
 from qualms.disk import locked
 from qualms.errors import QualmsError
-from qualms.tasks.rows import AccuracyRow, CalibrationRow, CycleRow, OodRow, PickRow, Row, RuntimeRow, ScoresRow
+from qualms.tasks.rows import (
+    AccuracyRow,
+    CalibrationRow,
+    CycleRow,
+    NextTokenRow,
+    OodRow,
+    PickRow,
+    Row,
+    RuntimeRow,
+    ScoresRow,
+    TextRow,
+    TokensRow,
+)
 
 Kind = TypeVar("Kind", bound=Row)
 START = b'{"row": "run"'  # how every file of rows begins
@@ -72,6 +84,12 @@ class Journal(AbstractContextManager["Journal"]):
     def where(self, *, row: Literal["pick"], **key: Any) -> list[PickRow]: ...
     @overload
     def where(self, *, row: Literal["runtime"], **key: Any) -> list[RuntimeRow]: ...
+    @overload
+    def where(self, *, row: Literal["tokens"], **key: Any) -> list[TokensRow]: ...
+    @overload
+    def where(self, *, row: Literal["text"], **key: Any) -> list[TextRow]: ...
+    @overload
+    def where(self, *, row: Literal["next-token"], **key: Any) -> list[NextTokenRow]: ...
     @overload
     def where(self, **key: Any) -> list[Row]: ...
     def where(self, **key: Any) -> Any:

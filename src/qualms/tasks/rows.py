@@ -177,6 +177,93 @@ class RuntimeRow(RuntimeKey):
     ratio: float  # to Entropy's seconds in the same round
 
 
+class TokensAbout(TypedDict):
+    """What all scores of a text's tokens share."""
+
+    data: str
+    seed: int
+    engine: str
+    params: str  # whose gradients; empty for all
+
+
+class TokensKey(TokensAbout):
+    """`tokens`: some consecutive windows of a text."""
+
+    row: Literal["tokens"]
+    first: int  # the position of the first of them
+    texts: str  # their fingerprint
+
+
+class TokensMeasures(TypedDict):
+    """What a model says of the tokens of some windows; a list for each window."""
+
+    scores: dict[str, list[list[float]]]  # by method
+    log_probs: list[list[float]]  # log p of each token, given those before it
+    right: list[list[bool]]  # whether the likeliest next token is the one that follows
+
+
+class TokensRow(TokensKey, TokensMeasures):
+    """The scores of the tokens of a few windows, so that nobody computes them again."""
+
+    methods: dict[str, str]  # by name, each with all its parameters
+    seconds: float
+
+
+class TextAbout(TypedDict):
+    """What all rows about texts share."""
+
+    seed: int
+    engine: str
+    params: str
+    window: int  # tokens in each
+
+
+class TextKey(_In, TextAbout):
+    """`text`: one method on one pair of texts; `in` is the text that the model knows."""
+
+    row: Literal["text"]
+    out: str  # the other text
+    method: str
+    exactly: str
+    span: int  # how many tokens' scores are averaged
+    n_in: int  # windows of each text
+    n_out: int
+    texts: str  # fingerprints of both
+
+
+class TextRow(TextKey, OodMeasures):
+    """How well a method tells tokens, or spans of them, of one text from those of another; intervals over windows."""
+
+
+class NextTokenKey(_In, TextAbout):
+    """`next-token`: one method on the text `in`, of which each next token is known."""
+
+    row: Literal["next-token"]
+    method: str
+    exactly: str
+    n: int  # windows
+    texts: str
+
+
+class NextTokenMeasures(TypedDict):
+    """Whether the score is high where the likeliest next token is wrong; 95 % intervals over windows."""
+
+    accuracy: float
+    auroc: float  # wrong ones are positive
+    auroc_low: float
+    auroc_high: float
+    raulc: float
+    raulc_low: float
+    raulc_high: float
+    prr: float  # of p(the token that follows)
+    prr_low: float
+    prr_high: float
+
+
+class NextTokenRow(NextTokenKey, NextTokenMeasures):
+    """How a method's certainty goes with the next token being right."""
+
+
 class LeftOutRow(_MaybeIn):
     """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows. It is never in a journal."""
 
@@ -186,4 +273,16 @@ class LeftOutRow(_MaybeIn):
     out: NotRequired[str]
 
 
-Row = OodRow | CalibrationRow | ScoresRow | AccuracyRow | CycleRow | PickRow | RuntimeRow | LeftOutRow
+Row = (
+    OodRow
+    | CalibrationRow
+    | ScoresRow
+    | AccuracyRow
+    | CycleRow
+    | PickRow
+    | RuntimeRow
+    | TokensRow
+    | TextRow
+    | NextTokenRow
+    | LeftOutRow
+)

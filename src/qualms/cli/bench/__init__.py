@@ -1,4 +1,4 @@
-"""`qualms bench`: a task on a network and images of the user's choice."""
+"""`qualms bench`: a task on a network and images, or texts, of the user's choice."""
 
 import typer
 
@@ -14,6 +14,7 @@ class Tasks(LazyGroup):
         "calibration": ("qualms.cli.bench.calibration", "Are certain predictions right?"),
         "ablation": ("qualms.cli.bench.ablation", "What do the parts of REGrad* add, and do λ and σ matter?"),
         "runtime": ("qualms.cli.bench.runtime", "What does each method cost?"),
+        "text": ("qualms.cli.bench.text", "Do scores of tokens tell other texts apart, and wrong next tokens?"),
         "active": ("qualms.cli.bench.active", "Which images are worth a label?"),
     }
 

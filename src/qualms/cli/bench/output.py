@@ -21,9 +21,14 @@ def _plain(text: str) -> str:
 
 
 def show(rows: list[Row], table: Callable[[Iterable[Row]], str], file: Path, given: Common) -> None:
+    """Print a task's rows as its options say."""
+    print_rows(rows, table, file, given.seed, given.json_lines)
+
+
+def print_rows(rows: list[Row], table: Callable[[Iterable[Row]], str], file: Path, seed: int, json_lines: bool) -> None:
     """Print rows as JSON lines, or as a table with what else is to be said."""
-    if given.json_lines:
+    if json_lines:
         typer.echo("\n".join(json.dumps(row) for row in rows))
         return
-    parts = (table(rows), networks(rows), left_out(rows), f"Rows: {file}. Seed {given.seed}.")
+    parts = (table(rows), networks(rows), left_out(rows), f"Rows: {file}. Seed {seed}.")
     typer.echo("\n\n".join(part for part in parts if part))

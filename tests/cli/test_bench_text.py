@@ -1,0 +1,84 @@
+"""`qualms bench text`, on a tiny language model: what it prints, keeps and refuses."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from qualms.cli import main
+
+pytest.importorskip("transformers")
+from tests.tiny_llama import LEARNT, write_language_model
+
+OTHER = "Quarks, bosons & 3.14159: the gauge symmetry SU(2) x U(1) breaks at 246 GeV; cf. eq. (7). "
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUALMS_DATA", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    write_language_model(tmp_path / "lm")
+    (tmp_path / "known.txt").write_text(LEARNT * 8)
+    (tmp_path / "other.txt").write_text(OTHER * 4)
+    (tmp_path / "short.txt").write_text("Once upon a time")
+    lines = [json.dumps({"text": OTHER[i:] + LEARNT}) for i in range(12)]
+    (tmp_path / "more.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of `qualms bench text`."""
+    monkeypatch.setattr(sys, "argv", ["qualms", "bench", "text", "--model", "hf:lm", "--device", "cpu", *words])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--window", "16", "--count", "6", "--tangents", "2", "--out", "rows.jsonl")
+    command = ("--id", "known.txt", "--ood", "other.txt,more.jsonl", "--methods", "regrad,entropy,heat", *few)
+    assert run(monkeypatch, *command) == 0
+    out = capsys.readouterr().out
+    assert "known → other: 6 and 6 windows of 16 tokens, %" in out
+    assert "known → more: 6 and 6 windows of 16 tokens, %" in out
+    assert "| method     | tokens, AUROC / AUPR" in out
+    assert "| spans of 8, AUROC / AUPR" in out
+    assert "| whole windows, AUROC / AUPR" in out
+    for name in ("regrad", "entropy", "surprise", "perplexity"):
+        assert len(re.findall(rf"^\| {name} +\| \d+\.\d \[", out, re.MULTILINE)) >= 2
+    assert "- heat: " in out
+    assert "Rows: rows.jsonl. Seed 0." in out
+    before = (here / "rows.jsonl").read_bytes()
+    assert run(monkeypatch, *command, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["out"] for row in rows if row["row"] == "text"] == 12 * ["other"] + 12 * ["more"]
+    assert (here / "rows.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--id", "known.txt"), "text needs --ood"),
+        (("--id", "known.txt", "--ood", "known.txt"), "--ood names known.txt, which is what the network knows"),
+        (("--id", "known.txt", "--ood", "other.txt", "--methods", ","), "--methods names no method"),
+        (("--id", "known.txt", "--ood", "gone.txt"), "there is no gone.txt"),
+        (("--id", "known.txt", "--ood", "short.txt", "--window", "30"), "no document of short has 30 tokens"),
+        (("--id", "known.txt", "--ood", "other.txt", "--window", "40"), "reads 32 tokens at most"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(
+    here: Path,
+    words: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, *words) == 1
+    assert said in capsys.readouterr().err
