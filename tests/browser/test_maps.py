@@ -1,6 +1,6 @@
 """The page of maps in a browser: right numbers at the threshold, right pixels, at every width, in the dark, offline."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from qualms import Threshold
 from qualms.report.maps import Maps, write_maps
-from tests.browser.test_page import WIDTHS, mine, percent
+from tests.browser.test_page import WIDTHS, percent
 from tests.report.contents import LONG
 from tests.report.map_contents import IGNORED, UNKNOWN, bare, full
 
@@ -32,28 +32,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Open]:
-    """Look at a page; whatever goes wrong on it fails the test in the end."""
-    troubles: list[str] = []
-    contexts = []
-
-    def look(name: str = "full", width: int = 1200, scheme: str = "light", **options: Any) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: troubles.append(f"dialog: {dialog.message}"))
-        page.on("console", lambda said: troubles.append(said.text) if said.type in ("error", "warning") else None)
-        page.on(
-            "request", lambda asked: None if mine(asked.url, pages[name]) else troubles.append(f"asks for {asked.url}")
-        )
-        page.goto(pages[name].as_uri())
-        return page
-
-    yield look
-    for context in contexts:
-        context.close()
-    assert troubles == []
+def opened(look: Open, pages: dict[str, Path]) -> Open:
+    """Look at one of the pages."""
+    return lambda name="full", **options: look(pages[name], **options)
 
 
 def check(page: Any, maps: Maps, method: str, share: float) -> None:

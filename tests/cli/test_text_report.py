@@ -14,9 +14,9 @@ from qualms.models.language import load_language_model
 from qualms.texts.scoring import scored_documents
 from qualms.texts.spans import worst_span_of
 from tests.cli.test_commands import run
-from tests.languages import LEARNT, write_language_model
 from tests.report.test_page import Page
 from tests.report.test_text_page import unpacked
+from tests.tiny_llama import LEARNT, write_language_model
 
 STORY = "Once upon a time, there was a little girl."
 OWN = ("--model", "hf:./lm", "--tokens")
