@@ -279,6 +279,7 @@ def test_one_number_is_made_of_the_positions_that_count(reduce: str | float, wan
     assert bool(reduced(values, reduce)[1].isnan())
 
 
+@pytest.mark.usefixtures("as_users_meet_it")
 def test_spans_of_tokens_are_reduced_each_by_itself() -> None:
     model, batch = language.gpt2(), language.text()
     tokens = qualms.Scorer(model, "entropy", class_dim=-1)(batch).scores["entropy"]
@@ -401,7 +402,10 @@ def test_where_forward_mode_cannot_go_a_difference_does() -> None:
         ({"methods": "regrad", "class_dim": 5}, "class_dim=5 is not an axis of classes"),
         ({"methods": "regrad", "class_dim": -1, "norm": "l1"}, "a sketch takes L2 norms"),
         ({"methods": "regrad+layers", "class_dim": -1, "engine": qualms.Sketch(8, "sum")}, "in quadrature"),
-        ({"methods": "regrad", "class_dim": -1, "budget": 1000}, r"the logits of 7 positions and 23 classes"),
+        (
+            {"methods": "regrad", "class_dim": -1, "budget": 1000},
+            r"the results of an input of 7 positions and 23 classes",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(options: dict[str, Any], message: str) -> None:
@@ -416,8 +420,14 @@ def test_what_cannot_be_done_is_said(options: dict[str, Any], message: str) -> N
         ({"reduce": "mean"}, r"reduce, positions and ignore_index are for models that answer at many positions"),
         ({"class_dim": -1, "reduce": "median"}, r"reduce='median' is not known; choose mean, max, sum"),
         ({"class_dim": -1, "reduce": 1.5}, r"reduce=1.5 is not known"),
+        ({"class_dim": -1, "engine": "foo"}, r"engine='foo' is not known"),
+        ({"class_dim": -1, "engine": "auto", "positions": [1]}, r"engine='auto' does not choose for a few positions="),
+        ({"class_dim": -1, "positions": []}, r"positions=\[\] are not whole numbers"),
+        ({"class_dim": -1, "positions": [1.5]}, r"positions=\[1.5\] are not whole numbers"),
+        ({"class_dim": 1.0}, r"class_dim=1.0 is not a whole number"),
     ],
 )
+@pytest.mark.usefixtures("as_users_meet_it")
 def test_options_that_do_not_fit_are_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(qualms.QualmsError, match=message):
         qualms.Scorer(language.gpt2(), "regrad", **options)
@@ -431,11 +441,15 @@ def test_options_that_do_not_fit_are_refused_at_once(options: dict[str, Any], me
             r"mask has the shape \(2, 3\), and the model answers at positions of shape \(2, 7\)",
         ),
         ({"targets": torch.full((2, TOKENS), WORDS)}, f"a target is {WORDS}, and there are {WORDS} classes"),
-        ({"targets": torch.zeros(2, 3)}, r"the targets of an input have the shape \(3,\)"),
+        ({"targets": torch.zeros(2, 3).long()}, r"the targets of an input have the shape \(3,\)"),
         ({"mask": torch.ones(1, TOKENS)}, "mask is for 1 inputs of 2 or more"),
+        ({"mask": torch.ones(3, TOKENS)}, "mask is for 3 inputs, and there are 2"),
+        ({"targets": torch.full((2, TOKENS), -7)}, "a target is -7"),
+        ({"targets": torch.zeros(2, TOKENS)}, "targets are torch.float32 numbers"),
         ({"spans": [[(0, 2)], []]}, "spans need reduce="),
     ],
 )
+@pytest.mark.usefixtures("as_users_meet_it")
 def test_what_is_given_beside_the_inputs_must_fit_them(given: dict[str, Any], message: str) -> None:
     with pytest.raises(qualms.QualmsError, match=message):
         qualms.Scorer(language.gpt2(), "entropy", class_dim=-1)(language.text(), **given)
@@ -461,14 +475,33 @@ def test_a_model_spread_over_devices_gets_a_clear_answer() -> None:
         qualms.Scorer(model, "entropy", class_dim=-1)(language.text())
 
 
-def test_lengths_that_differ_do_not_make_it_look_at_the_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    look = module.PositionSketch._look
-    monkeypatch.setattr(module.PositionSketch, "_look", lambda s: (looks.append(s), look(s))[1])
-    scorer = qualms.Scorer(language.gpt2(), "regrad", class_dim=-1)
-    for tokens in (4, 5, 6):
-        scorer(language.ids(1, tokens))
-    assert len({s.shape for s in looks}) == 1
+class Longer(nn.Module):
+    """Has one more layer for texts of more than four tokens; without a gradient, if it is `frozen` there."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.more, self.head = nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 4)
+        self.frozen = frozen
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x).tanh()
+        if x.shape[1] > 4:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+                h = self.more(h.detach() if self.frozen else h).tanh()
+        return self.head(h)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_longer_text_may_take_another_path(frozen: bool) -> None:
+    model, long, short = Longer(frozen), torch.randint(0, 9, (1, 6)), torch.randint(0, 9, (1, 3))
+    alone = qualms.Scorer(model, ["fisher", "fisher+layers(1.0)"], class_dim=-1)(long)
+    scorer = qualms.Scorer(model, ["fisher", "fisher+layers(1.0)"], class_dim=-1)
+    scorer(short)
+    after = scorer(long)
+    for method, values in alone.scores.items():
+        same(after.scores[method], values)
 
 
 def test_forward_mode_that_gives_other_logits_is_not_believed() -> None:
@@ -484,3 +517,164 @@ def test_forward_mode_that_gives_other_logits_is_not_believed() -> None:
     scorer = qualms.Scorer(Shifty(), "regrad", class_dim=1)
     with pytest.raises(qualms.QualmsError, match="other logits in forward mode"):
         scorer(images())
+
+
+class Extra(nn.Module):
+    """Beside tokens takes features of the whole text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.features, self.head = nn.Embedding(9, 5), nn.Linear(6, 5), nn.Linear(5, 4)
+        self.double().eval()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, features: Tensor) -> Tensor:
+        return self.head(self.words(input_ids) + self.features(features)[:, None])
+
+
+def test_what_only_looks_like_tokens_is_not_cut() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    batch = {"input_ids": torch.zeros(1, 6).long(), "attention_mask": mask, "features": torch.randn(1, 6).double()}
+    with pytest.raises(qualms.QualmsError, match="features of x is as long as its padded texts"):
+        qualms.Scorer(Extra(), "entropy", class_dim=-1)(batch)
+    whole = qualms.Scorer(Extra(), "entropy", class_dim=-1)(batch | {"attention_mask": torch.ones(1, 6).long()})
+    assert bool(torch.isfinite(whole.scores["entropy"]).all())
+
+
+def test_a_certain_prediction_keeps_its_digits_in_32_bits() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 5), torch.randn(1, 3, 6)
+    with torch.no_grad():
+        model.bias[2] = 60.0
+    found = qualms.Scorer(model, "exgrad", class_dim=-1, engine=qualms.Sketch(MANY))(x).scores["exgrad"]
+    exact = qualms.Scorer(model, "exgrad", class_dim=-1, positions=range(3))(x).scores["exgrad"]
+    assert (found / exact - 1).abs().max() < 4 / math.sqrt(2 * MANY)
+
+
+class TokensFirst(nn.Module):
+    """[tokens, texts, classes]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(x).transpose(0, 1)
+
+
+class OneMore(TokensFirst):
+    """Answers once more than it has tokens."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.words(torch.cat([input_ids[:, :1], input_ids], 1))
+
+
+def test_answers_that_are_not_where_the_tokens_are_get_an_error() -> None:
+    ids, mask = torch.zeros(2, 5).long(), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with pytest.raises(qualms.QualmsError, match="their first axis must count the inputs"):
+        qualms.Scorer(TokensFirst(), "entropy", class_dim=-1)(ids)
+    for more in ({}, {"positions": [0, 4]}):
+        with pytest.raises(qualms.QualmsError, match="answers at 4 positions for 3 tokens"):
+            qualms.Scorer(OneMore(), "entropy", class_dim=-1, **more)({"input_ids": ids, "attention_mask": mask})
+    holes = {"input_ids": ids[:1], "attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}
+    with pytest.raises(qualms.QualmsError, match="answers at 6 positions for 5 tokens"):
+        qualms.Scorer(OneMore(), "entropy", class_dim=-1)(holes)
+
+
+def test_arguments_in_a_tuple_are_known_by_their_names() -> None:
+    model, ids = language.bert()(), language.ids()
+    mask = torch.tensor([[1] * TOKENS, [1, 1, 1, 0, 0, 0, 0]])
+    scorer = qualms.Scorer(model, "entropy", class_dim=-1)
+    same(scorer((ids, mask)).scores["entropy"], scorer({"input_ids": ids, "attention_mask": mask}).scores["entropy"])
+
+
+def test_a_chosen_position_may_be_padding_in_some_texts() -> None:
+    model = language.gpt2()
+    mask = torch.tensor([[1] * TOKENS, [1, 1, 1, 0, 0, 0, 0]])
+    batch = language.text() | {"attention_mask": mask}
+    found = qualms.Scorer(model, "fisher", class_dim=-1, positions=[-1])(batch)
+    assert found.scores["fisher"].isnan().tolist() == [[False], [True]]
+    assert int(found.prediction[1, 0]) == -1
+    with pytest.raises(qualms.QualmsError, match="positions= names 9, and the model answers at 7 positions"):
+        qualms.Scorer(model, "fisher", class_dim=-1, positions=[9])(language.text())
+
+
+def test_the_gradient_of_a_text_does_not_depend_on_other_methods_or_on_masked_targets() -> None:
+    model, batch = language.bert()(), language.text()
+    targets = qualms.next_tokens(batch["input_ids"])
+    plain = qualms.Scorer(model, "fisher", class_dim=-1)(batch, targets=targets).sequence
+    assert plain is not None
+    for methods in (["fisher+layers", "fisher"], ["fisher", "regrad+layers"]):
+        found = qualms.Scorer(model, methods, class_dim=-1)(batch, targets=targets).sequence
+        assert found is not None
+        same(found, plain)
+    assert qualms.Scorer(model, "fisher+layers", class_dim=-1)(batch, targets=targets).sequence is None
+    mask = torch.ones(2, TOKENS).long()
+    mask[0, 3] = 0
+    holes, without = batch | {"attention_mask": mask}, targets.clone()
+    without[0, 3] = -100
+    scorer = qualms.Scorer(model, "fisher", class_dim=-1)
+    have, want = scorer(holes, targets=targets).sequence, scorer(holes, targets=without).sequence
+    assert have is not None
+    assert want is not None
+    same(have, want)
+
+
+def test_as_many_spans_as_tokens_are_still_spans() -> None:
+    spans = [[(i, i + 1) for i in range(TOKENS)]] * 2
+    table = qualms.Scorer(language.gpt2(), "entropy", class_dim=-1, reduce="max")(
+        language.text(), spans=spans
+    ).columns()
+    assert "span" in table
+    assert "prediction" not in table
+
+
+def test_masked_positions_have_no_percentile_and_no_name() -> None:
+    model, batch = (
+        language.gpt2(),
+        language.text() | {"attention_mask": torch.tensor([[1] * TOKENS, [1] * 3 + [0] * 4])},
+    )
+    limit = qualms.Threshold.from_scores(torch.arange(10.0))
+    names = [f"word {i}" for i in range(WORDS)]
+    found = qualms.Scorer(model, "entropy", class_dim=-1, threshold=limit, class_names=names)(batch)
+    assert found.percentile.isnan().equal(found.scores["entropy"].isnan())
+    assert found.predicted_names[1][3:] == [None] * 4
+    assert found.predicted_names[0][0] == names[int(found.prediction[0, 0])]
+    with pytest.raises(qualms.QualmsError, match=f"there are 2 class_names and {WORDS} logits"):
+        qualms.Scorer(model, "entropy", class_dim=-1, class_names=["a", "b"])(batch)
+
+
+def test_the_model_may_change_what_it_is_given() -> None:
+    class Halves(Segmenter):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x.mul_(0.5))
+
+    x = images()
+    scorer = qualms.Scorer(Halves(), ["entropy", "fisher"], class_dim=1)
+    first = scorer(x)
+    assert x.equal(images())
+    same(scorer(x).scores["fisher"], first.scores["fisher"])
+
+
+def test_a_token_that_sees_nothing_is_no_matter_of_company() -> None:
+    model, batch = language.like_llama("Llama")(), language.text()
+    mask = torch.tensor([[1] * TOKENS, [0, 1, 0, 1, 1, 1, 1]])
+    scorer = qualms.Scorer(model, "fisher", class_dim=-1)
+    both = scorer(batch | {"attention_mask": mask}).scores["fisher"]
+    alone = scorer({"input_ids": batch["input_ids"][1:], "attention_mask": mask[1:]}).scores["fisher"]
+    same(both[1:], alone, rtol=1e-5)
+    assert both[1].isnan().tolist() == (mask[1] == 0).tolist()
+
+
+def test_tangents_that_could_not_all_be_drawn_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = language.gpt2(), language.text()
+    scorer = qualms.Scorer(model, "fisher", class_dim=-1)
+    want = scorer(batch).scores["fisher"]
+    (tangents,) = (one for one in scorer._learnt.found.values() if isinstance(one, Tangents))
+    draw = tangents.draw
+    tangents.stands = 0, 0
+    monkeypatch.setattr(tangents, "draw", lambda j, *out: draw(j + 1, *out) if j < 3 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tangents.stacked(0, 16)
+    monkeypatch.setattr(tangents, "draw", draw)
+    same(scorer(batch).scores["fisher"], want)

@@ -13,7 +13,7 @@ from qualms.gradients.directions import Directions
 from qualms.gradients.inputs import Batch
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
-from qualms.gradients.positions.alone import Alone, live_positions
+from qualms.gradients.positions.alone import Alone, live_positions, named
 from qualms.gradients.positions.reading import AtPositions, inside
 from qualms.gradients.positions.sketch import PositionSketch, plain_logits
 from qualms.gradients.precision import accurate
@@ -23,7 +23,7 @@ from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.passes import Passes, Subject
 from qualms.reduction import Reduce, Spans, reduced, require_reduction
-from qualms.scored import Scored
+from qualms.scored import Scored, require_names
 
 LIKELIEST = 5  # classes that are kept at every position
 # What is found, by what it is (score, error, probs, classes, target, sequence) and by method; positions are its axes.
@@ -67,14 +67,20 @@ class Positions:
     ) -> "Positions | None":
         """None for a model that gives one answer for each input."""
         require_reduction(reduce)
+        if class_dim is not None and not isinstance(class_dim, int):
+            raise QualmsError(f"class_dim={class_dim!r} is not a whole number; use -1 for language models.")
+        if chosen is not None and (not chosen or not all(isinstance(place, int) for place in chosen)):
+            raise QualmsError(f"positions={list(chosen)!r} are not whole numbers, one or more; count them row by row.")
         if class_dim is not None:
-            return cls(class_dim, reduce, None if chosen is None else tuple(map(int, chosen)), ignore_index)
+            return cls(class_dim, reduce, None if chosen is None else tuple(chosen), ignore_index)
         if (reduce, chosen, ignore_index) != (None, None, None):
             raise QualmsError(f"reduce, positions and ignore_index are {MANY}")
         return None
 
     def engine(self, asked: Engine | Sketch | None) -> Engine | Sketch:
         """The engine: at all positions the sketch, at a few any."""
+        if self.chosen is not None and asked == "auto":
+            raise QualmsError("engine='auto' does not choose for a few positions=; use exact, or sketch.")
         if self.chosen is not None:
             return asked or "exact"
         if asked in ("exact", "reference"):
@@ -82,7 +88,7 @@ class Positions:
                 f"engine={asked!r} takes a backward pass for each class at each position; name a few of them in "
                 "positions=, or use engine='sketch'."
             )
-        return asked if isinstance(asked, Sketch) else "sketch"
+        return "sketch" if asked in (None, "auto") else asked
 
 
 MANY = "for models that answer at many positions; pass class_dim=."
@@ -102,6 +108,16 @@ class Given:
             raise QualmsError(f"mask, targets and spans are {MANY}")
         if at is not None and self.spans is not None and at.reduce is None:
             raise QualmsError("spans need reduce=, what to make of a span's scores: mean, max, sum or a quantile.")
+        if at is not None and at.chosen is not None and (self.spans is not None or self.targets is not None):
+            raise QualmsError("spans and targets are for scores at all positions; leave out positions=.")
+
+    def require_all(self, inputs: int) -> None:
+        """An error if it is for more inputs than there are."""
+        for called, given in (("mask", self.mask), ("targets", self.targets), ("spans", self.spans)):
+            if given is not None and len(given) > inputs:
+                raise QualmsError(
+                    f"{called} is for {len(given)} inputs, and there are {inputs}; give an entry for each."
+                )
 
     def part(self, start: int, end: int) -> "Given":
         """What belongs to some of the inputs."""
@@ -112,11 +128,10 @@ class Given:
             return None if given is None else given[start:end]
 
         mask, targets = cut("mask", self.mask), cut("targets", self.targets)
-        return Given(
-            None if mask is None else torch.as_tensor(mask).bool(),
-            None if targets is None else torch.as_tensor(targets).long(),
-            cut("spans", self.spans),
-        )
+        goals = None if targets is None else torch.as_tensor(targets)
+        if goals is not None and goals.is_floating_point():
+            raise QualmsError(f"targets are {goals.dtype} numbers; give classes, as whole numbers.")
+        return Given(None if mask is None else torch.as_tensor(mask).bool(), goals, cut("spans", self.spans))
 
 
 @dataclass(frozen=True)
@@ -126,49 +141,65 @@ class PositionScores:
     subject: Subject
     methods: Mapping[str, Method]
     at: Positions
+    class_names: tuple[str, ...] | None = None
 
     def of_batch(self, batch: Batch, numbers: Sequence[int], given: Given) -> Scored:
         """The scores of each input; NaN, and class -1, at positions that are masked."""
         if self.at.chosen is None:
             require_positions(self.methods)
+        batch = named(self.subject.model, batch)
         parts: list[Found] = []
+        notes: dict[str, str] = {}
         for i, number in enumerate(numbers):
             alone = Alone.of(batch, i)
-            targets = self._targets(given, i)
+            logits = plain_logits(self.subject.model, self.at.class_dim, alone.batch)
+            require_names(self.class_names, logits.shape[-1])
+            alone.require_fit(len(logits))
             if self.at.chosen is None:
-                parts.append(self._everywhere(alone, number, None if targets is None else alone.own(targets)))
+                targets = self._targets(given, batch, i)
+                parts.append(self._everywhere(alone, number, logits, None if targets is None else alone.own(targets)))
             else:
-                parts.append(self._at_some(alone, number, self.at.chosen))
+                parts.append(self._at_some(alone, number, logits, self.at.chosen, notes))
+            del logits
         found = self._masked({key: torch.stack([part[key] for part in parts]) for key in parts[0]}, batch, given)
         scores = {name: found["score", name] for name in self.methods}
         errors = {name: found["error", name] for name in self.methods}
+        estimated = tuple(name for name, method in self.methods.items() if self._estimates(method, errors[name]))
         if self.at.reduce is not None:
             scores = {name: reduced(values, self.at.reduce, given.spans) for name, values in scores.items()}
-            errors = {name: torch.full_like(values, torch.nan) for name, values in scores.items()}
-        sketched = self.subject.settings.sketch is not None
+            errors = {name: torch.full_like(s, torch.nan if name in estimated else 0.0) for name, s in scores.items()}
         return Scored(
             scores,
             errors,
             found["probs", ""],
             numbers,
-            sketched=tuple(n for n, m in self.methods.items() if sketched and isinstance(m, GradientScore)),
+            sketched=estimated,
+            notes=notes,
             classes=found["classes", ""],
             target_log_probs=found.get(("target", "")),
             sequence=found.get(("sequence", "")),
+            of_spans=given.spans is not None,
         )
 
-    def _targets(self, given: Given, i: int) -> Int[Tensor, "..."] | None:
+    def _estimates(self, method: Method, errors: Tensor) -> bool:
+        """Whether a method's scores are estimates: from tangents, or from some of many classes."""
+        sketched = self.subject.settings.sketch is not None and isinstance(method, GradientScore)
+        return sketched or bool((errors > 0).any())
+
+    def _targets(self, given: Given, batch: Batch, i: int) -> Int[Tensor, "..."] | None:
         """The targets of one input, none where its positions are masked."""
         if given.targets is None:
             return None
         found = given.targets[i]
-        live = found != self.at.ignore_index if self.at.ignore_index is not None else torch.ones_like(found).bool()
-        return torch.where(live if given.mask is None else live & given.mask[i], found, NOWHERE)
+        live = live_positions(batch, tuple(found.shape))
+        for keep in (None if given.mask is None else given.mask[i], None if live is None else live[i]):
+            found = found if keep is None or keep.shape != found.shape else found.masked_fill(~keep, NOWHERE)
+        return found if self.at.ignore_index is None else found.masked_fill(found == self.at.ignore_index, NOWHERE)
 
-    def _everywhere(self, alone: Alone, number: int, targets: Tensor | None) -> Found:
+    def _everywhere(self, alone: Alone, number: int, logits: Float[Tensor, "... c"], targets: Tensor | None) -> Found:
         """At all positions: gradients are sketched."""
-        logits = plain_logits(self.subject.model, self.at.class_dim, alone.batch)
         shape, flat = logits.shape[:-1], logits.flatten(0, -2)
+        self.subject.learnt.warn_of_probabilities(flat)
         if targets is not None and targets.shape != shape:
             raise QualmsError(
                 f"the targets of an input have the shape {tuple(targets.shape)}, and the model answers at positions of "
@@ -189,7 +220,8 @@ class PositionScores:
         del logits, flat  # passes of the sketch have logits of their own
         text: float | None = None
         for (smooth, lam), methods in groups_of(self.methods).items():
-            sums = TangentSums(methods, size, smooth.draws + 1 if smooth else 1, None if text else goals, like)
+            plain_norms = smooth is None and lam is None  # those that the gradient of a text is measured by
+            sums = TangentSums(methods, size, smooth.draws + 1 if smooth else 1, goals if plain_norms else None, like)
             for pushed in sketches[smooth, lam].pushed(lam):
                 sums.add(pushed)
                 del pushed  # before the next pass begins
@@ -197,38 +229,45 @@ class PositionScores:
             for name, (value, error) in sums.scores(plain).items():
                 scores[name], found["error", name] = value, error.to(dtype)
             del plain
-            text = text or sums.of_text()
+            text = sums.of_text() if plain_norms else text
         for name in self.methods:
             found["score", name] = scores[name].to(dtype)
             found.setdefault(("error", name), torch.zeros_like(found["score", name]))
         found = {key: alone.put_back(t.unflatten(0, shape), _missing(t)) for key, t in found.items()}
-        if goals is not None and sketches:
+        if goals is not None and (None, None) in sketches:
             found["sequence", ""] = torch.tensor(torch.nan if text is None else text, dtype=dtype)
         return found
 
-    def _at_some(self, alone: Alone, number: int, at: tuple[int, ...]) -> Found:
-        """At a few positions, each as a classifier of its own: any engine and any method."""
-        parts: list[Found] = []
+    def _at_some(
+        self, alone: Alone, number: int, logits: Float[Tensor, "... c"], at: tuple[int, ...], notes: dict[str, str]
+    ) -> Found:
+        """At a few positions, each as a classifier of its own."""
+        flat, parts = logits.flatten(0, -2), list[Found]()
+        length = len(flat) if alone.kept is None else alone.length
+        beyond = [place for place in at if not -length <= place < length]
+        if beyond:
+            raise QualmsError(f"positions= names {beyond[0]}, and the model answers at {length} positions.")
+        model, how = self.subject.model, self.subject.settings
+        how = replace(how, params=inside(model, how.params))
         for place in at:
-            own = place if alone.kept is None else _index(alone, place)
-            if own is None:
-                parts.append({})
+            own = _index(alone, place % length)
+            found = _likeliest(flat[[own or 0]])
+            if own is None:  # padding
+                found = {key: torch.full_like(t, _missing(t)) for key, t in found.items()}
+                gap = found["probs", ""][:, 0]
+                parts.append(found | {(kind, name): gap for kind in ("score", "error") for name in self.methods})
                 continue
-            reads = AtPositions(self.subject.model, self.at.class_dim, [own])
-            how = replace(self.subject.settings, params=inside(self.subject.model, self.subject.settings.params))
+            reads, *members = (AtPositions(one, self.at.class_dim, [own]) for one in (model, *self.subject.members))
             learnt = self.subject.learnt.once(("position", own), Learnt)
-            subject = replace(self.subject, model=reads, settings=how, learnt=learnt, fitted={})
+            subject = replace(self.subject, model=reads, settings=how, members=tuple(members), learnt=learnt, fitted={})
             passes = Passes(subject, alone.batch, [number])
-            found = _likeliest(passes.logits)
             for name, method in self.methods.items():
                 found["score", name] = method.score(passes).detach().to(passes.dtype)
                 found["error", name] = method.error(passes).detach().to(passes.dtype)
+                said = method.note(passes)
+                notes |= {} if said is None else {name: said}
             parts.append(found)
-        template = next((part for part in parts if part), None)
-        if template is None:
-            raise QualmsError("the attention mask leaves out all positions= of an input; name others.")
-        gaps = {key: torch.full_like(t, _missing(t)) for key, t in template.items()}
-        return {key: torch.cat([(part or gaps)[key] for part in parts]) for key in template}
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def _job(self, alone: Alone, number: int, smooth: Any) -> Job:
         model, how = self.subject.model, self.subject.settings
@@ -239,7 +278,7 @@ class PositionScores:
         shape, chosen, ignored = found["classes", ""].shape[:-1], self.at.chosen, self.at.ignore_index
         live = torch.ones(shape, dtype=torch.bool, device=found["classes", ""].device)
         counted = None if given.targets is None or ignored is None else given.targets != ignored
-        of_batch = live_positions(batch, tuple(shape[1:]) if chosen is None else None)
+        of_batch = None if chosen is not None else live_positions(batch, tuple(shape[1:]))
         for called, mask in (("mask", given.mask), ("targets", counted), ("attention_mask", of_batch)):
             if mask is None:
                 continue
@@ -265,8 +304,9 @@ def _missing(values: Tensor) -> float:
 
 def _index(alone: Alone, place: int) -> int | None:
     """Where a position of the padded input is without the padding; None if it is padding."""
-    assert alone.kept is not None
-    found = (alone.kept == place % alone.length).nonzero()
+    if alone.kept is None:
+        return place
+    found = (alone.kept == place).nonzero()
     return int(found[0]) if len(found) else None
 
 
@@ -282,10 +322,9 @@ def _likeliest(logits: Float[Tensor, "t c"]) -> Found:
 
 def _log_probs(logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]) -> Float[Tensor, " t"]:
     """log p of the targets, NaN where there is none."""
-    if bool((targets >= logits.shape[1]).any()):
-        raise QualmsError(
-            f"a target is {int(targets.max())}, and there are {logits.shape[1]} classes; count them from 0."
-        )
+    wrong = targets[(targets != NOWHERE) & ((targets < 0) | (targets >= logits.shape[1]))]
+    if len(wrong):
+        raise QualmsError(f"a target is {int(wrong[0])}, and there are {logits.shape[1]} classes; count them from 0.")
     parts = [
         logits[some].double().log_softmax(-1).gather(-1, targets[some].clamp_min(0)[:, None])[:, 0]
         for some in blocks(*logits.shape)

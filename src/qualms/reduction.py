@@ -39,6 +39,8 @@ def reduced(values: Float[Tensor, "n ..."], reduce: str | float, spans: Spans | 
             f"there are spans of {len(spans)} inputs for scores of shape {tuple(values.shape)}; give a list of (start, "
             "end) for each text."
         )
+    if not all(len(span) == 2 for of_input in spans for span in of_input):
+        raise QualmsError("a span is not a pair of numbers; give (start, end) of each, in a list for each text.")
     longest = max((len(of_input) for of_input in spans), default=0)
     found = values.new_full((len(values), longest), math.nan)
     for i, of_input in enumerate(spans):

@@ -32,8 +32,9 @@ class Scored:
         classes: which classes `probs` are of, if these are not all: the likeliest ones at each position, and -1 where a
             position is masked and its scores are NaN.
         target_log_probs: log p of the targets at each position, if there were targets.
-        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets y_t divided by their number, by the tangents of the first gradient
-            score, if there were targets.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets y_t divided by their number, if there were targets, and a gradient
+            score without modifiers whose tangents tell it.
+        of_spans: the second axis of the scores counts spans of tokens.
 
     Example:
         ```python
@@ -58,6 +59,7 @@ class Scored:
     classes: Int[Tensor, "n ... c"] | None = None
     target_log_probs: Float[Tensor, "n ..."] | None = None
     sequence: Float[Tensor, " n"] | None = None
+    of_spans: bool = False
 
     @property
     def prediction(self) -> Int[Tensor, "n ..."]:
@@ -70,11 +72,11 @@ class Scored:
         return self.probs.amax(-1)
 
     @property
-    def predicted_names(self) -> list[str]:
-        """The most probable class of each input, by name."""
+    def predicted_names(self) -> list[Any]:
+        """The most probable class of each input, or of each of its positions, by name; None where that is masked."""
         if self.class_names is None:
             raise QualmsError("the classes have no names; pass class_names= to Scorer.")
-        return [self.class_names[c] for c in self.prediction.tolist()]
+        return _named(self.prediction.tolist(), self.class_names)
 
     @property
     def accepted(self) -> Bool[Tensor, "n ..."]:
@@ -142,7 +144,8 @@ class Scored:
         if self.threshold is None:
             raise QualmsError("there is no threshold to compare inputs with; pass threshold= to Scorer.")
         decides = next(iter(self.scores.values()))
-        return self.threshold.percentile(decides).view(decides.shape)
+        found = self.threshold.percentile(decides).view(decides.shape)
+        return found.masked_fill(decides.isnan().to(found.device), torch.nan)
 
     def columns(self) -> dict[str, list[Any]]:
         """A table with a row for each input: `id`, `prediction`, `confidence` and `score_METHOD` for each method.
@@ -154,13 +157,13 @@ class Scored:
         decides = next(iter(self.scores.values()))
         rows = (~decides.isnan()).nonzero() if decides.ndim > 1 else torch.arange(len(self))[:, None]
         table: dict[str, list[Any]] = {"id": [self.ids[i] for i in rows[:, 0].tolist()]}
-        whole = decides.shape == self.prediction.shape  # else the scores are those of spans, or of whole texts
+        whole = decides.shape == self.prediction.shape and not self.of_spans  # else of spans, or of whole texts
         for axis, name in enumerate(_axes(decides.ndim, whole), 1):
             table[name] = rows[:, axis].tolist()
         at = tuple(rows.to(decides.device).unbind(1))
         if whole:
             predicted = self.prediction[at].tolist()
-            table["prediction"] = [self.class_names[c] for c in predicted] if self.class_names else predicted
+            table["prediction"] = _named(predicted, self.class_names) if self.class_names else predicted
             table["confidence"] = self.confidence[at].tolist()
         for name, values in self.scores.items():
             table[f"score_{name}"] = values[at].tolist()
@@ -192,6 +195,17 @@ class Scored:
         except ImportError:
             raise QualmsError("to_pandas needs pandas; pip install pandas.") from None
         return pandas.DataFrame(self.columns()).set_index("id")
+
+
+def require_names(names: tuple[str, ...] | None, classes: int) -> None:
+    """An error if there are other names than classes."""
+    if names is not None and len(names) != classes:
+        raise QualmsError(f"there are {len(names)} class_names and {classes} logits; name every class once.")
+
+
+def _named(classes: list[Any], names: tuple[str, ...]) -> list[Any]:
+    """The names of classes in lists of lists; None for -1."""
+    return [_named(c, names) if isinstance(c, list) else names[c] if c >= 0 else None for c in classes]
 
 
 def _axes(number: int, whole: bool) -> tuple[str, ...]:

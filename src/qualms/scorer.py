@@ -28,7 +28,7 @@ from qualms.methods.registry import DEFAULT
 from qualms.models.fingerprint import fingerprint
 from qualms.positions import Given, Positions, PositionScores
 from qualms.reduction import Reduce, Spans
-from qualms.scored import Scored
+from qualms.scored import Scored, require_names
 from qualms.threshold import MadeBy, Threshold
 
 MANY = 1000  # classes, to weigh passes by
@@ -180,9 +180,10 @@ class Scorer:
                 yield self._scored(batch, own)
                 continue
             with self._subject(batch) as subject:
-                scores = PositionScores(subject, self.methods, self._at)
+                scores = PositionScores(subject, self.methods, self._at, self.class_names)
                 scored = scores.of_batch(batch, own, given.part(start, end))
             yield replace(scored, class_names=self.class_names, threshold=self.threshold)
+        given.require_all(end)
         if numbers is not None and len(numbers) > end:
             raise QualmsError(f"there are {len(numbers)} numbers for {end} inputs; number every input once.")
 
@@ -218,7 +219,7 @@ class Scorer:
             probs = passes.probs.detach()
             gradients = {name: m for name, m in self.methods.items() if isinstance(m, GradientScore)}
             estimated = tuple(name for name, m in gradients.items() if passes.estimates(m))
-        self._require_names(probs.shape[1])
+        require_names(self.class_names, probs.shape[1])
         notes = {name: note for name, note in said.items() if note is not None}
         return Scored(found, errors, probs, numbers, self.class_names, self.threshold, estimated, notes)
 
@@ -236,12 +237,6 @@ class Scorer:
             self._warn_of_units(batch)
             more = (self._train, self._members, self._gradient_methods(), self._learnt, self._fitted)
             yield Subject(inner, self.settings, *more, compares=self._at is None and self._compares())
-
-    def _require_names(self, classes: int) -> None:
-        if self.class_names is not None and len(self.class_names) != classes:
-            raise QualmsError(
-                f"there are {len(self.class_names)} class_names and {classes} logits; name every class once."
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""

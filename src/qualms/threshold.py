@@ -175,7 +175,9 @@ def _scores(scores: Any) -> Float[Tensor, " n"]:
     # Scores keep their precision: a threshold set on float32 scores must accept those very scores.
     s = torch.as_tensor(scores).detach().cpu().flatten().double()
     if len(s) == 0 or not bool(torch.isfinite(s).all()):
-        raise QualmsError("the scores are empty, or some are NaN or infinite; pass one finite score for each input.")
+        raise QualmsError(
+            "the scores are empty, or some are NaN or infinite; pass finite ones, without masked positions."
+        )
     return s
 
 

@@ -71,6 +71,7 @@ def test_a_story_gets_a_row_for_each_token_with_the_scores_of_the_library(
 ) -> None:
     assert run(monkeypatch, "score", "story.txt", *own()) == 0
     told = capsys.readouterr()
+    assert "Loading weights" not in told.err  # a bar of transformers
     (want,) = library(documents=[Document("story.txt", STORY)])
     found = rows(here / "scores.csv")
     columns = TokenTable([want]).columns()

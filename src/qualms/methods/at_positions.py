@@ -6,6 +6,7 @@ Scores of the logits read them a block of positions at a time. Gradient scores a
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -31,10 +32,7 @@ def require_positions(methods: Mapping[str, Method]) -> None:
     """An error if a method cannot score every position."""
     for name, method in methods.items():
         if not isinstance(method, GradientScore) and method.needs != (LOGITS,):
-            raise QualmsError(
-                f"{name} scores whole inputs, not every position; use regrad, fisher, entropy or energy, or name a few "
-                "positions= with engine='exact'."
-            )
+            raise QualmsError(f"{name} scores whole inputs, not every position; use regrad, fisher, entropy or energy.")
 
 
 def logit_scores(
@@ -97,6 +95,9 @@ class TangentSums:
         self.directions = tuple(dict.fromkeys(names))
         self.summed = {m.direction for m in self.methods.values() if m.power == 1}
         self.quadratic = {name: [] for name, m in self.methods.items() if m.power == 2}
+        # The square of a gradient of size 1e-26, that of a class of which the model is certain, is zero in 32 bits.
+        self.likeliest = self.like.new_zeros(self.shape[0], 1, dtype=torch.double)
+        self.surest: Any = None  # that class, at each position
         self.own: Tensor | None = None  # the logits of the input itself, while its other rows are taken in
 
     @staticmethod
@@ -108,6 +109,8 @@ class TangentSums:
         """Take in what some tangents say of one row."""
         if pushed.row == 0:
             self.own = pushed.logits
+            if self.surest is None:
+                self.surest = pushed.logits.argmax(-1, keepdim=True)
         at_once = len(pushed.tangents)
         found: dict[str, list[Tensor]] = {name: [] for name in self.quadratic}
         texts = self.like.new_zeros(at_once, dtype=torch.double)
@@ -124,8 +127,13 @@ class TangentSums:
             for name in self.summed:
                 squares = at[name].square().sum(1)
                 if name not in self.squares:
-                    self.squares[name] = accurate(self.like).new_zeros(self.shape[0], squares.shape[1])
+                    dtype = squares.dtype if squares.shape[1] == 1 else accurate(self.like).dtype
+                    self.squares[name] = torch.zeros(
+                        self.shape[0], squares.shape[1], dtype=dtype, device=squares.device
+                    )
                 self.squares[name][some] += squares.to(self.squares[name])
+                if name == "classes":
+                    self.likeliest[some] += squares.gather(-1, self.surest[some])
             assert self.own is not None
             for name in found:
                 method, probs = self.methods[name], self.own[some].double().softmax(-1)
@@ -162,7 +170,10 @@ class TangentSums:
                 continue
             parts = []
             for some in blocks(*self.shape):
-                norms = unbiased_root(self.squares[method.direction][some].double() / self.tangents, self.tangents)
+                squares = self.squares[method.direction][some].double()
+                if method.direction == "classes":
+                    squares = squares.scatter(-1, self.surest[some], self.likeliest[some])
+                norms = unbiased_root(squares / self.tangents, self.tangents)
                 parts.append((method.weights(logits[some].double().softmax(-1)) * norms).sum(-1))
             value = torch.cat(parts)
             found[name] = value, torch.full_like(value, torch.nan)

@@ -1,5 +1,7 @@
 """Networks of timm and of Hugging Face, with their published weights or with a checkpoint's."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,19 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
     return model
 
 
+@contextmanager
+def without_bars(transformers: Any) -> Iterator[None]:
+    """Without the bars of transformers, which would stand among the lines of whoever loads a network."""
+    shown = transformers.utils.logging
+    before = shown.is_progress_bar_enabled()
+    shown.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            shown.enable_progress_bar()
+
+
 def from_hugging_face(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
     """A classifier of images or texts, from a folder or the hub, in float32; no code from the hub is run."""
     transformers = transformers_for(name)
@@ -53,9 +68,10 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
         if weights is None:
             _check_classes(f"hf:{name}", classes, config.num_labels)
             # In float32 whatever it was stored in: in half precision, scores would be noise.
-            model, found = auto.from_pretrained(
-                name, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-            )
+            with without_bars(transformers):
+                model, found = auto.from_pretrained(
+                    name, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+                )
             check_all_loaded(name, found, "pass weights=, a checkpoint that has them")
         else:
             config.num_labels = config.num_labels if classes is None else classes

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qualms.errors import QualmsError, reason
-from qualms.models.hubs import check_all_loaded, transformers_for
+from qualms.models.hubs import check_all_loaded, transformers_for, without_bars
 
 PREFIX = "hf:"
 GET = "get its files, config.json, model.safetensors and tokenizer.json, into a folder, and name that"
@@ -59,15 +59,16 @@ def load_language_model(source: str) -> LanguageModel:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         _require_architecture(source, config)
         # In float32 whatever it was stored in: in half precision, scores would be noise.
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            use_safetensors=True,
-            experts_implementation="eager",  # torch pushes no tangents through the fused products of experts
-            output_loading_info=True,
-        )
+        with without_bars(transformers):
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                use_safetensors=True,
+                experts_implementation="eager",  # torch pushes no tangents through the fused products of experts
+                output_loading_info=True,
+            )
         check_all_loaded(name, found, "get them whole")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         loaded = LanguageModel(source, model.eval(), tokenizer)

@@ -5,14 +5,16 @@ the tokens that their attention masks keep, and what is found is put back where 
 """
 
 from dataclasses import dataclass
+from inspect import signature
 
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import Batch, take
 
 MASK = "attention_mask"
+ENCODER = "encoder_"  # what comes from an encoder that ran before
 DECODER = "decoder_"  # what the arguments of a decoder begin with, beside those of its encoder
 
 
@@ -49,15 +51,16 @@ class Alone:
                     kept, length = live, mask.shape[1]
         return cls(one, kept, length)
 
+    def require_fit(self, positions: int) -> None:
+        """An error if padding was cut off, and the answers are not those at the tokens that are left."""
+        if self.kept is not None and positions != len(self.kept):
+            raise QualmsError(NOT_ALIKE.format(positions, len(self.kept)))
+
     def put_back(self, values: Tensor, missing: float) -> Tensor:
         """Values [t, …] at the input's own positions, put where these are with the padding."""
         if self.kept is None:
             return values
-        if len(values) != len(self.kept):
-            raise QualmsError(
-                f"the model answers at {len(values)} positions for {len(self.kept)} tokens, so it is not clear where "
-                "its answers belong in a padded batch; pass one text at a time, without padding."
-            )
+        self.require_fit(len(values))
         whole = values.new_full((self.length, *values.shape[1:]), missing)
         whole[self.kept.to(whole.device)] = values
         return whole
@@ -67,10 +70,20 @@ class Alone:
         return values if self.kept is None else values[self.kept.to(values.device)]
 
 
-def live_positions(batch: Batch, shape: tuple[int, ...] | None) -> Bool[Tensor, "b ..."] | None:
-    """The positions that a batch's attention mask keeps, if it has one for the positions of the answers."""
+NOT_ALIKE = (
+    "the model answers at {} positions for {} tokens, so it is not clear which of its answers an attention mask leaves "
+    "out; pass one text at a time, without padding."
+)
+
+
+def live_positions(batch: Batch, shape: tuple[int, ...]) -> Bool[Tensor, "b t"] | None:
+    """The positions that a batch's attention mask keeps, if it has one, and there is something that it leaves out."""
     mask = batch.get(_answers(batch) + MASK) if isinstance(batch, dict) else None
-    return mask.bool() if mask is not None and shape in (None, tuple(mask.shape[1:])) else None
+    if mask is None or mask.ndim != 2 or bool(mask.bool().all()):
+        return None
+    if tuple(mask.shape[1:]) != shape:
+        raise QualmsError(NOT_ALIKE.format(" x ".join(map(str, shape)), mask.shape[1]))
+    return mask.bool()
 
 
 def _answers(batch: dict[str, Tensor]) -> str:
@@ -78,10 +91,29 @@ def _answers(batch: dict[str, Tensor]) -> str:
     return DECODER if any(name.startswith(DECODER) for name in batch) else ""
 
 
+BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids", "labels")
+
+
 def _cut(batch: dict[str, Tensor], side: str, part: slice, length: int) -> dict[str, Tensor]:
     """The arguments of one side, the encoder's or the decoder's, cut to a part of the tokens."""
+    cut = dict(batch)
+    for name, t in batch.items():
+        if name.removeprefix(side) in BY_TOKEN and name.startswith(side):
+            cut[name] = t[:, part] if t.ndim >= 2 and t.shape[1] == length else t
+        elif not name.startswith((DECODER, ENCODER)) and t.ndim >= 2 and t.shape[1] == length and side == "":
+            raise QualmsError(
+                f"{name} of x is as long as its padded texts, so it is not clear whether it has an entry for each "
+                "token; pass one text at a time, without padding."
+            )
+    return cut
 
-    def belongs(name: str, t: Tensor) -> bool:
-        return name.startswith(DECODER) == (side == DECODER) and t.ndim >= 2 and t.shape[1] == length
 
-    return {name: t[:, part] if belongs(name, t) else t for name, t in batch.items()}
+def named(model: nn.Module, batch: Batch) -> Batch:
+    """The batch by the names of the model's arguments, if it is a tuple with an attention mask among them."""
+    if not isinstance(batch, tuple):
+        return batch
+    try:
+        found = dict(signature(model.forward).bind(*batch).arguments)
+    except (TypeError, ValueError):
+        return batch
+    return found if MASK in found and all(isinstance(t, Tensor) for t in found.values()) else batch

@@ -47,11 +47,6 @@ def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]
     return logits.movedim(axis, -1)
 
 
-def positions_of(model: nn.Module, class_dim: int, output: Any) -> tuple[int, ...]:
-    """The shape of the positions in a model's output."""
-    return tuple(classes_last(output, class_dim).shape[1:-1])
-
-
 def inside(model: nn.Module, params: Params) -> Params:
     """Which parameters count, where the model is read at positions: those that count in the model itself."""
     if params is None:

@@ -16,29 +16,36 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch, run, tensors
+from qualms.gradients.inputs import Batch, run, tensors, with_tensors
 from qualms.gradients.job import Job
-from qualms.gradients.learnt import Key, Learnt
+from qualms.gradients.learnt import Learnt
 from qualms.gradients.memory import require_room
 from qualms.gradients.positions.reading import AtPositions, classes_last
 from qualms.gradients.precision import close, close_logits, coarser
 from qualms.gradients.rows import Rows
 from qualms.gradients.settings import Sketch
 from qualms.gradients.sketch.engine import SketchRun
-from qualms.gradients.sketch.push import Push, PushProbe, RowGradient, Tangent, forward_mode, working_push
+from qualms.gradients.sketch.push import Push, PushProbe, Tangent, forward_mode, working_push
 from qualms.gradients.sketch.tangents import Tangents
 
 log = logging.getLogger("qualms")
 AT_ONCE_BYTES = 2**23  # of the largest result for several tangents: more would leave the cache
 SEVERAL = 4  # tangents that are pushed at once even so, as far as the budget allows
 COMPARED = 64  # positions at which the logits are compared
-COPIES = 3  # of J s that the last layer holds while it makes one
+COPIES = 3  # of a result's derivative that a layer holds while it makes one
 
 
 @torch.no_grad()
 def plain_logits(model: nn.Module, class_dim: int, batch: Batch) -> Float[Tensor, "*positions c"]:
     """One forward pass over one input."""
-    logits = classes_last(run(model, batch), class_dim)[0]
+    copies = with_tensors(batch, [t.clone() for t in tensors(batch)])  # which the model may change
+    logits = classes_last(run(model, copies), class_dim)
+    if len(logits) != 1:
+        raise QualmsError(
+            f"the model returns logits of shape {tuple(logits.shape)} for one input; their first axis must count "
+            "the inputs."
+        )
+    logits = logits[0]
     if not bool(torch.isfinite(logits).all()):
         raise QualmsError("the logits of an input are NaN or infinite; check the model's weights and the input.")
     return logits
@@ -83,9 +90,7 @@ class PositionSketch:
                 "at many positions a sketch takes L2 norms and adds layers in quadrature; leave out norm='l1' and "
                 "combine='sum', or name a few positions= and take engine='exact'."
             )
-        probe = self._probe()
-        tangents = SketchRun(self.job, how, self.learnt, probe, [], 1).weighted_tangents(lam)
-        push = self._push(probe, tangents)
+        probe, push, tangents = self._ready(how, lam)
         rows = self.job.rows(slice(0, 1))
         each = [rows.take([i]) for i in range(self.job.per_input)]
         step = self._at_once(push, tangents, probe, how.tangents)
@@ -105,41 +110,33 @@ class PositionSketch:
                 yield pushed
                 del pushed  # whoever took it lets it go as well: the next pass needs the room
 
-    @property
-    def _kind(self) -> Key:
-        """What inputs of one kind have in common, whatever their length."""
-        batch = self.job.batch
-        names = tuple(batch) if isinstance(batch, dict) else type(batch).__name__
-        return (names, self.job.per_input > 1, tuple(self.job.selected), *((t.ndim, t.dtype) for t in tensors(batch)))
+    def _ready(self, how: Sketch, lam: float | None) -> tuple[PushProbe, Push, Tangents]:
+        """What a look at some positions tells of the model, and the way of pushing tangents that it confirms.
 
-    def _probe(self) -> PushProbe:
-        """What a look at some positions tells of the model, taken once for inputs of one kind."""
-        return self.learnt.once(("position probe", *self._kind), lambda: self._look()[1])
-
-    def _push(self, probe: PushProbe, tangents: Tangents) -> Push:
-        """The way of pushing tangents that plain autograd confirms, found once for inputs of one kind."""
-
-        def find() -> Push:
-            model, _, known = self._look()
-            return working_push(model, probe, known, tangents[0])
-
-        return self.learnt.once(("position push", *self._kind), find)
-
-    def _look(self) -> tuple[nn.Module, PushProbe, list[RowGradient]]:
-        """The model read at three of the positions, and what plain autograd gives there."""
+        Both are found once for inputs of one shape: a model may take another path for longer texts.
+        """
+        key = ("position push", self.job.per_input > 1, tuple(self.job.selected), *self.job.shapes)
+        kept: tuple[PushProbe, Push] | None = self.learnt.get(key)
+        if kept is not None:
+            return *kept, SketchRun(self.job, how, self.learnt, kept[0], [], 1).weighted_tangents(lam)
         last, model = self.shape[0] - 1, self.job.model
         assert isinstance(model, AtPositions)
         few = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
-        return few, *PushProbe.of(few, self.job.rows(slice(0, 1)).take([0]), self.job.selected)
+        probe, known = PushProbe.of(few, self.job.rows(slice(0, 1)).take([0]), self.job.selected)
+        tangents = SketchRun(self.job, how, self.learnt, probe, [], 1).weighted_tangents(lam)
+        push = working_push(few, probe, known, tangents[0])
+        self.learnt.keep(key, (probe, push))
+        return probe, push, tangents
 
     def _at_once(self, push: Push, tangents: Tangents, probe: PushProbe, number: int) -> int:
         """How many tangents to push at once: as many as fit the budget, and the cache."""
         size = self.some[:1].nbytes * self.shape[0]
-        what = f"the logits of {self.shape[0]} positions and {self.shape[1]} classes, and their derivatives,"
-        require_room(size * (2 + COPIES) + self.held, self.job.limit, what)
+        what = f"the results of an input of {self.shape[0]} positions and {self.shape[1]} classes, and derivatives,"
+        one = max(COPIES * size, COPIES * probe.largest_result) + self.held
+        require_room(2 * size + one, self.job.limit, what)
         if push is not forward_mode:
             return 1
-        fits = (self.job.budget - 2 * size) // (COPIES * size + self.held)
+        fits = (self.job.budget - 2 * size) // one
         cached = AT_ONCE_BYTES // max(size, probe.largest_result)
         return max(1, min(number, fits, max(SEVERAL, cached), tangents.at_once))
 
@@ -157,7 +154,8 @@ class PositionSketch:
                 log.info("%s: tangents are pushed one at a time", error)
                 return False
 
-        return self.learnt.once(("position several", *self._kind), compare)
+        kinds = tuple((t.ndim, t.dtype) for t in tensors(self.job.batch))
+        return self.learnt.once(("position several", self.job.per_input > 1, tuple(self.job.selected), *kinds), compare)
 
     def _run(self, push: Push, row: Rows, some: Tangent, several: bool) -> tuple[Tensor, Tensor]:
         """The logits [t, c], and J s [g, t, c]."""

@@ -25,6 +25,8 @@ class Attention(torch.autograd.Function):
         """The result, and P for the derivative."""
         scores = (q * scale) @ k.mT
         probs = (scores if mask is None else scores + mask).softmax(-1)
+        if mask is not None:  # a token that sees none gets nothing, as torch has it
+            probs = probs.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0)
         return probs @ v, probs
 
     @staticmethod

@@ -55,9 +55,11 @@ class Tangents:
         if not self.stack:
             self.kept.clear()
             self.stack = {name: p.new_empty(self.at_once, *p.shape).detach() for name, p in self.like.items()}
-        for j in range(start, stop) if self.stands != (start, stop) else ():
-            self.draw(j, {name: s[j - start] for name, s in self.stack.items()})
-        self.stands = start, stop
+        if self.stands != (start, stop):
+            self.stands = 0, 0  # none, if a draw fails
+            for j in range(start, stop):
+                self.draw(j, {name: s[j - start] for name, s in self.stack.items()})
+            self.stands = start, stop
         return {name: s[: stop - start] for name, s in self.stack.items()}
 
 
