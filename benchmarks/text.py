@@ -4,7 +4,7 @@
     QUALMS_DATA=folder python benchmarks/text.py leads     (by how much REGrad is ahead of other scores)
     QUALMS_DATA=folder python benchmarks/text.py tangents  (how well few tangents rank tokens like many)
     QUALMS_DATA=folder python benchmarks/text.py hybrid    (a mix of two scores for wrong next tokens)
-    QUALMS_DATA=folder python benchmarks/text.py cost      (in forward passes; with nothing else running)
+    QUALMS_DATA=folder python benchmarks/text.py cost      (in forward passes)
     python benchmarks/text.py page                         (fills docs/results.md from the rows)
 
 `text_corpus.py` says what is in the folder. Rows go to `results/text.jsonl` as they come, and what has a row is passed
@@ -201,8 +201,10 @@ def on_half(scores: np.ndarray, right: np.ndarray, half: int) -> tuple[float, fl
 def cost(rounds: int = 7) -> None:
     """The time of a score in forward passes of the same batch: the best of some rounds, in which all take turns.
 
-    Scores run each text alone, so that passes one by one stand beside those of the batch.
+    Scores run each text alone, so that passes one by one stand beside those of the batch. It is the CPU's time on one
+    thread, which other work on the machine disturbs less than the clock on the wall.
     """
+    torch.set_num_threads(1)
     model = language()
     for texts in (1, 8):
         ids = windows(KNOWN, model, texts).ids
@@ -227,7 +229,7 @@ def cost(rounds: int = 7) -> None:
         each = round((best["regrad 32"] - best["regrad 8"]) / 24 / best["forward"], 2)
         keep(
             {"part": "cost", "texts": texts, "tokens": WINDOW + 1, "forward_ms": round(1000 * best["forward"], 2)}
-            | {"passes": in_passes, "per_tangent": each, "rounds": rounds, "threads": torch.get_num_threads()}
+            | {"passes": in_passes, "per_tangent": each, "rounds": rounds}
         )
 
 
@@ -236,10 +238,10 @@ def timed(work: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[flo
     times: dict[str, list[float]] = {name: [] for name in work}
     for number in range(rounds + 1):
         for name, do in work.items():
-            began = time.perf_counter()
+            began = time.process_time()
             do()
             if number:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(time.process_time() - began)
     return times
 
 

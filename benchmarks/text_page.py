@@ -106,7 +106,8 @@ def seeds(rows: list[Row]) -> str:
     """Gradient scores by which weights count, over seeds."""
     kinds = (("wizard_of_oz", "1"), ("wizard_of_oz", "8"), ("fortunes_science", "1"), ("fortunes_science", "8"))
     lines = []
-    for method, params in dict.fromkeys((row["method"], row["params"]) for row in rows):
+    kinds_of = dict.fromkeys((row["method"], row["params"]) for row in rows)
+    for method, params in sorted(kinds_of, key=lambda kind: (kind[0] == "regrad+layers", bool(kind[1]))):
         own = [row for row in rows if (row["method"], row["params"]) == (method, params)]
         if method in ("entropy", "msp", "gen", "energy", "surprise", "perplexity"):
             continue
