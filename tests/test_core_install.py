@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys
 for name in ("scipy", "sklearn", "PIL", "pyarrow", "safetensors", "typer", "rich", "transformers", "timm", "plotly",
@@ -24,6 +26,7 @@ except qualms.QualmsError as error:
 """
 
 
+@pytest.mark.slow
 def test_the_core_needs_no_extra() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).logits.log_softmax(-1)
 
 
-QUICK = ("GPT-2", "BERT by token")  # the others run with the slow tests
+QUICK = ("GPT-2",)  # the others run with the slow tests
 IN_32_BITS = ("Llama", "Mistral", "Gemma", "Qwen", "T5")  # norms or rotations, also in a model of 64 bits
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
@@ -119,6 +119,7 @@ def test_a_padded_batch_gives_the_scores_of_single_texts(name: str, side: str) -
                 assert bool((found.prediction[i, ~live] == -1).all())
 
 
+@pytest.mark.slow
 def test_a_decoder_has_padding_of_its_own() -> None:
     model, batch = language.t5(), language.text_pair()
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
@@ -192,6 +193,7 @@ def test_positions_in_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         same(parts.scores[method], whole.scores[method])
 
 
+@pytest.mark.slow
 def test_the_score_of_a_text_is_no_matter_of_its_company_or_of_the_batch() -> None:
     model, batch = language.like_llama("Llama")(), language.text()
     scorer = qualms.Scorer(model, ["regrad", "regrad+layers+smooth(0.1,2)"], class_dim=-1)
@@ -599,6 +601,7 @@ def test_a_chosen_position_may_be_padding_in_some_texts() -> None:
         qualms.Scorer(model, "fisher", class_dim=-1, positions=[9])(language.text())
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_text_does_not_depend_on_other_methods_or_on_masked_targets() -> None:
     model, batch = language.bert()(), language.text()
     targets = qualms.next_tokens(batch["input_ids"])

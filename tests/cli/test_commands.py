@@ -198,6 +198,7 @@ def test_test_images_are_never_learnt_from(
     assert "| laplace |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_training_images_are_read_only_for_methods_that_learn_from_them(
     here: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_folder_called_like_a_dataset_has_no_published_network(
     assert "digits: 360 images, bundled with scikit-learn" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_shows_the_accuracy_on_the_images_it_scores(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_carriage_return_does_not_break_a_line_of_the_table(
     assert b"likeliest_prob\nline 1,0," in (here / "scores.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_tangents_and_the_seed_decide_the_sketch(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_direction_of_the_certain_class_does_not_cancel() -> None:
     torch.testing.assert_close(direction, torch.stack([others.sum(), -others[0], -others[1]]), rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_float32_is_close_to_float64() -> None:
     torch.manual_seed(0)
     model, x = net.ResNet((8, 16, 32), 2, 10).eval(), torch.randn(6, 3, 16, 16)
@@ -153,6 +154,7 @@ def test_restricting_params_stops_the_backward_pass() -> None:
     torch.testing.assert_close(late.gram, whole.gram[:, 1:])
 
 
+@pytest.mark.slow
 def test_layers_can_be_modules_tensors_or_blocks() -> None:
     model, x = net.ResNet((4, 6), 2, 3), torch.randn(2, 3, 8, 8)
     tensors = qualms.class_gradient_norms(model, x, layers="tensor")
@@ -178,6 +180,7 @@ def test_layers_come_in_order_of_first_use_not_of_registration() -> None:
         assert qualms.class_gradient_norms(Backwards(), torch.randn(2, 4), engine=engine).layers == ["first", "last"]
 
 
+@pytest.mark.slow
 def test_smoothing_depends_on_the_seed_and_the_input_number_alone() -> None:
     torch.manual_seed(0)
     model, x = net.mnist_cnn(), torch.randn(6, 1, 12, 12)

@@ -99,6 +99,7 @@ def test_a_text_longer_than_the_context_is_read_in_windows_and_each_token_scored
     assert found.sequence is None  # its gradient is one of all tokens at once
 
 
+@pytest.mark.slow
 def test_neither_batches_nor_neighbours_change_a_score(tiny: LanguageModel) -> None:
     documents = [SHORT, LONG, Document("other", "She had a red ball.")]
     together = scored(tiny, *documents, methods="regrad")

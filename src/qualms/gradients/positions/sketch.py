@@ -138,7 +138,8 @@ class PositionSketch:
             return 1
         fits = (self.job.budget - 2 * size) // one
         cached = AT_ONCE_BYTES // max(size, probe.largest_result)
-        return max(1, min(number, fits, max(SEVERAL, cached), tangents.at_once))
+        most = max(1, min(number, fits, max(SEVERAL, cached), tangents.at_once))
+        return -(-number // -(-number // most))  # groups of nearly equal size
 
     def _agree(self, push: Push, row: Rows, tangents: Tangents, step: int, probe: PushProbe) -> bool:
         """Whether several tangents at once give what one gives, found out once for inputs of one kind."""
