@@ -268,6 +268,8 @@ def test_a_mask_with_holes_is_left_to_the_model() -> None:
     want = -(logs.exp() * logs).sum(-1)
     same(found.scores["entropy"][mask.bool()], want[mask.bool()])
     assert bool(found.scores["entropy"][1, 3].isnan())
+    some = qualms.Scorer(model, "entropy", class_dim=-1, positions=[2, 3])(batch | {"attention_mask": mask})
+    same(some.scores["entropy"], found.scores["entropy"][:, 2:4])
 
 
 @pytest.mark.parametrize(

@@ -152,15 +152,11 @@ class PositionScores:
         notes: dict[str, str] = {}
         for i, number in enumerate(numbers):
             alone = Alone.of(batch, i)
-            logits = plain_logits(self.subject.model, self.at.class_dim, alone.batch)
-            require_names(self.class_names, logits.shape[-1])
-            alone.require_fit(len(logits))
             if self.at.chosen is None:
                 targets = self._targets(given, batch, i)
-                parts.append(self._everywhere(alone, number, logits, None if targets is None else alone.own(targets)))
+                parts.append(self._everywhere(alone, number, None if targets is None else alone.own(targets)))
             else:
-                parts.append(self._at_some(alone, number, logits, self.at.chosen, notes))
-            del logits
+                parts.append(self._at_some(alone, number, self.at.chosen, notes))
         found = self._masked({key: torch.stack([part[key] for part in parts]) for key in parts[0]}, batch, given)
         scores = {name: found["score", name] for name in self.methods}
         errors = {name: found["error", name] for name in self.methods}
@@ -196,8 +192,16 @@ class PositionScores:
             found = found if keep is None or keep.shape != found.shape else found.masked_fill(~keep, NOWHERE)
         return found if self.at.ignore_index is None else found.masked_fill(found == self.at.ignore_index, NOWHERE)
 
-    def _everywhere(self, alone: Alone, number: int, logits: Float[Tensor, "... c"], targets: Tensor | None) -> Found:
+    def _logits(self, alone: Alone) -> Float[Tensor, "... c"]:
+        """The logits of one input, at its own positions."""
+        logits = plain_logits(self.subject.model, self.at.class_dim, alone.batch)
+        require_names(self.class_names, logits.shape[-1])
+        alone.require_fit(len(logits))
+        return logits
+
+    def _everywhere(self, alone: Alone, number: int, targets: Tensor | None) -> Found:
         """At all positions: gradients are sketched."""
+        logits = self._logits(alone)
         shape, flat = logits.shape[:-1], logits.flatten(0, -2)
         self.subject.learnt.warn_of_probabilities(flat)
         if targets is not None and targets.shape != shape:
@@ -225,10 +229,8 @@ class PositionScores:
             for pushed in sketches[smooth, lam].pushed(lam):
                 sums.add(pushed)
                 del pushed  # before the next pass begins
-            plain = plain_logits(self.subject.model, self.at.class_dim, alone.batch).flatten(0, -2)
-            for name, (value, error) in sums.scores(plain).items():
+            for name, (value, error) in sums.scores(self._logits(alone).flatten(0, -2)).items():
                 scores[name], found["error", name] = value, error.to(dtype)
-            del plain
             text = sums.of_text() if plain_norms else text
         for name in self.methods:
             found["score", name] = scores[name].to(dtype)
@@ -238,11 +240,11 @@ class PositionScores:
             found["sequence", ""] = torch.tensor(torch.nan if text is None else text, dtype=dtype)
         return found
 
-    def _at_some(
-        self, alone: Alone, number: int, logits: Float[Tensor, "... c"], at: tuple[int, ...], notes: dict[str, str]
-    ) -> Found:
+    def _at_some(self, alone: Alone, number: int, at: tuple[int, ...], notes: dict[str, str]) -> Found:
         """At a few positions, each as a classifier of its own."""
+        logits = self._logits(alone)
         flat, parts = logits.flatten(0, -2), list[Found]()
+        live = live_positions(alone.batch, tuple(logits.shape[:-1]))
         length = len(flat) if alone.kept is None else alone.length
         beyond = [place for place in at if not -length <= place < length]
         if beyond:
@@ -252,7 +254,7 @@ class PositionScores:
         for place in at:
             own = _index(alone, place % length)
             found = _likeliest(flat[[own or 0]])
-            if own is None:  # padding
+            if own is None or (live is not None and not bool(live[0, own])):  # padding, or a hole in the mask
                 found = {key: torch.full_like(t, _missing(t)) for key, t in found.items()}
                 gap = found["probs", ""][:, 0]
                 parts.append(found | {(kind, name): gap for kind in ("score", "error") for name in self.methods})
