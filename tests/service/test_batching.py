@@ -146,7 +146,7 @@ def test_the_process_with_the_model_knows_the_deadline() -> None:
 def test_one_question_is_a_batch_too() -> None:
     side = ModelSide(served, Settings(batch=1))
     side.served = usual()
-    (reply,) = side.predict([QUESTION])
+    (reply,) = side.predict([replace(QUESTION, came=time.monotonic())])  # not when this file was read
     assert reply.together == 1
 
 
