@@ -232,6 +232,19 @@ def test_the_gradient_of_a_whole_text_is_that_of_its_log_likelihood() -> None:
         assert float(found.sequence[i]) == pytest.approx(math.sqrt(squares) / (TOKENS - 1), rel=0.1)
 
 
+@pytest.mark.slow
+def test_positions_without_a_target_do_not_count_for_the_text() -> None:
+    model, batch = language.gpt2(), language.text()
+    one = torch.full_like(batch["input_ids"], -100)
+    one[:, 2] = batch["input_ids"][:, 3]
+    found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(1024))(batch, targets=one).sequence
+    assert found is not None
+    for i in range(2):
+        log_p = log_probs(model, {"input_ids": batch["input_ids"][i : i + 1]})[0, 2, one[i, 2]]
+        squares = sum(float(g.square().sum()) for g in torch.autograd.grad(log_p, list(model.parameters())))
+        assert float(found[i]) == pytest.approx(math.sqrt(squares), rel=0.1)
+
+
 def test_next_tokens_know_of_padding_on_either_side() -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     assert qualms.next_tokens(ids).tolist() == [[6, 7, 8, -100]]
@@ -677,9 +690,9 @@ def test_tangents_that_could_not_all_be_drawn_are_drawn_again(monkeypatch: pytes
     want = scorer(batch).scores["fisher"]
     (tangents,) = (one for one in scorer._learnt.found.values() if isinstance(one, Tangents))
     draw = tangents.draw
-    tangents.stands = 0, 0
-    monkeypatch.setattr(tangents, "draw", lambda j, *out: draw(j + 1, *out) if j < 3 else 1 / 0)
+    assert tangents.stands == (0, 16)
+    monkeypatch.setattr(tangents, "draw", lambda j, *out: draw(j, *out) if j < 4 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        tangents.stacked(0, 16)
+        tangents.stacked(1, 17)  # others, of which the first few are written
     monkeypatch.setattr(tangents, "draw", draw)
     same(scorer(batch).scores["fisher"], want)
