@@ -1,62 +1,73 @@
-"""The paper's tables beside ours, on the real datasets: runs every `qualms reproduce` and fills docs/results.md.
+"""The paper's tables on the real datasets: runs `qualms reproduce` table by table and keeps the measured rows.
 
-    QUALMS_DATA=folder python benchmarks/paper_tables.py [--preset cpu] [--out runs] [--tables table1,table2]
+    QUALMS_DATA=folder python benchmarks/paper_tables.py TABLE [TABLE …] [--data mnist,svhn] [--out runs]
 
-What is on disk in `runs` is not computed again, so a killed run goes on, and a complete one only writes the page. The
-measured rows, without the scores of single images, go to `results/tables-PRESET.jsonl`.
+Each table and dataset has a file of rows in `results/tables`, without the scores of single images;
+`results_page.py` makes docs/results.md of them. What is on disk in `runs` is not computed again, so a killed run goes
+on. OMP_NUM_THREADS=1 lets several datasets run beside each other.
 """
 
 import argparse
 import json
-import os
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from pages import fill
+from checkpoints import root
 
-from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table
-from qualms.tasks.presets import PRESETS
+from qualms.tasks.presets import CPU, Preset
 from qualms.tasks.reproduce import TABLES, Workspace
 from qualms.tasks.rows import Row
 
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "results.md"
-TITLES = {
-    "table1": "Out-of-distribution detection (table 1)",
-    "table2": "Calibration (table 2)",
-    "table3": "Active learning (table 3)",
-    "table4": "The parts of REGrad\\* (table 4)",
-    "table5": "λ and σ (table 5)",
-    "vit": "A vision transformer",
-}
+RESULTS = Path(__file__).parent / "results" / "tables"
 
 
-def section(table: str, rows: list[Row]) -> str:
-    """A table of the page, what its networks are and what is left out."""
-    kind = {"table2": calibration_table, "table3": active_table}.get(table)
-    numbers = kind(rows) if kind else ood_table(rows, "vit" if table == "vit" else "table1")
-    parts = (f"## {TITLES[table]}", f"`qualms reproduce {table}`", numbers, networks(rows), left_out(rows))
-    return "\n\n".join(part for part in parts if part)
+def only(preset: Preset, dataset: str) -> Preset:
+    """The preset with one dataset."""
+
+    def chosen(found: dict[str, Any]) -> dict[str, Any]:
+        return {name: setup for name, setup in found.items() if name == dataset}
+
+    return replace(preset, setups=chosen(preset.setups), vit=chosen(preset.vit), active=chosen(preset.active))
+
+
+def datasets(table: str) -> list[str]:
+    """Those that a table has."""
+    one = {"table5": "svhn", "runtime": "cifar10"}.get(table)
+    if one is not None:
+        return [one]
+    return list(CPU.vit if table == "vit" else CPU.active if table == "table3" else CPU.setups)
+
+
+def keep(table: str, dataset: str, rows: list[Row]) -> None:
+    """The rows of a table and a dataset, in place of those that were there."""
+    text = "".join(json.dumps({"table": table, **row}) + "\n" for row in rows).replace(str(root()), "data")
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{table}-{dataset}.jsonl").write_text(text)
 
 
 def main() -> None:
-    """Run what is not there yet, and write the page."""
+    """Run what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
+    parser.add_argument("tables", nargs="+", choices=list(TABLES))
+    parser.add_argument("--data", help="datasets, comma-separated; all of the table by default")
     parser.add_argument("--out", type=Path, default=Path("runs"))
-    parser.add_argument("--tables", default=",".join(TABLES), help="which ones the page gets")
-    chosen = parser.parse_args()
-    if "QUALMS_DATA" not in os.environ:
-        raise SystemExit("QUALMS_DATA is not set: name the folder with the datasets and checkpoints in it.")
-    preset, root = PRESETS[chosen.preset], Path(os.environ["QUALMS_DATA"])
-    workspace = Workspace(root, chosen.out / chosen.preset)
-    found = {table: list(TABLES[table](preset, workspace)) for table in chosen.tables.split(",")}
-    lines = [json.dumps({"table": table, **row}) for table, rows in found.items() for row in rows]
-    (HERE / "results" / f"tables-{preset.name}.jsonl").write_text("\n".join(lines).replace(str(root), "data") + "\n")
-    cuts = f"Preset `{preset.name}`, seeds {', '.join(map(str, preset.seeds))}. What it cuts: {preset.cuts}."
-    missing = [f"`{table}`" for table in TABLES if table not in found]
-    not_run = f"Not run for this page: {', '.join(missing)}." if missing else ""
-    parts = [part for part in (cuts, not_run, *(section(table, rows) for table, rows in found.items())) if part]
-    fill(PAGE, {"tables": "\n\n".join(parts).replace(str(root), "data")})
+    given = parser.parse_args()
+    began, told = time.monotonic(), 0.0
+
+    def tell(what: str, done: int, of: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > 60:
+            told = time.monotonic()
+            print(f"{told - began:.0f} s: {what} {done} of {of}", flush=True)
+
+    at = Workspace(root(), given.out / CPU.name, tell=tell)
+    for table in given.tables:
+        for dataset in given.data.split(",") if given.data else datasets(table):
+            if dataset in datasets(table):
+                keep(table, dataset, list(TABLES[table](only(CPU, dataset), at)))
+                print(f"{time.monotonic() - began:.0f} s: {table}, {dataset}: done", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from checkpoints import root
 from torch import nn
 
-from qualms.data import DATASETS, Images, Normalisation, load
+from qualms.data import DATASETS, Images, load
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
 from qualms.tasks.network import Network
@@ -41,9 +41,7 @@ class Subject:
     def build(self) -> Network:
         """The network with its weights."""
         entry = ZOO[self.network]
-        normalisation = entry.normalisation or DATASETS[self.known].normalisation
-        if len(normalisation.mean) < entry.channels:
-            normalisation = Normalisation(normalisation.mean * entry.channels, normalisation.std * entry.channels)
+        normalisation = (entry.normalisation or DATASETS[self.known].normalisation).of_channels(entry.channels)
         if self.recipe is None:
             model: nn.Module = load_model(self.network, root() / "weights" / str(entry.file))
         else:

@@ -26,10 +26,13 @@ from qualms.tasks.presets import CPU, Setup
 from qualms.tasks.reproduce import TABLES, Workspace
 from qualms.training import RECIPES
 short = RECIPES["mnist"].shortened(2)
-setups = {"svhn": Setup("svhn-cnn", short, images=33)}
-plan = replace(CPU.active["mnist"], cycles=2, recipe=short, pool=60, validation=30)
-tiny = replace(CPU, setups=setups, vit={"cifar10": Setup("vit-tiny", short, images=10)}, active={"mnist": plan})
-for table in TABLES:
+setups = {"svhn": Setup("svhn-cnn", short, images=33, seeds=(0,))}
+mnist = CPU.active["mnist"]
+plan = replace(mnist.plan, cycles=2, recipe=short, pool=60, validation=30)
+learning = replace(mnist, plan=plan, methods=("Random", "Entropy", "REGrad*"), seeds=(0,))
+vit = {"cifar10": Setup("vit-tiny", short, images=10, seeds=(0,))}
+tiny = replace(CPU, setups=setups, vit=vit, active={"mnist": learning})
+for table in [name for name in TABLES if name != "runtime"]:
     for row in TABLES[table](tiny, Workspace(Path("data"), Path("out"))):
         print(row["row"], flush=True)
 """

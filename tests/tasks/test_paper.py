@@ -4,7 +4,18 @@ import pytest
 
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.registry import parse
-from qualms.tasks.paper import ACTIVE, LAMBDA, OOD, RAULC, RUNTIME, SWEEPS, VIT, paper_methods, paper_row
+from qualms.tasks.paper import (
+    ACTIVE,
+    LAMBDA,
+    OOD,
+    RAULC,
+    RUNTIME,
+    SWEEPS,
+    VIT,
+    methods_beside,
+    paper_methods,
+    paper_row,
+)
 from qualms.tasks.presets import CPU, PAPER, PRESETS
 
 
@@ -71,22 +82,47 @@ def test_what_is_not_in_the_paper_gets_no_number_of_it(spec: str) -> None:
 
 def test_the_full_preset_is_the_papers_protocol() -> None:
     full = PRESETS["paper"]
-    assert full.seeds == (0, 1, 2)
+    assert {s.seeds for s in (*full.setups.values(), *full.active.values())} == {(0, 1, 2)}
     assert (full.smooth.sigma, full.smooth.draws, full.smooth.antithetic) == (0.02, 100, False)
+    assert {learning.smooth for learning in full.active.values()} == {full.smooth}
+    assert full.draws == 100
     assert {name: (s.network, s.recipe.epochs) for name, s in full.setups.items()} == {
         "mnist": ("mnist-cnn", 30), "cifar10": ("resnet18", 100), "svhn": ("svhn-cnn", 50),
         "cifar100": ("resnet152", 120),
     }  # fmt: skip
-    assert {name: (p.start, p.more, p.cycles, p.recipe.epochs) for name, p in full.active.items()} == {
+    plans = {name: learning.plan for name, learning in full.active.items()}
+    assert {name: (p.start, p.more, p.cycles, p.recipe.epochs) for name, p in plans.items()} == {
         "mnist": (20, 20, 10, 200), "cifar10": (500, 100, 10, 200), "svhn": (500, 100, 10, 200),
         "cifar100": (1000, 500, 10, 200),
     }  # fmt: skip
     assert all(s.images is None and s.train is None for s in full.setups.values())
 
 
-def test_the_small_preset_tells_where_its_active_learning_is_not_the_papers() -> None:
-    for dataset, plan in CPU.active.items():
-        theirs = PAPER.active[dataset]
-        if (plan.start, plan.more) != (theirs.start, theirs.more):
-            told = f"{plan.start} images to start with and {plan.more} more in each cycle"
-            assert f"{told} instead of {theirs.start} and {theirs.more}" in CPU.cuts
+def test_the_small_preset_keeps_the_papers_networks_for_digits_and_its_labels_for_active_learning() -> None:
+    for dataset in ("mnist", "svhn"):
+        assert CPU.setups[dataset].recipe == PAPER.setups[dataset].recipe
+        assert CPU.setups[dataset].seeds == PAPER.setups[dataset].seeds
+    assert {n: (a.plan.start, a.plan.more) for n, a in CPU.active.items()}.items() <= {
+        n: (a.plan.start, a.plan.more) for n, a in PAPER.active.items()
+    }.items()
+    assert CPU.active["mnist"].plan.cycles == 10
+
+
+def test_the_small_preset_tells_its_numbers() -> None:
+    sizes = [str(CPU.setups[name].images) for name in ("mnist", "cifar10", "svhn", "cifar100")]
+    assert f"{', '.join(sizes[:3])} and {sizes[3]} test images of each dataset (for MNIST, CIFAR-10, SVHN" in CPU.cuts
+    assert f"{CPU.smooth.draws} antithetic draws instead of 100" in CPU.cuts
+    assert f"{CPU.draws} draws instead of 100 for Perturb x" in CPU.cuts
+    for dataset, name in (("mnist", "MNIST"), ("cifar10", "CIFAR-10")):
+        assert f"{name} ({CPU.vit[dataset].recipe.epochs} epochs)" in CPU.cuts
+    mnist, svhn = CPU.active["mnist"].plan, CPU.active["svhn"].plan
+    assert f"a pool of {mnist.pool}, {mnist.recipe.epochs} epochs" in CPU.cuts
+    assert f"a pool of {svhn.pool}, {svhn.cycles} cycles, {svhn.recipe.epochs} epochs" in CPU.cuts
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "cifar100"])
+def test_what_stands_beside_the_papers_methods_is_none_of_them(dataset: str) -> None:
+    beside = methods_beside(dataset)
+    assert {"heat", "coherence", "scale", "odin", "knn", "vim"} <= set(beside)
+    assert ("quam" in beside) == (dataset == "mnist")  # a hundred heads to search
+    assert not {type(method) for method in beside.values()} & {type(m) for m in paper_methods(dataset).values()}

@@ -48,5 +48,5 @@ def reproduce(
         return
     kind = {"table2": calibration_table, "table3": active_table}.get(table)
     numbers = kind(rows) if kind else ood_table(rows, "vit" if table == "vit" else "table1")
-    cuts = f"Preset {preset}, seeds {', '.join(map(str, chosen.seeds))}. What it cuts: {chosen.cuts}."
+    cuts = f"Preset {preset}. What it cuts: {chosen.cuts}."
     typer.echo("\n\n".join(part for part in (numbers, networks(rows), left_out(rows), cuts) if part))

@@ -50,3 +50,9 @@ class Normalisation:
         """A noise level given in pixels from 0 to 1, as large as the network sees it; one for each of many channels."""
         levels = tuple(value / s for s in self.std)
         return levels if len(levels) > 1 else levels[0]
+
+    def of_channels(self, channels: int) -> "Normalisation":
+        """For images whose one channel is repeated; the same object if there are as many channels already."""
+        if len(self.mean) in (channels, 1):
+            return self if len(self.mean) == channels else Normalisation(self.mean * channels, self.std * channels)
+        raise QualmsError(f"a normalisation of {len(self.mean)} channels is none of {channels}; give one for each.")

@@ -14,15 +14,28 @@ from qualms.methods.method import Method
 from qualms.methods.negrad import NEGrad
 from qualms.methods.perturb_theta import PerturbTheta
 from qualms.methods.perturb_x import PerturbX
+from qualms.methods.registry import parse
 from qualms.methods.regrad import REGrad
 from qualms.methods.ungrad import UNGrad
 
 LAMBDA = {"mnist": 0.3, "cifar10": 0.2, "svhn": 0.2, "cifar100": 0.4}
+DRAWS = 100  # of inputs or weights, for the scores that perturb them
 SIGMA = 0.02  # of smoothing, in pixels scaled to [0, 1]
 
 
-def paper_methods(dataset: str, smooth: Smoothing | None = None) -> dict[str, Method]:
-    """The rows of the paper's tables, with its settings for a dataset (those of MNIST for others); noise in pixels."""
+# What stands beside the paper's methods in tables 1 and 2, by spec: ours, what users would pick instead, and rivals.
+BESIDE = (
+    *("heat", "coherence", "fisher", "isotropic"),
+    *("msp", "max-logit", "energy", "gen", "gradnorm-huang", "scale", "ash-s", "lts", "odin", "rankfeat", "gaia"),
+    *("clafr", "knn", "vim", "mahalanobis", "react", "fdbd", "quam"),
+)
+
+
+def paper_methods(dataset: str, smooth: Smoothing | None = None, draws: int = DRAWS) -> dict[str, Method]:
+    """The rows of the paper's tables, with its settings for a dataset (those of MNIST for others); noise in pixels.
+
+    `smooth` is the smoothing of REGrad\\*, `draws` are those of the scores that run the whole network on each.
+    """
     many = dataset == "cifar100"
     lam, smooth = LAMBDA.get(dataset, 0.3), smooth or Smoothing(SIGMA)
     return {
@@ -30,9 +43,9 @@ def paper_methods(dataset: str, smooth: Smoothing | None = None) -> dict[str, Me
         "UNGrad": UNGrad(),
         "GradNorm": GradNorm(),
         "ExGrad": ExGrad(),
-        "Perturb x": PerturbX(0.02 if many else 0.008),
-        "Perturb θ": PerturbTheta(0.0003 if many else 0.008),
-        "MC-AA": MCAA(0.0005 if many else 0.0001),
+        "Perturb x": PerturbX(0.02 if many else 0.008, draws),
+        "Perturb θ": PerturbTheta(0.0003 if many else 0.008, draws),
+        "MC-AA": MCAA(0.0005 if many else 0.0001, draws),
         "Inserted Dropout": InsertedDropout(),
         "Entropy": Entropy(),
         "ExGrad V": ExGradV(),
@@ -41,6 +54,11 @@ def paper_methods(dataset: str, smooth: Smoothing | None = None) -> dict[str, Me
         "REGrad+layers": REGrad(layers=lam),
         "REGrad*": REGrad(layers=lam, smooth=smooth),
     }
+
+
+def methods_beside(dataset: str) -> dict[str, Method]:
+    """The other methods of tables 1 and 2; searching a hundred heads for each input would take `quam` hours."""
+    return {name: parse(name) for name in BESIDE if not (name == "quam" and dataset == "cifar100")}
 
 
 def paper_row(method: Method) -> str:

@@ -3,16 +3,15 @@
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.entropy import Entropy
-from qualms.methods.method import Method
+from qualms.methods.method import TRAINING_DATA, Method
 from qualms.progress import Tell
-from qualms.scores import compare
+from qualms.scorer import Scorer
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import RuntimeKey, RuntimeRow
@@ -36,20 +35,25 @@ def runtime(
 ) -> Iterator[RuntimeRow]:
     """A row for each method: the median over rounds of its time, divided by Entropy's in the same round.
 
-    Each method runs alone, on the same images in batches of 32. `laplace` is timed with the fit on `train`.
+    Each method runs alone, on the same images in batches of 32, by a `Scorer` that has scored a batch before: what is
+    done once for many batches, such as the fit of `laplace` on `train`, is not timed.
     """
     x = list(network.inputs(images).split(BATCH))
-    batches = None if train is None else Inputs(network, train)
 
-    def seconds(method: Method) -> float:
-        """Wall-clock time to score all images by this method alone."""
+    def ready(method: Method) -> Scorer:
+        learn = Inputs(network, train) if train is not None and TRAINING_DATA in method.needs else None
+        one: dict[str, Method] = {"timed": method}
+        scorer = Scorer(network.model, one, train=learn, models=network.members, seed=seed, engine=engine)
+        scorer(x[0])
+        return scorer
+
+    def seconds(scorer: Scorer) -> float:
+        """Wall-clock time to score all images."""
         began = time.perf_counter()
-        one: dict[str, Any] = {"timed": method}
-        found = compare(network.model, x, one, train=batches, models=network.members, seed=seed, engine=engine)
-        found["timed"].cpu()  # a GPU is asked for the last scores before the clock is
+        scorer(x).scores["timed"].cpu()  # a GPU is asked for the last scores before the clock is
         return time.perf_counter() - began
 
-    seconds(Entropy())  # the first run pays for what later ones find ready
+    unit = ready(Entropy())
     for done, (name, method) in enumerate(methods.items(), start=1):
         key: RuntimeKey = {
             "row": "runtime",
@@ -65,7 +69,8 @@ def runtime(
         if known:
             yield known[0]
             continue
-        timed = [(seconds(Entropy()), seconds(network.in_its_units(method))) for _ in range(rounds)]
+        scorer = ready(network.in_its_units(method))
+        timed = [(seconds(unit), seconds(scorer)) for _ in range(rounds)]
         median, ratio = statistics.median(t for _, t in timed), statistics.median(t / u for u, t in timed)
         yield journal.add(RuntimeRow(**key, seconds=median, ratio=ratio))
         if tell is not None:

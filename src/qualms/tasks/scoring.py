@@ -11,7 +11,7 @@ import torch
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
-from qualms.methods.method import LOGITS, TRAINING_DATA, Method
+from qualms.methods.method import TRAINING_DATA, Method
 from qualms.progress import Tell
 from qualms.scored import Scored
 from qualms.scorer import Scorer
@@ -138,9 +138,8 @@ def usable(
     batches = None if train is None else Inputs(network, train.take(slice(0, 2 * BATCH)))
     for name, method in methods.items():
         try:
-            if method.needs != (LOGITS,):
-                quick = network.in_its_units(method).quick()
-                compare(network.model, few, [quick], train=batches, models=network.members)
+            quick = network.in_its_units(method).quick()
+            compare(network.model, few, [quick], train=batches, models=network.members)
             good[name] = method
         except QualmsError as error:
             rows.append({"row": "left out", "method": name, "why": str(error)})

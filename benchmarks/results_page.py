@@ -1,0 +1,224 @@
+"""docs/results.md and the README's table of scores, from the rows that the benchmarks left. Nothing is measured here.
+
+    python benchmarks/results_page.py        (or `make results`)
+
+`paper_tables.py` leaves the rows of the paper's tables, `epistemic.py` and `ungrad.py` those of the last two sections.
+Tables stand between `<!-- name -->` and `<!-- end -->`; the text around them is by hand.
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from evidence import PAPERS, Ranked, by_pair, needs_data, ranking
+from pages import fill, table
+from paper_tables import datasets
+
+from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table, runtime_table
+from qualms.tasks.paper import OOD, RAULC
+from qualms.tasks.presets import CPU
+from qualms.tasks.reproduce import TABLES
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+DOCS = HERE.parent / "docs"
+README = HERE.parent / "README.md"
+TITLES = {
+    "table1": "Out-of-distribution detection (table 1)",
+    "table2": "Calibration (table 2)",
+    "table3": "Active learning (table 3)",
+    "table4": "The parts of REGrad\\* (table 4)",
+    "table5": "λ and σ (table 5)",
+    "runtime": "What each method costs (table 9)",
+    "vit": "A vision transformer (table 10)",
+}
+NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "svhn": "SVHN", "cifar100": "CIFAR-100"}
+# The scores of the README's table: the tables' names, the specs, and when to pick them.
+PICKS = {
+    "REGrad*": ("regrad+layers+smooth", "you want the paper's method: the default"),
+    "REGrad": ("regrad", "the default is too slow; the same without smoothing and layer weights"),
+    "heat": ("heat", "you have a convolutional network and a few forward passes"),
+    "Entropy": ("entropy", "one forward pass is all you can afford"),
+    "energy": ("energy", "as above; its scores do not follow being right as well"),
+    "gen": ("gen", "as above, and behind a normalisation"),
+    "Perturb x": ("perturb-x", "you want a second opinion without gradients"),
+    "LA": ("laplace", "you have the training data"),
+}
+OURS = ("heat", "coherence", "fisher", "isotropic")
+Row = dict[str, Any]
+
+
+def rows_of(name: str) -> list[Row]:
+    """What a benchmark left."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def rows_of_table(name: str) -> list[Row]:
+    """All datasets of one of the paper's tables."""
+    return [row for dataset in datasets(name) for row in rows_of(f"tables/{name}-{dataset}")]
+
+
+def section(name: str, rows: list[Any]) -> str:
+    """A table of the page, what its networks are and what is left out."""
+    kind = {"table2": calibration_table, "table3": active_table, "runtime": runtime_table}.get(name)
+    numbers = kind(rows) if kind else ood_table(rows, "vit" if name == "vit" else "table1")
+    missing = [NAMES[d] for d in datasets(name) if not rows_of(f"tables/{name}-{d}")]
+    parts = [
+        f"## {TITLES[name]}",
+        f"`python benchmarks/paper_tables.py {name}`",
+        numbers,
+        networks(rows),
+        left_out(rows),
+    ]
+    parts += [f"Not run yet: {', '.join(missing)}."] if missing else []
+    return "\n\n".join(part for part in parts if part)
+
+
+def ranking_table(ranked: list[Ranked], others: list[str], pairs: list[str]) -> str:
+    """Every method over all pairs."""
+    body = []
+    for r in ranked:
+        best = [_share(r.best), "" if r.best_without_data is None else _share(r.best_without_data)]
+        area = f"{100 * r.auroc:.1f} [{100 * r.low:.1f}, {100 * r.high:.1f}]"
+        lift, cost = ("" if r.raulc is None else f"{r.raulc:.3f}"), ("" if r.cost is None else f"{r.cost:.1f}")
+        body.append(
+            [f"{_name(r.method)}{' †' if needs_data(r.method) else ''}", area, f"{100 * r.aupr:.1f}", *best, lift, cost]
+        )
+    head = [
+        "method",
+        "AUROC, mean of pairs [95 %]",
+        "AUPR",
+        "among the best 3",
+        "of those without data",
+        "rAULC",
+        "cost",
+    ]
+    told = f"Over {len(pairs)} pairs: {', '.join(pairs)}. † sees training data."
+    told += f" Not on all of them, so not here: {', '.join(others)}." if others else ""
+    return f"{table(head, body)}\n\n{told}"
+
+
+def readme_table(ranked: list[Ranked], ood: list[Row]) -> str:
+    """The scores that users choose between: AUROC by the dataset that the network knows, and what they cost."""
+    areas, known = by_pair(ood, "auroc"), list(dict.fromkeys(row["in"] for row in ood if row["row"] == "ood"))
+    every = {r.method: r for r in ranked}
+    cells: dict[str, list[float]] = {}
+    for method in PICKS:
+        own = [[a for pair, a in areas[method].items() if pair.startswith(f"{data} →")] for data in known]
+        cells[method] = [round(100 * statistics.fmean(found), 1) for found in own] + [
+            round(100 * every[method].auroc, 1)
+        ]
+    best = [max(column) for column in zip(*cells.values(), strict=True)]
+    body = []
+    for method, (spec, when) in PICKS.items():
+        values = [f"**{v:.1f}**" if v == top else f"{v:.1f}" for v, top in zip(cells[method], best, strict=True)]
+        cost = every[method].cost
+        body.append([f"`{spec}`", *values, "" if cost is None else f"{cost:.0f}", when])
+    return table(["score", *(NAMES[d] for d in known), "mean of pairs", "cost", "pick it when"], body)
+
+
+def epistemic_table(rows: list[Row]) -> str:
+    """Every score and the three checks, means over seeds."""
+    body = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+
+        def mean(key: str, scale: float = 100, form: str = ".0f", method: str = method) -> str:
+            values = [row[key] for row in rows if row["method"] == method and row.get(key) is not None]
+            return f"{scale * statistics.fmean(values):{form}}" if values else ""
+
+        numbers = [mean("falls_with_size"), mean("rises_with_noise"), mean("rank_mixed", 1, ".2f")]
+        numbers += [mean("partial_mixed", 1, ".2f"), mean("partial_test", 1, ".2f")]
+        body.append([_name(method), *numbers, mean("unknown_over_ambiguous"), mean("ambiguous_over_clear")])
+    head = ["score", "falls with more data, %", "rises with label noise, %", "rank correlation with the ensemble"]
+    head += ["partial to entropy", "the same, test images", "unknown above ambiguous, %", "ambiguous above clear, %"]
+    return table(head, body) if rows else "Not run yet."
+
+
+def ungrad_table(rows: list[Row]) -> str:
+    """Each variant of UNGrad on each network: AUROC of both other datasets and rAULC, the paper's row first."""
+    every = list(dict.fromkeys(row["network"] for row in rows))
+    theirs = {"mnist": ("mnist→omniglot", "mnist→fashion-mnist"), "svhn": ("svhn→cifar10", "svhn→cifar100")}
+    theirs["cifar10"] = ("cifar10→svhn", "cifar10→lsun")
+    first, body = ["the paper's UNGrad"], []
+    for name in every:
+        data = next(row["in"] for row in rows if row["network"] == name)
+        first.append(
+            " / ".join([*(f"{OOD[pair]['UNGrad'][0]:.0f}" for pair in theirs[data]), f"{RAULC[data]['UNGrad']:.2f}"])
+        )
+    for variant in rows[0]["auroc"] if rows else []:
+        cells = [variant]
+        for name in every:
+            own = [row for row in rows if row["network"] == name]
+            areas = [f"{100 * row['auroc'][variant]:.0f}" for row in own]
+            cells.append(" / ".join([*areas, f"{own[0]['raulc'][variant]:.2f}"]))
+        body.append(cells)
+    return table(["variant", *every], [first, *body]) if rows else "Not run yet."
+
+
+def picture(ranked: list[Ranked]) -> None:
+    """A dot for each method: mean AUROC against cost in forward passes, with intervals over pairs."""
+    found = [r for r in ranked if r.cost is not None]
+    plt.rcParams.update(
+        {"svg.hashsalt": "qualms", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    for kind, colour in (
+        ("the paper's", "#0072B2"),
+        ("ours", "#D55E00"),
+        ("others", "#555555"),
+        ("sees training data", "#009E73"),
+    ):
+        own = [r for r in found if _kind(r.method) == kind]
+        at, up = [max(float(r.cost or 0), 1.0) for r in own], [100 * r.auroc for r in own]
+        bars = [[100 * (r.auroc - r.low) for r in own], [100 * (r.high - r.auroc) for r in own]]
+        axes.errorbar(at, up, yerr=bars, fmt="o", color=colour, ecolor=colour, elinewidth=0.6, alpha=0.8, label=kind)
+        for r, x, y in zip(own, at, up, strict=True):
+            axes.annotate(r.method, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7, color=colour)
+    axes.axhline(50, color="#999999", linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", xlabel="cost in forward passes", ylabel="mean AUROC over pairs, %")
+    axes.legend(frameon=False)
+    figure.savefig(DOCS / "plots" / "scores.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def _kind(method: str) -> str:
+    if method in OURS:
+        return "ours"
+    return "sees training data" if needs_data(method) else "the paper's" if method in PAPERS else "others"
+
+
+def _name(method: str) -> str:
+    return method.replace("*", "\\*") if method in PAPERS else f"`{method}`"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def main() -> None:
+    """Write page, picture and the README's table."""
+    found = {name: rows_of_table(name) for name in TABLES}
+    ood = found["table1"]
+    ranked, others = ranking(ood, found["table2"], found["runtime"])
+    pairs = list(dict.fromkeys(f"{row['in']} → {row['out']}" for row in ood if row["row"] == "ood"))
+    cuts = f"Preset `{CPU.name}`. What it cuts: {CPU.cuts}.".replace("*", "\\*")
+    sections = [section(name, rows) for name, rows in found.items() if rows]
+    parts = {
+        "ranking": ranking_table(ranked, others, pairs),
+        "tables": "\n\n".join([cuts, *sections]),
+        "epistemic": epistemic_table(rows_of("epistemic")),
+        "ungrad": ungrad_table(rows_of("ungrad")),
+    }
+    fill(DOCS / "results.md", parts)
+    fill(README, {"scores": readme_table(ranked, ood)})
+    picture(ranked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The results page: its numbers are those of the committed rows, and what it makes of them is right."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from benchmarks.evidence import among_best, by_pair, needs_data, ranking
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def epistemic(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import epistemic
+
+    return epistemic
+
+
+def test_the_page_and_the_readme_are_what_the_rows_say(tmp_path: Path) -> None:
+    for name in ("benchmarks", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    subprocess.run([sys.executable, "benchmarks/results_page.py"], cwd=tmp_path, check=True)
+    for page in ("README.md", "docs/results.md"):
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), f"{page}: run `make results`"
+
+
+def ood(method: str, out: str, area: float, seed: int = 0) -> dict[str, object]:
+    return {"row": "ood", "in": "a", "out": out, "method": method, "seed": seed, "auroc": area, "aupr_out": area / 2}
+
+
+def test_a_pair_counts_once_however_many_seeds_it_has() -> None:
+    rows = [ood("gen", "b", 0.9), ood("gen", "b", 0.7, seed=1), ood("gen", "c", 0.6)]
+    assert by_pair(rows, "auroc") == {"gen": {"a → b": pytest.approx(0.8), "a → c": 0.6}}
+
+
+def test_the_ranking_goes_by_means_over_pairs_and_leaves_out_what_was_not_run_on_all() -> None:
+    rows = [ood(m, out, area) for m, out, area in (("gen", "b", 0.9), ("gen", "c", 0.5), ("msp", "b", 0.8),
+                                                   ("msp", "c", 0.8), ("odin", "b", 1.0))]  # fmt: skip
+    lift = [{"row": "calibration", "in": "a", "method": "gen", "raulc": 0.4}]
+    time = [{"row": "runtime", "method": "msp", "ratio": 1.5}]
+    ranked, others = ranking(rows, lift, time)
+    assert [(r.method, r.auroc, r.aupr) for r in ranked] == [
+        ("msp", pytest.approx(0.8), pytest.approx(0.4)),
+        ("gen", pytest.approx(0.7), pytest.approx(0.35)),
+    ]
+    assert (ranked[1].raulc, ranked[1].cost, ranked[0].raulc, ranked[0].cost) == (0.4, None, None, 1.5)
+    assert (ranked[1].low, ranked[1].high) == (0.5, 0.9)  # a quarter of the draws have the one pair twice
+    assert others == ["odin"]
+
+
+def test_among_the_best_three_means_that_fewer_than_three_are_above() -> None:
+    means = np.array([[4.0, 1.0], [3.0, 2.0], [2.0, 3.0], [1.0, 4.0], [0.0, 4.0]])
+    assert among_best(means).tolist() == [0.5, 0.5, 1.0, 0.5, 0.5]
+
+
+def test_chances_are_also_told_among_methods_without_data() -> None:
+    areas = {"knn": 0.9, "vim": 0.8, "react": 0.7, "gen": 0.6, "msp": 0.5, "energy": 0.4, "odin": 0.3}
+    ranked, _ = ranking([ood(m, out, area) for m, area in areas.items() for out in ("b", "c")], [], [])
+    assert {r.method: (r.best, r.best_without_data) for r in ranked} == {
+        "knn": (1, None), "vim": (1, None), "react": (1, None),
+        "gen": (0, 1), "msp": (0, 1), "energy": (0, 1), "odin": (0, 0),
+    }  # fmt: skip
+    assert needs_data("LA")
+    assert not needs_data("REGrad*")
+
+
+def test_a_partial_correlation_is_that_of_what_the_third_quantity_leaves(epistemic: ModuleType) -> None:
+    a, b, given = np.random.default_rng(0).random((3, 200))
+    b, a = b + 0.5 * given, a + b + given
+    ranks = [np.argsort(np.argsort(v)).astype(float) for v in (a, b, given)]
+    line = np.stack([ranks[2], np.ones(200)], axis=1)
+    rest = [r - line @ np.linalg.lstsq(line, r, rcond=None)[0] for r in ranks[:2]]
+    assert epistemic.partial(a, b, given) == pytest.approx(np.corrcoef(*rest)[0, 1], abs=1e-9)
+    assert epistemic.partial(given**3, b, given) is None  # ranks like the third quantity: nothing is left
+    assert epistemic.correlation(np.zeros(5), np.arange(5.0)) is None
+
+
+def test_scores_that_rise_from_network_to_network_are_ordered(epistemic: ModuleType) -> None:
+    one, two, three = np.array([0.0, 0.0]), np.array([1.0, 0.0]), np.array([2.0, -1.0])
+    # Pairs: (one, two) 1 and a tie; (one, three) 1 and 0; (two, three) 1 and 0.
+    assert epistemic.ordered([one, two, three]) == pytest.approx((0.75 + 0.5 + 0.5) / 3)
+
+
+def test_label_noise_replaces_its_share_by_other_classes(epistemic: ModuleType) -> None:
+    import torch
+
+    from qualms.data import Images
+
+    images = Images("digits", torch.zeros(10_000, 1, 2, 2, dtype=torch.uint8), torch.arange(10_000) % 10)
+    assert images.labels is not None
+    changed = epistemic.noisy(images, 0.4, seed=0).labels != images.labels
+    assert float(changed.float().mean()) == pytest.approx(0.4, abs=0.02)
+
+
+def test_mixtures_are_of_two_classes_and_have_the_label_of_either(epistemic: ModuleType) -> None:
+    import torch
+
+    from qualms.data import Images
+
+    labels = torch.arange(1000) % 10
+    pixels = (20 * labels).to(torch.uint8)[:, None, None, None].expand(-1, 1, 2, 2)
+    mixed = epistemic.mixtures(Images("digits", pixels, labels), 500, seed=0)
+    sums = 2 * mixed.pixels[:, 0, 0, 0].int() // 20  # the two digits' sum
+    other = sums - mixed.labels
+    assert bool(((other >= 0) & (other <= 9) & (other != mixed.labels)).all())
+    assert float((other > mixed.labels).float().mean()) == pytest.approx(0.5, abs=0.1)
