@@ -11,7 +11,7 @@ AXE := .axe/.installed
 
 FAST := not slow and not data and not browser and not ray and not serve
 
-.PHONY: demo docs test test-all coverage test-serve test-ray test-timm test-wheel check format bench-speed sweep clean
+.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel check format bench-speed sweep clean
 
 demo: $(APP)
 	$(BIN)/qualms demo
@@ -45,6 +45,12 @@ test-wheel: $(DEV)
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# docs/results.md and the README's table of scores, from the committed rows: nothing is measured.
+results: $(DEV)
+	$(BIN)/python benchmarks/results_page.py
+	$(BIN)/python benchmarks/segmentation.py page
+	$(BIN)/python benchmarks/text.py page
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

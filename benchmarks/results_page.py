@@ -19,7 +19,7 @@ from evidence import PAPERS, Ranked, by_pair, needs_data, ranking
 from pages import fill, table
 from paper_tables import datasets
 
-from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table, runtime_table
+from qualms.report.tables import left_out, networks, paper_table
 from qualms.tasks.paper import OOD, RAULC
 from qualms.tasks.presets import CPU
 from qualms.tasks.reproduce import TABLES
@@ -66,13 +66,11 @@ def rows_of_table(name: str) -> list[Row]:
 
 def section(name: str, rows: list[Any]) -> str:
     """A table of the page, what its networks are and what is left out."""
-    kind = {"table2": calibration_table, "table3": active_table, "runtime": runtime_table}.get(name)
-    numbers = kind(rows) if kind else ood_table(rows, "vit" if name == "vit" else "table1")
     missing = [NAMES[d] for d in datasets(name) if not rows_of(f"tables/{name}-{d}")]
     parts = [
         f"## {TITLES[name]}",
         f"`python benchmarks/paper_tables.py {name}`",
-        numbers,
+        paper_table(name, rows),
         networks(rows),
         left_out(rows),
     ]
@@ -217,7 +215,8 @@ def main() -> None:
     }
     fill(DOCS / "results.md", parts)
     fill(README, {"scores": readme_table(ranked, ood)})
-    picture(ranked)
+    if found["runtime"]:
+        picture(ranked)
 
 
 if __name__ == "__main__":

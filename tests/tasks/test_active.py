@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +161,24 @@ def test_diversity_changes_what_is_picked() -> None:
         picks.append(journal.where(row="pick")[0]["chosen"])
     assert picks[0][0] == picks[1][0]  # the most uncertain comes first
     assert set(picks[0]) != set(picks[1])
+
+
+def test_the_table_has_means_over_cycles_and_how_far_seeds_are_apart() -> None:
+    def row(seed: int, cycle: int, share: float) -> dict[str, object]:
+        measures = {"accuracy": share, "nll": 1.0 + seed, "nll_softmax_twice": 2.0}
+        return {
+            "row": "cycle",
+            "data": "mnist",
+            "method": "Entropy",
+            "seed": seed,
+            "cycle": cycle,
+            "labelled": 40,
+            **measures,
+        }
+
+    rows: list[Any] = [row(0, 1, 0.5), row(0, 2, 0.7), row(1, 1, 0.7), row(1, 2, 0.9)]
+    several, one = active_table(rows), active_table(rows[:2])
+    # Means of seeds: 60 and 80 %, NLL 1 and 2.
+    assert "| 70.00 ± 14.14 | 1.500 ± 0.707 | 2.000 ± 0.000 " in several
+    assert "| 60.00 " in one
+    assert "±" not in one

@@ -8,14 +8,14 @@ import typer
 
 from qualms.cli.options import Device, Json, Root, device_of, telling
 from qualms.errors import QualmsError
-from qualms.report.tables import active_table, calibration_table, left_out, networks, ood_table
+from qualms.report.tables import left_out, networks, paper_table
 from qualms.tasks.presets import PRESETS
 from qualms.tasks.reproduce import TABLES, Workspace
 
 
 def reproduce(
     table: Annotated[str, typer.Argument(help=f"One of {', '.join(TABLES)}.")],
-    preset: Annotated[str, typer.Option(help="cpu, sized for two cores, or paper, the full protocol.")] = "cpu",
+    preset: Annotated[str, typer.Option(help="cpu, hours on two cores, or paper, the full protocol.")] = "cpu",
     out: Annotated[Path, typer.Option(help="The folder for networks and rows; a subfolder for each preset.")] = Path(
         "runs"
     ),
@@ -26,8 +26,8 @@ def reproduce(
     """Reproduce a table of the paper: train or load the networks, score, measure, print.
 
     table1: OOD detection. table2: calibration. table3: active learning. table4: the parts of REGrad*. table5: λ and σ.
-    vit: a vision transformer. If it is stopped, the same command resumes where it left off; tables share what they
-    score. Example:
+    runtime: what each method costs. vit: a vision transformer. If it is stopped, the same command resumes where it
+    left off; tables share what they score. Example:
 
         qualms reproduce table1 --preset cpu --root data
     """
@@ -46,7 +46,6 @@ def reproduce(
         for row in rows:
             typer.echo(json.dumps(row))
         return
-    kind = {"table2": calibration_table, "table3": active_table}.get(table)
-    numbers = kind(rows) if kind else ood_table(rows, "vit" if table == "vit" else "table1")
+    numbers = paper_table(table, rows)
     cuts = f"Preset {preset}. What it cuts: {chosen.cuts}."
     typer.echo("\n\n".join(part for part in (numbers, networks(rows), left_out(rows), cuts) if part))

@@ -1,7 +1,7 @@
 """Rows of the tasks as tables to read, the paper's number beside ours."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qualms.errors import QualmsError
@@ -9,7 +9,7 @@ from qualms.methods.registry import parse
 from qualms.report.content import Content
 from qualms.report.numbers import at_a_glance
 from qualms.tasks.paper import ACTIVE, OOD, RAULC, RUNTIME, SWEEPS, VIT, paper_methods, paper_row
-from qualms.tasks.rows import CalibrationRow, OodRow, Row
+from qualms.tasks.rows import CalibrationRow, CycleRow, OodRow, Row
 
 Line = Sequence[str]
 
@@ -63,14 +63,17 @@ def calibration_table(rows: Iterable[Row]) -> str:
                 _percent(row["risk_at_80"] for row in of_method),
             ]
             lines.append([name, _raulc(of_method), *risks, _beside(name, data, theirs)])
-        n, share = of_data[0]["n"], _percent([of_data[0]["accuracy"]])
+        n, share = of_data[0]["n"], _percent(row["accuracy"] for row in of_data)
         head = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
         parts.append(f"{data}: {n} images, {share} % right\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
 
 
 def active_table(rows: Iterable[Row]) -> str:
-    """Accuracy and negative log-likelihood, means over cycles and seeds (the start is not among the cycles)."""
+    """Accuracy and negative log-likelihood, means over cycles and seeds (the start is not among the cycles).
+
+    With several seeds, the standard deviation of their means over cycles stands behind each mean.
+    """
     found = [row for row in rows if row["row"] == "cycle"]
     parts = []
     for data in dict.fromkeys(row["data"] for row in found):
@@ -79,11 +82,13 @@ def active_table(rows: Iterable[Row]) -> str:
         for name in dict.fromkeys(row["method"] for row in of_data):
             of_method = [row for row in of_data if row["method"] == name]
             theirs = {row: f"{a:.2f}/{b:.3f}" for row, (a, b) in ACTIVE.get(data, {}).items()}
-            nll = statistics.fmean(row["nll"] for row in of_method)
-            twice = statistics.fmean(row["nll_softmax_twice"] for row in of_method)
             labels = f"{min(r['labelled'] for r in of_method)} to {max(r['labelled'] for r in of_method)}"
-            share = _percent(row["accuracy"] for row in of_method)
-            lines.append([name, labels, share, f"{nll:.3f}", f"{twice:.3f}", _beside(name, data, theirs)])
+            numbers = [
+                _by_seed(of_method, lambda row: 100 * row["accuracy"], 2),
+                _by_seed(of_method, lambda row: row["nll"], 3),
+                _by_seed(of_method, lambda row: row["nll_softmax_twice"], 3),
+            ]
+            lines.append([name, labels, *numbers, _beside(name, data, theirs)])
         head = ["method", "labels", "accuracy, %", "NLL", "NLL, softmax twice", "paper's ACC/NLL"]
         parts.append(f"{data}\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
@@ -99,6 +104,12 @@ def runtime_table(rows: Iterable[Row]) -> str:
     ]
     head = ["method", "time, Entropy = 1", "seconds", "paper's, Entropy = 1 (ResNet-18, CIFAR-10)"]
     return f"{found[0]['n']} images\n\n{markdown(head, lines)}" if found else ""
+
+
+def paper_table(name: str, rows: Sequence[Row]) -> str:
+    """A table that `qualms reproduce` makes, by its name there."""
+    kind = {"table2": calibration_table, "table3": active_table, "runtime": runtime_table}.get(name)
+    return kind(rows) if kind else ood_table(rows, "vit" if name == "vit" else "table1")
 
 
 def glance_table(content: Content, resamples: int = 1000) -> str:
@@ -155,6 +166,14 @@ def _auroc(rows: Sequence[OodRow]) -> str:
         return f"{100 * rows[0]['auroc']:.2f} [{100 * rows[0]['auroc_low']:.1f}, {100 * rows[0]['auroc_high']:.1f}]"
     areas = [row["auroc"] for row in rows]
     return f"{_percent(areas)} ± {100 * statistics.stdev(areas):.2f}"
+
+
+def _by_seed(rows: Sequence[CycleRow], number: Callable[[CycleRow], float], digits: int) -> str:
+    """The mean over all rows, and how far the means of the seeds are apart."""
+    seeds = dict.fromkeys(row["seed"] for row in rows)
+    means = [statistics.fmean(number(row) for row in rows if row["seed"] == seed) for seed in seeds]
+    spread = f" ± {statistics.stdev(means):.{digits}f}" if len(means) > 1 else ""
+    return f"{statistics.fmean(means):.{digits}f}{spread}"
 
 
 def _raulc(rows: Sequence[CalibrationRow]) -> str:

@@ -113,7 +113,7 @@ CPU = Preset(
         "images of each dataset, for MNIST (6 epochs) and CIFAR-10 (40 epochs); active learning: 500 images to "
         "validate on, 2000 test images, 2 antithetic draws for REGrad*, MNIST with a pool of 2000, 60 epochs instead "
         "of 200 (the loss is zero after 40), CIFAR-10 and SVHN with a pool of 1000, 3 cycles, 20 epochs of batches of "
-        "32 and 5 methods, CIFAR-100 not at all; costs on 32 images"
+        "32 and 5 methods, CIFAR-100 not at all; costs on 16 images"
     ),
     smooth=Smoothing(SIGMA),
     draws=20,
@@ -135,7 +135,7 @@ CPU = Preset(
         "svhn": Learning(Plan(500, 100, _SHORT, cycles=3, pool=1000, validation=500), _TWO, _FEW),
     },
     active_test=2000,
-    timed=32,
+    timed=16,
 )
 
 PRESETS = {preset.name: preset for preset in (CPU, PAPER)}
