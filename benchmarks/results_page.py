@@ -7,6 +7,7 @@ Tables stand between `<!-- name -->` and `<!-- end -->`; the text around them is
 """
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ PICKS = {
     "Perturb x": ("perturb-x", "you want a second opinion without gradients"),
     "LA": ("laplace", "you have the training data"),
 }
+LOWEST = 0.7  # AUROC that the picture shows
+STEP = 1.03  # between neighbours of one forward pass
+COSTS = (2, 10, 60, math.inf)  # the most that a group of them has
+COLOURS = {"the paper's": "#0072B2", "ours": "#D55E00", "others": "#555555", "sees training data": "#009E73"}
 OURS = ("heat", "coherence", "fisher", "isotropic")
 Row = dict[str, Any]
 
@@ -160,29 +165,46 @@ def ungrad_table(rows: list[Row]) -> str:
 
 
 def picture(ranked: list[Ranked]) -> None:
-    """A dot for each method: mean AUROC against cost in forward passes, with intervals over pairs."""
-    found = [r for r in ranked if r.cost is not None]
-    plt.rcParams.update(
-        {"svg.hashsalt": "qualms", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    """A dot for each method: mean AUROC against cost in forward passes, with intervals over pairs.
+
+    Names stand in a column beside methods of like cost. Those of one forward pass are drawn side by side.
+    """
+    drawn = [r for r in ranked if r.cost is not None and r.auroc > LOWEST]
+    plt.rcParams.update({"svg.hashsalt": "qualms", "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(figsize=(10, 6.5), layout="constrained")
+    groups: dict[int, list[Ranked]] = {}
+    for r in drawn:
+        groups.setdefault(next(i for i, most in enumerate(COSTS) if float(r.cost or 0) <= most), []).append(r)
+    for group in groups.values():
+        costs = [max(1.0, float(r.cost or 0)) for r in group]
+        places = [STEP**i for i in range(len(group))] if max(costs) < COSTS[0] else costs
+        names = 1.09 * max(places)
+        for r, x, at in zip(group, places, spaced([100 * r.auroc for r in group], 1.05), strict=True):
+            y, colour = 100 * r.auroc, COLOURS[_kind(r.method)]
+            bars = [[100 * (r.auroc - r.low)], [100 * (r.high - r.auroc)]]
+            axes.errorbar(x, y, yerr=bars, fmt="o", color=colour, markersize=5, elinewidth=0.5, alpha=0.85)
+            axes.plot([x, names], [y, at], color=colour, linewidth=0.3, alpha=0.6)
+            axes.annotate(f" {r.method}", (names, at), va="center", fontsize=8, color=colour)
+    for kind, colour in COLOURS.items():
+        axes.plot([], [], "o", color=colour, label=kind)
+    axes.set(
+        xscale="log", xlim=(0.9, 500), xlabel="cost in forward passes", ylabel="mean AUROC over pairs of datasets, %"
     )
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    for kind, colour in (
-        ("the paper's", "#0072B2"),
-        ("ours", "#D55E00"),
-        ("others", "#555555"),
-        ("sees training data", "#009E73"),
-    ):
-        own = [r for r in found if _kind(r.method) == kind]
-        at, up = [max(float(r.cost or 0), 1.0) for r in own], [100 * r.auroc for r in own]
-        bars = [[100 * (r.auroc - r.low) for r in own], [100 * (r.high - r.auroc) for r in own]]
-        axes.errorbar(at, up, yerr=bars, fmt="o", color=colour, ecolor=colour, elinewidth=0.6, alpha=0.8, label=kind)
-        for r, x, y in zip(own, at, up, strict=True):
-            axes.annotate(r.method, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7, color=colour)
-    axes.axhline(50, color="#999999", linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", xlabel="cost in forward passes", ylabel="mean AUROC over pairs, %")
-    axes.legend(frameon=False)
+    axes.set_ylim(100 * LOWEST, 100)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    below = ", ".join(f"{r.method} {100 * r.auroc:.0f}" for r in ranked if r.cost is not None and r.auroc <= LOWEST)
+    axes.set_title(f"below {100 * LOWEST:.0f} %: {below}" if below else "", fontsize=8, loc="left")
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(DOCS / "plots" / "scores.svg", metadata={"Date": None})
     plt.close(figure)
+
+
+def spaced(values: list[float], gap: float) -> list[float]:
+    """Falling values, moved apart where they are closer than a gap, around the same mean."""
+    found: list[float] = []
+    for value in values:
+        found.append(min(value, found[-1] - gap) if found else value)
+    return [value + statistics.fmean(values) - statistics.fmean(found) for value in found]
 
 
 def _kind(method: str) -> str:
