@@ -44,11 +44,13 @@ PICKS = {
     "REGrad*": ("regrad+layers+smooth", "you want the paper's method: the default"),
     "REGrad": ("regrad", "the default is too slow; the same without smoothing and layer weights"),
     "heat": ("heat", "you have a convolutional network and a few forward passes"),
+    "coherence": ("coherence", "as above, for a second opinion"),
     "Entropy": ("entropy", "one forward pass is all you can afford"),
-    "energy": ("energy", "as above; its scores do not follow being right as well"),
-    "gen": ("gen", "as above, and behind a normalisation"),
-    "Perturb x": ("perturb-x", "you want a second opinion without gradients"),
-    "LA": ("laplace", "you have the training data"),
+    "gen": ("gen", "as above; also for transformers"),
+    "energy": ("energy", "as above; less good at flagging mistakes"),
+    "Perturb x": ("perturb-x", "you want a score without gradients that asks more than one pass"),
+    "knn": ("knn", "you have training data; less good at flagging mistakes"),
+    "LA": ("laplace", "you have training data and want the paper's row"),
 }
 LOWEST = 0.7  # AUROC that the picture shows
 STEP = 1.03  # between neighbours of one forward pass
@@ -88,20 +90,14 @@ def ranking_table(ranked: list[Ranked], others: list[str], pairs: list[str]) -> 
     body = []
     for r in ranked:
         best = [_share(r.best), "" if r.best_without_data is None else _share(r.best_without_data)]
+        mean, low, high = (100 * value for value in r.ahead)
+        ahead = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]" if r.method != "Entropy" else ""
         area = f"{100 * r.auroc:.1f} [{100 * r.low:.1f}, {100 * r.high:.1f}]"
         lift, cost = ("" if r.raulc is None else f"{r.raulc:.3f}"), ("" if r.cost is None else f"{r.cost:.1f}")
-        body.append(
-            [f"{_name(r.method)}{' †' if needs_data(r.method) else ''}", area, f"{100 * r.aupr:.1f}", *best, lift, cost]
-        )
-    head = [
-        "method",
-        "AUROC, mean of pairs [95 %]",
-        "AUPR",
-        "among the best 3",
-        "of those without data",
-        "rAULC",
-        "cost",
-    ]
+        name = f"{_name(r.method)}{' †' if needs_data(r.method) else ''}"
+        body.append([name, area, ahead, f"{100 * r.aupr:.1f}", *best, lift, cost])
+    head = ["method", "AUROC, mean of pairs [95 %]", "ahead of Entropy [95 %]", "AUPR"]
+    head += ["among the best 3", "of those without data", "rAULC", "cost"]
     told = f"Over {len(pairs)} pairs: {', '.join(pairs)}. † sees training data."
     told += f" Not on all of them, so not here: {', '.join(others)}." if others else ""
     return f"{table(head, body)}\n\n{told}"
@@ -145,23 +141,23 @@ def epistemic_table(rows: list[Row]) -> str:
 
 def ungrad_table(rows: list[Row]) -> str:
     """Each variant of UNGrad on each network: AUROC of both other datasets and rAULC, the paper's row first."""
-    every = list(dict.fromkeys(row["network"] for row in rows))
-    theirs = {"mnist": ("mnist→omniglot", "mnist→fashion-mnist"), "svhn": ("svhn→cifar10", "svhn→cifar100")}
-    theirs["cifar10"] = ("cifar10→svhn", "cifar10→lsun")
+    networks_of = {
+        name: [row for row in rows if row["network"] == name] for name in dict.fromkeys(r["network"] for r in rows)
+    }
     first, body = ["the paper's UNGrad"], []
-    for name in every:
-        data = next(row["in"] for row in rows if row["network"] == name)
-        first.append(
-            " / ".join([*(f"{OOD[pair]['UNGrad'][0]:.0f}" for pair in theirs[data]), f"{RAULC[data]['UNGrad']:.2f}"])
-        )
+    for own in networks_of.values():
+        pairs = [OOD.get(f"{row['in']}→{row['out']}", {}).get("UNGrad") for row in own]
+        areas = ["-" if pair is None else f"{pair[0]:.0f}" for pair in pairs]
+        first.append(" / ".join([*areas, f"{RAULC[own[0]['in']]['UNGrad']:.2f}"]))
     for variant in rows[0]["auroc"] if rows else []:
         cells = [variant]
-        for name in every:
-            own = [row for row in rows if row["network"] == name]
+        for own in networks_of.values():
             areas = [f"{100 * row['auroc'][variant]:.0f}" for row in own]
-            cells.append(" / ".join([*areas, f"{own[0]['raulc'][variant]:.2f}"]))
+            lift = "-" if variant == "L1 norm" else f"{own[0]['raulc'][variant]:.2f}"  # two mistakes among its images
+            cells.append(" / ".join([*areas, lift]))
         body.append(cells)
-    return table(["variant", *every], [first, *body]) if rows else "Not run yet."
+    head = [f"{name}: {' / '.join([*(row['out'] for row in own), 'rAULC'])}" for name, own in networks_of.items()]
+    return table(["variant", *head], [first, *body]) if rows else "Not run yet."
 
 
 def picture(ranked: list[Ranked]) -> None:
@@ -192,7 +188,7 @@ def picture(ranked: list[Ranked]) -> None:
     )
     axes.set_ylim(100 * LOWEST, 100)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    below = ", ".join(f"{r.method} {100 * r.auroc:.0f}" for r in ranked if r.cost is not None and r.auroc <= LOWEST)
+    below = ", ".join(f"{r.method} {100 * r.auroc:.1f}" for r in ranked if r.cost is not None and r.auroc <= LOWEST)
     axes.set_title(f"below {100 * LOWEST:.0f} %: {below}" if below else "", fontsize=8, loc="left")
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(DOCS / "plots" / "scores.svg", metadata={"Date": None})

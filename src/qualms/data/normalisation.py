@@ -55,4 +55,6 @@ class Normalisation:
         """For images whose one channel is repeated; the same object if there are as many channels already."""
         if len(self.mean) in (channels, 1):
             return self if len(self.mean) == channels else Normalisation(self.mean * channels, self.std * channels)
-        raise QualmsError(f"a normalisation of {len(self.mean)} channels is none of {channels}; give one for each.")
+        raise QualmsError(
+            f"a normalisation of {len(self.mean)} channels does not fit {channels} channels; give one for each."
+        )
