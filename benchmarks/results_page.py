@@ -131,11 +131,11 @@ def epistemic_table(rows: list[Row]) -> str:
             values = [row[key] for row in rows if row["method"] == method and row.get(key) is not None]
             return f"{scale * statistics.fmean(values):{form}}" if values else ""
 
-        numbers = [mean("falls_with_size"), mean("rises_with_noise"), mean("rank_mixed", 1, ".2f")]
-        numbers += [mean("partial_mixed", 1, ".2f"), mean("partial_test", 1, ".2f")]
+        numbers = [mean("falls_with_size"), mean("rises_with_noise"), mean("rank", 1, ".2f")]
+        numbers += [mean("partial", 1, ".2f"), mean("partial_to_noise", 1, ".2f")]
         body.append([_name(method), *numbers, mean("unknown_over_ambiguous"), mean("ambiguous_over_clear")])
     head = ["score", "falls with more data, %", "rises with label noise, %", "rank correlation with the ensemble"]
-    head += ["partial to entropy", "the same, test images", "unknown above ambiguous, %", "ambiguous above clear, %"]
+    head += ["given its entropy", "given theirs", "unknown above ambiguous, %", "ambiguous above clear, %"]
     return table(head, body) if rows else "Not run yet."
 
 

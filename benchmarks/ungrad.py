@@ -115,8 +115,9 @@ def variants(gram: Gram, logits: Float[Tensor, "b c"], tensors: list[str]) -> It
     biases = [name.endswith("bias") for name in tensors]
     yield "without biases", norms(towards, gram[:, [not b for b in biases]].sum(1, keepdim=True)).mean(1)
     yield "biases alone", norms(towards, gram[:, biases].sum(1, keepdim=True)).mean(1)
-    yield "first layer alone", norms(towards, gram[:, :2].sum(1, keepdim=True)).mean(1)
-    yield "last layer alone", norms(towards, gram[:, -2:].sum(1, keepdim=True)).mean(1)
+    owners = [name.rpartition(".")[0] for name in tensors]
+    for which, owner in (("first", owners[0]), ("last", owners[-1])):
+        yield f"{which} layer alone", norms(towards, gram[:, [o == owner for o in owners]].sum(1, keepdim=True)).mean(1)
     yield "of unnormalised logits", norms(eye.expand_as(towards)).mean(1)
     yield "the predicted class left out", (plain.sum(1) - plain.gather(1, p.argmax(1, keepdim=True))[:, 0])
     yield "the largest of the classes", plain.amax(1)

@@ -3,13 +3,17 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
+import qualms
 from benchmarks.evidence import among_best, by_pair, needs_data, ranking
+from qualms.data import Images
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,6 +24,14 @@ def epistemic(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import epistemic
 
     return epistemic
+
+
+@pytest.fixture
+def ungrad(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ungrad
+
+    return ungrad
 
 
 def test_the_page_and_the_readme_are_what_the_rows_say(tmp_path: Path) -> None:
@@ -88,25 +100,109 @@ def test_scores_that_rise_from_network_to_network_are_ordered(epistemic: ModuleT
     assert epistemic.ordered([one, two, three]) == pytest.approx((0.75 + 0.5 + 0.5) / 3)
 
 
+def digits(count: int) -> Images:
+    """Each as bright as its class."""
+    labels = torch.arange(count) % 10
+    return Images("mnist", (20 * labels).to(torch.uint8)[:, None, None, None].repeat(1, 1, 2, 2), labels)
+
+
+def test_a_score_that_follows_knowledge_passes_the_check_of_size_and_noise(
+    epistemic: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One score is of few images, one of these and of wrong labels; one is constant."""
+    monkeypatch.setattr(epistemic, "trained", lambda name, *_: name)
+
+    def scored(
+        network: str, train: Images, parts: list[Images], seed: int, methods: dict[str, object]
+    ) -> list[dict[str, object]]:
+        wrong = float((train.pixels[:, 0, 0, 0] != 20 * train.labels).double().mean())
+        level = {"Entropy": 1 / len(train) + wrong, "REGrad": 1 / len(train)}
+        return [{name: np.full(len(part), level.get(name, 0.0)) for name in methods} for part in parts]
+
+    monkeypatch.setattr(epistemic, "scored", scored)
+    rows = epistemic.size(digits(60_000), digits(20), 0, tmp_path)
+    assert {name: rows[name]["falls_with_size"] for name in ("Entropy", "REGrad", "gen")} == {
+        "Entropy": 1.0, "REGrad": 1.0, "gen": 0.5,
+    }  # fmt: skip
+    assert rows["REGrad"]["rises_with_noise"] == 0.5
+    assert rows["Entropy"]["rises_with_noise"] == 1.0
+    assert "knn" not in rows  # what it sees would change too
+
+
+def test_a_score_that_knows_the_unknown_passes_the_check_of_ambiguity(
+    epistemic: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    away = [Images(name, digits(30).pixels, None) for name in ("omniglot", "fashion-mnist")]
+    monkeypatch.setattr(epistemic, "trained", lambda name, *_: name)
+    monkeypatch.setattr(epistemic, "unknown", lambda: away)
+    monkeypatch.setattr(epistemic, "load", lambda *_: digits(1000))
+    monkeypatch.setattr(epistemic, "root", lambda: tmp_path)
+    seen = {"mnist": 0.0, "mixtures": 0.0, "omniglot": 1.0, "fashion-mnist": 1.0}
+    doubts = {"mnist": 0.0, "mixtures": 1.0, "omniglot": 1.0, "fashion-mnist": 1.0}
+
+    def scored(network: str, train: Images, parts: list[Images], *_: object) -> list[dict[str, object]]:
+        levels = {name: doubts if name == "Entropy" else seen for name in epistemic.every_method()}
+        return [{name: np.full(len(part), level[part.name]) for name, level in levels.items()} for part in parts]
+
+    monkeypatch.setattr(epistemic, "scored", scored)
+    rows = epistemic.ambiguous(digits(1000), digits(20), 0, tmp_path)
+    assert rows["REGrad"] == {"unknown_over_ambiguous": 1.0, "ambiguous_over_clear": 0.5, "unknown_over_clear": 1.0}
+    assert rows["Entropy"] == {"unknown_over_ambiguous": 0.5, "ambiguous_over_clear": 1.0, "unknown_over_clear": 1.0}
+
+
+def test_half_of_the_ambiguous_training_set_are_mixtures(epistemic: ModuleType) -> None:
+    every = digits(1000)
+    found = epistemic.half_mixtures(every, seed=0)
+    plain = (found.pixels[:, 0, 0, 0] == 20 * found.labels).double().mean()
+    assert len(found) == 1000
+    assert float(plain) == pytest.approx(0.5, abs=0.01)  # a mixture's brightness is between its two digits'
+
+
+def test_variants_of_ungrad_are_what_autograd_says(ungrad: ModuleType) -> None:
+    torch.manual_seed(0)
+    body = [torch.nn.Conv2d(1, 3, 3, bias=False), torch.nn.BatchNorm2d(3), torch.nn.Tanh(), torch.nn.Flatten()]
+    model = torch.nn.Sequential(*body, torch.nn.Linear(12, 4)).double().eval()
+    x, (first, *_, weight, bias) = 3 * torch.randn(3, 1, 4, 4).double(), model.parameters()
+    found = qualms.class_gradient_gram(model, x, layers="tensor")
+    variants = dict(ungrad.variants(found.gram, found.logits, found.layers))
+
+    def by_autograd(of: Callable[[torch.Tensor], torch.Tensor], params: list[torch.Tensor]) -> list[float]:
+        """The mean over classes of the norm of ∇ of(logits)_c."""
+        means = []
+        for one in x:
+            outputs = of(model(one[None])[0])
+            grads = [torch.autograd.grad(output, params, retain_graph=True) for output in outputs]
+            flat = [torch.cat([g.flatten() for g in grad]) for grad in grads]
+            means.append(float(torch.stack([g.norm() for g in flat]).mean()))
+        return means
+
+    every, least = list(model.parameters()), float(np.finfo(np.float32).eps)
+    cases: dict[str, list[float]] = {
+        "UNGrad": by_autograd(lambda z: z.log_softmax(0), every),
+        "first layer alone": by_autograd(lambda z: z.log_softmax(0), [first]),
+        "last layer alone": by_autograd(lambda z: z.log_softmax(0), [weight, bias]),
+        "of unnormalised logits": by_autograd(lambda z: z, every),
+        "log softmax of the softmax": by_autograd(lambda z: z.softmax(0).log_softmax(0), every),
+        "of p_c (the weights of ExGrad)": by_autograd(lambda z: z.softmax(0), every),
+        "log(p_c + 0.01)": by_autograd(lambda z: (z.softmax(0) + 0.01).log(), every),
+        "p_c clamped as by torch.distributions": by_autograd(
+            lambda z: z.softmax(0).clamp(least, 1 - least).log(), every
+        ),
+    }
+    for name, expected in cases.items():
+        assert variants[name].tolist() == pytest.approx(expected, rel=1e-8), name
+
+
 def test_label_noise_replaces_its_share_by_other_classes(epistemic: ModuleType) -> None:
-    import torch
-
-    from qualms.data import Images
-
     images = Images("digits", torch.zeros(10_000, 1, 2, 2, dtype=torch.uint8), torch.arange(10_000) % 10)
     assert images.labels is not None
-    changed = epistemic.noisy(images, 0.4, seed=0).labels != images.labels
-    assert float(changed.float().mean()) == pytest.approx(0.4, abs=0.02)
+    moved = (epistemic.noisy(images, 0.4, seed=0).labels - images.labels) % 10
+    assert float((moved > 0).float().mean()) == pytest.approx(0.4, abs=0.02)
+    assert set(moved.tolist()) == set(range(10))  # to each of the other classes
 
 
 def test_mixtures_are_of_two_classes_and_have_the_label_of_either(epistemic: ModuleType) -> None:
-    import torch
-
-    from qualms.data import Images
-
-    labels = torch.arange(1000) % 10
-    pixels = (20 * labels).to(torch.uint8)[:, None, None, None].expand(-1, 1, 2, 2)
-    mixed = epistemic.mixtures(Images("digits", pixels, labels), 500, seed=0)
+    mixed = epistemic.mixtures(digits(1000), 500, seed=0)
     sums = 2 * mixed.pixels[:, 0, 0, 0].int() // 20  # the two digits' sum
     other = sums - mixed.labels
     assert bool(((other >= 0) & (other <= 9) & (other != mixed.labels)).all())

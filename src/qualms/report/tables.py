@@ -169,7 +169,7 @@ def _auroc(rows: Sequence[OodRow]) -> str:
 
 
 def _by_seed(rows: Sequence[CycleRow], number: Callable[[CycleRow], float], digits: int) -> str:
-    """The mean over all rows, and how far the means of the seeds are apart."""
+    """The mean of the seeds' means, and their standard deviation."""
     seeds = dict.fromkeys(row["seed"] for row in rows)
     means = [statistics.fmean(number(row) for row in rows if row["seed"] == seed) for seed in seeds]
     spread = f" ± {statistics.stdev(means):.{digits}f}" if len(means) > 1 else ""

@@ -45,7 +45,7 @@ PARTS = ("REGrad", "REGrad+layers", "REGrad*")
 # images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be below the least possible AUPR, 50.8.
 EQUAL = 10_000
 FITTED = 500  # training images for a fit that is not timed
-LEARNT_FROM = 5000  # training images that `laplace` sees where a preset scores a part of the test images only
+LEARNT_FROM = 5000  # training images that methods see where a preset scores a part of the test images only
 
 
 @dataclass(frozen=True)
