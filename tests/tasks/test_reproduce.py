@@ -75,12 +75,13 @@ def test_tables_have_the_papers_methods_with_the_draws_of_the_preset_and_others_
     assert {"REGrad*", "heat", "coherence", "odin", "knn"} <= set(methods)
 
 
-def test_costs_are_measured_on_a_network_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproduce, "paper_methods", lambda *_: {"Entropy": Entropy()})
-    monkeypatch.setattr(reproduce, "methods_beside", lambda *_: {"laplace": parse("laplace")})
-    monkeypatch.setattr(reproduce, "FITTED", 20)
-    rows = list(reproduce.runtime(replace(CPU, timed=2), Workspace(tmp_path, tmp_path)))
-    assert [(row["row"], row["method"], row["n"]) for row in rows] == [
-        ("runtime", "Entropy", 2),
-        ("runtime", "laplace", 2),
-    ]
+def test_costs_are_those_of_the_methods_of_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {name: reproduce.table_methods("cifar10", CPU)[name] for name in ("Entropy", "LA", "MC-AA")}
+    asked = []
+    monkeypatch.setattr(reproduce, "table_methods", lambda *given: asked.append(given) or chosen)
+    monkeypatch.setattr(reproduce, "LEARNT_FROM", 20)
+    preset = replace(CPU, timed=2)
+    rows = list(reproduce.runtime(preset, Workspace(tmp_path, tmp_path)))
+    assert asked == [("cifar10", preset)]
+    assert [(row["row"], row["method"], row["n"]) for row in rows] == [("runtime", name, 2) for name in chosen]
+    assert "draws=20" in rows[2]["exactly"]

@@ -6,7 +6,7 @@ from qualms.methods.method import Method
 from qualms.methods.registry import METHODS, parse
 from qualms.tasks.paper import paper_methods
 
-BESIDE = ("energy", "gen", "heat", "coherence")  # what users would pick instead of the paper's methods, and ours
+INSTEAD = ("energy", "gen", "heat", "coherence")  # what users would pick instead of the paper's methods, and ours
 
 
 def chosen_methods(text: str, dataset: str) -> dict[str, Method]:
@@ -15,7 +15,7 @@ def chosen_methods(text: str, dataset: str) -> dict[str, Method]:
     for spec in listed(text):
         if spec in ("paper", "all"):
             found |= paper_methods(dataset)
-            found |= {name: parse(name) for name in BESIDE}
+            found |= {name: parse(name) for name in INSTEAD}
         if spec == "all":
             known = {type(method) for method in found.values()}
             found |= {kind.name: kind() for kind in METHODS if kind not in known}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WRITING = ".writing"  # where Ray's files are until all are whole
 NOTED = ".noted"  # where Ray notes which images are done
 REJECTED = ".rejected"  # where workers list what cannot be read
-BESIDE = 3  # cores that Ray needs beside those of workers: to read, to pass over what is done, and to write
+RAYS_OWN = 3  # cores that Ray needs beside those of workers: to read, to pass over what is done, and to write
 LOCAL = "local"  # Ray's word for a cluster on this machine, for this run alone
 
 
@@ -63,11 +63,11 @@ def score_on_ray(
             shutil.rmtree(folder / REJECTED, ignore_errors=True)  # none of these is noted: all are tried again
             with cluster(address, workers) as ray:
                 cores = int(ray.cluster_resources().get("CPU", 1))
-                if cores <= BESIDE:
+                if cores <= RAYS_OWN:
                     raise QualmsError(
-                        f"the cluster has {cores} cores, and Ray itself needs {BESIDE}; use at least {BESIDE + 1}."
+                        f"the cluster has {cores} cores, and Ray itself needs {RAYS_OWN}; use at least {RAYS_OWN + 1}."
                     )
-                _run(ray, scorer, source.pieces(), folder, size, min(workers or cores, cores - BESIDE))
+                _run(ray, scorer, source.pieces(), folder, size, min(workers or cores, cores - RAYS_OWN))
             for shard in shards_in(folder / WRITING):
                 shard.rename(folder / shard.name)
             rejected = not_scored(rejected_in(folder / REJECTED), folder)
@@ -119,7 +119,7 @@ def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    cores = (workers or os.cpu_count() or 1) + BESIDE
+    cores = (workers or os.cpu_count() or 1) + RAYS_OWN
     own = {} if address else {"num_cpus": cores, "include_dashboard": False}
     try:
         ray.init(address or LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)

@@ -44,7 +44,6 @@ PARTS = ("REGrad", "REGrad+layers", "REGrad*")
 # As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do: with all 26,032 test
 # images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be below the least possible AUPR, 50.8.
 EQUAL = 10_000
-FITTED = 500  # training images for a fit that is not timed
 LEARNT_FROM = 5000  # training images that methods see where a preset scores a part of the test images only
 
 
@@ -123,11 +122,11 @@ def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
     if (missing := _missing(at, dataset)) is not None:
         yield missing
         return
-    images, train = _load(dataset, at.root).subset(preset.timed), _load(dataset, at.root, "train").subset(FITTED)
+    images, train = _load(dataset, at.root).subset(preset.timed), _load(dataset, at.root, "train").subset(LEARNT_FROM)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = Network(name, load_model(name).to(at.device), DATASETS[dataset].normalisation)
-    methods = {**paper_methods(dataset, preset.smooth), **methods_beside(dataset)}
+    methods = table_methods(dataset, preset)
     with Journal(at.out / f"runtime-{name}.jsonl", network.about) as journal:
         good, reasons = usable(network, images, methods, train)
         yield from reasons
