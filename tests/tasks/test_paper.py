@@ -118,6 +118,9 @@ def test_the_small_preset_tells_its_numbers() -> None:
     mnist, svhn = CPU.active["mnist"].plan, CPU.active["svhn"].plan
     assert f"a pool of {mnist.pool}, {mnist.recipe.epochs} epochs" in CPU.cuts
     assert f"a pool of {svhn.pool}, {svhn.cycles} cycles, {svhn.recipe.epochs} epochs" in CPU.cuts
+    assert f"batches of {svhn.recipe.batch} and {len(CPU.active['svhn'].methods or ())} methods" in CPU.cuts
+    assert f"{mnist.validation} images to validate on, {CPU.active_test} test images" in CPU.cuts
+    assert f"costs on {CPU.timed} images" in CPU.cuts
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar100"])
