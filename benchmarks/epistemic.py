@@ -4,11 +4,12 @@
 
 Knowledge grows with training data and not with the noise of labels; a deep ensemble's members disagree where it is
 missing; an input that two classes share is ambiguous, not unknown. All networks are the small 5x5 CNN for MNIST, by the
-paper's recipe for 2000 steps, whatever the training set, and the last weights stay. They differ in what they saw.
+paper's recipe for 2000 steps, and the last weights stay. They differ in what they saw.
 
-- size: training sets of 100 to 60,000 images, and of 60,000 with up to 40 % of the labels replaced by others. Of all
-  pairs of networks of one seed, how often is the score of a test image higher for the one that saw less, and how often
-  for the one whose labels were noisier? Methods that see training data are left out: what they see would change too.
+- size: training sets of 100 to 60,000 images, and of 60,000 with up to 40 % of the labels replaced by others, each for
+  30 epochs at least. Of all pairs of networks of one seed, how often is the score of a test image higher for the one
+  that saw less, and how often for the one whose labels were noisier? Methods that see training data are left out: what
+  they see would change too.
 - ensemble: the rank correlation of one network's score with the mutual information of ten other networks; controlling
   for the network's entropy; and for the mean entropy of the ten, which is what they agree to be noise. Within test
   images, Omniglot and Fashion-MNIST, and the mean of the three: between them, it would be OOD detection again.
@@ -51,6 +52,7 @@ NOISE = (0.0, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)
 MEMBERS = tuple(range(10, 20))  # seeds of the ensemble, none of which is scored
 STEPS = 2000
+EPOCHS = 30  # at least, where training sets are compared: less would leave the large ones unlearnt
 COUNT = 500  # images of each kind
 LEARNT = 2000  # training images that methods with data see
 LEFT_OUT = ("gaia",)  # counts gradients that are zero, and behind this network's GELUs none are
@@ -95,15 +97,15 @@ def training_sets(every: Images, seed: int) -> Iterator[tuple[str, Images]]:
     yield from ((f"noise {share:g}", noisy(every, share, seed)) for share in NOISE[1:])
 
 
-def trained(name: str, images: Images, seed: int, out: Path) -> Network:
-    """A network for this training set, read if it is there."""
+def trained(name: str, images: Images, seed: int, out: Path, least: int = 1) -> Network:
+    """A network for this training set after this many epochs at least, read if it is there."""
     torch.manual_seed(seed)
     model, normalisation = mnist_cnn_5x5(), DATASETS["mnist"].normalisation
-    file = out / "epistemic" / f"{name.replace(' ', '-')}-seed{seed}.pt"
+    epochs = max(least, -(-STEPS // -(-round(0.9 * len(images)) // RECIPES["mnist"].batch)))
+    file = out / "epistemic" / f"{name.replace(' ', '-')}-{epochs}epochs-seed{seed}.pt"
     if file.exists():
         model.load_state_dict(torch.load(file, weights_only=True))
     else:
-        epochs = -(-STEPS // -(-round(0.9 * len(images)) // RECIPES["mnist"].batch))
         # One look at the end: on ten validation images an early epoch would often seem the best.
         recipe = replace(RECIPES["mnist"], epochs=epochs, validate_every=epochs)
         fit(model, images, recipe, normalisation, seed=seed)
@@ -135,7 +137,7 @@ def size(every: Images, test: Images, seed: int, out: Path) -> dict[str, Row]:
     """How often scores fall with more training images, and rise with more noise in their labels."""
     methods, found = every_method(with_data=False), dict[str, Scores]()
     for name, images in training_sets(every, seed):
-        (found[name],) = scored(trained(name, images, seed, out), images, [test], seed, methods)
+        (found[name],) = scored(trained(name, images, seed, out, EPOCHS), images, [test], seed, methods)
     sizes = [found[f"size {n}"] for n in SIZES]
     noises = [sizes[-1], *(found[f"noise {share:g}"] for share in NOISE[1:])]
     return {
@@ -231,9 +233,10 @@ def main() -> None:
     every, test = load("data:mnist", root(), "train"), load("data:mnist", root()).subset(COUNT)
     if given.part == "train":
         for seed in SEEDS:
-            for name, images in (*training_sets(every, seed), ("mixtures", half_mixtures(every, seed))):
-                trained(name, images, seed, given.out)
-        for seed in MEMBERS:
+            trained("mixtures", half_mixtures(every, seed), seed, given.out)
+            for name, images in training_sets(every, seed):
+                trained(name, images, seed, given.out, EPOCHS)
+        for seed in (*SEEDS, *MEMBERS):
             trained(f"size {SIZES[-1]}", every, seed, given.out)
         return
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
