@@ -1,6 +1,7 @@
 """Shapes are enforced in the tests: every annotated function of qualms checks what it takes and returns."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from jaxtyping import config, install_import_hook
 # Some virtual machines announce AMX and trap on it: torch itself then dies on a product of bfloat16 matrices. oneDNN
 # reads this at its first product; the commands that tests start inherit it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+# A shell starts what runs in the background deaf to Ctrl-C; tests of it, and the commands that they start, are not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 install_import_hook("qualms", "beartype.beartype")
 torch.set_num_threads(1)  # the tests run in parallel processes
