@@ -195,12 +195,14 @@ CASES = [
     conv_case("conv-transpose-grouped", lambda: nn.ConvTranspose2d(3, 6, (2, 3), stride=(1, 2), groups=3, dilation=2)),
     Case("batch-norm", after_conv(lambda: nn.BatchNorm2d(6)), images()),
     Case("group-norm", after_conv(lambda: nn.GroupNorm(3, 6)), images()),
+    Case("group-norm-after-channels-last", net.ChannelsLastNorms, images(4, 3)),
     Case("instance-norm", after_conv(lambda: nn.InstanceNorm2d(6, affine=True)), images()),
     Case(
         "instance-norm-running",
         after_conv(lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True)),
         images(),
     ),
+    Case("instance-norm-channels-last", net.AroundInstanceNorm, images(4)),
     Case("layer-norm-image", after_conv(lambda: nn.LayerNorm([6, 6, 6])), images()),
     Case("batch-norm-1d", lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Flatten(), nn.Linear(30, 3)), sequences()),
     Case("layer-norm", lambda: nn.Sequential(nn.LayerNorm(6), nn.Flatten(), nn.Linear(30, 3)), sequences()),
@@ -240,6 +242,7 @@ CASES = [
     Case("masks-padding-where-there-is-any", scattered.MasksPadding, padded_text, general=...),
     Case("positions-by-length", scattered.CutsPositions, padded_text, general=...),
     Case("tied-weights", net.Tied, ids(9)),
+    Case("tied-padding", net.TiedPadding, ids(6)),
     Case("module-used-twice", net.UsedTwice, images()),
     Case(
         "weight-norm",

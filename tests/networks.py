@@ -130,6 +130,31 @@ class CrossAttention(nn.Module):
         return self.fc(h.transpose(0, 1).flatten(1))
 
 
+class ChannelsLastNorms(nn.Module):
+    """Maps normalised over channels on their last axis, and then over groups of channels without a copy in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm, self.group_norm, self.fc = nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer_norm(x.movedim(1, -1)).movedim(-1, 1).relu()
+        return self.fc(self.group_norm(h).tanh().mean((2, 3)))
+
+
+class AroundInstanceNorm(nn.Module):
+    """Instance normalisation between convolutions, for whose cotangent in channels-last format torch is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1, bias=False), nn.InstanceNorm2d(4, affine=True)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x.relu())
+        return self.fc(self.conv((h + self.norm(h)).relu()).mean((2, 3)))
+
+
 class TextCNN(nn.Module):
     """Embedding with padding, one-dimensional convolution, maximum over time."""
 
@@ -155,6 +180,22 @@ class Tied(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.output(self.hidden(self.embedding(ids)).tanh().mean(1))
+
+
+class TiedPadding(nn.Module):
+    """The row of an embedding that stands for padding has a gradient from the weight's other use alone.
+
+    Its last layer has no rule in forward mode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden = nn.Embedding(6, 6, padding_idx=0), nn.Linear(6, 6)
+        self.hidden.weight = self.embedding.weight
+        self.fc = torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc(self.hidden(self.embedding(ids)).tanh().mean(1))
 
 
 class UsedTwice(nn.Module):

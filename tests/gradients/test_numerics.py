@@ -237,3 +237,39 @@ def test_the_budget_cuts_batches() -> None:
     cut = qualms.class_gradient_norms(model, x, budget=2**20)
     assert 1 < max(calls) < 32
     torch.testing.assert_close(cut.norms, whole.norms)
+
+
+@pytest.mark.parametrize("engine", ["exact", "reference"])
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_the_memory_format_of_images_does_not_change_the_norms(engine: str, inputs: int) -> None:
+    torch.manual_seed(0)
+    model, x = net.AroundInstanceNorm().double(), torch.randn(inputs, 4, 8, 8, dtype=torch.double)
+    plain, last = (
+        qualms.class_gradient_norms(model, x.contiguous(memory_format=f), engine=engine).norms
+        for f in (torch.contiguous_format, torch.channels_last)
+    )
+    torch.testing.assert_close(last, plain, rtol=1e-9, atol=1e-13)
+
+
+GROUPS_FIRST = """
+import torch, qualms
+from torch import nn
+torch.manual_seed(0)
+class ByKeyword(nn.GroupNorm):
+    def forward(self, h):
+        return nn.functional.group_norm(input=h, num_groups=2, weight=self.weight, bias=self.bias)
+after = nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(60, 3)
+x = torch.randn(3, 3, 3, 5).contiguous(memory_format=torch.channels_last)
+for engine in ("exact", "reference"):
+    for norm in (nn.GroupNorm(2, 4), ByKeyword(2, 4)):
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), norm, *after)
+        for _ in range(30):
+            qualms.class_gradient_norms(model, x, params=lambda name: not name.startswith("0."), engine=engine)
+            qualms.class_gradient_norms(model[1:], model[0](x).detach(), engine=engine)
+"""
+
+
+def test_group_normalisation_of_what_has_no_gradient_does_not_end_the_process() -> None:
+    # torch's derivative writes where nothing is, if the images are in channels-last format.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", GROUPS_FIRST], check=True, env=env)

@@ -28,7 +28,7 @@ from tests.cases import CASES, Case
 from tests.gradients.test_engines_agree import SMOOTHINGS
 
 DIRECTIONS = ("classes", "uniform")
-BY_DIFFERENCES = {"weight-norm", "hidden-from-function-modes"}  # no forward-mode rule
+BY_DIFFERENCES = {"weight-norm", "hidden-from-function-modes", "tied-padding"}  # no forward-mode rule
 WITHOUT_DERIVATIVE = {"rounded-weight"}  # what its backward pass says is not the derivative of its forward pass
 
 

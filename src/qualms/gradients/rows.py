@@ -77,6 +77,7 @@ def logits_of(model: nn.Module, on: Rows, *modes: TorchFunctionMode) -> Float[Te
         noisy = None
         if on.embedding_noise is not None:
             noisy = stack.enter_context(NoisyEmbedding(on.embedding_noise))
+        stack.enter_context(PlainGroupNorm())
         if count(on.batch) == 1 and torch.is_grad_enabled():
             stack.enter_context(SoundBatchNorm())
         for mode in modes:
@@ -134,19 +135,37 @@ def _unwrapped(t: Tensor) -> Tensor:
 
 
 class SoundBatchNorm(TorchFunctionMode):
-    """Hands batch normalisation its cotangent in plain order.
+    """Hands batch normalisation, and instance normalisation, which is made of it, their cotangent in plain order.
 
-    torch's derivatives of scale and shift on the CPU are wrong for a single image whose cotangent has the strides of a
-    [position, channel] matrix, (C, 1, …): it takes them for those of the plain order.
+    torch's derivatives on the CPU are wrong for a single image whose cotangent has the strides of a [position, channel]
+    matrix, (C, 1, …): it takes them for those of the plain order.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "batch_norm" and isinstance(out, Tensor) and out.requires_grad:
+        normalised = getattr(func, "__name__", "") in ("batch_norm", "instance_norm")
+        if normalised and isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(_in_plain_order)
         return out
+
+
+class PlainGroupNorm(TorchFunctionMode):
+    """Hands group normalisation its input in plain order.
+
+    In channels-last order torch's derivative on the CPU ends the process if that of the input is not asked for, and the
+    one in forward mode takes a view that there is not.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "group_norm":
+            args = (*(a.contiguous() for a in args[:1]), *args[1:])
+            kwargs = {key: a.contiguous() if key == "input" else a for key, a in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 def _in_plain_order(cotangent: Tensor) -> Tensor:

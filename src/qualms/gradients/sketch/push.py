@@ -72,17 +72,16 @@ def central_difference(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Te
     state = {f"model.{n}": _double(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     on = Rows(with_tensors(on.batch, map(_double, tensors(on.batch))), on.per_input, on.embedding_noise)
     tangent = {name: s.double() for name, s in tangent.items()}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None and f"{name}.weight" in tangent:
-            tangent[f"{name}.weight"][module.padding_idx] = 0
-    step = _step(state, tangent)
+    step, padding = _step(state, tangent), list[Tensor]()
 
-    def moved(by: float) -> Tensor:
+    def moved(by: float, keep_padding: ConstantPadding) -> Tensor:
         there = {f"model.{n}": state[f"model.{n}"] + by * s for n, s in tangent.items()}
-        return torch.func.functional_call(inner, state | there, (on,))
+        with keep_padding:
+            return torch.func.functional_call(inner, state | there, (on,))
 
-    with ConstantPadding():  # refuses what a difference would get wrong
-        return moved(0.0), (moved(step) - moved(-step)) / (2 * step)
+    z = moved(0.0, ConstantPadding(seen=padding))
+    ahead, behind = (moved(by, ConstantPadding(still=padding)) for by in (step, -step))
+    return z, (ahead - behind) / (2 * step)
 
 
 def _step(state: Tangent, tangent: Tangent) -> float:
@@ -109,7 +108,14 @@ class _Logits(nn.Module):
 
 
 class ConstantPadding(TorchFunctionMode):
-    """The row of an embedding that stands for padding has no gradient, and so no tangent."""
+    """What an embedding gives for padding has no gradient, and so no tangent; other uses of the same weight do.
+
+    For a difference it stays what it was at the weights themselves: `seen` takes that down, and `still` holds to it.
+    """
+
+    def __init__(self, seen: list[Tensor] | None = None, still: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.seen, self.still = seen, iter(still)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,7 +131,10 @@ class ConstantPadding(TorchFunctionMode):
         if padding is None or (func is not F.embedding and padding < 0):
             return out
         ids = given["input"] if func is F.embedding else given["indices"]
-        return torch.where((ids == padding % len(given["weight"])).unsqueeze(-1), out.detach(), out)
+        if self.seen is not None:
+            self.seen.append(out)
+        constant = next(self.still, out.detach())
+        return torch.where((ids == padding % len(given["weight"])).unsqueeze(-1), constant, out)
 
 
 IN_PYTHON = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
