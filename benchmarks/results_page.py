@@ -48,7 +48,7 @@ PICKS = {
     "Entropy": ("entropy", "one forward pass is all you can afford"),
     "gen": ("gen", "as above; also for transformers"),
     "energy": ("energy", "as above; less good at flagging mistakes"),
-    "Perturb x": ("perturb-x", "you want a score without gradients that asks more than one pass"),
+    "Perturb x": ("perturb-x", "you want a score without gradients, and can afford many passes"),
     "knn": ("knn", "you have training data; less good at flagging mistakes"),
     "LA": ("laplace", "you have training data and want the paper's row"),
 }
@@ -133,9 +133,11 @@ def epistemic_table(rows: list[Row]) -> str:
 
         numbers = [mean("falls_with_size"), mean("rises_with_noise"), mean("rank", 1, ".2f")]
         numbers += [mean("partial", 1, ".2f"), mean("partial_to_noise", 1, ".2f")]
-        body.append([_name(method), *numbers, mean("unknown_over_ambiguous"), mean("ambiguous_over_clear")])
+        numbers += [mean("unknown_over_ambiguous"), mean("ambiguous_over_clear"), mean("unknown_over_clear")]
+        body.append([_name(method), *numbers])
     head = ["score", "falls with more data, %", "rises with label noise, %", "rank correlation with the ensemble"]
     head += ["given its entropy", "given theirs", "unknown above ambiguous, %", "ambiguous above clear, %"]
+    head += ["unknown above clear, %"]
     return table(head, body) if rows else "Not run yet."
 
 

@@ -32,7 +32,7 @@ from qualms.tasks.presets import CPU
 from qualms.training import RECIPES, fit
 
 RESULTS = Path(__file__).parent / "results" / "ungrad.jsonl"
-OWN, COUNT, FEW = 2000, 500, 200  # images of the own dataset, of others, and for L1 norms, which have no short cut
+COUNT, FEW = 500, 200  # images of each dataset, and for L1 norms, which have no short cut
 EPOCHS = 3
 FLOORS = (1e-2, 1e-4, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12)
 Gram = Float[Tensor, "b l c c"]
@@ -159,7 +159,7 @@ def main() -> None:
     for name in [n for n in given.names or every if n not in have]:
         build, (known, *others) = every[name]
         network = build()
-        images = images_of(network, known, OWN)
+        images = images_of(network, known, COUNT)
         assert images.labels is not None
         correct, inside = network.logits(images).argmax(1).eq(images.labels), scores(network, images)
         calibrated = {variant: round(raulc(s, correct[: len(s)]), 4) for variant, s in inside.items()}
@@ -167,7 +167,7 @@ def main() -> None:
         for other in others:
             outside = scores(network, images_of(network, other, COUNT))
             found = {variant: round(auroc(inside[variant], outside[variant]), 4) for variant in inside}
-            row = {**about, "out": other, "n_in": OWN, "n_out": COUNT, "n_l1": FEW, "auroc": found, "raulc": calibrated}
+            row = {**about, "out": other, "n": COUNT, "n_l1": FEW, "auroc": found, "raulc": calibrated}
             with RESULTS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(row, flush=True)

@@ -116,8 +116,10 @@ def test_the_small_preset_tells_its_numbers() -> None:
     for dataset, name in (("mnist", "MNIST"), ("cifar10", "CIFAR-10")):
         assert f"{name} ({CPU.vit[dataset].recipe.epochs} epochs)" in CPU.cuts
     mnist, svhn = CPU.active["mnist"].plan, CPU.active["svhn"].plan
-    assert f"a pool of {mnist.pool}, {mnist.recipe.epochs} epochs" in CPU.cuts
-    assert f"a pool of {svhn.pool}, {svhn.cycles} cycles, {svhn.recipe.epochs} epochs" in CPU.cuts
+    assert CPU.active["mnist"].seeds == (0, 1)
+    assert f"MNIST with two seeds, a pool of {mnist.pool}, {mnist.recipe.epochs} epochs" in CPU.cuts
+    assert CPU.active["svhn"].seeds == CPU.active["cifar10"].seeds == (0,)
+    assert f"with one seed, a pool of {svhn.pool}, {svhn.cycles} cycles, {svhn.recipe.epochs} epochs" in CPU.cuts
     assert f"batches of {svhn.recipe.batch} and {len(CPU.active['svhn'].methods or ())} methods" in CPU.cuts
     assert f"{mnist.validation} images to validate on, {CPU.active_test} test images" in CPU.cuts
     assert f"costs on {CPU.timed} images" in CPU.cuts
