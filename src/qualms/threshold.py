@@ -35,6 +35,15 @@ class MadeBy:
     tolerance: float | None = None
     seed: int | None = None
 
+    def require_kinds(self) -> None:
+        """A ValueError if a file has something else in a place of these."""
+        for f in fields(self):
+            value, wanted = getattr(self, f.name), {"tolerance": (int, float), "seed": (int,)}.get(f.name, (str,))
+            if not (type(value) in wanted or (value is None and f.default is None)):
+                raise ValueError(f"{f.name} is a {type(value).__name__}")
+        if self.tolerance is not None:
+            _finite(self.tolerance)
+
     def require_same(self, other: "MadeBy") -> None:
         """An error that says what differs in `other`."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
@@ -156,19 +165,32 @@ class Threshold:
     def load(cls, path: str | Path) -> "Threshold":
         """Read what `save` wrote."""
         try:
-            found = json.loads(Path(path).read_text())
-            value = -math.inf if found["value"] is None else float(found["value"])
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            value = -math.inf if found["value"] is None else _finite(found["value"])
             made_by = MadeBy(**found["made_by"]) if found.get("made_by") else None
-            reference = tuple(map(float, found.get("reference", ())))
-            return cls(value, int(found["samples"]), str(found["rule"]), made_by, reference)
+            reference = tuple(map(_finite, found.get("reference", ())))
+            samples, rule = found["samples"], found["rule"]
+            if list(reference) != sorted(reference) or type(samples) is not int or not 0 < samples < 2**63:
+                raise ValueError("not as `save` writes it")
+            if not isinstance(rule, str) or not rule.isprintable() or not rule.split():
+                raise ValueError("a rule that is no text")
+            if made_by is not None:
+                made_by.require_kinds()
+            return cls(value, samples, rule, made_by, reference)
         except FileNotFoundError:
             raise QualmsError(f"there is no threshold file at {path}; write one with `qualms threshold`.") from None
         except OSError as error:
             raise QualmsError(
                 f"{path} cannot be read ({error.strerror}); check that it is a file you may read."
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
             raise QualmsError(f"{path} is not a threshold file; write one with `qualms threshold`.") from None
+
+
+def _finite(number: Any) -> float:
+    if type(number) not in (int, float) or not math.isfinite(number):
+        raise ValueError("no finite number")
+    return float(number)
 
 
 def _scores(scores: Any) -> Float[Tensor, " n"]:

@@ -35,6 +35,12 @@ class Normalisation:
             )
         if not all(s > 0 for s in self.std):
             raise QualmsError(f"the normalisation divides by {self.std}; every deviation must be above 0.")
+        mean, std = (torch.tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
+        if not bool(torch.stack([mean, std, -mean / std, (1 - mean) / std]).isfinite().all()):
+            raise QualmsError(
+                f"the normalisation by the means {self.mean} and the deviations {self.std} gives numbers that are not "
+                "finite; correct them."
+            )
 
     def apply(self, pixels: UInt8[Tensor, "n c h w"]) -> Float32[Tensor, "n c h w"]:
         """Bytes to the numbers that the network receives."""

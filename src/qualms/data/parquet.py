@@ -136,5 +136,5 @@ def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[s
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][label_key]["names"]
         return tuple(names) if all(isinstance(name, str) for name in names) else ()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return ()

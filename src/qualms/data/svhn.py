@@ -1,15 +1,16 @@
 """SVHN, the cropped digits: one .mat file a split."""
 
-from io import BytesIO
+import zlib
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from qualms.data.images import Images, images_of
-from qualms.data.places import content_of, extra, first_of
-from qualms.errors import QualmsError
+from qualms.data.mat import read_mat
+from qualms.data.places import content_of, first_of
+from qualms.errors import QualmsError, reason
 
 DIGITS = tuple("0123456789")
-NUMBERS = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "single", "double"}
 
 
 def read_svhn(root: Path, split: str) -> Images:
@@ -29,17 +30,14 @@ def read_svhn(root: Path, split: str) -> Images:
     return images_of("svhn", path, pixels.transpose(3, 2, 0, 1), labels.astype("int64") % 10, DIGITS)
 
 
-def _variables(path: Path) -> dict[str, Any]:
-    scipy = extra("scipy.io", "scipy", "SVHN's .mat files")
+def _variables(path: Path) -> dict[str, np.ndarray]:
     content = content_of(path)
     try:
-        kinds = {name: kind for name, _, kind in scipy.whosmat(BytesIO(content))}
-        # Only plain numbers are read: their length is that of the bytes in the file, not a number in a header.
-        if not all(kinds.get(name) in NUMBERS for name in ("X", "y")):
-            there = ", ".join(f"{name} ({kind})" for name, kind in kinds.items()) or "nothing"
-            raise QualmsError(f"{path} is cut or not SVHN's: it holds {there} and not numbers X and y; get it again.")
-        return scipy.loadmat(BytesIO(content), variable_names=["X", "y"])
-    except QualmsError:
-        raise
-    except Exception as error:  # scipy raises whatever comes up
-        raise QualmsError(f"{path} is cut or not a MATLAB 5 file ({type(error).__name__}); get it again.") from None
+        found = read_mat(content)
+    except (ValueError, zlib.error) as error:
+        raise QualmsError(f"{path} is cut or not a MATLAB 5 file ({reason(error)}); get it again.") from None
+    numbers = {name: one.numbers for name, one in found.items() if one.numbers is not None}
+    if not {"X", "y"} <= numbers.keys():
+        there = ", ".join(f"{name} ({one.kind})" for name, one in found.items()) or "nothing"
+        raise QualmsError(f"{path} is cut or not SVHN's: it holds {there} and not numbers X and y; get it again.")
+    return numbers

@@ -2,6 +2,7 @@
 
 import tarfile
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
 
 def _require_whole(path: Path) -> None:
     """An error if the headers of a file do not lead to its end, which readers take for the end of the samples."""
-    with tarfile.open(path) as file:
+    with _opened(path) as file:
         for _ in file:
             pass
         assert file.fileobj is not None
@@ -48,6 +49,15 @@ def _require_whole(path: Path) -> None:
         rest = file.fileobj.read(RECORD)
         if not rest or any(rest):
             raise tarfile.ReadError
+
+
+def _opened(path: Path) -> tarfile.TarFile:
+    """As it is, or compressed; not by xz, whose header alone says how much memory is taken to read it."""
+    with suppress(tarfile.ReadError):
+        return tarfile.open(path, "r:")
+    with suppress(tarfile.ReadError):
+        return tarfile.open(path, "r:gz")
+    return tarfile.open(path, "r:bz2")
 
 
 def _content(sample: dict[str, Any], where: str) -> bytes:

@@ -111,7 +111,7 @@ def _of_hugging_face(name: str, config: Any) -> Preprocessing:
         try:
             settings = json.loads(path.read_text())
             normalisation, fit = _processor_normalisation(settings), _processor_fit(settings)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError, OSError) as error:
             raise QualmsError(f"{path} is damaged ({reason(error)}); save the image processor anew.") from error
     if fit is None:
         fit = _configured(config)

@@ -12,7 +12,7 @@ from qualms.data import Images, Rejected
 from qualms.data.decode import Unreadable
 from qualms.data.reading import File, read_some
 from qualms.errors import QualmsError
-from qualms.scale.folder import parquet, write_rejected
+from qualms.scale.folder import column, write_rejected
 from qualms.scored import Scored
 from qualms.scorer import Scorer
 from qualms.tasks.network import Network
@@ -82,8 +82,13 @@ class BatchScorer:
 
 def rejected_in(folder: Path) -> list[Rejected]:
     """What all workers listed in a folder; an image that several attempts met counts once."""
-    rows = [row for file in sorted(folder.glob("*.parquet")) for row in parquet().read_table(file).to_pylist()]
-    return [Rejected(name, why) for name, why in sorted({row["id"]: row["reason"] for row in rows}.items())]
+    found: dict[str, str] = {}
+    for file in sorted(folder.glob("*.parquet")):
+        ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
+        if len(ids) != len(reasons) or not all(isinstance(one, str) for one in (*ids, *reasons)):
+            raise QualmsError(f"{file} is no list of what could not be read; remove it, and score again.")
+        found.update(zip(ids, reasons, strict=True))
+    return [Rejected(name, why) for name, why in sorted(found.items())]
 
 
 def _list(folder: Path, rejected: tuple[Rejected, ...]) -> None:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from qualms.data import Rejected
 from qualms.data.decode import Unreadable
+from qualms.data.parquet import readable
 from qualms.data.places import extra
 from qualms.errors import QualmsError, reason
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
-from qualms.scale.folder import Done, arrow, begun, count_rows, finish, parquet, shards_in
+from qualms.scale.folder import Done, arrow, begun, column, count_rows, finish, shards_in
 from qualms.scale.source import PART, Piece, Source
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def not_scored(rejected: list[Rejected], folder: Path) -> list[Rejected]:
     """Without those that another attempt could read."""
     left = {one.id: one for one in rejected}
     for shard in shards_in(folder):
-        for name in parquet().read_table(shard, columns=["id"]).column(0).to_pylist():
+        for name in column(shard, "id").to_pylist():
             left.pop(name, None)
     return list(left.values())
 
@@ -102,9 +103,10 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
 
 def require_once(folder: Path) -> None:
     """An error if an image has two rows; in a count of all, it could stand for one that is lost."""
-    tables = [parquet().read_table(shard, columns=["id"]) for shard in shards_in(folder)]
-    ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
-    doubled = len(ids) - len(ids.unique())
+    tables = [arrow().table({"id": column(shard, "id")}) for shard in shards_in(folder)]
+    with readable(folder):
+        ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
+        doubled = len(ids) - len(ids.unique())
     if doubled:
         raise QualmsError(f"{folder} has {doubled} rows too many, of images scored twice; remove it, and score again.")
 

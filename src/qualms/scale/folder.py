@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qualms.data import Rejected
+from qualms.data.parquet import readable
 from qualms.data.places import extra
 from qualms.disk import locked, written_whole
 from qualms.errors import QualmsError
@@ -29,6 +30,12 @@ class Done:
     scored: int
     rejected: int
     accepted: int | None  # of those scored, if there is a threshold
+
+    def require_counts(self) -> None:
+        """A ValueError if these are not numbers that things have."""
+        counts = [self.scored, self.rejected, *([] if self.accepted is None else [self.accepted])]
+        if not all(type(count) is int and count >= 0 for count in counts) or (self.accepted or 0) > self.scored:
+            raise ValueError("no counts")
 
 
 def require_own(folder: Path) -> None:
@@ -59,9 +66,9 @@ def finish(folder: Path, about: dict[str, Any], shards: Iterable[Path], rejected
     """List what could not be read, and write into the manifest how many there are."""
     shards, accepted, listed = list(shards), None, list(rejected)
     for shard in shards:
-        with parquet().ParquetFile(shard) as file:
+        with readable(shard), parquet().ParquetFile(shard) as file:
             if "accepted" in file.schema_arrow.names:
-                accepted = (accepted or 0) + sum(file.read(["accepted"]).column(0).to_pylist())
+                accepted = (accepted or 0) + _count_true(shard, file.read(["accepted"]).column(0))
     write_rejected(folder / REJECTED, listed)
     done = Done(count_rows(shards), len(listed), accepted)
     _write_json(folder / MANIFEST, {**about, "done": asdict(done)})
@@ -82,7 +89,27 @@ def shards_in(folder: Path) -> list[Path]:
 
 def count_rows(shards: Iterable[Path]) -> int:
     """Of all of them together."""
-    return sum(parquet().read_metadata(shard).num_rows for shard in shards)
+    return sum(map(_rows, shards))
+
+
+def column(shard: Path, name: str) -> Any:
+    """One column of a file, as pyarrow has it; what is text in it is text."""
+    with readable(shard):
+        found = parquet().read_table(shard, columns=[name]).column(name)
+        found.validate(full=True)
+        return found
+
+
+def _rows(shard: Path) -> int:
+    with readable(shard):
+        return parquet().read_metadata(shard).num_rows
+
+
+def _count_true(shard: Path, decisions: Any) -> int:
+    found = decisions.to_pylist()
+    if not all(isinstance(one, bool) for one in found):
+        raise QualmsError(f"the column accepted of {shard} is not all yes or no; remove the file, and score again.")
+    return sum(found)
 
 
 def write(path: Path, table: Any) -> None:
@@ -111,7 +138,9 @@ def _of_the_same(folder: Path, about: dict[str, Any]) -> Done | None:
     try:
         found = {**json.loads(path.read_text())}
         done = None if found.get("done") is None else Done(**found.pop("done"))
-    except (OSError, ValueError, TypeError):
+        if done is not None:
+            done.require_counts()
+    except (OSError, ValueError, TypeError, RecursionError):
         raise QualmsError(f"{path} cannot be read as a manifest; choose another folder.") from None
     differ = [f"{k} {found.get(k)}, not {about.get(k)}" for k in {**found, **about} if found.get(k) != about.get(k)]
     if differ:

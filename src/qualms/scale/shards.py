@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qualms.data import Images, Rejected
+from qualms.data.parquet import readable
 from qualms.errors import QualmsError
 from qualms.progress import Tell
 from qualms.scale.folder import Done, arrow, begun, finish, parquet, write
@@ -90,8 +91,8 @@ def _write_shard(
 
 
 def _left_out(shard: Path) -> list[Rejected]:
-    with parquet().ParquetFile(shard) as file:
-        return [Rejected(**one) for one in json.loads(file.schema_arrow.metadata[LEFT_OUT])]
+    with readable(shard), parquet().ParquetFile(shard) as file:
+        return [Rejected(str(one["id"]), str(one["reason"])) for one in json.loads(file.schema_arrow.metadata[LEFT_OUT])]
 
 
 def _shard(folder: Path, number: int) -> Path:
