@@ -34,7 +34,10 @@ from tests.data.mutations import (
 )
 
 ALL = 100_000
-BOUND = 256 * 2**20  # bytes that reading a file of a few kilobytes may take, whatever its headers say
+MIB = 2**20
+BOUND = 256 * MIB  # that reading a file of a few kilobytes may take, whatever its headers say
+IMAGE = 768 * MIB  # 16 million pixels, or 10,000 for each byte of the file, and copies of them in other modes
+PAGES = 5 * 2**10 * MIB  # pyarrow reserves, and does not touch, what the header of a page says, up to 2 GiB a column
 
 
 @dataclass(frozen=True)
@@ -500,24 +503,27 @@ READERS: dict[str, Reader] = {
     "cifar100": Reader(_one(_cifar100), _dataset("cifar100"), either(damaged, damaged_pickle)),
     "svhn": Reader(_one(_plain_svhn), _dataset("svhn"), damaged),
     "svhn-compressed": Reader(_one(layouts.write_svhn), _dataset("svhn"), either(damaged, in_mat, in_mat)),
-    "omniglot": Reader(_one(layouts.write_omniglot), _dataset("omniglot"), either(damaged, in_png)),
-    "folder": Reader(_one(layouts.write_folder), _dataset("things"), either(damaged, in_png)),
+    "omniglot": Reader(_one(layouts.write_omniglot), _dataset("omniglot"), either(damaged, in_png), bound=IMAGE),
+    "folder": Reader(_one(layouts.write_folder), _dataset("things"), either(damaged, in_png), bound=IMAGE),
     "png": Reader(
         _pictures(("png", "RGB", {}), ("png", "P", {}), ("png", "1", {}), ("png", "RGBA", {}), ("png", "I;16", {})),
         _at,
         either(damaged, in_png, in_png),
+        bound=IMAGE,
     ),
     "jpeg": Reader(
         _pictures(("jpg", "RGB", {}), ("jpg", "L", {"progressive": True}), ("jpg", "CMYK", {"quality": 90})),
         _at,
         damaged,
+        bound=IMAGE,
     ),
-    "gif": Reader(_pictures(("gif", "P", {}), ("gif", "L", {"interlace": False}), ("gif", "1", {})), _at, damaged),
-    "bmp": Reader(_pictures(("bmp", "RGB", {}), ("bmp", "P", {}), ("bmp", "1", {}), ("dib", "L", {})), _at, damaged),
+    "gif": Reader(_pictures(("gif", "P", {}), ("gif", "L", {"interlace": False}), ("gif", "1", {})), _at, damaged, bound=IMAGE),
+    "bmp": Reader(_pictures(("bmp", "RGB", {}), ("bmp", "P", {}), ("bmp", "1", {}), ("dib", "L", {})), _at, damaged, bound=IMAGE),
     "webp": Reader(
         _pictures(("webp", "RGB", {}), ("webp", "RGBA", {"lossless": True}), ("webp", "RGB", {"quality": 10})),
         _at,
         damaged,
+        bound=IMAGE,
     ),
     "tiff": Reader(
         _pictures(
@@ -531,16 +537,17 @@ READERS: dict[str, Reader] = {
         ),
         _at,
         damaged,
+        bound=IMAGE,
     ),
-    "other images": Reader(_other_pictures, _at, damaged),
+    "other images": Reader(_other_pictures, _at, damaged, bound=IMAGE),
     "npz": Reader(_npz, _at, either(damaged, in_zip(damaged), in_zip(damaged))),
     "npz in parts": Reader(_npz, _in_parts, either(damaged, in_zip(damaged), in_zip(damaged))),
-    "parquet": Reader(_parquets, _at, damaged),
-    "parquet in parts": Reader(_parquets, _in_parts, damaged),
-    "tar": Reader(_one(_tar), _in_parts, either(damaged, in_tar(either(damaged, in_png)))),
+    "parquet": Reader(_parquets, _at, damaged, bound=PAGES),
+    "parquet in parts": Reader(_parquets, _in_parts, damaged, bound=PAGES),
+    "tar": Reader(_one(_tar), _in_parts, either(damaged, in_tar(either(damaged, in_png))), bound=IMAGE),
     "txt": Reader(_content("a.txt", "Once upon a time. Zwölf.\r\n三".encode()), _texts, damaged),
     "jsonl": Reader(_content("a.jsonl", LINES), _texts, either(damaged, damaged_lines)),
-    "text parquet": Reader(_one(_text_parquet), _texts, damaged),
+    "text parquet": Reader(_one(_text_parquet), _texts, damaged, bound=PAGES),
     "checkpoint": Reader(
         _zipped, _weights, either(damaged, in_zip({"data.pkl": either(damaged, damaged_pickle), "": damaged}))
     ),
@@ -568,9 +575,9 @@ READERS: dict[str, Reader] = {
     "tokenizer": Reader(
         _language("tokenizer.json", "tokenizer_config.json"), _speak, either(damaged, damaged_json), few=30, many=5_000
     ),
-    "shard": Reader(_shards, _shard, damaged),
+    "shard": Reader(_shards, _shard, damaged, bound=PAGES),
     "manifest": Reader(_one(_manifest), _begin, either(damaged, damaged_json)),
-    "rejected": Reader(_one(_listed), _list, damaged),
+    "rejected": Reader(_one(_listed), _list, damaged, bound=PAGES),
     "threshold": Reader(_one(_threshold), _accept, either(damaged, damaged_json)),
     "rows": Reader(_one(_journal), _rows, either(damaged, damaged_lines)),
     "class names": Reader(_content("names.txt", "cat\ndog\nKuh ä\n".encode()), _class_file, damaged),

@@ -97,15 +97,15 @@ class _Child:
                 return None
             self.process.kill()
         try:
-            found: Figures | None = self.ours.recv()
+            found: Figures | str | None = self.ours.recv()
         except EOFError:
             found = None
         self.process.join()
         self.ours.close()
         begun = self.at.value
-        if found is None:  # it died, and its figures with it
+        if not isinstance(found, Figures):  # it died, and its figures with it
             code = self.process.exitcode or 0
-            reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            reason = found or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
             seed = self.seeds[max(0, begun - 1)]
             total.failures[seed] = f"the process ended with {reason}" + ("" if begun else " before the first mutation")
             return self.seeds[begun:] if begun else self.seeds[:0]
@@ -123,6 +123,13 @@ def mutation(name: str, reader: Reader, contents: dict[Path, bytes], seed: int) 
 
 
 def _loop(name: str, seeds: Iterable[int], at: Any, pipe: Any) -> None:
+    try:
+        pipe.send(_found(name, seeds, at))
+    except BaseException as error:  # of the loop itself
+        pipe.send(_told(error))
+
+
+def _found(name: str, seeds: Iterable[int], at: Any) -> Figures:
     reader, found = READERS[name], Figures()
     ran: list[str] = []
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, wherever it hangs
@@ -154,7 +161,7 @@ def _loop(name: str, seeds: Iterable[int], at: Any, pipe: Any) -> None:
             path.write_bytes(contents[path])
             if len(found.failures) >= TOLD:
                 break
-    pipe.send(found)
+    return found
 
 
 def _failure(reader: Reader, folder: Path, path: Path, found: Figures) -> str | None:

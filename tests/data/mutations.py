@@ -14,6 +14,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -169,7 +170,7 @@ def _damage_value(value: list[Any], random: Random) -> bool:
         inside[key] = "DEEP"
         return True
     if chance < 0.55 or inside is value:
-        inside[key] = random.choice(VALUES)
+        inside[key] = deepcopy(random.choice(VALUES))
     elif chance < 0.7:
         del inside[key]
     elif chance < 0.8:
@@ -178,7 +179,7 @@ def _damage_value(value: list[Any], random: Random) -> bool:
     elif isinstance(inside, dict):
         inside[random.choice(("", "x", f"{key}2", str(key).upper(), "\ud800", "a" * 300))] = inside.pop(key)
     else:
-        inside[key:key] = [random.choice(VALUES)] * random.choice((1, 3, 300))
+        inside[key:key] = [deepcopy(random.choice(VALUES)) for _ in range(random.choice((1, 3, 300)))]
     return False
 
 

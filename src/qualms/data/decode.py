@@ -23,6 +23,11 @@ UPRIGHT = {  # what undoes each orientation, by Pillow's names
 }
 
 
+# Pixels that a file may claim, whatever its length, and for each byte of it: PNG can have 8,000 of one bit in a byte.
+ANYWAY, A_BYTE = 2**24, 10_000
+AT_ONCE = 2**20  # numbers that are scaled together
+
+
 class Unreadable(QualmsError):
     """An image or text that cannot be read; `reason` goes on from "it is"."""
 
@@ -94,6 +99,8 @@ def _read(
             done += ["more bits"] if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())) else []
             if most is not None and image.width * image.height > most:
                 raise _too_large(where, image.width * image.height, most)
+            if image.width * image.height > max(ANYWAY, A_BYTE * len(content)):
+                raise OSError("more pixels than such a file can hold")  # Pillow would make room for all of them
             image.load()
     except library.DecompressionBombError as error:
         claimed, limit = (int(number) for number in re.findall(r"\d+", str(error))[:2])
@@ -143,14 +150,18 @@ def _orientation(image: Any) -> int:
 
 def _scaled(image: Any, where: str) -> Any:
     """Grey of more than 8 bits, scaled to 8 and not cut off: 16 bits by 257, so that white stays white."""
-    values = np.asarray(image).astype(np.float64)
+    values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
     most = 1.0 if image.mode == "F" else 65535.0
     if not (low >= 0 and high <= most):
         raise Unreadable(
             where, f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {most:g} can be scaled to bytes"
         )
-    return pillow().fromarray(np.rint(values * (255 / most)).astype(np.uint8))
+    scaled = np.empty(values.size, np.uint8)
+    for start in range(0, values.size, AT_ONCE):
+        some = values.reshape(-1)[start : start + AT_ONCE].astype(np.float64)
+        scaled[start : start + AT_ONCE] = np.rint(some * (255 / most))
+    return pillow().fromarray(scaled.reshape(values.shape))
 
 
 def _in_colour(image: Any, where: str, done: list[str]) -> Any:

@@ -10,6 +10,7 @@ import math
 import pickle
 import pickletools
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ def read_pickle(path: Path) -> Any:
     """What a pickle by Python 3, or by Python 2 in binary, holds; text of Python 2 comes as bytes."""
     content = content_of(path)
     try:
-        _bounded(content)
-        return _plain(_ArraysOnly(io.BytesIO(content), encoding="bytes").load())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about text of Python 2 with strange escapes
+            _bounded(content)
+            return _plain(_ArraysOnly(io.BytesIO(content), encoding="bytes").load())
     except _Refused as refused:
         raise QualmsError(
             f"{path} is refused: {refused}, and a pickle with more than arrays, numbers and text in it can run any "

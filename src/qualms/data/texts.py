@@ -67,6 +67,7 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
         try:
             own, text = entry.content()
             _require_text(text, entry.where)
+            _require_whole(own or "", entry.where, "called by")
         except Unreadable as error:
             if strict or read is _file:
                 raise
@@ -147,8 +148,12 @@ def _named(values: Mapping[str, Any], where: str) -> tuple[str | None, str]:
 def _require_text(text: str, where: str) -> None:
     if not text.strip():
         raise Unreadable(where, "empty")
+    _require_whole(text, where, "made of")
+
+
+def _require_whole(text: str, where: str, how: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):  # JSON can say this, and no text can hold it
-        raise Unreadable(where, "made of halves of characters (lone surrogates)")
+        raise Unreadable(where, f"{how} halves of characters (lone surrogates)")
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:

@@ -4,8 +4,11 @@ A pickle can run any code as it is read, so torch's files are read with `weights
 refused. Reading is one step and fitting another: the names in a file mean something only beside a network.
 """
 
+import io
+import pickletools
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,11 +64,48 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         raise QualmsError(f"{path} is damaged or no safetensors file ({reason(error)}); get it anew.") from error
 
 
+class _Bounded(io.BufferedReader):
+    """A file that makes room for no more bytes than it has left, whatever a length in it says."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self.length = path.stat().st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As many bytes as there are, at most."""
+        rest = max(0, self.length - self.tell())
+        return super().read(rest if size is None or size < 0 else min(size, rest))
+
+
+def tensors_of(path: Path) -> Any:
+    """What `torch.load` makes of a file, without running code, warning, or making room for what is not there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about pickles and archives of kinds that are refused right after
+        if zipfile.is_zipfile(path):
+            return torch.load(path, weights_only=True, map_location="cpu")
+        with _Bounded(path) as file:
+            _require_room(file)
+            file.seek(0)
+            return torch.load(file, weights_only=True, map_location="cpu")
+
+
+def _require_room(file: _Bounded) -> None:
+    """An error if a file of torch's old format, five pickles and then numbers, claims more numbers than it has bytes.
+
+    torch makes room for a storage of the length that the pickle says: the number right before its id is complete.
+    """
+    for _ in range(5):
+        number = 0
+        for code, argument, _ in pickletools.genops(file):
+            if isinstance(argument, int) and "PUT" not in code.name and "GET" not in code.name:
+                number = argument
+            if code.name == "BINPERSID" and not 0 <= number <= file.length:
+                raise ValueError(f"it claims {number} numbers in {file.length} bytes")
+
+
 def _torch_file(path: Path) -> Any:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickles and archives of kinds that are refused right after
-            return torch.load(path, weights_only=True, map_location="cpu")
+        return tensors_of(path)
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
         needs = re.search(r"GLOBAL ([\w.]+)", str(error))
         if needs or "TorchScript" in str(error):

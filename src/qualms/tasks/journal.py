@@ -13,6 +13,7 @@ from typing import IO, Any, Literal, TypeVar, overload
 
 from qualms.disk import locked
 from qualms.errors import QualmsError
+from qualms.tasks.checked import require_row
 from qualms.tasks.rows import (
     AccuracyRow,
     CalibrationRow,
@@ -135,9 +136,8 @@ def _rows(content: bytes, path: Path) -> list[Any]:
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError
-        except ValueError:
+            require_row(row)
+        except (ValueError, RecursionError):
             raise QualmsError(f"line {number} of {path} is not a row of a run; choose another file.") from None
         rows.append(row)
     if not content.startswith(START) and not START.startswith(content):

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qualms.data import Images, Normalisation
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, reason
 from qualms.gradients.inputs import checked_logits, run
+from qualms.models.checkpoint import tensors_of
 from qualms.models.fingerprint import fingerprint
 from qualms.progress import Tell
 from qualms.random import generator
@@ -190,8 +191,8 @@ class _Run:
         if not path.exists():
             return
         try:
-            found = torch.load(path, weights_only=True, map_location="cpu")
-            known = found["settings"]
+            found = tensors_of(path)
+            known = {**found["settings"]}
         except Exception:
             raise QualmsError(f"{path} is not a checkpoint of this training; choose another file.") from None
         if known != settings:
@@ -200,13 +201,34 @@ class _Run:
                 f"{path} comes from a training with another {other} ({known.get(other)}, not {settings.get(other)}); "
                 "choose another file, or delete it."
             )
-        self.history, self.best_state = found["history"], found["state_dict"]
-        self.best_epoch, self.best_accuracy = found["best"]["epoch"], found["best"]["accuracy"]
-        self.epoch = self.recipe.epochs if found["complete"] else found["resume"]["epoch"]
-        if not found["complete"]:
-            self.model.load_state_dict(found["resume"]["model"])
-            self.optimiser.load_state_dict(found["resume"]["optimiser"])
-            self.schedule.load_state_dict(found["resume"]["schedule"])
+        try:
+            self._take(found)
+        except Exception as error:
+            raise QualmsError(f"{path} is damaged ({reason(error)}); delete it, and train anew.") from None
+
+    def _take(self, found: dict[str, Any]) -> None:
+        """What a file holds; an error of any kind, before the model is changed, if it is not what `write` wrote."""
+        best, rest = found["best"], found.get("resume", {})
+        self.epoch = self.recipe.epochs if found["complete"] is True else rest["epoch"]
+        self.history, self.best_state = [{**row} for row in found["history"]], {**found["state_dict"]}
+        self.best_epoch, self.best_accuracy = best["epoch"], best["accuracy"]
+        epochs = (self.epoch, self.best_epoch)
+        if not all(type(epoch) is int and 0 <= epoch <= self.recipe.epochs for epoch in epochs):
+            raise ValueError(f"it is after the epochs {epochs}")
+        if not -1 <= self.best_accuracy <= 1 or not _alike(self.best_state or self.model.state_dict(), self.model):
+            raise ValueError("its weights are not the network's")
+        if found["complete"] is not True:
+            if not _alike(rest["model"], self.model):
+                raise ValueError("its last weights are not the network's")
+            _require_same_kinds(self.schedule.state_dict(), rest["schedule"])
+            _require_same_kinds(self.optimiser.state_dict()["param_groups"], rest["optimiser"]["param_groups"])
+            shapes = [p.shape for group in self.optimiser.param_groups for p in group["params"]]
+            for number, kept in rest["optimiser"]["state"].items():
+                if any(isinstance(v, Tensor) and v.ndim and v.shape != shapes[number] for v in kept.values()):
+                    raise ValueError("its optimiser is another network's")
+            self.optimiser.load_state_dict(rest["optimiser"])
+            self.schedule.load_state_dict(rest["schedule"])
+            self.model.load_state_dict(rest["model"])
 
 
 def trained_with(path: str | Path) -> Normalisation | None:
@@ -225,10 +247,33 @@ def trained_with(path: str | Path) -> Normalisation | None:
         ```
     """
     try:
-        found = torch.load(path, weights_only=True, map_location="cpu")["settings"]
+        found = tensors_of(Path(path))["settings"]
         return Normalisation(tuple(found["mean"]), tuple(found["std"]))
     except Exception:  # whatever is wrong with it is told by those who read its weights
         return None
+
+
+def _alike(state: dict[str, Tensor], model: nn.Module) -> bool:
+    """Whether these are tensors of the same names, shapes and types as the model's."""
+    own = model.state_dict()
+    return state.keys() == own.keys() and all(
+        isinstance(state[k], Tensor) and (state[k].shape, state[k].dtype) == (v.shape, v.dtype) for k, v in own.items()
+    )
+
+
+def _require_same_kinds(ours: Any, theirs: Any) -> None:
+    """An error if values that are there in both are of different kinds, or if keys differ."""
+    number = isinstance(ours, (int, float)) and type(theirs) in (int, float)
+    if type(ours) is not type(theirs) and not number:
+        raise ValueError(f"it has a {type(theirs).__name__} in the place of a {type(ours).__name__}")
+    if isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            raise ValueError("it has other settings")
+        for key in ours:
+            _require_same_kinds(ours[key], theirs[key])
+    elif isinstance(ours, (list, tuple)):
+        for one, other in zip(ours, theirs, strict=True):
+            _require_same_kinds(one, other)
 
 
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:

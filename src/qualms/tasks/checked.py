@@ -1,0 +1,53 @@
+"""Whether what a file holds is a row: all its keys are there, and each value is of its kind."""
+
+import math
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from qualms.tasks import rows
+
+KINDS: dict[str, Any] = {
+    "ood": rows.OodRow,
+    "calibration": rows.CalibrationRow,
+    "scores": rows.ScoresRow,
+    "accuracy": rows.AccuracyRow,
+    "cycle": rows.CycleRow,
+    "pick": rows.PickRow,
+    "runtime": rows.RuntimeRow,
+    "tokens": rows.TokensRow,
+    "text": rows.TextRow,
+    "next-token": rows.NextTokenRow,
+}
+
+
+def require_row(row: Any) -> None:
+    """A ValueError if it is none; rows of kinds that are not in `KINDS`, such as that of the run, have a kind alone."""
+    if not isinstance(row, dict) or not isinstance(row.get("row"), str):
+        raise ValueError("no row")
+    wanted = KINDS.get(row["row"])
+    if wanted is None:
+        return
+    for key, kind in _hints(wanted).items():
+        if key in row and not _is(row[key], kind) or key not in row and key in wanted.__required_keys__:
+            raise ValueError(f"{key} is missing, or of another kind")
+
+
+@cache
+def _hints(wanted: Any) -> dict[str, Any]:
+    return get_type_hints(wanted)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    made_of, inside = get_origin(kind), get_args(kind)
+    if made_of is Literal:
+        return value in inside
+    if made_of in (Union, UnionType):
+        return any(_is(value, one) for one in inside)
+    if made_of is list:
+        return isinstance(value, list) and all(_is(one, inside[0]) for one in value)
+    if made_of is dict:
+        return isinstance(value, dict) and all(_is(one, inside[1]) for one in value.values())
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
+    return value is None if kind in (None, NoneType) else type(value) is kind
