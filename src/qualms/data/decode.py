@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qualms.data.places import extra
+from qualms.data.png import require_whole
 from qualms.errors import QualmsError
 
 ORIENTATION = 0x0112  # the number of that tag in EXIF
@@ -102,6 +103,8 @@ def _read(
             if image.width * image.height > max(ANYWAY, A_BYTE * len(content)):
                 raise OSError("more pixels than such a file can hold")  # Pillow would make room for all of them
             image.load()
+            if image.format == "PNG":
+                require_whole(content, image)
     except library.DecompressionBombError as error:
         claimed, limit = (int(number) for number in re.findall(r"\d+", str(error))[:2])
         raise _too_large(where, claimed, limit) from None

@@ -1,5 +1,6 @@
 """Networks of timm and of Hugging Face, with their published weights or with a checkpoint's."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -12,6 +13,8 @@ from torch import nn
 from qualms.errors import QualmsError, reason
 from qualms.models.checkpoint import fit_state, read_state
 
+LEAST_OF_A_LAYER = 32  # bytes in a file: the name of one tensor, and where it is
+NUMBERS_IN_A_BYTE = 8  # in the most compressed of weights
 KINDS = ("ForImageClassification", "ForSequenceClassification")
 
 
@@ -48,12 +51,17 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
 
 @contextmanager
 def without_bars(transformers: Any) -> Iterator[None]:
-    """Without the bars of transformers, which would stand among the lines of whoever loads a network."""
+    """Without the bars of transformers, which would stand among the lines of whoever loads a network.
+
+    Also without torch's warning of layers of no size; a network that has one does not fit its weights.
+    """
     shown = transformers.utils.logging
     before = shown.is_progress_bar_enabled()
     shown.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            yield
     finally:
         if before:
             shown.enable_progress_bar()
@@ -69,6 +77,7 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
             _check_classes(f"hf:{name}", classes, config.num_labels)
             # In float32 whatever it was stored in: in half precision, scores would be noise.
             with without_bars(transformers):
+                require_held(name, auto, config)
                 model, found = auto.from_pretrained(
                     name, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
                 )
@@ -83,6 +92,20 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=f"hf:{name}")
     return model
+
+
+def require_held(name: str, auto: Any, config: Any) -> None:
+    """An error if a folder's configuration claims far more weights than its files hold: room would be made for all."""
+    if not Path(name).is_dir():
+        return
+    held = sum(file.stat().st_size for file in Path(name).rglob("*") if file.is_file())
+    deepest = max((n for key, n in config.to_dict().items() if "layers" in key and type(n) is int), default=0)
+    if deepest * LEAST_OF_A_LAYER <= held:
+        with torch.device("meta"):  # shapes without numbers
+            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        if sum(p.numel() for p in model.parameters()) <= held * NUMBERS_IN_A_BYTE:
+            return
+    raise QualmsError(f"the configuration of hf:{name} claims more weights than its files hold; get both anew.")
 
 
 def transformers_for(name: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qualms.errors import QualmsError, reason
-from qualms.models.hubs import check_all_loaded, transformers_for, without_bars
+from qualms.models.hubs import check_all_loaded, require_held, transformers_for, without_bars
 
 PREFIX = "hf:"
 GET = "get its files, config.json, model.safetensors and tokenizer.json, into a folder, and name that"
@@ -60,6 +60,7 @@ def load_language_model(source: str) -> LanguageModel:
         _require_architecture(source, config)
         # In float32 whatever it was stored in: in half precision, scores would be noise.
         with without_bars(transformers):
+            require_held(name, transformers.AutoModelForCausalLM, config)
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -73,6 +74,7 @@ def load_language_model(source: str) -> LanguageModel:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         loaded = LanguageModel(source, model.eval(), tokenizer)
         _require_causal(loaded)
+        tokenizer("a", return_offsets_mapping=True)  # one that cannot cut a text says so here
     except QualmsError:
         raise
     except Exception as error:
