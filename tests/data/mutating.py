@@ -23,13 +23,20 @@ from random import Random
 from typing import Any
 
 from qualms.errors import QualmsError
-from tests.data.mutated_readers import READERS, Reader
+from tests.data.reader import Reader
+from tests.data.readers_of_data import READERS_OF_DATA
+from tests.data.readers_of_runs import READERS_OF_RUNS
+
+READERS = READERS_OF_DATA | READERS_OF_RUNS
 
 SECONDS = 10  # of the processor, for one mutation
 SILENCE = 300  # seconds without a mutation read, after which a process counts as hanging
 TOLD = 20  # failures of a reader that are told
 # What Python is told of before it happens, and no file may bring about.
-FORBIDDEN = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect", "pickle.find_class", "os.fork"}  # fmt: skip
+FORBIDDEN = {
+    "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "socket.connect",
+    "pickle.find_class",
+}  # fmt: skip
 NO_ROOM = ("bad_alloc", "can't allocate memory", "malloc of size", "realloc of size", "Cannot allocate memory")
 SHARED = Path("/dev/shm")
 

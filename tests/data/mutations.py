@@ -20,7 +20,8 @@ from typing import Any
 
 Mutation = Callable[[bytes, Random], bytes]
 
-WHOLE = (0, 1, -1, *(sign * 2**bits + less for bits in (7, 8, 15, 16, 24, 31, 32, 62) for less in (0, -1) for sign in (1, -1)), 2**63, -(2**63), 2**63 - 1, 2**64 - 1)  # fmt: skip
+POWERS = [2**bits for bits in (0, 7, 8, 15, 16, 24, 31, 32, 62, 63, 64)]
+WHOLE = (0, *POWERS, *(-power for power in POWERS), *(power - 1 for power in POWERS))
 DEPTH = 100_000  # of lists in lists
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, 1e308, -1e308, math.nan, math.inf,

@@ -93,7 +93,6 @@ def test_the_catalogue_agrees_with_itself() -> None:
 @pytest.mark.parametrize(
     ("module", "package", "write", "name"),
     [
-        ("scipy.io", "scipy", layouts.write_svhn, "svhn"),
         ("PIL.Image", "pillow", layouts.write_folder, "things"),
         ("PIL.Image", "pillow", layouts.write_omniglot, "omniglot"),
         ("pyarrow", "pyarrow", layouts.write_parquet, "things.parquet"),

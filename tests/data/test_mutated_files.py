@@ -9,8 +9,7 @@ import os
 
 import pytest
 
-from tests.data.mutated_readers import READERS
-from tests.data.mutating import run
+from tests.data.mutating import READERS, run
 
 ONE = os.environ.get("QUALMS_MUTATION", "").rpartition(":")
 FULL = os.environ.get("QUALMS_FUZZ") == "1"

@@ -89,6 +89,8 @@ def _images(array: np.ndarray, where: str) -> UInt8[np.ndarray, "n c h w"]:
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as file:
+            if any(entry.compress_size > path.stat().st_size for entry in file.infolist()):
+                raise zipfile.BadZipFile  # room would be made for as much as it says
             yield file
     except (QualmsError, GeneratorExit):
         raise

@@ -78,7 +78,7 @@ def _variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str, Var
     if kind in OTHERS:
         named = len(parts) > 2 and parts[2][0] == INT8
         return (bytes(parts[2][1]).decode("latin1") if named else ""), Variable(OTHERS[kind], None)
-    code = NUMBERS[kind] if kind in NUMBERS else None
+    code = NUMBERS.get(kind)
     if code is None or len(parts) != (5 if flags & COMPLEX else 4):
         raise ValueError("a variable of no known type, or not in the parts of an array")
     (_, (sizes, shape), (letters, name), (stored, numbers), *_) = parts
@@ -91,6 +91,4 @@ def _variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str, Var
     told = "complex" if flags & COMPLEX else "logical" if flags & LOGICAL else np.dtype(code).name
     # MATLAB stores numbers in the narrowest type that holds them all.
     array = np.frombuffer(numbers, f"{order}{STORED[stored]}").astype(code, copy=False)
-    return bytes(name).decode("latin1"), Variable(
-        told, None if flags & COMPLEX else array.reshape(lengths, order="F")
-    )
+    return bytes(name).decode("latin1"), Variable(told, None if flags & COMPLEX else array.reshape(lengths, order="F"))

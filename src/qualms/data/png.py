@@ -1,4 +1,4 @@
-"""Whether a PNG file has all that it says: Pillow checks no sums over pixels, and leaves rows that are missing black."""
+"""Whether a PNG file has all that it says: Pillow checks no sums over pixels, and leaves missing rows black."""
 
 import struct
 import zlib

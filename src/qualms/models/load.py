@@ -79,9 +79,9 @@ def _exported(path: Path, weights: str | Path | None, classes: int | None) -> nn
         raise QualmsError(f"{path} carries its own weights and classes; leave out weights= and classes=.")
     if not path.is_file():
         raise QualmsError(f"there is no file {path}; check the path.")
-    if not zipfile.is_zipfile(path):
-        raise QualmsError(f"{path} is damaged or no exported network; write it anew with torch.export.save.")
     try:
+        if not zipfile.is_zipfile(path):  # which can raise too
+            raise zipfile.BadZipFile("no zip file")
         model = torch.export.load(path).module()
     except Exception as error:
         raise QualmsError(

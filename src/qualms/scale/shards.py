@@ -92,7 +92,9 @@ def _write_shard(
 
 def _left_out(shard: Path) -> list[Rejected]:
     with readable(shard), parquet().ParquetFile(shard) as file:
-        return [Rejected(str(one["id"]), str(one["reason"])) for one in json.loads(file.schema_arrow.metadata[LEFT_OUT])]
+        return [
+            Rejected(str(one["id"]), str(one["reason"])) for one in json.loads(file.schema_arrow.metadata[LEFT_OUT])
+        ]
 
 
 def _shard(folder: Path, number: int) -> Path:

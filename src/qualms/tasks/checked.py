@@ -29,7 +29,7 @@ def require_row(row: Any) -> None:
     if wanted is None:
         return
     for key, kind in _hints(wanted).items():
-        if key in row and not _is(row[key], kind) or key not in row and key in wanted.__required_keys__:
+        if (key in row and not _is(row[key], kind)) or (key not in row and key in wanted.__required_keys__):
             raise ValueError(f"{key} is missing, or of another kind")
 
 
