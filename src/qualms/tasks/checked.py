@@ -21,16 +21,22 @@ KINDS: dict[str, Any] = {
 }
 
 
-def require_row(row: Any) -> None:
-    """A ValueError if it is none; rows of kinds that are not in `KINDS`, such as that of the run, have a kind alone."""
-    if not isinstance(row, dict) or not isinstance(row.get("row"), str):
+def require_row(row: Any, whole: bool) -> None:
+    """A ValueError if a value is of another kind than in a row of `KINDS`, or, of a `whole` row, a key is missing.
+
+    Rows of kinds that are not there, such as that of the run, may hold anything.
+    """
+    kind = row.get("row") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or (whole and not isinstance(kind, str)):
         raise ValueError("no row")
-    wanted = KINDS.get(row["row"])
+    wanted = KINDS.get(kind) if isinstance(kind, str) else None
     if wanted is None:
         return
-    for key, kind in _hints(wanted).items():
-        if (key in row and not _is(row[key], kind)) or (key not in row and key in wanted.__required_keys__):
-            raise ValueError(f"{key} is missing, or of another kind")
+    hints = _hints(wanted)
+    if not all(_is(value, hints[key]) for key, value in row.items() if key in hints):
+        raise ValueError("values of other kinds")
+    if whole and not wanted.__required_keys__ <= row.keys():
+        raise ValueError("keys are missing")
 
 
 @cache

@@ -115,7 +115,7 @@ def read(path: str | Path) -> list[Any]:
     """The rows that a run has left, whatever it was about."""
     try:
         with open(path, "rb") as file:
-            return _rows(file.read(), Path(path))
+            return _rows(file.read(), Path(path), whole=True)
     except OSError as error:
         raise QualmsError(f"{path} cannot be read ({error.strerror}); name the rows of a run.") from None
 
@@ -124,19 +124,19 @@ def _read(file: IO[bytes], path: Path) -> list[Any]:
     """The rows of an open file, which loses a last line that was cut short."""
     file.seek(0)
     content = file.read()
-    rows = _rows(content, path)
+    rows = _rows(content, path, whole=False)
     whole = content.rfind(b"\n") + 1
     if whole < len(content):  # only now: a file that somebody else wrote stays as it is
         file.truncate(whole)
     return rows
 
 
-def _rows(content: bytes, path: Path) -> list[Any]:
+def _rows(content: bytes, path: Path, whole: bool) -> list[Any]:
     rows: list[Any] = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             row = json.loads(line)
-            require_row(row)
+            require_row(row, whole)
         except (ValueError, RecursionError):
             raise QualmsError(f"line {number} of {path} is not a row of a run; choose another file.") from None
         rows.append(row)
