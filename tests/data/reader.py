@@ -30,7 +30,7 @@ class Reader:
     make: Callable[[Path], list[Path]]
     read: Callable[[Path, Path], object]
     mutate: Mutation
-    few: int = 300
+    few: int = 100
     many: int = ALL
     bound: int = BOUND
     trusted: bool = False
