@@ -5,7 +5,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from multiprocessing import parent_process
+from multiprocessing import active_children, parent_process
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,7 +22,7 @@ from qualms.service.settings import Settings
 def serve(
     make: Callable[[], Served], about: About, fit: Fit | None, settings: Settings, say: Callable[[str], None]
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; what was taken by then is answered first.
+    """Serve until Ctrl-C or SIGTERM; what was taken by then is answered first, unless Ctrl-C comes once more.
 
     Args:
         make: builds what is served, in a process of its own; it must be something that can be sent there.
@@ -38,6 +38,9 @@ def serve(
 
     @asynccontextmanager
     async def told(app: FastAPI) -> AsyncIterator[None]:
+        # Ctrl-C reaches every process, and LitServe then stops this one by SIGTERM. If that is heard first, uvicorn
+        # takes the other for a second Ctrl-C, and drops what it is answering.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         async with server.lifespan(app):
             say(f"{about.model} is served at {where}; its page is {where}/, its routes are at {where}/docs.")
             yield
@@ -48,6 +51,10 @@ def serve(
     quiet: dict[str, Any] = {"access_log": False, "server_header": False}
     try:
         server.run(settings.host, settings.port, 1, "warning", generate_client_file=False, **quiet)
+    except KeyboardInterrupt:  # a second one: LitServe takes the first for a stop in order
+        for process in active_children():
+            process.kill()
+        raise
     except (EOFError, ConnectionError):  # LitServe's queues go when the process with the model does
         raise QualmsError("the process with the network ended; the lines above say why, or memory ran out.") from None
 
