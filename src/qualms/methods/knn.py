@@ -59,7 +59,7 @@ class KNN(Method):
 def kth_distances(
     z: Float[Tensor, "b f"], known: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"], k: int
 ) -> Float[Tensor, " b"]:
-    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, which are divided by their lengths; of fewer than k, the farthest."""
+    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, divided by their lengths; of fewer than k, the farthest."""
     divisors = torch.where(lengths > 0, lengths, 1.0).to(known)
     shorter = torch.where(lengths > 0, 0.0, 0.5).to(known)  # vectors of zeros, which stay near to all others
     found = []
