@@ -51,7 +51,10 @@ FOLLOWS_LOGITS = {"perturb-x", "perturb-theta", "mc-aa", "ensemble", "quam", "ne
 KINKS = {"mc-aa"}  # the sign of a gradient that is zero but for rounding
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+FAST = ("margin of 60", "features of 1e22", "one training input")
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SITUATIONS])
 def test_every_score_in_32_bits_is_that_in_64_or_an_error(name: str) -> None:
     single, double = scores(SITUATIONS[name]()), scores(SITUATIONS[name](), double=True)
     for spec in SPECS:
