@@ -17,7 +17,7 @@ from qualms.methods.passes import Passes
 from qualms.methods.registry import METHODS
 from qualms.random import generator
 from tests.methods import edges
-from tests.methods.edges import SITUATIONS, TRAIN, X, Situation, cnn, member_of, of_linear_layer
+from tests.methods.edges import SITUATIONS, TRAIN, Situation, X, cnn, member_of, of_linear_layer
 
 FEW = {"mc-aa": "mc-aa(0.01,4)", "laplace": "laplace(1,4)", "quam": "quam(3)", "odin": "odin(1000,0.01)"}
 FEW |= {name: f"{name}(0.1,4)" for name in ("perturb-x", "perturb-theta", "inserted-dropout")}
@@ -83,7 +83,7 @@ def linear(margin: float, dtype: torch.dtype) -> tuple[nn.Sequential, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("margin", [*MARGINS, 90.0, 700.0, 800.0, 1e4])
+@pytest.mark.parametrize("margin", [*MARGINS, 90.0, 700.0, 800.0, 1000.0])
 def test_scores_of_a_linear_layer_have_a_closed_form_at_any_margin(margin: float, dtype: torch.dtype) -> None:
     model, x = linear(margin, dtype)
     want = of_linear_layer(model(x)[0].tolist(), x[0].tolist())
@@ -97,7 +97,7 @@ def test_scores_of_a_linear_layer_have_a_closed_form_at_any_margin(margin: float
         )
 
 
-CONFIDENCE = ["msp", "entropy", "gen", "energy", "max-logit", "regrad", "exgrad", "fisher", "isotropic", "heat"]
+CONFIDENCE = ["msp", "entropy", "gen", "energy", "max-logit", "regrad", "exgrad", "fisher", "heat"]
 CONFIDENCE += ["regrad+layers", "auto"]
 
 
@@ -144,7 +144,8 @@ def test_the_adversarial_step_is_right_where_the_model_is_certain(margin: float)
         model[0].weight.copy_(torch.tensor([[5.0, 0.0], [1.0, 0.0]]))
         model[0].bias.copy_(torch.tensor([margin, 0.0]))
     found, want = (
-        qualms.score(m, torch.zeros(1, 2).to(m[0].weight), "mc-aa(0.1,50)") for m in (model, copy.deepcopy(model).double())
+        qualms.score(m, torch.zeros(1, 2).to(m[0].weight), "mc-aa(0.1,50)")
+        for m in (model, copy.deepcopy(model).double())
     )
     torch.testing.assert_close(found, want.float(), rtol=1e-4, atol=0)
     rows = 0.1 * 4 * _uniform(50)

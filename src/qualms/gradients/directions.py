@@ -54,8 +54,9 @@ def logits(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"
 
 def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
     """(1/C) Σ_c (e_c - p) = 1/C - p: the mean over classes of the gradients of log p_c."""
-    p = logits.double().softmax(-1)
-    return (1 / p.shape[-1] - p)[None]
+    z = logits.double()
+    odds = (z - z.amax(-1, keepdim=True)).expm1()  # less 1: what is left of them where all logits are nearly equal
+    return ((odds.mean(-1, keepdim=True) - odds) / (odds + 1).sum(-1, keepdim=True))[None]
 
 
 def expected(logits: Logits) -> Float[Tensor, "1 b r c"]:
