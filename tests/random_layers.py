@@ -24,9 +24,9 @@ class Site:
     """Where a layer is put: the shape of what a row brings there, and the layers that are there already."""
 
     shape: tuple[int, ...]
-    earlier: list[tuple[nn.Module, tuple[int, ...]]] = field(default_factory=list)
+    earlier: list[tuple[nn.Module, tuple[int, ...] | None]] = field(default_factory=list)  # None: gives another kind
 
-    def matrices(self) -> list[Tensor]:
+    def matrices(self) -> list[nn.Parameter]:
         """The matrices of the network, which further layers may share."""
         return [p for m, _ in self.earlier for p in m.parameters() if p.ndim == 2]
 
@@ -61,7 +61,8 @@ class Apply(nn.Module):
         super().__init__()
         self.function = function
         for name, part in parts.items():
-            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+            bare = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            setattr(self, name, nn.Parameter(part) if bare else part)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
@@ -117,7 +118,7 @@ def conv_transposed(at: Site, out: int, kernel: int, stride: int, padding: int, 
        running=flag, groups=small)  # fmt: skip
 def image_norm(at: Site, kind: str, affine: bool, running: bool, groups: int) -> nn.Module:
     c = at.shape[0]
-    if kind == "batch":
+    if kind == "batch" or (kind == "group" and c * at.shape[1] * at.shape[2] == gcd(groups, c)):
         return nn.BatchNorm2d(c, affine=affine, track_running_stats=running)
     if kind == "group":
         return nn.GroupNorm(gcd(groups, c), c, affine=affine)

@@ -81,7 +81,8 @@ class Stack(nn.Module):
         for name, options in layers:
             module = KINDS[name].build(Site(shape, earlier), **options).eval()
             x = torch.randn_like(module(x.clone()))
-            earlier.append((module, shape))
+            earlier.append((module, None if words or x.ndim != len(shape) + 1 else shape))
+            words = False
             self.layers.append(module)
             shape = tuple(x.shape[1:])
         self.gives = shape
@@ -120,12 +121,12 @@ def linear(at: Site, out: int, bias: bool, norm: str, tied: bool) -> nn.Module:
     """On the last axis; tied to a matrix that the network has already, as it is or transposed, if one fits."""
     features = at.shape[-1]
     for p in at.matrices() if tied else ():
-        if p.shape[1] == features and isinstance(p, nn.Parameter):
+        if p.shape[1] == features:
             made = nn.Linear(features, p.shape[0], bias)
             made.weight = p
             return made
         if p.shape[0] == features:
-            return Apply(lambda m, x, p=p: F.linear(x, p.T))
+            return Apply(lambda m, x: F.linear(x, m.p.T), p=p)
     return normed(nn.Linear(features, out, bias), norm)
 
 
@@ -137,7 +138,9 @@ def norm(at: Site, kind: str, affine: bool) -> nn.Module:
         return nn.RMSNorm(at.shape[-1], elementwise_affine=affine)
     if kind == "batch" or len(at.shape) == 1:
         return nn.BatchNorm1d(at.shape[0], affine=affine)
-    return nn.GroupNorm(1, at.shape[0], affine=affine) if kind == "group" else nn.InstanceNorm1d(at.shape[0], affine=affine, track_running_stats=at.shape[1] == 1)
+    if kind == "group" and max(at.shape) > 1:
+        return nn.GroupNorm(1, at.shape[0], affine=affine)
+    return nn.InstanceNorm1d(at.shape[0], affine=affine, track_running_stats=at.shape[1] == 1)
 
 
 def in_place(x: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
@@ -222,12 +225,7 @@ def as_words(at: Site, length: int) -> nn.Module:
 @layer(ANYTHING, back=st.integers(1, 4))
 def again(at: Site, back: int) -> nn.Module:
     """A layer that the network has already, if one takes this shape."""
-    words = (nn.Embedding, nn.EmbeddingBag)
-    fits = [
-        m
-        for m, shape in reversed(at.earlier)
-        if shape == at.shape and not isinstance(m, words) and not isinstance(getattr(m, "table", None), words)
-    ]
+    fits = [m for m, shape in reversed(at.earlier) if shape == at.shape]
     return fits[(back - 1) % len(fits)] if fits else nn.Identity()
 
 
@@ -288,6 +286,6 @@ def networks(draw: st.DrawFn, takes: str) -> Network:
         end = ENDS[family]
         layers.append((end, {option: draw(values) for option, values in KINDS[end].options.items()}))
     return Network(
-        takes, draw(SHAPES[takes]), layers, draw(st.sampled_from([2, 3, 3, 7])), draw(st.integers(1, 4)),
+        takes, draw(SHAPES[takes]), layers, draw(st.sampled_from([2, 3, 3, 7])), draw(st.integers(1, 3)),
         draw(st.integers(0, 3)), draw(st.sampled_from(["plain", "last axis first", "every second"])), draw(norms),
     )  # fmt: skip
