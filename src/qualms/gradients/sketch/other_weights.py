@@ -22,6 +22,7 @@ class LogitsAt:
                 self.places += [(place, names[id(t)]) for place, t in held]
 
     def __call__(self, values: dict[str, Tensor], on: Rows) -> Tensor:
+        """The logits of these rows; what has no value here keeps its own."""
         there = {place: values[name] for place, name in self.places if name in values}
         logits: Tensor = torch.func.functional_call(self.inner, there, (on,), tie_weights=False)
         return logits
@@ -36,4 +37,5 @@ class _Logits(nn.Module):
         self.training = False
 
     def forward(self, on: Rows) -> Tensor:
+        """The logits of these rows."""
         return logits_of(self.model, on)
