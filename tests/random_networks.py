@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests import random_forms, random_sequences  # noqa: F401 (they add to KINDS)
 from tests.random_layers import ANYTHING, KINDS, VOCABULARY, Apply, Kind, Site, few, layer, normed, norms
 
 NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
