@@ -40,7 +40,7 @@ from qualms.report.page import write_page
 
 MINUTES = 20.0
 RISE = 8.0  # megabytes, from the end of the warm-up to the end
-LEAST = 8  # rounds, of which each quarter has two
+LEAST = 4  # rounds, one for each quarter
 MEGABYTE = 2**20
 FEW = ["regrad+layers+smooth(0.02, 2)", "exgrad+layers", "ungrad", "gradnorm", "entropy", "energy", "fisher"]
 ENGINES: tuple[Any, ...] = ("exact", "sketch", qualms.Sketch(8, "sum"))
