@@ -15,6 +15,7 @@ from qualms.errors import QualmsError
 from qualms.service.answers import About
 from qualms.service.app import add_service
 from qualms.service.batching import server_of
+from qualms.service.connection import connections
 from qualms.service.scoring import Served
 from qualms.service.settings import Settings
 
@@ -33,7 +34,7 @@ def serve(
     """
     _require_free(settings)
     server, desk = server_of(make, settings)
-    add_service(server.app, about, fit, settings, desk.ask, lambda: server.loaded)
+    add_service(server.app, about, fit, settings, desk.ask, lambda: server.loaded and not desk.hangs)
     where = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}"
 
     @asynccontextmanager
@@ -48,7 +49,7 @@ def serve(
     server.app.router.lifespan_context = told
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
-    quiet: dict[str, Any] = {"access_log": False, "server_header": False}
+    quiet: dict[str, Any] = {"access_log": False, "server_header": False, "http": connections(settings.deadline)}
     try:
         server.run(settings.host, settings.port, 1, "warning", generate_client_file=False, **quiet)
     except KeyboardInterrupt:  # a second one: LitServe takes the first for a stop in order
