@@ -18,6 +18,7 @@ from litserve.specs.base import LitSpec
 from litserve.utils import LitAPIStatus, ResponseBufferItem, WorkerSetupStatus
 
 from qualms.errors import QualmsError
+from qualms.service.orphans import end_with_parent
 from qualms.service.scoring import Question, Reply, Served, replies
 from qualms.service.settings import Settings
 
@@ -78,6 +79,7 @@ class ModelSide(LitAPI):
         """Load the model, once."""
         # Ctrl-C reaches every process; this one goes on until the web side has its replies, and is then stopped.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_parent()
         self.served = self.make()
         self.served.warm_up()
 

@@ -5,7 +5,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from multiprocessing import parent_process
+from multiprocessing import active_children, parent_process
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +15,7 @@ from qualms.errors import QualmsError
 from qualms.service.answers import About
 from qualms.service.app import add_service
 from qualms.service.batching import server_of
+from qualms.service.orphans import end_children_with_this
 from qualms.service.scoring import Served
 from qualms.service.settings import Settings
 
@@ -43,11 +44,16 @@ def serve(
             yield
 
     server.app.router.lifespan_context = told
+    end_children_with_this()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     quiet: dict[str, Any] = {"access_log": False, "server_header": False}
     try:
         server.run(settings.host, settings.port, 1, "warning", generate_client_file=False, **quiet)
+    except KeyboardInterrupt:  # before LitServe heeds it: Python would wait for what has been started by then
+        for process in active_children():
+            process.terminate()
+        raise
     except (EOFError, ConnectionError):  # LitServe's queues go when the process with the model does
         raise QualmsError("the process with the network ended; the lines above say why, or memory ran out.") from None
 
