@@ -16,8 +16,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
 
 RESULTS = "results"  # the folder, below that of a run, in which commands write
 TEMPORARY = "temporary"
@@ -86,7 +89,7 @@ class Run:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """All that a command has written, without what rows say of time."""
+    """All that a command has written: bytes, but for rows, without what they say of time, and for weights."""
     found: dict[str, Any] = {}
     for path in sorted((folder / RESULTS).rglob("*")):
         if path.suffix == ".jsonl":
@@ -94,9 +97,18 @@ def content(folder: Path) -> dict[str, Any]:
             found[str(path.relative_to(folder))] = [
                 {key: value for key, value in row.items() if key not in ("seconds", "ratio")} for row in rows
             ]
+        elif path.suffix == ".pt":
+            found[str(path.relative_to(folder))] = plain(torch.load(path, weights_only=True))
         elif path.is_file():
             found[str(path.relative_to(folder))] = path.read_bytes()
     return found
+
+
+def plain(value: Any) -> Any:
+    """What can be compared: a file of weights has other bytes if its words were read, and not made up, by a run."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), value.numpy().tobytes())
+    return {key: plain(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -136,12 +148,10 @@ def faults(words: list[str], place: Path, number: signal.Signals, after: float, 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """For each signal: how many moments, how many found the command at work, and what was wrong."""
-    import torch
-
     torch.set_num_threads(1)
     words, home = job["words"], Path(job["home"])
-    __import__("qualms.cli.app")
-    __import__(job["module"])
+    for module in job["modules"]:
+        import_module(module)
     for _ in range(2):  # the second is not slowed down by what the first one finds cold
         shutil.rmtree(home / "whole", ignore_errors=True)
         whole = Run(words, home / "whole", job["fresh"]).end()

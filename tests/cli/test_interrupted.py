@@ -21,9 +21,10 @@ ROOT = Path(__file__).parents[2]
 FUZZ = os.environ.get("QUALMS_FUZZ") == "1"
 MOMENTS = 50 if FUZZ else 3
 PATIENCE = 3600 if FUZZ else 600  # seconds
-NETWORK = ("--model", "digits-cnn", "--weights", "../weights.pt")
+NETWORK = ("--model", "digits-cnn", "--weights", "../weights.pt", "--mean", "0.3", "--std", "0.4", "--size", "8")
 METHODS = ("--methods", "regrad,entropy")
-FEW = ("--count", "200", "--weights", "../weights.pt")
+FEW = ("--count", "100", "--weights", "../weights.pt")
+LATE = ("pyarrow.parquet", "sklearn.datasets", "torch._dynamo")  # what commands import as they run
 COMMANDS = {
     "score to a file": ("score", "../pictures", *NETWORK, *METHODS, "--out", "results/scores.csv", "--overwrite"),
     "score to shards": ("score", "../many.npz", *NETWORK, *METHODS, "--out", "results/", "--shard-size", "100"),
@@ -46,19 +47,19 @@ def home(weights_here: Path) -> Path:
 def told(home: Path, name: str, count: int, signals: tuple[str, ...], fresh: bool = False) -> dict[str, Any]:
     """What a process that only starts and ends runs of the command says about them."""
     words = COMMANDS[name]
-    module = "qualms.cli.bench.calibration" if name == "bench" else f"qualms.cli.{words[0]}"
+    own = "qualms.cli.bench.calibration" if name == "bench" else f"qualms.cli.{words[0]}"
     code = 4 if name == "score to a file" else 0  # for the picture that cannot be read
     # How long a process may be deaf: the interpreter starts. In a fork of one that has started, it is a moment.
     job = {
         "words": words,
         "home": str(home),
-        "module": module,
+        "modules": ["qualms.cli.app", own, *LATE],
         "code": code,
         "fresh": fresh,
         "deaf": 2.0 if fresh else 0.1,
     }
     job |= {"count": count, "signals": signals, "seed": 0}
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(home)}  # which torch would make
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, sys.path)])
     env.pop("QUALMS_DATA", None)
     done = subprocess.run(
