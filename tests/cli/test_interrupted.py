@@ -19,7 +19,7 @@ from qualms.data import load
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FUZZ = os.environ.get("QUALMS_FUZZ") == "1"
-MOMENTS = 50 if FUZZ else 3
+MOMENTS = 50 if FUZZ else 2
 PATIENCE = 3600 if FUZZ else 600  # seconds
 NETWORK = ("--model", "digits-cnn", "--weights", "../weights.pt", "--mean", "0.3", "--std", "0.4", "--size", "8")
 METHODS = ("--methods", "regrad,entropy")

@@ -18,7 +18,7 @@ from tests.service.test_server import PATIENCE, Running, image
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 FUZZ = os.environ.get("QUALMS_FUZZ") == "1"
-MOMENTS = 50 if FUZZ else 3
+MOMENTS = 50 if FUZZ else 2
 SERVED = 1.0  # seconds that a service is up before its last moment comes
 ORDERLY = (0, 130, 143, -signal.SIGTERM)  # served; stopped as it loaded; as it was imported; before its first line
 
@@ -39,15 +39,15 @@ def session(service: Running) -> list[psutil.Process]:
     return found
 
 
-def all_ended(service: Running) -> bool:
-    until = time.monotonic() + 10
-    while left := session(service):
-        if time.monotonic() > until:
-            for process in left:
-                process.kill()
-            return False
+def not_ended(service: Running) -> list[list[str]]:
+    """The commands of processes that are left. One that is at its imports as its parent is killed ends after them."""
+    until = time.monotonic() + PATIENCE
+    while (left := session(service)) and time.monotonic() < until:
         time.sleep(0.05)
-    return True
+    commands = [process.cmdline() for process in left]
+    for process in left:
+        process.kill()
+    return commands
 
 
 def port_is_free(port: int) -> bool:
@@ -62,43 +62,64 @@ def answer(service: Running) -> object:
     return found["results"]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, object]:
+    """How long a service that is let alone takes to start, and what it answers."""
+    began = time.monotonic()
+    service = begun(tmp_path_factory.mktemp("service"), "whole")
+    try:
+        service.wait_until_ready()
+        ready, found = time.monotonic() - began, answer(service)
+        service.process.terminate()
+        assert service.process.wait(PATIENCE) == 0
+        assert not_ended(service) == []
+    finally:
+        service.stop()
+    return ready, found
+
+
 @pytest.mark.timeout(4 * 3600 if FUZZ else 900)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_service_that_is_ended_takes_all_its_processes_along(tmp_path: Path, number: signal.Signals) -> None:
-    began = time.monotonic()
-    whole = begun(tmp_path, "whole")
-    try:
-        whole.wait_until_ready()
-        ready, want = time.monotonic() - began, answer(whole)
-        whole.process.terminate()
-        assert whole.process.wait(PATIENCE) == 0
-        assert all_ended(whole)
-    finally:
-        whole.stop()
+def test_a_service_that_is_ended_takes_all_its_processes_along(
+    tmp_path: Path, number: signal.Signals, whole: tuple[float, object]
+) -> None:
+    ready, want = whole
     draw, wrong, served = random.Random(0), [], 0
     for i in range(MOMENTS):
-        after = (ready + SERVED) * (i + draw.random()) / MOMENTS
         service, began = begun(tmp_path, f"log{i}"), time.monotonic()
         try:
-            while time.monotonic() < began + after:
-                time.sleep(0.01)
+            if i % 2:  # every second one is let come up
+                service.wait_until_ready()
+                after = time.monotonic() - began + SERVED * draw.random()
+            else:
+                after = ready * (i + 2 * draw.random()) / MOMENTS
+            time.sleep(max(0.0, began + after - time.monotonic()))
             up = service.process.poll() is None and "is served at" in service.log.read_text()
-            if up and answer(service) != want:
-                wrong.append(f"after {after:.2f} s: another answer")
-            served += up
+            found = [f"another answer than {want}"] if up and answer(service) != want else []
             service.process.send_signal(number)
-            code = service.process.wait(PATIENCE)
-            log = service.log.read_text()
-            if not all_ended(service):
-                wrong.append(f"after {after:.2f} s: a process lives on; {log}")
-            if not port_is_free(service.port):
-                wrong.append(f"after {after:.2f} s: the port is taken")
-            if number == signal.SIGTERM and (code not in ORDERLY or "Traceback" in log or "Exception ignored" in log):
-                wrong.append(f"after {after:.2f} s: exit code {code}; {log}")
+            found += faults(service, number)
         finally:
             service.stop()
+        served += up
+        for one in found:
+            print(f"after {after:.2f} s of {ready:.2f}, {'up' if up else 'not up'}: {one}", flush=True)
+        wrong += found
     print(
-        f"serve, {number.name}: {MOMENTS} moments over {ready + SERVED:.1f} s, {served} while it served; "
-        f"failures: {len(wrong)}"
+        f"serve, {number.name}: {MOMENTS} moments, {MOMENTS - served} over the {ready:.1f} s of its start, {served} "
+        f"while it served; failures: {len(wrong)}"
     )
     assert wrong == []
+
+
+def faults(service: Running, number: signal.Signals) -> list[str]:
+    """What is wrong once a signal was sent."""
+    found, code = [], service.process.wait(PATIENCE)
+    left = not_ended(service)
+    log = service.log.read_text()
+    if left:
+        found.append(f"{left} live on; {log}")
+    if not port_is_free(service.port):
+        found.append("the port is taken")
+    if number == signal.SIGTERM and (code not in ORDERLY or "Traceback" in log or "Exception ignored" in log):
+        found.append(f"exit code {code}; {log}")
+    return found

@@ -1,5 +1,6 @@
 """`qualms`: the commands, and how errors are told."""
 
+import errno
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ STOPPED = {  # what is left of a command that is stopped
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
     **dict.fromkeys(("score", "threshold", "demo"), NOTHING),
 }
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or somebody's share of it
 OURS = (SlowWarning, ProbabilitiesWarning, UnitsWarning)
 
 
@@ -111,6 +113,11 @@ def run() -> None:
             sys.exit(TERMINATED)
         if debug or not isinstance(error, Exception):
             raise
+        if isinstance(error, OSError) and error.errno in FULL:
+            error = QualmsError(
+                f"{error.filename or 'what the command prints'} cannot be written ({error.strerror}); put that right, "
+                "and run it again."
+            )
         known = isinstance(error, QualmsError)
         unknown = f"something went wrong, {type(error).__name__}: {reason(error)}; --debug shows where."
         say(f"qualms: {in_options(str(error)) if known else unknown}")

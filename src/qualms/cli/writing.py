@@ -100,9 +100,11 @@ def rejected_file(out: Path) -> Path:
 @contextmanager
 def complete(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
     """A file to be filled, as `written_whole`; what could not be read is listed before it takes its place."""
-    with writing(_called(out)), written_whole(out, _called(out)) as part:
-        yield part
-        _write_rejected(out, rejected)
+    with writing(_called(out)):
+        out.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since it was tried
+        with written_whole(out, _called(out)) as part:
+            yield part
+            _write_rejected(out, rejected)
 
 
 def _write_rejected(out: Path, rejected: Sequence[Rejected]) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qualms.data import Images, Normalisation
-from qualms.disk import writing, written_whole
+from qualms.disk import beside, writing, written_whole
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import checked_logits, run
 from qualms.models.fingerprint import fingerprint
@@ -98,6 +98,11 @@ def fit(
     state = _Run(model, recipe)
     if checkpoint is not None:
         state.go_on_from(Path(checkpoint), settings)
+        if state.epoch < recipe.epochs:
+            with writing(checkpoint):  # before there is an epoch to lose
+                Path(checkpoint).parent.mkdir(parents=True, exist_ok=True)
+                with beside(Path(checkpoint)):
+                    pass
     while state.epoch < recipe.epochs:
         loss = state.one_epoch(images, normalisation, seed)
         row: dict[str, int | float] = {"epoch": state.epoch, "loss": loss}
