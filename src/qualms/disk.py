@@ -80,7 +80,7 @@ def appended(file: IO[bytes], path: Path, line: bytes) -> None:
             while line:
                 line = line[file.write(line) :]
             os.fsync(file.fileno())
-        except OSError:
+        except BaseException:  # also Ctrl-C
             with suppress(OSError):
                 file.truncate(end)
             raise

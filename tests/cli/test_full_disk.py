@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from qualms.cli import own_images
 from qualms.cli import reproduce as reproduce_command
@@ -181,6 +183,35 @@ def test_a_file_that_may_not_grow_is_told_and_is_not_left_half_written(
         after.pop("manifest.json", None)
     assert after == before
     assert not list(here.rglob("*.part"))
+
+
+def test_a_table_that_is_there_has_its_list_of_what_could_not_be_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "pictures").mkdir()
+    Image.fromarray(load("digits").pixels[0, 0].numpy()).save(here / "pictures" / "good.png")
+    (here / "pictures" / "bad.png").write_bytes(b"cut")
+    usual, order = os.replace, list[str]()
+
+    def watched(part: Path, path: Path) -> None:
+        order.append(path.name)
+        usual(part, path)
+
+    monkeypatch.setattr("qualms.disk.os.replace", watched)
+    assert run(monkeypatch, "score", "pictures", *OWN, "--size", "8", "--out", "out/scores.csv") == 4
+    assert order == ["scores.rejected.csv", "scores.csv"]
+
+
+def test_an_output_that_takes_no_more_is_told(here: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "qualms", "methods"]
+        done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    told = "what the command prints cannot be written (No space left on device); put that right, and run it again."
+    assert done.stderr == f"qualms: {told}\n"
 
 
 def removing(what: Callable[..., Any], folder: Path, before_call: int) -> Callable[..., Any]:
