@@ -20,6 +20,7 @@ from litserve.utils import LitAPIStatus, ResponseBufferItem, WorkerSetupStatus
 
 from qualms.errors import QualmsError
 from qualms.service.hang import ended_if_hung
+from qualms.service.orphans import end_with_parent
 from qualms.service.scoring import Question, Reply, Served, replies
 from qualms.service.settings import Settings
 
@@ -86,6 +87,7 @@ class ModelSide(LitAPI):
         """Load the model, once."""
         # Ctrl-C reaches every process; this one goes on until the web side has its replies, and is then stopped.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_parent()
         self.served = self.make()
         self.served.warm_up()
 

@@ -16,8 +16,11 @@ from qualms.service.answers import About
 from qualms.service.app import add_service
 from qualms.service.batching import server_of
 from qualms.service.connection import connections
+from qualms.service.orphans import end_children_with_this
 from qualms.service.scoring import Served
 from qualms.service.settings import Settings
+
+WEB_SIDE = "LitServer"  # how LitServe's name of its process begins
 
 
 def serve(
@@ -47,14 +50,16 @@ def serve(
             yield
 
     server.app.router.lifespan_context = told
+    end_children_with_this()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     quiet: dict[str, Any] = {"access_log": False, "server_header": False, "http": connections(settings.deadline)}
     try:
         server.run(settings.host, settings.port, 1, "warning", generate_client_file=False, **quiet)
-    except KeyboardInterrupt:  # a second one: LitServe takes the first for a stop in order
+    except KeyboardInterrupt:  # before LitServe heeds it, or a second one: Python would wait for what has been started
         for process in active_children():
-            process.kill()
+            # The web side takes any other end for a stop in order, and answers first.
+            (process.kill if process.name.startswith(WEB_SIDE) else process.terminate)()
         raise
     except (EOFError, ConnectionError):  # LitServe's queues go when the process with the model does
         raise QualmsError("the process with the network ended; the lines above say why, or memory ran out.") from None
