@@ -32,11 +32,11 @@ NAMES = {
 def licence(name: str) -> str:
     """What a package says of itself: the expression, a short name, or its classifiers, whichever it has."""
     said = distribution(name).metadata
-    short = said.get("License") or ""
+    short, expression = (str(said.json.get(field, "")) for field in ("license", "license_expression"))
     classifiers = [line.split(" :: ")[-1] for line in said.get_all("Classifier") or [] if line.startswith("License ::")]
     told = [line for line in classifiers if line not in ("OSI Approved", "DFSG approved")]
-    if said.get("License-Expression"):
-        return str(said["License-Expression"])
+    if expression:
+        return expression
     if short and "\n" not in short and len(short) < 40 and short != "UNKNOWN":
         told = [short]
     return " / ".join(sorted({spelled(name) for name in told})) or "not said"
@@ -76,7 +76,11 @@ def parts() -> dict[str, str]:
         raise SystemExit(f"{error}: run make licences, which installs every extra.") from None
     rows, noted = [], []
     for name in sorted(set().union(*brought.values())):
-        by = ["qualms itself"] if name in brought[""] else [f"`{extra}`" for extra in EXTRAS[1:] if name in brought[extra]]
+        by = (
+            ["qualms itself"]
+            if name in brought[""]
+            else [f"`{extra}`" for extra in EXTRAS[1:] if name in brought[extra]]
+        )
         rows.append([name, licence(name), ", ".join(by)])
         if reciprocal(licence(name)):
             noted.append(f"- {name} ({licence(name)}): {', '.join(by)}")

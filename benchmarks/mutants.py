@@ -29,15 +29,51 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from mutations import SOURCES, Mutant, mutants_of, mutated
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results" / "mutants.jsonl"
 COPIED = ("src", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "Makefile")
 # What each folder is, how many mutants of it are drawn unless told, and its tests.
 FOLDERS: dict[str, tuple[int, list[str]]] = {
-    "metrics": (10**6, ["tests/metrics", "tests/test_threshold.py"]),
-    "methods": (150, ["tests/methods"]),
-    "gradients": (150, ["tests/gradients"]),
+    "metrics": (10**6, ["tests/metrics"]),
+    "methods": (
+        150,
+        [
+            f"tests/methods/test_{of}.py"
+            for of in (
+                "formulas",
+                "rivals",
+                "training_data",
+                "heat",
+                "head_posterior",
+                "sharing",
+                "specs",
+                "auto",
+                "method",
+            )
+        ],
+    ),
+    "gradients": (
+        150,
+        [
+            f"tests/gradients/test_{of}.py"
+            for of in (
+                "engines_agree",
+                "sketch",
+                "by_features",
+                "early_layers",
+                "tangents",
+                "choice",
+                "precision",
+                "recurrent",
+                "errors",
+                "company",
+                "attention",
+            )
+        ],
+    ),
     "scale": (80, ["tests/scale"]),
 }
 FAST = "not slow and not data and not browser and not ray and not serve"
@@ -45,92 +81,10 @@ BESIDE = {"scale/cluster.py"}  # its tests need workers of Ray, which a mutant w
 # Imported once, before the tests of each mutant are forked off; nothing of qualms is among them.
 HEAVY = ("torch", "numpy", "scipy.stats", "sklearn.linear_model", "hypothesis", "beartype", "jaxtyping", "pytest")
 # The only plugins that the tests need: to load all that are installed takes longer than most tests.
-PLUGINS = ["-p", "pytest_cov", "-p", "pytest_timeout"]
-SECONDS = 60  # of tests for one mutant
+PLUGINS = ["-p", "pytest_cov", "-p", "pytest_timeout", "-p", "xdist.plugin"]
+SECONDS = 30  # of tests for one mutant
 STAMPS = count(2 * 10**9)
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change to one file: by which operator, which of its occurrences, and where."""
-
-    file: str
-    operator: str
-    occurrence: int
-    line: int
-    column: int
-    first: int  # line of the statement
-    around: tuple[int, int]  # lines of the function
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What tells it from the others."""
-        return self.file, self.operator, self.occurrence
-
-
-# -- the mutants
-
-
-class Removal:
-    """An operator beside those of cosmic-ray: a call whose result is not used, or a `raise`, is left out."""
-
-    def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
-        """The statements that may go."""
-        if node.type == "raise_stmt" or (node.type == "atom_expr" and node.parent.type == "simple_stmt"):
-            yield node.start_pos, node.end_pos
-
-    def mutate(self, node: Any, index: int) -> Any:
-        """What is put in its place."""
-        tree = importlib.import_module("parso.python.tree")
-        return tree.Keyword("pass", node.start_pos, prefix=node.get_first_leaf().prefix)
-
-
-def operators() -> dict[str, Any]:
-    """Every operator by name."""
-    plugins = importlib.import_module("cosmic_ray.plugins")
-    kinds = {name.removeprefix("core/"): plugins.get_operator(name) for name in plugins.operator_names()}
-    return {name: kind() for name, kind in kinds.items() if not kind.arguments()} | {"Removal": Removal()}
-
-
-def mutants_of(file: str, seed: int) -> list[Mutant]:
-    """One for every place and kind of change in a file, such as `metrics/ties.py`."""
-    ast = importlib.import_module("cosmic_ray.ast")
-    tree = ast.get_ast((ROOT / "src/qualms" / file).read_text())
-    places: dict[tuple[Any, str], list[Mutant]] = defaultdict(list)
-    for name, operator in operators().items():
-        found = ((node, start) for node in ast.ast_nodes(tree) for start, _ in operator.mutation_positions(node))
-        for occurrence, (node, (line, column)) in enumerate(found):
-            if not annotates(node):
-                mutant = Mutant(file, name, occurrence, line, column, *lines_of(node))
-                places[(line, column), name.partition("_")[0]].append(mutant)
-    draw = random.Random(f"{seed} {file}")
-    return [draw.choice(options) for _, options in sorted(places.items())]
-
-
-def annotates(node: Any) -> bool:
-    """Whether it is part of an annotation."""
-    while node.parent is not None:
-        above = node.parent
-        if above.type in ("param", "funcdef") and node is above.annotation:
-            return True
-        if above.type == "annassign" and node is above.children[1]:
-            return True
-        node = above
-    return False
-
-
-def lines_of(node: Any) -> tuple[int, tuple[int, int]]:
-    """The first line of the statement that it is in, and those of the function."""
-    first, scope = node, node
-    while first.parent is not None and first.parent.type not in ("suite", "file_input"):
-        first = first.parent
-    while scope.parent is not None and scope.type not in ("funcdef", "classdef"):
-        scope = scope.parent
-    return first.start_pos[0], (scope.start_pos[0], scope.end_pos[0])
-
-
-# -- the tests
 
 
 @dataclass
@@ -148,7 +102,7 @@ class Suite:
             tests = {test for line in lines if low <= line <= high for test in lines[line]}
             if tests:
                 break
-        left, chosen = float(SECONDS), []
+        left, chosen = float(SECONDS), list[str]()
         for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
             left -= self.seconds[test]
             if chosen and left < 0:
@@ -161,7 +115,7 @@ def suite_of(folder: str, tree: Path) -> Suite:
     """Runs the folder's tests once, and notes which test ran which line."""
     note = tree / "seconds.json"
     arguments = ["-m", FAST, f"--cov=src/qualms/{folder}", "--cov-context=test", "--cov-report=", *FOLDERS[folder][1]]
-    ended = forked(tree, lambda: tests_end(arguments, note), limit=3600)
+    ended = forked(tree, lambda: pytest_ends(arguments, note), limit=3600)
     if ended != 0:
         raise SystemExit(f"the tests of {folder} fail without a mutant ({ended}): see {tree / 'said.txt'}")
     suite = Suite(json.loads(note.read_text()))
@@ -187,7 +141,7 @@ class Stopwatch:
         self.seconds[report.nodeid] += report.duration
 
 
-def tests_end(arguments: list[str], note: Path | None = None) -> int:
+def pytest_ends(arguments: list[str], note: Path | None = None) -> int:
     """The exit code of pytest, in this process."""
     watch = Stopwatch()
     code = int(importlib.import_module("pytest").main([*PLUGINS, "-q", "-x", *arguments], plugins=[watch]))
@@ -224,16 +178,12 @@ def forked(tree: Path, work: Callable[[], int], limit: float) -> int | None:
     return None
 
 
-# -- a row for each mutant
-
-
 @contextmanager
 def applied(mutant: Mutant, tree: Path) -> Iterator[tuple[str, str]]:
     """Puts the mutant into the tree, and takes it out again; gives the line without and with it."""
-    mutating = importlib.import_module("cosmic_ray.mutating")
     path = tree / "src/qualms" / mutant.file
     was, times = path.read_text(), path.stat()
-    changed = mutating.mutate_code(was, operators()[mutant.operator], mutant.occurrence)
+    changed = mutated(mutant, was)
     path.write_text(changed)
     # Compiled files are told apart by whole seconds, so every mutant is of a second of its own.
     stamp = next(STAMPS)
@@ -252,7 +202,7 @@ def tried(mutant: Mutant, suite: Suite, tree: Path) -> Row:
     start = time.monotonic()
     with applied(mutant, tree) as (before, after):
         limit = 60 + 6 * sum(suite.seconds[test] for test in tests)
-        code = forked(tree, lambda: tests_end(tests), limit) if tests else 0
+        code = forked(tree, lambda: pytest_ends(tests), limit) if tests else 0
     if code == 5:
         raise SystemExit(f"none of the tests of {mutant} were found: {tests}")
     outcome = "noticed" if code else "too slow" if code is None else "survived" if tests else "not run"
@@ -277,7 +227,7 @@ def rows() -> dict[tuple[str, str, int], Row]:
 
 def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
     """The mutants of one folder."""
-    files = sorted(str(p.relative_to(ROOT / "src/qualms")) for p in (ROOT / "src/qualms" / folder).rglob("*.py"))
+    files = sorted(str(p.relative_to(SOURCES)) for p in (SOURCES / folder).rglob("*.py"))
     every = [mutant for file in files if file not in BESIDE for mutant in mutants_of(file, seed)]
     random.Random(seed).shuffle(every)
     chosen = every[: FOLDERS[folder][0] if how_many is None else how_many]
