@@ -243,6 +243,7 @@ def test_what_32_bits_do_not_hold_is_an_error_that_names_method_and_input(spec: 
         qualms.score(model, x, spec, train=[TRAIN])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scores_in_16_bits_are_finite_and_near_those_of_the_same_weights(dtype: torch.dtype) -> None:
     model = cnn().to(dtype)
@@ -259,6 +260,7 @@ def test_scores_in_16_bits_are_finite_and_near_those_of_the_same_weights(dtype: 
             )
 
 
+@pytest.mark.slow
 def test_activations_that_overflow_16_bits_are_told() -> None:
     model = cnn().half()
     for spec in SPECS:
