@@ -235,8 +235,9 @@ class Kept:
         squares = torch.linalg.vecdot(x @ products.to(x), x)
         cancelled = squares < CANCELLED * (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
         odd = beyond(scale.amax(1))[:, None] | beyond(squares)
-        if bool(odd.any()):  # unless they are zero
-            odd &= factors.flatten(1).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
+        if bool(odd.any()):
+            some = factors.flatten(1).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
+            squares, odd = torch.where(some, squares, 0.0), odd & some
         cancelled, squares = cancelled | odd, squares.double()
         cancelled.scatter_(1, predicted[:, None], False)
         for b in cancelled.any(1).nonzero().flatten().tolist():

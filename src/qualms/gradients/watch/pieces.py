@@ -240,8 +240,9 @@ class Outer:
         fixed = pairs.diagonal(dim1=1, dim2=2)
         apart = torch.linalg.vecdot(sizes, fixed)
         odd = beyond(sizes.amax(1)) | beyond(fixed.amax(1)) | beyond(apart) | ~each.isfinite()
-        if bool(odd.any()):  # unless it is zero
-            odd &= d.flatten(1).any(1)
+        if bool(odd.any()):
+            some = d.flatten(1).any(1)
+            each, odd = torch.where(some, each, 0.0), odd & some
         each, cancelled = each.double(), ((each < CANCELLED * apart) | odd).nonzero().squeeze(1)
         if len(cancelled):
             gradient = torch.bmm(d[cancelled].mT, self._positions(self.still())[cancelled])
