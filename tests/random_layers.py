@@ -119,13 +119,12 @@ def conv_transposed(at: Site, out: int, kernel: int, stride: int, padding: int, 
        running=flag, groups=small)  # fmt: skip
 def image_norm(at: Site, kind: str, affine: bool, running: bool, groups: int) -> nn.Module:
     c = at.shape[0]
+    running = running or at.shape[1] * at.shape[2] == 1  # torch refuses to normalise a single number by itself
     if kind == "batch" or (kind == "group" and c * at.shape[1] * at.shape[2] == gcd(groups, c)):
         return nn.BatchNorm2d(c, affine=affine, track_running_stats=running)
     if kind == "group":
         return nn.GroupNorm(gcd(groups, c), c, affine=affine)
     if kind == "instance":
-        if at.shape[1] * at.shape[2] == 1:
-            running = True
         return nn.InstanceNorm2d(c, affine=affine, track_running_stats=running)
     if kind == "channels":  # over channels, which are the last axis meanwhile
         return Apply(lambda m, x: m.norm(x.movedim(1, -1)).movedim(-1, 1), norm=nn.LayerNorm(c))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, seed, settings
+from hypothesis import HealthCheck, assume, given, note, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -178,6 +178,7 @@ def test_the_engines_agree_on_random_networks(takes: str) -> None:
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(networks(takes), WAYS, FURTHER)
     def agree(network: Network, way: Way, further: str) -> None:
+        note(f"{network}, {way}, {further!r}")  # hypothesis itself may leave the values out
         check(network, way, further, figures)
 
     (seed(FUZZ)(agree) if FUZZ else agree)()
