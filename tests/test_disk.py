@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,17 @@ def test_sigterm_is_heeded_once_and_given_back(monkeypatch: pytest.MonkeyPatch) 
     assert cleaned == ["up"]
     assert signals.terminated()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_stop_that_passes_an_import_keeps_its_exit_code() -> None:
+    program = """
+import signal, sys
+from qualms.cli.signals import at_sigterm, stop
+try:
+    with at_sigterm(stop):
+        exec("signal.raise_signal(signal.SIGTERM)")
+except KeyboardInterrupt:
+    sys.exit(143)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 143

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from qualms.cli.lazy import LazyGroup
-from qualms.cli.signals import TERMINATED, at_sigterm, stop, terminated
+from qualms.cli.signals import TERMINATED, at_sigterm, begin, stop, terminated
 from qualms.cli.status import GOES_ON, NOTHING, say, stopped
 from qualms.cli.wording import in_options
 from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
@@ -105,6 +105,7 @@ def run() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    begin()
     try:
         with warnings_in_words():
             app()

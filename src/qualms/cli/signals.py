@@ -12,6 +12,16 @@ PATIENCE = 5.0  # seconds for cleaning up, in which further signals are not heed
 _since: float | None = None  # when the signal came
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. Python ends by SIGINT if a plain KeyboardInterrupt has passed an `exec`, as imports do."""
+
+
+def begin() -> None:
+    """Forget what came before the command that is run now."""
+    global _since
+    _since = None
+
+
 @contextmanager
 def at_sigterm(heed: Callable[..., None]) -> Iterator[None]:
     """What to do if it comes, unless whoever started this wants it ignored."""
@@ -35,7 +45,12 @@ def stop(*_: object) -> None:
     global _since
     if _since is None or time.monotonic() - _since > PATIENCE:
         _since = time.monotonic()
-        raise KeyboardInterrupt
+        raise Terminated
+
+
+def interrupt(*_: object) -> None:
+    """End with the exit code of Ctrl-C."""
+    raise Terminated
 
 
 def terminated() -> bool:
