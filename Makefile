@@ -8,10 +8,14 @@ DEV := .venv/.dev
 TIMM := .timm/.installed
 MORE := .venv/.more
 AXE := .axe/.installed
+SHUFFLE := .shuffle/.installed
+MUTANTS := .mutants/.installed
+AUDIT := .audit/.installed
+SEEDS ?= 1 2 3 4 5 6 7 8 9 10
 
 FAST := not slow and not data and not browser and not ray and not serve
 
-.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel check format bench-speed sweep clean
+.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel shuffle mutants licences audit check format bench-speed sweep clean
 
 demo: $(APP)
 	$(BIN)/qualms demo
@@ -24,9 +28,28 @@ test-all: $(DEV) $(MORE) $(AXE)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
 	QUALMS_NEEDS_AXE=1 QUALMS_NEEDS_SERVE=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not ($(FAST))" --durations=40
 
-# How much of each file the fast tests run. Counting lines makes tests of gradients take half as long again.
+# How much of each file the fast tests run, lines and branches, at least 90 % of all. Counting makes tests of gradients
+# take half as long again.
 coverage: $(DEV)
-	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-branch --cov-fail-under=90 --cov-report=term:skip-covered
+
+# Does a test lean on another? The fast ones, once for each seed, in an order that it decides; stops at the first failure.
+shuffle: $(SHUFFLE)
+	for seed in $(SEEDS); do echo "seed $$seed"; PYTHONPATH=.shuffle $(BIN)/python -m pytest -q -n 2 -m "$(FAST)" \
+	  --randomly-seed=$$seed || { echo "again with make shuffle SEEDS=$$seed"; exit 1; }; done
+
+# Do the tests notice small faults? Hours, with one process; what has a row in benchmarks/results/mutants.jsonl is passed
+# over, so remove that for a fresh score.
+mutants: $(MUTANTS)
+	PYTHONPATH=.mutants $(BIN)/python benchmarks/mutants.py metrics scale methods gradients
+
+# docs/licences.md: what all that the extras install is under.
+licences: $(MORE)
+	$(BIN)/python benchmarks/licences.py
+
+# Known vulnerabilities of what make installs. What PyPI was not asked about, or did not know, is a failure too.
+audit: $(AUDIT)
+	PYTHONPATH=.audit $(BIN)/python -m pip_audit --strict --progress-spinner off --disable-pip --no-deps -r constraints.txt
 
 # The service alone, in a process of its own: it starts others.
 test-serve: $(MORE)
@@ -99,10 +122,23 @@ $(TIMM): requirements-timm.txt $(DEV)
 	$(BIN)/python -m pip install --quiet --no-deps --target .timm -r requirements-timm.txt
 	touch $@
 
+# In folders of their own, as pytest loads the first by itself, and the packages of the others are no part of qualms.
+$(SHUFFLE): $(DEV)
+	$(BIN)/python -m pip install --quiet --no-deps --target .shuffle pytest-randomly==5.1.0
+	touch $@
+
+$(MUTANTS): $(DEV)
+	$(BIN)/python -m pip install --quiet --no-deps --target .mutants cosmic-ray==8.7.0 stevedore==5.10.0
+	touch $@
+
+$(AUDIT): $(DEV)
+	$(BIN)/python -m pip install --quiet --target .audit pip-audit==2.10.1 -c constraints.txt
+	touch $@
+
 # What looks for barriers in the report page; its tests skip where it is not installed.
 $(AXE):
 	npm install --silent --no-audit --no-fund --prefix .axe axe-core@4.14.0
 	touch $@
 
 clean:
-	rm -rf .venv .timm .axe .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site
+	rm -rf .venv .timm .axe .shuffle .mutants .audit .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site

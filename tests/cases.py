@@ -163,6 +163,11 @@ def old_weight_norm(layer: nn.Module) -> nn.Module:
         return torch.nn.utils.weight_norm(layer)
 
 
+def weight_norm_last(model: nn.Sequential) -> nn.Module:
+    weight_norm(model[-1])
+    return model
+
+
 FORMS = ("matmul", "addmm", "view", "features-used-again", "derived-weight")
 weight_norm = torch.nn.utils.parametrizations.weight_norm
 
@@ -244,6 +249,8 @@ CASES = [
     Case("tied-weights", net.Tied, ids(9)),
     Case("tied-padding", net.TiedPadding, ids(6)),
     Case("module-used-twice", net.UsedTwice, images()),
+    Case("module-of-two-names", net.two_names, sequences()),
+    Case("module-of-two-names-by-differences", lambda: weight_norm_last(net.two_names()), sequences()),
     Case(
         "weight-norm",
         lambda: nn.Sequential(

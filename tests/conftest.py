@@ -19,8 +19,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 install_import_hook("qualms", "beartype.beartype")
 torch.set_num_threads(1)  # the tests run in parallel processes
-# The same examples every time, however slow the machine is.
-settings.register_profile("fixed", deadline=None, derandomize=True)
+# The same examples every time, however slow the machine is; CI goes on to more of them.
+settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=100 if "CI" in os.environ else 50)
 settings.load_profile("fixed")
 
 

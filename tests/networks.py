@@ -210,6 +210,12 @@ class UsedTwice(nn.Module):
         return self.fc(self.linear(self.linear(h).relu()).flatten(1))
 
 
+def two_names() -> nn.Sequential:
+    """One layer, registered in two places."""
+    shared = nn.Linear(6, 6)
+    return nn.Sequential(shared, nn.Tanh(), shared, nn.Flatten(), nn.Linear(30, 3))
+
+
 class Bilinear(nn.Module):
     """Two inputs, as a tuple."""
 

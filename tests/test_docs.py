@@ -24,6 +24,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.usefixtures("as_users_meet_it")
 @pytest.mark.parametrize("page", RUNS)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -140,19 +140,6 @@ def test_equal_scores_keep_the_promise_too() -> None:
     assert exceeded <= 30
 
 
-def test_the_limit_is_that_of_clopper_and_pearson() -> None:
-    from scipy.stats import beta, binom
-
-    from qualms.metrics.binomial import few_or_fewer, least_inputs, upper_limit
-
-    for wrong, inputs, rate in ((0, 299, 0.01), (3, 900, 0.01), (40, 5000, 0.013), (7, 7, 0.5)):
-        assert few_or_fewer(wrong, inputs, rate) == pytest.approx(binom.cdf(wrong, inputs, rate), rel=1e-9)
-    for wrong, inputs in ((0, 50), (3, 900), (40, 5000)):
-        want = beta.ppf(0.95, wrong + 1, inputs - wrong)
-        assert upper_limit(wrong, inputs, 0.95) == pytest.approx(want, rel=1e-9)
-    assert least_inputs(0.01, 0.95) == 299
-
-
 def test_too_few_inputs_are_told_how_many_it_takes() -> None:
     right = torch.ones(300, dtype=torch.bool)
     assert int(Threshold.from_labels(torch.arange(300.0), right, 0.01, 0.95).accept(torch.arange(300.0)).sum()) == 299

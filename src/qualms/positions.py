@@ -19,6 +19,7 @@ from qualms.gradients.positions.sketch import PositionSketch, plain_logits
 from qualms.gradients.precision import accurate
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.at_positions import NOWHERE, TangentSums, blocks, groups_of, logit_scores, require_positions
+from qualms.methods.divergence import log_softmax
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.passes import Passes, Subject
@@ -328,7 +329,7 @@ def _log_probs(logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]) -> Floa
     if len(wrong):
         raise QualmsError(f"a target is {int(wrong[0])}, and there are {logits.shape[1]} classes; count them from 0.")
     parts = [
-        logits[some].double().log_softmax(-1).gather(-1, targets[some].clamp_min(0)[:, None])[:, 0]
+        log_softmax(logits[some].double()).gather(-1, targets[some].clamp_min(0)[:, None])[:, 0]
         for some in blocks(*logits.shape)
     ]
     return torch.where(targets >= 0, torch.cat(parts), torch.nan).to(accurate(logits[:1]).dtype)

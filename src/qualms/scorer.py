@@ -22,7 +22,7 @@ from qualms.gradients.smoothing import Smoothing
 from qualms.methods.chosen import Methods, PixelStd, by_name, in_pixels, noisy_specs
 from qualms.methods.few_classes import classes_needed
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import LOGITS
+from qualms.methods.method import LOGITS, in_range
 from qualms.methods.passes import Passes, Subject
 from qualms.methods.registry import DEFAULT
 from qualms.models.fingerprint import fingerprint
@@ -213,7 +213,10 @@ class Scorer:
     def _scored(self, batch: Batch, numbers: Sequence[int]) -> Scored:
         with self._subject(batch) as subject:
             passes = Passes(subject, batch, numbers)
-            found = {name: method.score(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
+            found = {
+                name: in_range(method.score(passes), passes.dtype, name, numbers)
+                for name, method in self.methods.items()
+            }
             errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             said = {name: method.note(passes) for name, method in self.methods.items()}
             probs = passes.probs.detach()

@@ -172,7 +172,7 @@ def gradient_features(
         for some, batch in _gathered(pool, inner, set(chosen)):
             job = Job(inner, batch, some, settings, directions, method.smooth)
             for sample, logits in sketch_totals(job, method.layers, learnt):
-                weights = method.weights(logits.double().softmax(-1))
+                weights = method.weights_at(logits)
                 projections = weights * sample.projections / math.sqrt(len(sample.projections))
                 parts.append(projections.movedim(0, -1).flatten(1).float())
             numbers += some

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from qualms.disk import writing, written_whole
 from qualms.errors import QualmsError
 from qualms.metrics.binomial import few_or_fewer, least_inputs
 
@@ -152,13 +153,15 @@ class Threshold:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        Path(path).write_text(self._json() + "\n")
+        with writing(path), written_whole(Path(path)) as part:
+            part.write_text(self.to_json() + "\n")
 
     def fingerprint(self) -> str:
         """Sixteen hex digits that change with anything in it."""
-        return hashlib.sha256(self._json().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
-    def _json(self) -> str:
+    def to_json(self) -> str:
+        """All of it."""
         return json.dumps(asdict(self) | {"value": self.value if math.isfinite(self.value) else None})
 
     @classmethod

@@ -16,19 +16,23 @@ from qualms.gradients.autograd import row_gradients
 from qualms.gradients.directions import DIRECTIONS as ALL
 from qualms.gradients.directions import Directions
 from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import batches, count
+from qualms.gradients.inputs import batches, count, take
 from qualms.gradients.job import Job
 from qualms.gradients.layers import layer_weights
 from qualms.gradients.learnt import Learnt
+from qualms.gradients.rows import Rows
 from qualms.gradients.settings import Settings
 from qualms.gradients.sketch.engine import SketchRun
+from qualms.gradients.sketch.push import PUSHES, Push
 from qualms.gradients.sketch.stable import Sample, cauchy_scale, normal_scale
 from tests import networks as net
 from tests.cases import CASES, Case
 from tests.gradients.test_engines_agree import SMOOTHINGS
 
 DIRECTIONS = ("classes", "uniform")
-BY_DIFFERENCES = {"weight-norm", "hidden-from-function-modes", "tied-padding"}  # no forward-mode rule
+BY_DIFFERENCES = {  # no forward-mode rule
+    "weight-norm", "hidden-from-function-modes", "tied-padding", "module-of-two-names-by-differences",
+}  # fmt: skip
 WITHOUT_DERIVATIVE = {"rounded-weight"}  # what its backward pass says is not the derivative of its forward pass
 
 
@@ -39,7 +43,7 @@ WITHOUT_DERIVATIVE = {"rounded-weight"}  # what its backward pass says is not th
 def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Smoothing | None) -> None:
     model, x = case.make()
     with untouched(model) as inner:
-        batch = next(batches(x, inner))
+        batch = take(next(batches(x, inner)), slice(0, 3))
         settings = Settings(engine=qualms.Sketch(2))
         job = Job(inner, batch, range(count(batch)), settings, Directions(DIRECTIONS), smoothing)
         work = SketchRun.on(job, Learnt())
@@ -64,6 +68,17 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
             size = sum(g.square().sum(1) for g in flat.values()).sqrt()
             tolerance = 1e-6 if case.name in BY_DIFFERENCES else 1e-9
             assert ((have[:, i] - want).abs() <= tolerance * size + 1e-300).all()
+
+
+@pytest.mark.parametrize("push", PUSHES.values(), ids=PUSHES)
+def test_a_module_of_two_names_keeps_its_own_weights(push: Push) -> None:
+    torch.manual_seed(0)
+    model, x = net.two_names().double(), torch.randn(2, 5, 6, dtype=torch.double)
+    weight, logits = model[0].weight, model(x)
+    tangent = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    push(model, Rows(x, 1), tangent)
+    assert model[0].weight is weight
+    assert torch.equal(model(x), logits)
 
 
 def _all_directions(logits: Tensor) -> Tensor:

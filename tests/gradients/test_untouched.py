@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.errors import QualmsError
+from qualms.gradients.inputs import checked, take
 from tests import evasive
 from tests import networks as net
 from tests.cases import CASES, Case
@@ -54,6 +55,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_changes(case: Case, engine: str | qualms.Sketch) -> None:
     model, x = case.make()
+    x = take(checked(x), slice(0, 3))
     if not isinstance(model, torch.fx.GraphModule):
         model.train()
     for p in model.parameters():
@@ -142,7 +144,7 @@ def test_a_parameter_that_the_model_changes_is_an_error() -> None:
 def test_an_input_that_the_model_changes_stays_the_users() -> None:
     model, x = evasive.ChangesItsInput(), torch.randn(3, 6)
     kept = x.clone()
-    for engine in ("exact", "reference", "sketch"):
+    for engine in ("exact", "reference", qualms.Sketch(4)):
         scores = qualms.score(model, x, "regrad", engine=engine)
         assert torch.equal(x, kept)
         assert torch.equal(qualms.score(model, x, "regrad", engine=engine), scores)

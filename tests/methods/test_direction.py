@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import qualms
 from qualms.methods.registry import METHODS
 
+pytestmark = pytest.mark.slow  # three trainings, and every method on 600 images
+
 KNOWN, UNKNOWN = range(6), range(6, 10)
 
 # As the paper defines them these are no uncertainties: see their docstrings. Its own table has GradNorm at 11 to 28 %

@@ -56,6 +56,7 @@ def test_isotropic_adds_up_the_gradients_of_probabilities(setting: Setting) -> N
         torch.testing.assert_close(have, want, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 def test_fisher_is_the_limit_of_perturbed_weights(setting: Setting) -> None:
     sigma = 1e-4
     have = 2 / sigma**2 * score(setting, f"perturb-theta({sigma},2000)")

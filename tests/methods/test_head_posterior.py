@@ -1,6 +1,7 @@
 """Last-layer Laplace: against laplace-torch on a trained network, and against its own samples."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from qualms.methods.head_posterior import Full, HeadPosterior, Kronecker, Struct
 BOTH: tuple[Structure, ...] = ("full", "kron")
 
 
+@cache
 def digits() -> tuple[Tensor, Tensor]:
     x, y = load_digits(return_X_y=True)
     return torch.tensor(x, dtype=torch.float64) / 16, torch.tensor(y)
 
 
+@cache
 def trained(bias: bool) -> tuple[nn.Sequential, nn.Linear]:
     """A network that has learnt the first 1000 digits: body and head."""
     torch.manual_seed(0)

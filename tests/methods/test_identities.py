@@ -53,6 +53,7 @@ def test_every_method_runs_on_the_papers_cnn(name: str) -> None:
     assert name == "negrad" or len(values.unique()) == 3
 
 
+@pytest.mark.slow
 def test_a_shift_of_all_logits_changes_nothing(setting: Setting, member: nn.Module) -> None:
     before = all_scores(setting.model, setting.x, (member,))
     shifted, moved_member = copy.deepcopy(setting.model), copy.deepcopy(member)

@@ -31,8 +31,8 @@ def test_the_interval_holds_the_value_on_the_samples_and_grows_with_the_level() 
     random = np.random.default_rng(0)
     uncertainty = random.normal(size=200)
     correct = uncertainty + random.normal(size=200) < 1
-    narrow = metrics.interval(metrics.raulc, uncertainty, correct, paired=True, level=0.5)
-    wide = metrics.interval(metrics.raulc, uncertainty, correct, paired=True, level=0.99)
+    narrow = metrics.interval(metrics.raulc, uncertainty, correct, paired=True, level=0.5, resamples=200)
+    wide = metrics.interval(metrics.raulc, uncertainty, correct, paired=True, level=0.99, resamples=200)
     assert wide[0] < narrow[0] < metrics.raulc(uncertainty, correct) < narrow[1] < wide[1]
 
 
@@ -41,6 +41,18 @@ def test_same_seed_same_interval() -> None:
     first = metrics.interval(metrics.auroc, inside, outside, seed=3, resamples=50)
     assert first == metrics.interval(metrics.auroc, inside, outside, seed=3, resamples=50)
     assert first != metrics.interval(metrics.auroc, inside, outside, seed=4, resamples=50)
+
+
+def test_unless_told_there_are_1000_resamples_of_seed_0_and_the_middle_is_95_percent() -> None:
+    x = np.random.default_rng(0).normal(size=30)
+    want = metrics.interval(np.mean, x, resamples=1000, level=0.95, seed=0)
+    assert metrics.interval(np.mean, x) == want
+    assert metrics.interval(np.mean, x, resamples=999) != want
+
+
+def test_a_single_sample_may_be_called_paired() -> None:
+    x = np.arange(30.0)
+    assert metrics.interval(np.mean, x, paired=True) == metrics.interval(np.mean, x)
 
 
 def test_tables_of_logits_are_resampled_by_row() -> None:
@@ -76,6 +88,10 @@ def test_errors() -> None:
         metrics.interval(metrics.auroc)
     with pytest.raises(qualms.QualmsError, match="sample 2 is empty"):
         metrics.interval(metrics.auroc, [1.0], [])
+    with pytest.raises(qualms.QualmsError, match=r"the samples have \[0, 1\] inputs"):
+        metrics.interval(metrics.auroc, 1.0, [2.0])
+    with pytest.raises(qualms.QualmsError, match="level=0"):
+        metrics.interval(metrics.auroc, [1.0], [2.0], level=0.0)
     with pytest.raises(qualms.QualmsError, match="level=1"):
         metrics.interval(metrics.auroc, [1.0], [2.0], level=1.0)
     with pytest.raises(qualms.QualmsError, match="resamples=0"):

@@ -54,6 +54,18 @@ def test_the_lead_of_a_score_is_drawn_on_the_same_groups_as_its_rival() -> None:
         lead_interval(mine, (theirs[0][:-1], theirs[1]))
 
 
+def test_unless_told_there_are_1000_resamples_of_seed_0() -> None:
+    mine, theirs = (list(KNOWN), list(OTHER)), (list(KNOWN**3), list(OTHER))
+    for have, want, other in (
+        (auroc_interval(*mine), *(auroc_interval(*mine, resamples=n, level=0.95, seed=0) for n in (1000, 1001))),
+        (
+            lead_interval(mine, theirs),
+            *(lead_interval(mine, theirs, resamples=n, level=0.95, seed=0) for n in (1000, 1001)),
+        ),
+    ):
+        assert have == want != other
+
+
 def test_an_interval_over_texts_is_wider_than_one_over_their_tokens() -> None:
     low, high = auroc_interval(list(KNOWN), list(OTHER))
     of_tokens = metrics.interval(metrics.auroc, KNOWN.ravel(), OTHER.ravel())

@@ -52,10 +52,12 @@ def test_errors(measure: Callable[..., object]) -> None:
     two = np.zeros((2, 3))
     for labels, match in (
         ([0, 3], "label 3 is not one of the 3 classes"),
+        ([0, 40], "label 40 is not one of the 3 classes"),
         ([-1, 0], "label -1 is not one of the 3 classes"),
         ([0], "2 rows in logits and 1 labels"),
         ([0.0, 1.0], "labels has shape .* and type float64"),
         ([[0], [1]], "labels has shape"),
+        (1, "labels has shape"),
         ([], "labels is empty"),
     ):
         with pytest.raises(qualms.QualmsError, match=match):
@@ -63,4 +65,9 @@ def test_errors(measure: Callable[..., object]) -> None:
     with pytest.raises(qualms.QualmsError, match=r"logits has shape \(2,\)"):
         measure([0.0, 1.0], [0, 1])
     with pytest.raises(qualms.QualmsError, match="logits is NaN or infinite for input 1"):
-        measure([[0.0, 1.0], [0.0, float("nan")]], [0, 1])
+        measure([[0.0, 1.0], [float("nan"), 0.0]], [0, 1])
+
+
+def test_labels_of_two_classes_may_be_true_and_false() -> None:
+    logits = [[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]
+    assert metrics.accuracy(logits, [False, True, True]) == metrics.accuracy(logits, [0, 1, 1]) == 2 / 3

@@ -124,6 +124,20 @@ def endless_there(classes: int = 10) -> nn.Module:
     return network().model if parent_process() is None else endless(classes)
 
 
+def touchy(classes: int = 10) -> nn.Module:
+    """One that raises at a black image, and never comes back from a white one."""
+    model = network().model
+
+    def look(_: nn.Module, given: tuple[torch.Tensor]) -> None:
+        if (given[0].amax((1, 2, 3)) < -0.9).any():  # normalised
+            raise ZeroDivisionError(f"a secret in {__file__}")
+        if (given[0].amin((1, 2, 3)) > 0.9).any():
+            time.sleep(600)
+
+    model[0].register_forward_pre_hook(look)
+    return model
+
+
 def refused(answer: Any, status: int, words: str) -> None:
     """One sentence of JSON, and nothing of how the service is made."""
     assert answer.status_code == status, answer.text

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,27 +158,41 @@ def test_a_client_that_goes_away_takes_nobody_with_it(service: Running) -> None:
     assert service.log.read_text() == log
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to the command", "Ctrl-C"])
-def test_a_stop_answers_what_was_taken(start: Start, how: str) -> None:
-    token = TOKEN if how == "Ctrl-C" else None
-    service = start("--methods", REGRAD, "--batch", "2", token=token)
-    assert service.ask("/v1/model")[0] == (401 if token else 200)
-    assert service.ask("/v1/score", image(0), token)[0] == 200
-    many = {"images": [pixels(i).tolist() for i in range(32)]}
-    answers: list[tuple[int, Any]] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(service.ask("/v1/score", many, token))) for _ in range(12)
-    ]
+Answers = list[tuple[int, Any]]
+
+
+def busy(service: Running, token: str | None = None) -> tuple[list[threading.Thread], Answers]:
+    """Twelve requests that the service has taken and not answered, each in its thread, and where the answers come."""
+    many, answers = {"images": [pixels(i).tolist() for i in range(32)]}, Answers()
+
+    def ask() -> None:
+        with suppress(OSError):  # the service is gone
+            answers.append(service.ask("/v1/score", many, token))
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
     for thread in threads:
         thread.start()
     until = time.monotonic() + PATIENCE
     while "qualms_waiting 12.0" not in service.ask("/metrics", token=token)[1] and not answers:
         assert time.monotonic() < until
+    return threads, answers
+
+
+@pytest.mark.parametrize("how", ["SIGTERM to the command", "Ctrl-C", "Ctrl-C that the web side hears last"])
+def test_a_stop_answers_what_was_taken(start: Start, how: str) -> None:
+    token = TOKEN if how == "Ctrl-C" else None
+    service = start("--methods", REGRAD, "--batch", "2", token=token)
+    assert service.ask("/v1/model")[0] == (401 if token else 200)
+    assert service.ask("/v1/score", image(0), token)[0] == 200
+    threads, answers = busy(service, token)
     family = service.family()
-    if token:
-        os.killpg(service.process.pid, signal.SIGINT)
-    else:
+    if how == "SIGTERM to the command":
         service.process.send_signal(signal.SIGTERM)
+    else:
+        if how != "Ctrl-C":  # the web side is the process that was started last
+            max(family[1:], key=lambda p: (p.create_time(), p.pid)).send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        os.killpg(service.process.pid, signal.SIGINT)
     for thread in threads:
         thread.join(PATIENCE)
     assert [status for status, _ in answers] == [200] * 12
@@ -185,6 +200,22 @@ def test_a_stop_answers_what_was_taken(start: Start, how: str) -> None:
     assert service.process.wait(PATIENCE) == 0
     assert psutil.wait_procs(family, timeout=30)[1] == []
     assert service.log.read_text().count("\n") == 1  # no traces, no complaints
+
+
+def test_a_second_ctrl_c_waits_for_nothing(start: Start) -> None:
+    service = start("--methods", REGRAD, "--batch", "1")
+    threads, answers = busy(service)
+    family = service.family()
+    os.killpg(service.process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    answered = len(answers)
+    os.killpg(service.process.pid, signal.SIGINT)
+    assert service.process.wait(PATIENCE) == 130
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert answered <= len(answers) < 12
+    assert service.log.read_text().splitlines()[1:] == ["qualms: stopped."]
 
 
 @pytest.mark.parametrize("factory", ["endless", "endless_there"])

@@ -9,6 +9,7 @@ import torch
 from qualms.data import Images
 from qualms.methods.entropy import Entropy
 from qualms.methods.registry import parse
+from qualms.models import load_model
 from qualms.tasks import reproduce
 from qualms.tasks.presets import CPU, PAPER, Setup
 from qualms.tasks.reproduce import Workspace
@@ -80,8 +81,11 @@ def test_costs_are_those_of_the_methods_of_the_tables(tmp_path: Path, monkeypatc
     asked = []
     monkeypatch.setattr(reproduce, "table_methods", lambda *given: asked.append(given) or chosen)
     monkeypatch.setattr(reproduce, "LEARNT_FROM", 20)
+    built = []
+    monkeypatch.setattr(reproduce, "load_model", lambda name: built.append(name) or load_model("svhn-cnn"))
     preset = replace(CPU, timed=2)
     rows = list(reproduce.runtime(preset, Workspace(tmp_path, tmp_path)))
     assert asked == [("cifar10", preset)]
+    assert built == ["resnet18"]
     assert [(row["row"], row["method"], row["n"]) for row in rows] == [("runtime", name, 2) for name in chosen]
     assert "draws=20" in rows[2]["exactly"]

@@ -2,15 +2,18 @@
 
 import sys
 
+from qualms.cli.signals import at_sigterm, leave
+
 
 def main() -> None:
     """The command `qualms`, whose own needs are an extra."""
-    try:
-        from qualms.cli.app import run
-    except ModuleNotFoundError as missing:
-        print(
-            f"qualms: the command line needs {missing.name}; pip install '.[app]' in a clone of qualms.",
-            file=sys.stderr,
-        )
-        sys.exit(1)
-    run()
+    with at_sigterm(leave):
+        try:
+            from qualms.cli.app import run
+        except ModuleNotFoundError as missing:
+            print(
+                f"qualms: the command line needs {missing.name}; pip install '.[app]' in a clone of qualms.",
+                file=sys.stderr,
+            )
+            sys.exit(1)
+        run()

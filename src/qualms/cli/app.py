@@ -1,5 +1,6 @@
 """`qualms`: the commands, and how errors are told."""
 
+import errno
 import sys
 import warnings
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from qualms.cli.lazy import LazyGroup
+from qualms.cli.signals import TERMINATED, at_sigterm, begin, stop, terminated
 from qualms.cli.status import GOES_ON, NOTHING, say, stopped
 from qualms.cli.wording import in_options
 from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
@@ -18,6 +20,7 @@ STOPPED = {  # what is left of a command that is stopped
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
     **dict.fromkeys(("score", "threshold", "demo"), NOTHING),
 }
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or somebody's share of it
 OURS = (SlowWarning, ProbabilitiesWarning, UnitsWarning)
 
 
@@ -40,7 +43,8 @@ class Commands(LazyGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command. Ctrl-C is told here: one step further out, typer takes it for its own."""
         try:
-            return super().invoke(ctx)
+            with at_sigterm(stop):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             raise stopped(STOPPED.get(ctx.invoked_subcommand)) from None
 
@@ -65,7 +69,7 @@ def qualms(
 
     Errors are one sentence; `--debug` before or after a command shows where they come from. Exit codes: 0 done, 1 an
     error that you can put right, 2 a command or option that does not exist, 3 a defect of qualms, 4 done but for inputs
-    that could not be read, 130 stopped.
+    that could not be read, 130 stopped by Ctrl-C, 143 by SIGTERM.
     """
 
 
@@ -101,12 +105,20 @@ def run() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    begin()
     try:
         with warnings_in_words():
             app()
-    except Exception as error:
-        if debug:
+    except BaseException as error:
+        if terminated() and getattr(error, "code", None) != 0:  # whatever has become of it on its way here
+            sys.exit(TERMINATED)
+        if debug or not isinstance(error, Exception):
             raise
+        if isinstance(error, OSError) and error.errno in FULL:
+            error = QualmsError(
+                f"{error.filename or 'what the command prints'} cannot be written ({error.strerror}); put that right, "
+                "and run it again."
+            )
         known = isinstance(error, QualmsError)
         unknown = f"something went wrong, {type(error).__name__}: {reason(error)}; --debug shows where."
         say(f"qualms: {in_options(str(error)) if known else unknown}")

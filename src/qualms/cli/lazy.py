@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from qualms.cli.signals import at_sigterm, leave
 from qualms.cli.status import passing
 from qualms.errors import QualmsError
 
@@ -47,7 +48,8 @@ class LazyCommand(TyperCommand):
         """The command itself."""
         passing("starting …")  # torch takes seconds to import
         try:
-            found = getattr(import_module(self.module), str(self.name))
+            with at_sigterm(leave):
+                found = getattr(import_module(self.module), str(self.name))
         except ModuleNotFoundError as missing:
             raise QualmsError(
                 f"`qualms {self.name}` needs {missing.name}; pip install '.[app]' in a clone of qualms."

@@ -3,7 +3,6 @@
 Texts go through the same door: `qualms.cli.tokens`.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -100,33 +99,30 @@ def score(
         require_own(folder)
     place = out or (None if json_lines else FILE)
     wanted = chosen_methods(DEFAULT if methods is None else methods, dataset_name(images, given.root) or "")
-    with ExitStack() as stack:
-        goes_to = (
-            None if place is None or folder is not None else stack.enter_context(table(place, overwrite, json_lines))
-        )
-        limit = None if threshold is None else Threshold.load(threshold)
-        prepared = ready(images, model, wanted, given)
-        if limit is not None and given.engine != "auto":
-            prepared.scorer(prepared.methods, limit)  # which refuses a threshold of other scores
-        found = prepared.read(images) if folder is None else None
-        if reference is not None:
-            prepared, limit = _limit(prepared, reference, COVERAGE if coverage is None else coverage)
-        scorer = prepared.scorer(prepared.methods, limit)
-        by = str(threshold or reference)
-        if folder is not None:
-            score_to_folder(prepared, scorer, images, folder, given, by)
-            return
-        assert found is not None
-        scored = prepared.scored(scorer, found)
-        if goes_to is not None:
-            goes_to.write(scored)
+    goes_to = None if place is None or folder is not None else table(place, overwrite, json_lines)
+    limit = None if threshold is None else Threshold.load(threshold)
+    prepared = ready(images, model, wanted, given)
+    if limit is not None and given.engine != "auto":
+        prepared.scorer(prepared.methods, limit)  # which refuses a threshold of other scores
+    found = prepared.read(images) if folder is None else None
+    if reference is not None:
+        prepared, limit = _limit(prepared, reference, COVERAGE if coverage is None else coverage)
+    scorer = prepared.scorer(prepared.methods, limit)
+    by = str(threshold or reference)
+    if folder is not None:
+        score_to_folder(prepared, scorer, images, folder, given, by)
+        return
+    assert found is not None
+    scored = prepared.scored(scorer, found)
+    if goes_to is not None:
+        goes_to.write(scored, found.rejected)
     for note in scored.notes.values():
         say(note)
     file = None if place in (None, STDOUT) else Path(str(place))
     accepted = None if scored.threshold is None else int(scored.accepted.sum())
     listed = None if file is None else rejected_file(file)
     told = summary(scorer, len(scored), accepted, by, file, len(found.rejected), listed)
-    deliver(scored, place, json_lines, found.rejected, told)
+    deliver(scored, place, json_lines, told)
     end(found)
 
 

@@ -13,6 +13,7 @@ import typer
 
 from qualms.cli.bench.options import with_options
 from qualms.cli.own_images import Given, Ready, ready
+from qualms.cli.signals import interrupt
 from qualms.cli.specs import chosen_methods
 from qualms.cli.status import passing, say
 from qualms.errors import QualmsError
@@ -62,7 +63,7 @@ def serve(
         qualms serve --model cifar10-resnet20 --methods entropy --host 0.0.0.0 --port 8080
     """
     # Also while the network is loaded: the first process of a container is not ended by a signal that it does not heed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
     if not math.isfinite(max_body):
         raise QualmsError(f"--max-body is {max_body}; it must be a number above 0.")
     settings = Settings(

@@ -12,7 +12,7 @@ from qualms.cli.bench.options import with_options
 from qualms.cli.options import Json, Overwrite
 from qualms.cli.own_images import Given, end, ready
 from qualms.cli.specs import chosen_methods
-from qualms.cli.writing import write_rejected, written
+from qualms.cli.writing import complete, require_place
 from qualms.data import dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
@@ -62,25 +62,25 @@ def threshold(
     wanted = chosen_methods(method, dataset_name(images, given.root) or "")
     if len(wanted) > 1:
         raise QualmsError(f"a threshold is for one method, and --method names {len(wanted)}; choose one.")
-    with written(out, overwrite) as part:
-        prepared = ready(images, model, wanted, given)
-        found = prepared.read(images)
-        if risk is not None and found.labels is None:
-            raise QualmsError(
-                f"{found.source or images} has no labels, which --risk needs; sort the images into a folder for each "
-                "class, or set the threshold by --coverage."
-            )
-        labels = None if risk is None else prepared.network.relabelled(found).labels
-        _, scorer, scored = prepared.deciding(found)
-        (scores,) = scored.scores.values()
-        right = None if labels is None else scored.prediction.cpu() == labels
-        if risk is None or right is None:
-            made = Threshold.from_scores(scores, COVERAGE if coverage is None else coverage, made_by=scorer.made_by)
-        else:
-            sure = CONFIDENCE if confidence is None else confidence
-            made = Threshold.from_labels(scores, right, risk, sure, made_by=scorer.made_by)
-        made.save(part)
-    write_rejected(out, found.rejected)
+    require_place(out, overwrite)
+    prepared = ready(images, model, wanted, given)
+    found = prepared.read(images)
+    if risk is not None and found.labels is None:
+        raise QualmsError(
+            f"{found.source or images} has no labels, which --risk needs; sort the images into a folder for each "
+            "class, or set the threshold by --coverage."
+        )
+    labels = None if risk is None else prepared.network.relabelled(found).labels
+    _, scorer, scored = prepared.deciding(found)
+    (scores,) = scored.scores.values()
+    right = None if labels is None else scored.prediction.cpu() == labels
+    if risk is None or right is None:
+        made = Threshold.from_scores(scores, COVERAGE if coverage is None else coverage, made_by=scorer.made_by)
+    else:
+        sure = CONFIDENCE if confidence is None else confidence
+        made = Threshold.from_labels(scores, right, risk, sure, made_by=scorer.made_by)
+    with complete(out, found.rejected) as part:
+        part.write_text(made.to_json() + "\n")
     accepted = made.accept(scores)
     if json_lines:
         typer.echo(json.dumps({**_content(made), "accepted": int(accepted.sum())}))

@@ -1,7 +1,6 @@
 """`qualms score --tokens`: texts in, a table with the uncertainty of every token out."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -73,31 +72,30 @@ def score_tokens(
     wanted = chosen_methods(METHOD if methods is None else methods, "")
     require_positions(wanted)
     device = device_of(given.device)
-    with ExitStack() as stack:
-        goes_to = None if place is None else stack.enter_context(table(place, overwrite, json_lines))
-        passing(f"reading {texts} …")
-        read = read_texts(texts, given.root, given.strict)
-        tell_texts(read)
-        passing(f"loading {model} …")
-        language_model = load_language_model(model)
-        language_model.model.to(device)
-        documents = _written_on(language_model, read.documents, given)
-        with telling("first tokens") as tell:
-            scored = list(
-                scored_documents(
-                    language_model,
-                    documents,
-                    wanted,
-                    engine=given.engine if given.tangents is None else Sketch(given.tangents),
-                    seed=given.seed,
-                    tell=tell,
-                )
+    goes_to = None if place is None else table(place, overwrite, json_lines)
+    passing(f"reading {texts} …")
+    read = read_texts(texts, given.root, given.strict)
+    tell_texts(read)
+    passing(f"loading {model} …")
+    language_model = load_language_model(model)
+    language_model.model.to(device)
+    documents = _written_on(language_model, read.documents, given)
+    with telling("first tokens") as tell:
+        scored = list(
+            scored_documents(
+                language_model,
+                documents,
+                wanted,
+                engine=given.engine if given.tangents is None else Sketch(given.tangents),
+                seed=given.seed,
+                tell=tell,
             )
-        written_from = {one.name: len(one.text) for one in read.documents} if given.generate else None
-        rows = TokenTable(scored, written_from)
-        if goes_to is not None:
-            goes_to.write(rows)
-    deliver(rows, place, json_lines, read.rejected, _summary(scored, list(wanted), place, read))
+        )
+    written_from = {one.name: len(one.text) for one in read.documents} if given.generate else None
+    rows = TokenTable(scored, written_from)
+    if goes_to is not None:
+        goes_to.write(rows, read.rejected)
+    deliver(rows, place, json_lines, _summary(scored, list(wanted), place, read))
     end(read)
 
 

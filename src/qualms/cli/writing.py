@@ -4,7 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import typer
 
 from qualms.cli.status import say
 from qualms.data import Rejected
-from qualms.disk import written_whole
+from qualms.disk import beside, writing, written_whole
 from qualms.errors import QualmsError
 from qualms.scored import Scored
 from qualms.scorer import Scorer
@@ -23,28 +23,22 @@ ENDINGS = (".csv", ".parquet", ".jsonl")
 Rows = Scored | TokenTable
 
 
-@contextmanager
-def written(path: Path, overwrite: bool) -> Iterator[Path]:
-    """An empty file beside `path`, to be filled: it takes the place of `path` if all goes well, and is gone if not."""
+def require_place(path: Path, overwrite: bool) -> None:
+    """An error, before there is any work to lose, if a file cannot be written there, or one is there already."""
     if path.is_dir():
         raise QualmsError(f"--out {path} is a folder; name a file.")
     if path.exists() and not overwrite:
         raise QualmsError(f"{path} is there already; pass --overwrite to replace it, or another --out.")
-    with ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = stack.enter_context(written_whole(path))
-        except OSError as error:
-            raise QualmsError(f"--out {path} cannot be written ({error.strerror}); name another file.") from None
-        yield part
+    with writing(_called(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with beside(path, _called(path)):
+        pass
 
 
-@contextmanager
-def table(out: str, overwrite: bool, json_lines: bool) -> Iterator["Table"]:
+def table(out: str, overwrite: bool, json_lines: bool) -> "Table":
     """A table to be written to a file, or to stdout."""
     if out == STDOUT:
-        yield Table(None, ".jsonl" if json_lines else ".csv")
-        return
+        return Table(None, ".jsonl" if json_lines else ".csv")
     path = Path(out)
     ending = path.suffix.lower()
     if ending not in ENDINGS:
@@ -53,36 +47,36 @@ def table(out: str, overwrite: bool, json_lines: bool) -> Iterator["Table"]:
         )
     if ending == ".parquet":
         _parquet()
-    beside = rejected_file(path)
-    if beside.exists() and not overwrite:
-        raise QualmsError(f"{beside} is there already; pass --overwrite to replace it, or another --out.")
-    with written(path, overwrite) as part:
-        yield Table(part, ending)
+    listed = rejected_file(path)
+    if listed.exists() and not overwrite:
+        raise QualmsError(f"{listed} is there already; pass --overwrite to replace it, or another --out.")
+    require_place(path, overwrite)
+    return Table(path, ending)
 
 
 class Table:
     """Where scores go, and in which format."""
 
-    def __init__(self, part: Path | None, ending: str) -> None:
-        self.part, self.ending = part, ending
+    def __init__(self, path: Path | None, ending: str) -> None:
+        self.path, self.ending = path, ending
 
-    def write(self, rows: Rows) -> None:
-        """All rows."""
-        if self.part is None:
+    def write(self, rows: Rows, rejected: Sequence[Rejected]) -> None:
+        """All rows, with a list of what could not be read beside them."""
+        if self.path is None:
             text = io.StringIO()
             _rows(rows, self.ending, text)
             typer.echo(text.getvalue(), nl=False)
-        elif self.ending == ".parquet":
-            _parquet().write_table(rows.to_arrow(), self.part)
-        else:
-            with open(self.part, "w", newline="", encoding="utf-8") as file:
-                _rows(rows, self.ending, file)
+            return
+        with complete(self.path, rejected) as part:
+            if self.ending == ".parquet":
+                _parquet().write_table(rows.to_arrow(), part)
+            else:
+                with open(part, "w", newline="", encoding="utf-8") as file:
+                    _rows(rows, self.ending, file)
 
 
-def deliver(rows: Rows, out: str | None, json_lines: bool, rejected: Sequence[Rejected], told: str) -> None:
-    """What is left once the table is written: what could not be read, the rows as JSON, and the last words."""
-    if out not in (None, STDOUT):
-        write_rejected(Path(str(out)), rejected)
+def deliver(rows: Rows, out: str | None, json_lines: bool, told: str) -> None:
+    """What is left once the table is written: the rows as JSON, and the last words."""
     if json_lines and out != STDOUT:
         typer.echo("\n".join(json_rows(rows)))
     if json_lines or out == STDOUT:
@@ -103,14 +97,28 @@ def rejected_file(out: Path) -> Path:
     return out.with_name(f"{out.stem}.rejected.csv")
 
 
-def write_rejected(out: Path, rejected: Sequence[Rejected]) -> None:
+@contextmanager
+def complete(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
+    """A file to be filled, as `written_whole`; what could not be read is listed before it takes its place."""
+    with writing(_called(out)):
+        out.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since it was tried
+        with written_whole(out, _called(out)) as part:
+            yield part
+            _write_rejected(out, rejected)
+
+
+def _write_rejected(out: Path, rejected: Sequence[Rejected]) -> None:
     """Which inputs could not be read, and why; no file if there are none."""
     path, rows = rejected_file(out), [(one.id, one.reason) for one in rejected]
     if not rows:
         path.unlink(missing_ok=True)  # of an earlier run
         return
-    with written(path, overwrite=True) as part, open(part, "w", newline="", encoding="utf-8") as file:
+    with writing(path), written_whole(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
         _csv({"id": [one for one, _ in rows], "reason": [why for _, why in rows]}, file)
+
+
+def _called(path: Path) -> str:
+    return f"--out {path}"
 
 
 def summary(

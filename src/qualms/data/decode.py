@@ -30,11 +30,12 @@ AT_ONCE = 2**20  # numbers that are scaled together
 
 
 class Unreadable(QualmsError):
-    """An image or text that cannot be read; `reason` goes on from "it is"."""
+    """An image or text that cannot be read; `reason` goes on from "it is", and `plain` leaves out what was raised."""
 
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where} is {reason}; replace or remove it.")
-        self.reason = reason
+    def __init__(self, where: str, reason: str, raised: Exception | None = None) -> None:
+        self.plain = reason
+        self.reason = reason if raised is None else f"{reason} ({type(raised).__name__})"
+        super().__init__(f"{where} is {self.reason}; replace or remove it.")
 
 
 class TooLarge(Unreadable):
@@ -111,7 +112,7 @@ def _read(
     except (Unreadable, MemoryError):  # that memory runs out says nothing of the file
         raise
     except Exception as error:  # Pillow raises whatever comes up
-        raise Unreadable(where, f"cut or not an image ({type(error).__name__})") from None
+        raise Unreadable(where, "cut or not an image", error) from None
     return image, done
 
 

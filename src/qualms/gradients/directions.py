@@ -15,7 +15,6 @@ from torch import Tensor
 BLOCK_BYTES = 2**22  # of directions that exist at once: all C of them have C² entries for every row
 DOUBLE = 8  # bytes of an entry
 CONTRASTS = 16  # at most
-ROUNDING = 1e-12  # of sums of probabilities in double precision, with room for many classes
 Logits = Float[Tensor, "b r c"]
 
 
@@ -55,19 +54,20 @@ def logits(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"
 
 def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
     """(1/C) Σ_c (e_c - p) = 1/C - p: the mean over classes of the gradients of log p_c."""
-    p = logits.double().softmax(-1)
-    return (1 / p.shape[-1] - p)[None]
+    z = logits.double()
+    odds = (z - z.amax(-1, keepdim=True)).expm1()  # less 1: what is left of them where all logits are nearly equal
+    return ((odds.mean(-1, keepdim=True) - odds) / (odds + 1).sum(-1, keepdim=True))[None]
 
 
 def expected(logits: Logits) -> Float[Tensor, "1 b r c"]:
-    """Σ_c p_c (e_c - p), as written: without smoothing this is zero but for rounding, and rounding is made zero.
+    """Σ_c p_c (e_c - p'), p of the input itself and p' of a row, as p - p': exactly zero without smoothing.
 
-    Left as it is, the rounding grows with the gradients and so ranks inputs much like them: a signal out of nothing.
+    Added up as written, rounding would be left: it grows with the gradients and so ranks inputs much like them, a
+    signal out of nothing. Probabilities next to 1 differ by what the others add up to.
     """
     p = logits.double().softmax(-1)
     p_0 = p[:, :1]
-    direction = (p_0 * others(p) - p * others(p_0))[None]
-    return torch.where(direction.abs() < ROUNDING, 0.0, direction)
+    return torch.where(p + p_0 > 1, others(p) - others(p_0), p_0 - p)[None]
 
 
 def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qualms.errors import QualmsError
 from qualms.gradients.choice import choose_engine
 from qualms.gradients.directions import Directions
 from qualms.gradients.guard import untouched
@@ -15,6 +16,7 @@ from qualms.gradients.inputs import Batch, count, numbered_batches
 from qualms.gradients.job import Job
 from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.learnt import Learnt
+from qualms.gradients.precision import accurate
 from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.gradients.smoothing import Smoothing
 from qualms.gradients.table import LayerTable, layer_table
@@ -169,4 +171,11 @@ def _whole_table(
     )
     table = layer_table(jobs, learnt, gram=gram)
     learnt.warn_of_probabilities(table.logits)
-    return table
+    values = table.values.to(accurate(table.logits).dtype)
+    if not bool(values.isfinite().all()):
+        raise QualmsError(
+            f"the gradients of input {int((~values.isfinite()).nonzero()[0, 0])} are beyond what "
+            f"{str(values.dtype).removeprefix('torch.')} holds; check the scale of the input and of the model's "
+            "weights, or pass both in float64."
+        )
+    return replace(table, values=values)

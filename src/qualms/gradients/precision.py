@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -13,6 +13,7 @@ from qualms.gradients.nested import tensors_in
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 COARSE = 0.1
 MASKED = 100.0  # below the largest logit: a class without any probability
+SMALLEST = 1e-30  # sum of squares of many numbers in 32 bits that has all its digits
 NOTHING = 1e-6  # of the largest row, which is rounding in a row of zeros
 
 
@@ -101,3 +102,32 @@ def same_norms(found: dict[str, Tensor], expected: dict[str, float], dtype: torc
 def accurate(t: Tensor) -> Tensor:
     """Sums over positions of 16-bit numbers are taken in 32 bits."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+
+def beyond(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
+    """Where sums of squares in 32 bits are infinite, or so small that squares may have been lost."""
+    return ~((squares >= SMALLEST) & (squares < torch.inf))
+
+
+def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
+    """Σ g² of each row; where 32 bits do not hold it, from the row divided by its largest entry."""
+    found = torch.linalg.vecdot(g, g).double()
+    odd = beyond(found)
+    if bool(odd.any()):
+        size = torch.linalg.vector_norm(g, torch.inf, dim=1)
+        odd &= size > 0
+        some = g[odd] / size[odd, None]
+        found[odd] = torch.linalg.vecdot(some, some).double() * size[odd].double().square()
+    return found
+
+
+def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
+    """⟨g_m, g_n⟩ of each input's gradients; where 32 bits do not hold them, of gradients of one size."""
+    found = (g @ g.mT).double()
+    odd = beyond(found.diagonal(dim1=1, dim2=2)).any(1)
+    if bool(odd.any()):
+        size = torch.linalg.vector_norm(g[odd], torch.inf, dim=2)
+        size = torch.where(size > 0, size, 1.0)
+        some = g[odd] / size[:, :, None]
+        found[odd] = (some @ some.mT).double() * size.double()[:, :, None] * size.double()[:, None, :]
+    return found

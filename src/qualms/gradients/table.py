@@ -21,7 +21,7 @@ from qualms.gradients.sketch.engine import sketch_layers
 
 @dataclass(frozen=True)
 class LayerTable:
-    """[b, m, l] norms of the gradients along m directions, or [b, l, m, m] of inner products."""
+    """[b, m, l] norms of the gradients along m directions, or [b, l, m, m] of inner products, in double precision."""
 
     values: Tensor
     logits: Float[Tensor, "b c"]
@@ -72,7 +72,7 @@ def layer_table(
     columns: list[Tensor] = []
     for names in groups.values():  # each is let go when it is in its layer: together they take more than the table
         sums = sum((whole.values.pop(name) for name in names), whole.logits.new_zeros((), dtype=torch.double))
-        columns.append((sums.sqrt() if kind == "l2" else sums).to(dtype))
+        columns.append(sums if gram else (sums.sqrt() if kind == "l2" else sums).to(dtype))
     values = torch.stack(columns, dim=1 if gram else -1)
     general = [layer for layer, names in groups.items() if not whole.general.isdisjoint(names)]
     return LayerTable(values, whole.logits, list(groups), general)

@@ -136,8 +136,10 @@ class TangentSums:
                     self.likeliest[some] += squares.gather(-1, self.surest[some])
             assert self.own is not None
             for name in found:
-                method, probs = self.methods[name], self.own[some].double().softmax(-1)
-                found[name].append(torch.einsum("tm,tgm->gt", method.weights(probs), at[method.direction].square()))
+                method = self.methods[name]
+                found[name].append(
+                    torch.einsum("tm,tgm->gt", method.weights_at(self.own[some]), at[method.direction].square())
+                )
             if self.targets is not None:
                 targets = self.targets[some]
                 chosen = at["classes"].gather(-1, targets.clamp_min(0)[:, None, None].expand(-1, at_once, 1))[..., 0]
@@ -174,7 +176,7 @@ class TangentSums:
                 if method.direction == "classes":
                     squares = squares.scatter(-1, self.surest[some], self.likeliest[some])
                 norms = unbiased_root(squares / self.tangents, self.tangents)
-                parts.append((method.weights(logits[some].double().softmax(-1)) * norms).sum(-1))
+                parts.append((method.weights_at(logits[some]) * norms).sum(-1))
             value = torch.cat(parts)
             found[name] = value, torch.full_like(value, torch.nan)
         return found

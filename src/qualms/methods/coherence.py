@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qualms.gradients.directions import classes
 from qualms.methods.blocks import heavy_blocks
+from qualms.methods.divergence import log_softmax
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.passes import Passes
 
@@ -60,14 +61,15 @@ def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Flo
     """κ⁴ Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z) from the logits and G = J Jᵀ."""
     away = classes(logits[:, None])[:, :, 0]  # e_c - p: [c, b, c]
     norms = torch.einsum("cbi,bij,cbj->bc", away, gram, away).clamp_min(0).sqrt()
-    regrad = (logits.softmax(-1).sqrt() * norms).sum(-1)
-    return collinearity(gram) ** 4 * regrad * (-logits.logsumexp(-1) / 2).exp()
+    # sqrt(p / Z) by logarithms: one of the two may be beyond 64 bits where their ratio is not.
+    weights = ((log_softmax(logits) - logits.logsumexp(-1, keepdim=True)) / 2).exp()
+    return collinearity(gram) ** 4 * (weights * norms).sum(-1)
 
 
 def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
     """κ: the mean squared cosine between the gradients of two different logits; a zero gradient has no direction."""
-    squares = gram.diagonal(dim1=1, dim2=2)
-    scale = squares[:, :, None] * squares[:, None, :]
-    cosines = torch.where(scale > 0, gram**2 / scale.clamp_min(torch.finfo(gram.dtype).tiny), 0)
+    lengths = gram.diagonal(dim1=1, dim2=2).sqrt()  # not their squares, of which the products may not fit 64 bits
+    some = (lengths[:, :, None] > 0) & (lengths[:, None, :] > 0)
+    cosines = torch.where(some, gram / lengths[:, :, None] / lengths[:, None, :], 0).square()
     c = gram.shape[-1]
     return (cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)) / (c * (c - 1))

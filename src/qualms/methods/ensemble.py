@@ -9,7 +9,7 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
 from qualms.gradients.rows import Rows, logits_of
-from qualms.methods.divergence import mutual_information
+from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.method import MODELS, Method
 from qualms.methods.passes import Passes
 
@@ -50,5 +50,5 @@ class Ensemble(Method):
                     f"a member of the ensemble has {z.shape[1]} classes and the model {passes.logits.shape[1]}; "
                     "all must have the same."
                 )
-            log_q.append(z.double().log_softmax(-1))
+            log_q.append(log_softmax(z.double()))
         return mutual_information(torch.stack(log_q, dim=1))

@@ -14,7 +14,7 @@ from qualms.methods.method import TRAINING_DATA, Method
 from qualms.methods.passes import Passes
 from qualms.methods.training_features import training_features
 
-NEAREST = 1e-12  # to the mean
+NEAREST = 1e-12  # to the mean, of the features' length
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ class FDBD(Method):
         if self not in fitted:
             weight = head.weight.double()
             apart = torch.cdist(weight, weight, compute_mode="donot_use_mm_for_euclid_dist")
-            fitted[self] = training_features(passes, self.name).features.mean(0, dtype=torch.double), apart
-        mean, apart = fitted[self]
-        from_mean = (head.features.double() - mean).norm(dim=-1).clamp_min(NEAREST)
+            known = training_features(passes, self.name).features
+            length = float(known.norm(dtype=torch.double)) / len(known) ** 0.5
+            fitted[self] = known.mean(0, dtype=torch.double), apart, NEAREST * (length or 1.0)
+        mean, apart, nearest = fitted[self]
+        from_mean = (head.features.double() - mean).norm(dim=-1).clamp_min(nearest)
         return -boundary_distance(passes.logits, apart) / from_mean
 
 

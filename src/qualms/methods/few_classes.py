@@ -85,7 +85,7 @@ def _drawn(methods: "Sequence[GradientScore]", number: int, classes: int, seed: 
 def _score(method: "GradientScore", table: LayerTable, some: DrawnClasses | None, job: Job) -> Estimate:
     """The scores of one table, of all classes or of some."""
     norms = total_norms(table.values.double(), method.layers, job.settings.norm)
-    weights = method.weights(table.logits.double().softmax(-1))
+    weights = method.weights_at(table.logits)
     if some is None:
         value = (weights * norms).sum(-1)
         return value, torch.zeros_like(value)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.divergence import log_complements
 from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
 from qualms.parameters import POSITIVE, check_parameters, whole
@@ -38,5 +39,7 @@ class GEN(Method):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        p = passes.probs.topk(min(self.top, passes.probs.shape[1]), dim=-1).values
-        return (p**self.gamma * (1 - p) ** self.gamma).sum(-1)
+        log_p = passes.log_probs
+        likeliest, places = log_p.topk(min(self.top, log_p.shape[1]), dim=-1)
+        # By logarithms: (1 - p)^γ is far from zero where 1 - p is next to it.
+        return (self.gamma * (likeliest + log_complements(log_p).gather(-1, places))).exp().sum(-1)

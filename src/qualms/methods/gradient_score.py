@@ -63,6 +63,10 @@ class GradientScore(Method):
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b m"]:
         """What the norm of each gradient counts."""
 
+    def weights_at(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b m"]:
+        """The same from the logits, in double precision."""
+        return self.weights(logits.double().softmax(-1))
+
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         return passes.gradient_score(self)[0]

@@ -165,9 +165,11 @@ def _gauss_newton(rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]) -> Floa
 
 
 def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
+    # Shifts of all logits have no curvature: δ alone holds the posterior there, and must not be lost in rounding.
+    lost = not prior_precision > float(hessian.diagonal().abs().max()) * torch.finfo(hessian.dtype).eps
     hessian.diagonal().add_(prior_precision)
     factor, failed = torch.linalg.cholesky_ex(hessian)
-    if bool(failed):
+    if lost or bool(failed):
         raise QualmsError(
             f"prior_precision is {prior_precision}, lost in float64 beside the curvature of these features; raise it."
         )
@@ -190,7 +192,8 @@ def _kronecker_factors(rows: FeaturesAndProbs, has_bias: bool) -> tuple[Float64[
 
 def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
     values, vectors = torch.linalg.eigh(matrix)
-    return values.clamp(min=0), vectors
+    rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]  # the largest is the last
+    return torch.where(values > rounding, values, 0.0), vectors
 
 
 def _with_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:

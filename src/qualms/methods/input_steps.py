@@ -1,11 +1,11 @@
 """Steps along the sign of the gradient by the input; discrete inputs take them at their embeddings' output."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.gradients.directions import of_class, unit_sized
 from qualms.gradients.inputs import Batch, count, tensors, with_tensors
 from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.method import Noise
@@ -27,8 +27,10 @@ def attack_direction(passes: Passes, part: Batch, temperature: float = 1.0) -> F
             return shifts[0]
 
         logits = logits_of(passes.model, Rows(part, embedding_noise=zero))
-    loss = F.cross_entropy(logits / temperature, logits.argmax(-1), reduction="sum")
-    (gradient,) = torch.autograd.grad(loss, shifts)
+    # p - e_ŷ, brought to a size near 1: next to certainty the derivative of the loss is rounding, or zero in 32 bits.
+    z = logits.detach().double()[:, None] / temperature
+    (away,), _ = unit_sized(-of_class(z, z[:, 0].argmax(-1))[:, :, 0], len(z))
+    (gradient,) = torch.autograd.grad(logits, shifts, away.to(logits.dtype))
     return gradient.sign()
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.divergence import mutual_information
+from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.method import SEVERAL_PASSES
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
@@ -49,5 +49,5 @@ class InsertedDropout(MonteCarlo):
         head = passes.head
         size = (self.draws, head.features.shape[1])
         kept = torch.rand(size, generator=generator(passes.seed, 0)).to(head.features.device) >= self.p
-        log_q = [head.logits(head.features * mask / (1 - self.p)).double().log_softmax(-1) for mask in kept]
+        log_q = [log_softmax(head.logits(head.features * mask / (1 - self.p)).double()) for mask in kept]
         return mutual_information(torch.stack(log_q, dim=1))

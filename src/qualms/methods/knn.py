@@ -6,8 +6,7 @@ z is what the last linear layer reads, divided by its length.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from qualms.methods.method import TRAINING_DATA, Method
@@ -16,7 +15,8 @@ from qualms.methods.training_features import training_features
 from qualms.parameters import check_parameters, whole
 
 AT_ONCE = 2**23  # inner products
-NO_LENGTH = 1e-12  # of a feature vector of zeros, which stays as it is
+ROWS = 4096  # of the training features that are in double precision at once
+EXTREME = 1e30  # a length whose inner products, or those of its inverse, may not fit 32 bits
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,42 @@ class KNN(Method):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted, known = passes.subject.fitted, training_features(passes, self.name).features
+        fitted = passes.subject.fitted
         if KNN not in fitted:
-            fitted[KNN] = known.norm(dim=-1)
-        return kth_distances(F.normalize(passes.head.features.to(known), dim=-1), known, fitted[KNN], self.k)
+            fitted[KNN] = _known(training_features(passes, self.name).features)
+        known, lengths = fitted[KNN]
+        features = passes.head.features.to(known)
+        return kth_distances(_unit(features, _lengths(features)), known, lengths, self.k)
 
 
 def kth_distances(
-    z: Float[Tensor, "b f"], known: Float[Tensor, "n f"], norms: Float[Tensor, " n"], k: int
+    z: Float[Tensor, "b f"], known: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"], k: int
 ) -> Float[Tensor, " b"]:
-    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, which are divided by their norms; of fewer than k, the farthest."""
-    lengths = norms.clamp_min(NO_LENGTH)
-    shorter = (1 - (norms / lengths).square()) / 2  # not 0 for vectors of zeros, which stay near to all others
+    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, divided by their lengths; of fewer than k, the farthest."""
+    divisors = torch.where(lengths > 0, lengths, 1.0).to(known)
+    shorter = torch.where(lengths > 0, 0.0, 0.5).to(known)  # vectors of zeros, which stay near to all others
     found = []
     for part in z.split(max(1, AT_ONCE // len(known))):
         # Inner products tell who the neighbour is; how near it is they would tell with half the digits only.
-        nearness = (part @ known.mT).div_(lengths).add_(shorter)  # ‖z - z'‖² is a constant minus twice that
+        nearness = (part @ known.mT).div_(divisors).add_(shorter)  # ‖z - z'‖² is a constant minus twice that
         neighbour = nearness.topk(min(k, len(known)), dim=-1).indices[:, -1]
-        found.append((part - known[neighbour] / lengths[neighbour, None]).double().norm(dim=-1))
+        found.append((part - _unit(known[neighbour], lengths[neighbour])).double().norm(dim=-1))
     return torch.cat(found)
+
+
+def _known(features: Float[Tensor, "n f"]) -> tuple[Float[Tensor, "n f"], Float64[Tensor, " n"]]:
+    """The training features and their lengths; in double precision if 32 bits do not hold their inner products."""
+    lengths = _lengths(features)
+    some = lengths[lengths > 0]
+    extreme = len(some) > 0 and (float(some.max()) > EXTREME or float(some.min()) < 1 / EXTREME)
+    return features.double() if extreme else features, lengths
+
+
+def _lengths(features: Float[Tensor, "n f"]) -> Float64[Tensor, " n"]:
+    """In double precision, where no square is zero or infinite."""
+    return torch.cat([some.double().norm(dim=-1) for some in features.split(ROWS)])
+
+
+def _unit(features: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"]) -> Float[Tensor, "n f"]:
+    """The features divided by their lengths; a vector of zeros stays as it is."""
+    return (features.double() / torch.where(lengths > 0, lengths, 1.0)[:, None]).to(features)

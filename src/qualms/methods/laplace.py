@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.divergence import mutual_information
+from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.head import required, with_head
 from qualms.methods.head_posterior import HeadPosterior, fit_head
 from qualms.methods.method import TRAINING_DATA
@@ -52,7 +52,7 @@ class Laplace(MonteCarlo):
         weights, biases = self._posterior(passes).sample(self.draws, passes.seed)
         features = passes.head.features.to(weights)
         log_q = [
-            F.linear(features, weight, None if biases is None else biases[i]).double().log_softmax(-1)
+            log_softmax(F.linear(features, weight, None if biases is None else biases[i]).double())
             for i, weight in enumerate(weights)
         ]
         return mutual_information(torch.stack(log_q, dim=1))

@@ -21,14 +21,11 @@ class Classes:
     """A Gaussian for each class that has training inputs."""
 
     means: Float64[Tensor, "k f"]
-    precision: Float64[Tensor, "f f"]  # Σ⁻¹
+    whitening: Float64[Tensor, "f r"]  # A, Σ⁻¹ = A Aᵀ
 
     def distances(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b k"]:
-        """The squared distance to each mean."""
-        each = []
-        for mean in self.means:
-            off = features.double() - mean
-            each.append(((off @ self.precision) * off).sum(-1))
+        """The squared distance to each mean: a sum of squares, which is never negative."""
+        each = [((features.double() - mean) @ self.whitening).square().sum(-1) for mean in self.means]
         return torch.stack(each, dim=1)
 
 
@@ -67,7 +64,7 @@ class Mahalanobis(Method):
 
 
 def classes_of(training: TrainingFeatures) -> Classes:
-    """Means and precision; a variance that is no more than rounding counts as none."""
+    """Means and the inverse covariance; a variance that is no more than rounding counts as none."""
     width = training.features.shape[1]
     means, scatter = [], training.features.new_zeros(width, width, dtype=torch.double)
     for label in training.labels.unique():
@@ -81,5 +78,6 @@ def classes_of(training: TrainingFeatures) -> Classes:
         )
     rounding = width * torch.finfo(training.features.dtype).eps
     smallest = max(width * torch.finfo(torch.double).eps, rounding**2)  # of the largest variance
-    precision = torch.linalg.pinv(scatter / len(training.features), rtol=smallest, hermitian=True)
-    return Classes(torch.stack(means), precision)
+    variances, directions = torch.linalg.eigh(scatter / len(training.features))
+    some = variances > smallest * variances[-1]  # the largest is the last
+    return Classes(torch.stack(means), directions[:, some] / variances[some].sqrt())

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.inputs import Batch, count, take
-from qualms.methods.divergence import mutual_information
+from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.input_steps import attack_direction, length, moved
 from qualms.methods.method import SEVERAL_PASSES, Noise, Scale, converted
 from qualms.methods.monte_carlo import MonteCarlo
@@ -64,4 +64,4 @@ class MCAA(MonteCarlo):
         step = length(self.a, sign, self.name, "a") * sign
         steps = uniform.reshape(*uniform.shape, *[1] * (sign.ndim - 1)).to(sign) * step[:, None]
         logits = passes.forward(moved(part, steps.flatten(0, 1)))
-        return logits.double().log_softmax(-1).unflatten(0, uniform.shape)
+        return log_softmax(logits.double()).unflatten(0, uniform.shape)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.rows import Rows
-from qualms.methods.divergence import mutual_information
+from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.method import SEVERAL_PASSES, TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
@@ -51,7 +51,7 @@ class MCBatchNorm(MonteCarlo):
         log_q = []
         for statistics in self._statistics(passes):
             with _using(statistics):
-                log_q.append(passes.forward_all().double().log_softmax(-1))
+                log_q.append(log_softmax(passes.forward_all().double()))
         return mutual_information(torch.stack(log_q, dim=1))
 
     def _statistics(self, passes: Passes) -> "list[Statistics]":

@@ -18,7 +18,7 @@ from qualms.errors import QualmsError
 from qualms.gradients.inputs import Batch, count
 from qualms.gradients.nested import tensors_in
 from qualms.gradients.rows import Rows, logits_of
-from qualms.methods.divergence import mutual_information
+from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.method import SEVERAL_PASSES
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
@@ -69,7 +69,7 @@ class MCDropout(MonteCarlo):
         log_q = []
         for draw in range(self.draws):
             with _masked(layers, count(part), generator(passes.seed, draw), replay), replay.run():
-                log_q.append(logits_of(passes.model, Rows(part)).double().log_softmax(-1))
+                log_q.append(log_softmax(logits_of(passes.model, Rows(part)).double()))
         return torch.stack(log_q, dim=1)
 
 

@@ -1,7 +1,7 @@
 """What every score is: parameters, a name, where it comes from, what it needs and costs, and how to compute it."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.errors import QualmsError
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.passes import Passes
 
@@ -111,3 +112,16 @@ class Method(Protocol):
 def converted(noise: Noise, scale: Scale) -> Noise:
     """A level of noise in the units of the model's input; levels per channel are in these already."""
     return noise if isinstance(noise, tuple) else scale(noise)
+
+
+def in_range(scores: Float[Tensor, " b"], dtype: torch.dtype, name: str, numbers: Sequence[int]) -> Float[Tensor, " b"]:
+    """The scores in the type that they are returned in; an error if one of them is beyond it, or not a number."""
+    found = scores.detach().to(dtype)
+    bad = (~torch.isfinite(found)).nonzero().flatten().tolist()
+    if bad:
+        said = "not a number" if bool(scores[bad[0]].isnan()) else f"{float(scores[bad[0]]):.3g}"
+        raise QualmsError(
+            f"{name} of input {numbers[bad[0]]} is {said}, which is beyond what {str(dtype).removeprefix('torch.')} "
+            "holds; check the scale of the input and of the model's weights, or pass both in float64."
+        )
+    return found

@@ -1,9 +1,8 @@
 """NEGrad: ‖Σ_c p_c ∇θ log p_c‖, the norm of the expected gradient (a baseline of Wang & Ji, CVPR 2024).
 
-The score function has zero mean, so this is identically zero in exact arithmetic. The sum is computed as written; what
-remains of it, without smoothing, is rounding of the order of 1e-16, and is returned as zero. Rounding grows with the
-gradients and so ranks inputs much like them: left in, it would be a signal out of nothing. With smoothing the score is
-not zero, because the weights p_c are those of the unperturbed input.
+The score function has zero mean, so this is identically zero in exact arithmetic, and it is zero here. A sum as written
+would leave rounding of the order of 1e-16, which grows with the gradients and so ranks inputs much like them: a signal
+out of nothing. With smoothing the score is not zero, because the weights p_c are those of the unperturbed input.
 """
 
 from dataclasses import dataclass

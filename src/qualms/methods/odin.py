@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.inputs import tensors
+from qualms.methods.divergence import log_softmax
 from qualms.methods.input_steps import attack_direction, length, moved
 from qualms.methods.method import GRADIENTS, Method, Noise, Scale, converted
 from qualms.methods.passes import Passes
@@ -60,7 +61,7 @@ class ODIN(Method):
                 f"odin's step of epsilon = {self.epsilon} is lost to rounding in every number of x, which is "
                 f"{x.dtype}; pass a larger epsilon, or the model and x in float32.".replace("torch.", "")
             )
-        log_p = torch.cat(parts).log_softmax(-1)
+        log_p = log_softmax(torch.cat(parts))
         return -(log_p.amax(-1) + math.log(log_p.shape[1]))
 
     def in_units(self, scale: Scale) -> "ODIN":

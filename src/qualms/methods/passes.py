@@ -26,6 +26,7 @@ from qualms.gradients.sketch.engine import sketch_totals
 from qualms.gradients.sketch.stable import Sample
 from qualms.gradients.smoothing import Smoothing
 from qualms.gradients.table import LayerTable, layer_table
+from qualms.methods.divergence import log_softmax
 from qualms.methods.few_classes import scores_by_few_classes
 from qualms.methods.head import Head, required, with_head
 
@@ -136,7 +137,7 @@ class Passes:
     @property
     def log_probs(self) -> Float[Tensor, "b c"]:
         """log p(y | x)."""
-        return self.logits.log_softmax(-1)
+        return log_softmax(self.logits)
 
     @property
     def probs(self) -> Float[Tensor, "b c"]:
@@ -159,7 +160,7 @@ class Passes:
         table, columns = self._norms(method)
         norms = total_norms(table.values[:, columns].double(), method.layers, self.subject.settings.norm)
         # p of the rows as the engine ran them: alone, if inputs influence each other.
-        value = (method.weights(table.logits.double().softmax(-1)) * norms**method.power).sum(-1)
+        value = (method.weights_at(table.logits) * norms**method.power).sum(-1)
         return value, torch.zeros_like(value)
 
     def estimates(self, method: "GradientScore") -> bool:
@@ -209,11 +210,11 @@ class Passes:
         methods = dict.fromkeys(like if method in foreseen else [method])
         parts = {m: list[tuple[Tensor, Tensor]]() for m in methods}
         for sample, logits in sketch_totals(self.job(wanted, method.smooth), method.layers, self.subject.learnt):
-            norms, probs = sample.scale, logits.double().softmax(-1)
+            norms = sample.scale
             for m in methods:
                 columns = self._columns(m.direction, wanted)
                 own = Sample(sample.projections[:, :, columns], sample.law)
-                weights = m.weights(probs)
+                weights = m.weights_at(logits)
                 scale = norms[:, columns]
                 if m.power == 2:
                     slope = 2 * weights * scale
@@ -257,7 +258,7 @@ class Passes:
                 part = take(self.batch, slice(start, start + per_chunk))
                 on = rows_of(part, noise, self.numbers[start : start + per_chunk], self.seed)
                 parts.append(self.forward(on).unflatten(0, (count(part), -1))[:, 1:])
-            self._draws[noise] = torch.cat(parts).double().log_softmax(-1)
+            self._draws[noise] = log_softmax(torch.cat(parts).double())
         return self._draws[noise]
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.nested import each_tensor
-from qualms.methods.divergence import expected_kl
+from qualms.methods.divergence import expected_kl, log_softmax
 from qualms.methods.method import SEVERAL_PASSES, WANG_JI
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
@@ -52,7 +52,7 @@ class PerturbTheta(MonteCarlo):
             noise = generator(passes.seed, draw)
             moved = {id(p): p.detach() + self.sigma * torch.randn(p.shape, generator=noise).to(p) for p in parameters}
             with Replaced(moved) as replaced:
-                log_q.append(passes.forward_all().double().log_softmax(-1))
+                log_q.append(log_softmax(passes.forward_all().double()))
             if not replaced.seen:
                 raise QualmsError(
                     "the model's operations are hidden from torch's function modes (a scripted module?), so its "

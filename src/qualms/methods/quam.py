@@ -20,6 +20,7 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.gradients.memory import default_budget, in_mebibytes
 from qualms.gradients.precision import accurate
+from qualms.methods.divergence import kl, log_softmax
 from qualms.methods.head import Head
 from qualms.methods.method import FEW, TRAINING_DATA, Method
 from qualms.methods.passes import Passes
@@ -95,18 +96,21 @@ class QUAM(Method):
         """KL(p ‖ q) and L(q) - L(p) for the heads on the way from `start` to saying `wanted` of x, one for each x."""
         heads = start.expand(len(x), *start.shape).clone()
         adam = torch.optim.Adam([heads], self.rate, weight_decay=self.weight_decay)
-        log_p = (x @ start.mT).double().log_softmax(-1)
+        log_p = log_softmax((x @ start.mT).double())
         divergence, excess = [], []
         for step, known in zip(range(self.steps), cycle(training), strict=False):
             factor = self.growth ** (step // self.every)
-            log_q = (heads @ x[:, :, None])[:, :, 0].double().log_softmax(-1)
+            log_q = log_softmax((heads @ x[:, :, None])[:, :, 0].double())
             loss, slope = known.loss_and_gradient(heads)
-            ratio = log_q - log_p
-            # Σ p (q/p - 1 - log q/p): nothing cancels, as in the plain formula where p and q are close.
-            divergence.append((log_p.exp() * (ratio.expm1() - ratio)).sum(-1))
+            divergence.append(kl(log_p, log_q))
             excess.append(loss.double() - known.loss)
             of_x = (log_q.exp() - F.one_hot(wanted, len(start))).to(x)[:, :, None] * x[:, None]
             heads.grad = of_x + self.penalty * factor * slope
+            if float(heads.grad.abs().max()) ** 2 > torch.finfo(x.dtype).max:  # Adam takes its square
+                raise QualmsError(
+                    "quam meets features so large that its steps do not fit 32 bits; scale the inputs, or pass the "
+                    "model and all data in float64."
+                )
             adam.param_groups[0]["lr"] = self.rate / factor
             adam.step()
         return torch.stack(divergence, dim=1), torch.stack(excess, dim=1)

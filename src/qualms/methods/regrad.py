@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.divergence import log_softmax
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import WANG_JI
 
@@ -38,3 +39,7 @@ class REGrad(GradientScore):
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
         """sqrt(p_c)."""
         return probs.sqrt()
+
+    def weights_at(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+        """By logarithms: the root of a probability that is zero in double precision need not be."""
+        return (log_softmax(logits.double()) / 2).exp()

@@ -58,5 +58,8 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
 
 
 def _log_softmax(z: Float[Floats, "n c"]) -> Float[Floats, "n c"]:
-    z = z - z.max(1, keepdims=True)
-    return z - np.log(np.exp(z).sum(1, keepdims=True))
+    likeliest = z.argmax(1)[:, None]
+    z = z - np.take_along_axis(z, likeliest, 1)
+    odds = np.exp(z)
+    np.put_along_axis(odds, likeliest, 0.0, 1)
+    return z - np.log1p(odds.sum(1, keepdims=True))  # 1 + odds would lose those of a certain prediction

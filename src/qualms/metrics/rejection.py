@@ -39,6 +39,9 @@ def prr(uncertainty: Any, quality: Any) -> float:
             f"the quality is {q[0]:g} everywhere, so no order of the outputs is better than another, and there is no "
             "PRR; take more outputs, or a harder set."
         )
+    # Its unit and its zero do not matter, and may be beyond what a sum holds; a power of two leaves all digits.
+    q = np.ldexp(q, -np.frexp(np.abs(q).max())[1])
+    q = (q - q.min()) / (q.max() - q.min())
     chance = q.mean()
     return float((_area(u, q) - chance) / (_area(-q, q) - chance))
 

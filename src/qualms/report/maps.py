@@ -16,7 +16,7 @@ from qualms.data.decode import pillow
 from qualms.errors import QualmsError
 from qualms.metrics import auroc, pixel_metrics
 from qualms.report.gallery import LARGEST, class_name, png
-from qualms.report.offline import filled, packed, require_packages, require_writable
+from qualms.report.offline import filled, packed, require_packages, require_writable, write_html
 
 SHOWN = 12  # images; the numbers are of all
 STEPS = 200  # places of the threshold, each half a percent of the known pixels
@@ -132,8 +132,7 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
         total=len(maps.images),
         data={"size": _thin(maps.prediction[0]).shape, "methods": [_method(maps, m, shown) for m in order]},
     )
-    Path(path).write_text(html, encoding="utf-8")
-    return Path(path)
+    return write_html(path, html)
 
 
 def _table(maps: Maps) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qualms.disk import writing, written_whole
 from qualms.errors import QualmsError
 from qualms.version import __version__
 
@@ -23,14 +24,20 @@ def require_packages(*names: str) -> None:
 def require_writable(path: str | Path) -> None:
     """An error, before there is any work to lose, if no file can be written there."""
     path = Path(path)
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
         path.open("ab").close()
         if not there:
             path.unlink()
-    except OSError as error:
-        raise QualmsError(f"{path} cannot be written ({error.strerror}); choose another place.") from None
+
+
+def write_html(path: str | Path, html: str) -> Path:
+    """Write a page, whole or not at all; what was there stays until then."""
+    path = Path(path)
+    with writing(path), written_whole(path) as part:
+        part.write_text(html, encoding="utf-8")
+    return path
 
 
 def filled(template: str, styles: Sequence[str], scripts: Sequence[str], **values: Any) -> str:

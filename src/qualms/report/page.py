@@ -10,7 +10,7 @@ from qualms.report import comparison, figures
 from qualms.report.content import Content, Group
 from qualms.report.gallery import class_name, confident_and_wrong, ends, png
 from qualms.report.numbers import Judged, LearningMeasure, at_a_glance, axis, layer_shares, learning_curves, verdict
-from qualms.report.offline import coded, filled, packed, require_packages, require_writable
+from qualms.report.offline import coded, filled, packed, require_packages, require_writable, write_html
 from qualms.report.roles import default_of, kind_of, not_for_use, why_not_default
 
 COVERAGE = 95  # where the threshold stands first, in percent of the known images
@@ -25,8 +25,7 @@ def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> 
     """Write the report as one HTML file; `resamples` is how many each interval is made from."""
     require_packages("jinja2", "PIL")
     require_writable(path)
-    Path(path).write_text(_html(content, at_a_glance(content, resamples)), encoding="utf-8")
-    return Path(path)
+    return write_html(path, _html(content, at_a_glance(content, resamples)))
 
 
 def _html(content: Content, judged: list[Judged]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qualms.errors import QualmsError
-from qualms.report.offline import filled, packed, require_packages, require_writable
+from qualms.report.offline import filled, packed, require_packages, require_writable, write_html
 from qualms.texts.document import ScoredDocument
 from qualms.texts.spans import LENGTH, Span, worst_span_of
 
@@ -39,8 +39,7 @@ def write_text_page(documents: Sequence[ScoredDocument], out: Path, title: str, 
         marked=MARKED,
         data=data,
     )
-    out.write_text(page, encoding="utf-8")
-    return out
+    return write_html(out, page)
 
 
 @dataclass(frozen=True)

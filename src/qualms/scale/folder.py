@@ -17,7 +17,7 @@ from typing import Any
 from qualms.data import Rejected
 from qualms.data.parquet import readable
 from qualms.data.places import extra
-from qualms.disk import locked, written_whole
+from qualms.disk import locked, writing, written_whole
 from qualms.errors import QualmsError
 
 MANIFEST, REJECTED, LOCK = "manifest.json", "rejected.parquet", ".lock"
@@ -40,7 +40,7 @@ class Done:
 
 def require_own(folder: Path) -> None:
     """An error if the folder holds something else than shards, or cannot be made."""
-    with _writable(folder):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
     if others and not (folder / MANIFEST).exists():
@@ -114,7 +114,7 @@ def _count_true(shard: Path, decisions: Any) -> int:
 
 def write(path: Path, table: Any) -> None:
     """A table of pyarrow's as a .parquet file."""
-    with _writable(path), written_whole(path) as part:
+    with writing(path), written_whole(path) as part:
         parquet().write_table(table, part)
 
 
@@ -152,15 +152,5 @@ def _of_the_same(folder: Path, about: dict[str, Any]) -> Done | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with _writable(path), written_whole(path) as part:
+    with writing(path), written_whole(path) as part:
         part.write_text(json.dumps(content, indent=2) + "\n")
-
-
-@contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise QualmsError(
-            f"{path} cannot be written ({error.strerror or error}); put that right, and run the same command again."
-        ) from None

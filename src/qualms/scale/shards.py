@@ -56,6 +56,8 @@ def score_shards(
                     ended = _write_shard(score, parts, folder, number, size, source, tell) < size
                     number += 1
         shards = list(takewhile(Path.exists, (_shard(folder, number) for number in count())))
+        if len(shards) < number - 1:  # the last may have been empty
+            raise QualmsError(f"{folder} has lost shards while it was filled; run the same command again.")
         return finish(folder, whole, shards, (one for shard in shards for one in _left_out(shard)))
 
 

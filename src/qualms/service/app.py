@@ -49,18 +49,19 @@ def add_service(
         fit: how images become the network's inputs.
         settings: the limits.
         ask: sends a question to the process with the model.
-        ready: whether that process is there.
+        ready: whether that process is there, and comes back from what it is asked.
     """
     metrics, intake, decode = Metrics(), Intake(fit, settings), Decoding()
     app.title, app.version = f"qualms: {about.model}", __version__
     app.description = "How far an image is beyond what a network knows, and whether to trust its prediction."
+    app.router.redirect_slashes = False  # to an address with the name by which the client calls us
     app.add_middleware(Door, settings=settings, metrics=metrics)
     _add_problems(app)
     token = [] if settings.token is None else [Security(HTTPBearer(auto_error=False))]  # for OpenAPI; `Door` checks it
 
     async def answered(request: Request, images: list[Pixels], layers: bool) -> list[dict[str, object]]:
         if not ready():
-            raise HTTPException(503, "the network is not loaded yet; try again in a few seconds.")
+            raise HTTPException(503, "the network is not loaded yet, or hangs; try again in a few seconds.")
         visit = visit_of(request)
         # It goes on if nobody waits any more, so the door is told of it.
         visit.work = asyncio.ensure_future(ask(Question(images, layers, visit.came)))
@@ -108,9 +109,9 @@ def add_service(
 
     @app.get("/readyz", responses={503: PROBLEMS[503]})
     async def readyz() -> dict[str, str]:
-        """Whether the network is loaded."""
+        """Whether the network is loaded, and answers."""
         if not ready():
-            raise HTTPException(503, "the network is not loaded yet.")
+            raise HTTPException(503, "the network is not loaded yet, or hangs.")
         return {"status": "ready"}
 
     plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}

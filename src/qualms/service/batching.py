@@ -1,11 +1,12 @@
 """Batches across requests, by LitServe: the web side asks, one process with the model answers."""
 
 import asyncio
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from queue import Empty
 from typing import Any
 from uuid import uuid4
@@ -18,6 +19,8 @@ from litserve.specs.base import LitSpec
 from litserve.utils import LitAPIStatus, ResponseBufferItem, WorkerSetupStatus
 
 from qualms.errors import QualmsError
+from qualms.service.hang import ended_if_hung
+from qualms.service.orphans import end_with_parent
 from qualms.service.scoring import Question, Reply, Served, replies
 from qualms.service.settings import Settings
 
@@ -29,9 +32,15 @@ WAIT = 1.0  # seconds that the process with the model waits for work before it l
 class Desk(LitSpec):
     """Where the web side hands in questions and waits for the replies."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float = math.inf) -> None:
         super().__init__()
-        self.api_path = PATH
+        self.api_path, self.deadline = PATH, deadline
+        self.asked: dict[str, float] = {}  # when each question came that has no reply yet
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a question that nobody waits for any more has no reply for as long again."""
+        return time.monotonic() > min(self.asked.values(), default=math.inf) + 2 * self.deadline
 
     @cached_property
     def hands(self) -> ThreadPoolExecutor:
@@ -41,14 +50,14 @@ class Desk(LitSpec):
     async def ask(self, question: Question) -> Reply:
         """Put a question into LitServe's queue, and wait for its reply, which always comes."""
         item, name = ResponseBufferItem(asyncio.Event()), uuid4().hex
-        self.response_buffer[name] = item
+        self.response_buffer[name], self.asked[name] = item, question.came
         try:
             # LitServe drops what has waited for the deadline since then: the door has answered it.
             asked = (self.response_queue_id, name, question.came, question)
             await asyncio.get_running_loop().run_in_executor(self.hands, self.request_queue.put, asked)
             await item.event.wait()
         finally:
-            del self.response_buffer[name]
+            del self.response_buffer[name], self.asked[name]
         reply, status = item.response
         if status == LitAPIStatus.OK:
             return reply
@@ -71,19 +80,20 @@ class ModelSide(LitAPI):
         # As many images as a request may have, but one for each of its requests at least. Where --max-pixels is low,
         # the network's own images may be larger: the usual limit on pixels holds.
         loop = WaitingLoop(max(settings.images, settings.batch), max(settings.pixels, Settings.pixels))
-        super().__init__(max_batch_size=settings.batch, loop=loop, spec=Desk())
+        super().__init__(max_batch_size=settings.batch, loop=loop, spec=Desk(settings.deadline))
         self.make, self.deadline = make, settings.deadline
 
     def setup(self, device: str) -> None:
         """Load the model, once."""
         # Ctrl-C reaches every process; this one goes on until the web side has its replies, and is then stopped.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_parent()
         self.served = self.make()
         self.served.warm_up()
 
     def predict(self, x: Sequence[Question], **more: Any) -> list[Reply]:
         """The replies to a batch of questions; LitServe hands in a single one as it does several."""
-        return replies(self.served, x, self.deadline)
+        return replies(self.served, x, self.deadline, partial(ended_if_hung, self.deadline))
 
 
 class WaitingLoop(BatchedLoop):

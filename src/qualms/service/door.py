@@ -74,7 +74,8 @@ class Door:
     def _problem(self, scope: Scope) -> JSONResponse | None:
         """What is wrong with a request, as far as its headers tell."""
         headers = {name.lower(): value for name, value in scope["headers"]}
-        if self.settings.token is None and headers.get(b"host", b"").partition(b":")[0] not in LOCAL:
+        hosts = {value.partition(b":")[0] for name, value in scope["headers"] if name.lower() == b"host"}
+        if self.settings.token is None and not hosts.issubset(LOCAL):
             # A page on the web whose name was made to point here: its browser takes it for the service's own.
             words = "only 127.0.0.1 and localhost are answered; use one, or start the service with QUALMS_TOKEN set."
             return problem_answer(403, words)

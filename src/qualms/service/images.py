@@ -36,7 +36,7 @@ class Intake:
             except TooLarge:
                 raise self._too_many_pixels() from None
             except Unreadable as error:
-                raise HTTPException(422, f"{name[:ECHO]} is {error.reason}; send {', '.join(FORMATS)} files.") from None
+                raise HTTPException(422, f"{name[:ECHO]} is {error.plain}; send {', '.join(FORMATS)} files.") from None
             left -= image.width * image.height
             found.append(self._fitted(image))
         return found

@@ -53,7 +53,7 @@ class Live(BaseModel):
 
 
 class Ready(BaseModel):
-    """Whether the network is loaded."""
+    """Whether the network is loaded, and answers."""
 
     ready: bool
 
@@ -90,7 +90,7 @@ def add_protocol(
 
     def require_ready() -> None:
         if not ready():
-            raise HTTPException(503, "the network is not loaded yet.")
+            raise HTTPException(503, "the network is not loaded yet, or hangs.")
 
     @app.get("/v2", responses=known, dependencies=token)
     async def server() -> ServerMetadata:
@@ -104,13 +104,13 @@ def add_protocol(
 
     @app.get("/v2/health/ready", responses={503: PROBLEMS[503]})
     async def server_ready() -> Ready:
-        """Whether the network is loaded."""
+        """Whether the network is loaded, and answers."""
         require_ready()
         return Ready(ready=True)
 
     @app.get(f"{path}/ready", responses={**known, 503: PROBLEMS[503]}, dependencies=token)
     async def model_ready() -> Ready:
-        """Whether the network is loaded."""
+        """Whether the network is loaded, and answers."""
         require_ready()
         return Ready(ready=True)
 

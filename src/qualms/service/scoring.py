@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -27,6 +28,7 @@ from qualms.tasks.scoring import scored_images
 NAME = "the request"  # what errors call its images
 PART = 16  # images that are scored before the clock is looked at again
 Place = tuple[int, int]  # the number of a question, and of an image in it
+Watch = Callable[[int], AbstractContextManager[None]]  # around the scoring of so many images
 log = logging.getLogger(__name__)
 
 
@@ -90,7 +92,9 @@ class Reply:
     late: bool = False  # there are none since the deadline was over first
 
 
-def replies(served: Served, questions: Sequence[Question], deadline: float = math.inf) -> list[Reply]:
+def replies(
+    served: Served, questions: Sequence[Question], deadline: float = math.inf, watch: Watch = lambda _: nullcontext()
+) -> list[Reply]:
     """The answers to several requests. One that cannot be answered does not keep the others from it.
 
     A request whose seconds are over is given up: nobody waits for it, and others may.
@@ -103,7 +107,7 @@ def replies(served: Served, questions: Sequence[Question], deadline: float = mat
                 found[q] = Reply(None, late=True)
         left = [(q, i) for q, i in places if found[q].results is not None]
         if left:
-            _answer(served, questions, left, found)
+            _answer(served, questions, left, found, watch)
     return found
 
 
@@ -117,15 +121,19 @@ def _parts(questions: Sequence[Question]) -> Iterator[list[Place]]:
         yield from (places[start : start + PART] for start in range(0, len(places), PART))
 
 
-def _answer(served: Served, questions: Sequence[Question], places: list[Place], found: list[Reply]) -> None:
+def _answer(
+    served: Served, questions: Sequence[Question], places: list[Place], found: list[Reply], watch: Watch
+) -> None:
     """Fill in the results of some images; those of one request alone if they cannot be scored with others."""
     try:
-        for (q, i), result in zip(places, _results(served, questions, places), strict=True):
+        with watch(len(places)):
+            told = _results(served, questions, places)
+        for (q, i), result in zip(places, told, strict=True):
             found[q].results[i] = result  # type: ignore[index]
     except Exception as error:  # whatever a network raises
         if places[0][0] != places[-1][0]:
             for _, own in groupby(places, itemgetter(0)):
-                _answer(served, questions, list(own), found)
+                _answer(served, questions, list(own), found, watch)
         elif isinstance(error, QualmsError):
             log.warning("images of a request cannot be scored: %s", error)
             found[places[0][0]] = Reply(None)

@@ -5,13 +5,12 @@ a kill is dropped when the file is opened again.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar, overload
 
-from qualms.disk import locked
+from qualms.disk import appended, locked
 from qualms.errors import QualmsError
 from qualms.tasks.checked import require_row
 from qualms.tasks.rows import (
@@ -45,7 +44,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._file: IO[bytes] | None = None
         if path is None:
             return
-        self._file = locked(Path(path))
+        self._path, self._file = Path(path), locked(Path(path))
         try:
             self._continue(Path(path), json.loads(json.dumps({"row": "run", **about})))
         except QualmsError:
@@ -66,9 +65,9 @@ class Journal(AbstractContextManager["Journal"]):
 
     def add(self, row: Kind) -> Kind:
         """Keep a row; it is on disk when this returns."""
-        self._rows.append(row)
         if self._file is not None:
             self._write(row)
+        self._rows.append(row)
         return row
 
     @overload
@@ -106,9 +105,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _write(self, row: Mapping[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        appended(self._file, self._path, json.dumps(row, allow_nan=False).encode() + b"\n")
 
 
 def read(path: str | Path) -> list[Any]:

@@ -4,7 +4,6 @@ Every random choice of an epoch follows from the seed and the epoch's number, so
 the same weights, bit for bit, as one that was not (on the same machine and with the same number of threads).
 """
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qualms.data import Images, Normalisation
+from qualms.disk import beside, writing, written_whole
 from qualms.errors import QualmsError, reason
 from qualms.gradients.inputs import checked_logits, run
 from qualms.models.checkpoint import tensors_of
@@ -99,6 +99,11 @@ def fit(
     state = _Run(model, recipe)
     if checkpoint is not None:
         state.go_on_from(Path(checkpoint), settings)
+        if state.epoch < recipe.epochs:
+            with writing(checkpoint):  # before there is an epoch to lose
+                Path(checkpoint).parent.mkdir(parents=True, exist_ok=True)
+                with beside(Path(checkpoint)):
+                    pass
     while state.epoch < recipe.epochs:
         loss = state.one_epoch(images, normalisation, seed)
         row: dict[str, int | float] = {"epoch": state.epoch, "loss": loss}
@@ -181,10 +186,10 @@ class _Run:
         }
         if self.epoch == self.recipe.epochs:
             del content["resume"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".part")
-        torch.save(content, beside)
-        os.replace(beside, path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(path) as part, open(part, "wb") as file:
+                torch.save(content, file)  # not by its name: torch would not say what the disk refused
 
     def go_on_from(self, path: Path, settings: dict[str, Any]) -> None:
         """Take up the state of an earlier run with the same settings."""

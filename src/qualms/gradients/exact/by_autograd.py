@@ -69,6 +69,7 @@ def _inner_products(graphs: "Graphs", at_once: int) -> dict[str, Float[Tensor, "
     values: dict[str, Tensor] = {}
     for start in range(0, m, at_once):
         held: dict[str, Tensor] = {}
+        units: dict[str, Tensor] = {}  # what held gradients are divided by: their products may not fit 32 bits
         sizes: list[Tensor] = []
         for j, (gradient, size) in enumerate(graphs.gradients(start), start):
             if len(sizes) < at_once:
@@ -76,9 +77,12 @@ def _inner_products(graphs: "Graphs", at_once: int) -> dict[str, Float[Tensor, "
             stop = start + len(sizes)
             for name, g in gradient.items():
                 rows = held.setdefault(name, g.new_zeros(min(at_once, m - start), len(g)))
+                of_rows = units.setdefault(name, size.new_zeros(len(rows)))
+                largest = torch.linalg.vector_norm(g, torch.inf)
+                one, unit = g / torch.where(largest > 0, largest, 1.0), largest.double()
                 if j < stop:
-                    rows[j - start] = g
-                products = (rows[: len(sizes)] @ g) * torch.stack(sizes) * size
+                    rows[j - start], of_rows[j - start] = one, unit
+                products = (rows[: len(sizes)] @ one) * of_rows[: len(sizes)] * unit * torch.stack(sizes) * size
                 whole = values.setdefault(name, products.new_zeros(1, m, m))
                 whole[0, start:stop, j] = whole[0, j, start:stop] = products
     return values

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge
 from qualms.gradients import interrupts
 from qualms.gradients.directions import DIRECTIONS, Cotangents, of_class, others, unit_sized
 from qualms.gradients.exact.measure import by_parameter, deltas_of, measure, shared_gradients, unique_edges
-from qualms.gradients.precision import accurate
+from qualms.gradients.precision import accurate, beyond, inner_products, sum_of_squares
 from qualms.gradients.watch.pieces import CANCELLED, Outer, Piece, cheaper_by_pairs
 from qualms.gradients.watch.weights import Weights, nodes_behind
 
@@ -198,7 +198,7 @@ def _body(
     while found:  # each is let go when its norms are known
         name, kept = found.popitem()
         if kept.factors:
-            values[name] = kept.squares(x, predicted).double()
+            values[name] = kept.squares(x, predicted)
     return values
 
 
@@ -230,11 +230,15 @@ class Kept:
         if self.outer:
             products, scale = self.outer.products(factors), self.outer.apart(factors)
         else:
-            gradients = factors.flatten(2)
-            products = gradients @ gradients.mT
+            products = inner_products(factors.flatten(2))
             scale = products.diagonal(dim1=1, dim2=2)
-        squares = torch.linalg.vecdot(x @ products, x)
-        cancelled = squares < CANCELLED * (x.square() @ scale.unsqueeze(2)).squeeze(2)
+        squares = torch.linalg.vecdot(x @ products.to(x), x)
+        cancelled = squares < CANCELLED * (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
+        odd = beyond(scale.amax(1))[:, None] | beyond(squares)
+        if bool(odd.any()):
+            some = factors.flatten(1).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
+            squares, odd = torch.where(some, squares, 0.0), odd & some
+        cancelled, squares = cancelled | odd, squares.double()
         cancelled.scatter_(1, predicted[:, None], False)
         for b in cancelled.any(1).nonzero().flatten().tolist():
             chosen = cancelled[b].nonzero().flatten()
@@ -250,5 +254,5 @@ class Kept:
             total = (part @ of_input.flatten(1)).unflatten(1, of_input.shape[1:])  # [n, g, t, o]
             if self.outer:
                 total = total.mT @ self.outer.still_of(b)
-            done.append(total.flatten(1).square().sum(1))
+            done.append(sum_of_squares(total.flatten(1)))
         return torch.cat(done)

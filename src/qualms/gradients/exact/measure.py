@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from qualms.gradients import interrupts
 from qualms.gradients.directions import Cotangents
-from qualms.gradients.precision import accurate
+from qualms.gradients.precision import accurate, inner_products, sum_of_squares
 from qualms.gradients.watch.pieces import Outer, Piece
 from qualms.gradients.watch.weights import Weights, roots
 
@@ -64,7 +64,7 @@ def measure(
                 names = list(values)
                 table = logits.new_empty(cotangents.number, len(names), inputs, dtype=torch.double)
             if names:
-                table[number] = torch.stack([values[name] for name in names])
+                table[number] = torch.stack([values[name].double() for name in names])
             number += 1
         if table is not None:
             table[start:number] *= (size if kind == "l1" else size.square())[:, None, :]
@@ -113,7 +113,7 @@ def _measured(piece: Piece, deltas: list[Tensor | None], kind: Kind, cotangents:
 def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
     """Σ|g| (l1) or Σg² of each input's gradient, without a copy of it."""
     flat = _flat(gradient)
-    return torch.linalg.vector_norm(flat, 1, dim=1) if kind == "l1" else torch.linalg.vecdot(flat, flat)
+    return torch.linalg.vector_norm(flat, 1, dim=1) if kind == "l1" else sum_of_squares(flat)
 
 
 @torch.no_grad()
@@ -183,8 +183,7 @@ def _inner_products(
 
 def _products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
     """Inner products ⟨g_m, g_n⟩ of each input's gradients, given one tensor [b, …] for each direction."""
-    g = torch.stack([_flat(gradient) for gradient in gradients], dim=1)
-    return g @ g.mT
+    return inner_products(torch.stack([_flat(gradient) for gradient in gradients], dim=1))
 
 
 def _flat(gradient: Float[Tensor, "b ..."]) -> Float[Tensor, "b p"]:

@@ -12,7 +12,7 @@ from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.first_look import FirstLook, FirstRow, random_direction
 from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.memory import saved_bytes
-from qualms.gradients.precision import close_logits, same_norms
+from qualms.gradients.precision import close_logits, same_norms, sum_of_squares
 from qualms.gradients.rows import Rows, in_channels_last, wants_channels_last
 from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import TwinPasses, largest_result
@@ -53,7 +53,7 @@ class Probe(FirstLook):
 
     @classmethod
     def _watch(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], first: FirstRow, budget: int) -> "Probe":
-        expected = {name: float(g.square().sum()) for name, g in first.gradient.items()}
+        expected = {name: float(sum_of_squares(g.reshape(1, -1))) for name, g in first.gradient.items()}
         # For one image alone convolutions are as fast in the plain format, and batch normalisation wants that one.
         channels_last = count(on.batch) > 1 and wants_channels_last(first.rows)
         probe, one = cls._watch_one(model, first, selected, expected, channels_last)

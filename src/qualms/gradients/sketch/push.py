@@ -28,6 +28,7 @@ from qualms.gradients.precision import close, close_logits, coarser, tolerance_o
 from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, some_alone, wants_channels_last
 from qualms.gradients.sketch.attention import DifferentiableAttention
+from qualms.gradients.sketch.other_weights import LogitsAt
 from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import largest_result
 from qualms.gradients.watch.record import Recorder, collapses_rows
@@ -43,7 +44,6 @@ Push = Callable[[nn.Module, Rows, Tangent], tuple[Float[Tensor, "rows c"], Float
 
 def forward_mode(model: nn.Module, on: Rows, tangent: Tangent, several: bool = False) -> tuple[Tensor, Tensor]:
     """The logits z and J s, exact: one pass with dual numbers. `several`: s, z and J s are [k, …], for k tangents."""
-    inner = _Logits(model)
     x = tensors(on.batch)[0]
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
@@ -51,14 +51,15 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent, several: bool = F
         """t in channels-last format if the input is in it and t has four axes, else t as it is."""
         return t.contiguous(memory_format=torch.channels_last) if last and t.ndim == 4 else t
 
-    theta = {f"model.{name}": formatted(model.get_parameter(name).detach()) for name in tangent}
-    tangents = {f"model.{name}": formatted(s) for name, s in tangent.items()}
+    theta = {name: formatted(model.get_parameter(name).detach()) for name in tangent}
+    tangents = {name: formatted(s) for name, s in tangent.items()}
+    inner = LogitsAt(model)
     modes = (_differentiable_kernels(), DifferentiableAttention(), ConstantPadding(), Unrolled())
     with torch.no_grad(), ExitStack() as stack, warnings.catch_warnings():
         for mode in modes:
             stack.enter_context(mode)
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of the rules it compiles on first use
-        jvp = partial(torch.func.jvp, lambda t: torch.func.functional_call(inner, t, (on,)), (theta,))
+        jvp = partial(torch.func.jvp, lambda t: inner(t, on), (theta,))
         # "same": noise on embeddings is drawn in the pass, one draw for all tangents.
         many = torch.vmap(lambda s: jvp((s,)), randomness="same")
         pair: Any = many(tangents) if several else jvp((tangents,))
@@ -68,16 +69,16 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent, several: bool = F
 @torch.no_grad()
 def central_difference(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Tensor, Tensor]:
     """(z(θ + εs) - z(θ - εs)) / 2ε in double precision, for models that forward mode cannot run."""
-    inner = _Logits(model)
-    state = {f"model.{n}": _double(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
+    inner = LogitsAt(model)
+    state = {n: _double(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     on = Rows(with_tensors(on.batch, map(_double, tensors(on.batch))), on.per_input, on.embedding_noise)
     tangent = {name: s.double() for name, s in tangent.items()}
     step, padding = _step(state, tangent), list[Tensor]()
 
     def moved(by: float, keep_padding: ConstantPadding) -> Tensor:
-        there = {f"model.{n}": state[f"model.{n}"] + by * s for n, s in tangent.items()}
+        there = {n: state[n] + by * s for n, s in tangent.items()}
         with keep_padding:
-            return torch.func.functional_call(inner, state | there, (on,))
+            return inner(state | there, on)
 
     z = moved(0.0, ConstantPadding(seen=padding))
     ahead, behind = (moved(by, ConstantPadding(still=padding)) for by in (step, -step))
@@ -86,25 +87,13 @@ def central_difference(model: nn.Module, on: Rows, tangent: Tangent) -> tuple[Te
 
 def _step(state: Tangent, tangent: Tangent) -> float:
     """The step at which truncation and rounding of a central difference balance, relative to the weights' size."""
-    size = sum(float(state[f"model.{n}"].square().sum()) for n in tangent) ** 0.5
+    size = sum(float(state[n].square().sum()) for n in tangent) ** 0.5
     length = sum(float(s.square().sum()) for s in tangent.values()) ** 0.5
     return torch.finfo(torch.double).eps ** (1 / 3) * max(size, 1e-3) / max(length, 1e-30)
 
 
 def _double(t: Tensor) -> Tensor:
     return t.detach().double() if t.is_floating_point() else t.detach()
-
-
-class _Logits(nn.Module):
-    """A model that takes rows and returns checked logits, for `functional_call`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.training = False
-
-    def forward(self, on: Rows) -> Tensor:
-        return logits_of(self.model, on)
 
 
 class ConstantPadding(TorchFunctionMode):

@@ -19,11 +19,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.precision import accurate
+from qualms.gradients.precision import accurate, beyond, inner_products, sum_of_squares
 from qualms.gradients.watch.layout import Layout
 
 
@@ -203,16 +203,14 @@ class Outer:
     def square(self, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
         """The squared norm of each input's gradient; `cotangents` is how many share the work on a."""
         if self._directly and not self.by_pairs(cotangents):
-            gradient = self._direct(deltas).flatten(1)
-            return torch.linalg.vecdot(gradient, gradient)
+            return sum_of_squares(self._direct(deltas).flatten(1))
         d = self.delta(deltas)
         if self.sizes[0] == 1:  # one position: ‖δ‖²‖a‖²
-            each = _dot(d, d) * _dot(self.fixed, self.fixed)
+            each = sum_of_squares(d.flatten(1)) * sum_of_squares(self.fixed.flatten(1))
         elif self.by_pairs(cotangents):
             each = self._square_by_pairs(d, deltas)
         else:
-            gradient = torch.bmm(d.mT, self.fixed)
-            each = _dot(gradient, gradient)
+            each = sum_of_squares(torch.bmm(d.mT, self.fixed).flatten(1))
         return each.unflatten(0, (self.inputs, -1)).sum(1)
 
     @property
@@ -231,7 +229,7 @@ class Outer:
         d = self.delta(deltas)
         return (d.abs().sum((1, 2)) * self.fixed.abs().sum((1, 2))).unflatten(0, (self.inputs, -1)).sum(1)
 
-    def _square_by_pairs(self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]) -> Float[Tensor, " bg"]:
+    def _square_by_pairs(self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]) -> Float64[Tensor, " bg"]:
         pairs = self.fixed_pairs
         if d.shape[1] < d.shape[2]:  # the same sum, with the smaller matrix in between
             own = self.moving_pairs(d, deltas)
@@ -239,11 +237,16 @@ class Outer:
         else:
             each, sizes = _dot(torch.bmm(pairs, d), d), torch.linalg.vecdot(d, d)
         # Positions that cancel take twice as many digits with them here as in the gradient itself: write those out.
-        apart = torch.linalg.vecdot(sizes, pairs.diagonal(dim1=1, dim2=2))
-        cancelled = (each < CANCELLED * apart).nonzero().squeeze(1)
+        fixed = pairs.diagonal(dim1=1, dim2=2)
+        apart = torch.linalg.vecdot(sizes, fixed)
+        odd = beyond(sizes.amax(1)) | beyond(fixed.amax(1)) | beyond(apart) | ~each.isfinite()
+        if bool(odd.any()):
+            some = d.flatten(1).any(1)
+            each, odd = torch.where(some, each, 0.0), odd & some
+        each, cancelled = each.double(), ((each < CANCELLED * apart) | odd).nonzero().squeeze(1)
         if len(cancelled):
             gradient = torch.bmm(d[cancelled].mT, self._positions(self.still())[cancelled])
-            each[cancelled] = _dot(gradient, gradient)
+            each[cancelled] = sum_of_squares(gradient.flatten(1))
         return each
 
     def inner(self, deltas: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
@@ -254,10 +257,13 @@ class Outer:
         """The inner products between the gradients of several factors δ."""
         if self.by_pairs(d.shape[1]):
             seen = torch.matmul(self.fixed_pairs.unsqueeze(1), d)
-            products = seen.flatten(2) @ d.flatten(2).mT
+            products = (seen.flatten(2) @ d.flatten(2).mT).double()
+            odd = beyond(products.diagonal(dim1=1, dim2=2)).any(1) | beyond(self.fixed_pairs.flatten(1).amax(1))
+            if bool(odd.any()):
+                written = torch.matmul(d[odd].mT, self._positions(self.still())[odd].unsqueeze(1))
+                products[odd] = inner_products(written.flatten(2))
         else:
-            grad = torch.matmul(d.mT, self.fixed.unsqueeze(1)).flatten(2)
-            products = grad @ grad.mT
+            products = inner_products(torch.matmul(d.mT, self.fixed.unsqueeze(1)).flatten(2))
         return products.unflatten(0, (self.inputs, -1)).sum(1)
 
     def apart(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:

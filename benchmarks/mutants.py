@@ -1,0 +1,281 @@
+"""Do the tests notice when the code is wrong? One small fault at a time, and the tests that run its line.
+
+    PYTHONPATH=.mutants python benchmarks/mutants.py metrics methods     (make mutants runs every folder)
+    python benchmarks/mutants.py page                                    the score of each folder, and what survived
+
+A mutant is the code with one change by an operator of cosmic-ray (a sign, a comparison, a number, a boolean, a loop,
+a decorator, an exception) or without one call or `raise`. There is one for every place and kind of change, chosen by
+the seed where an operator offers several; annotations are left alone, as the tests enforce them. Each is put into a
+copy of the sources, and of the folder's tests those that run the line are run, the quickest first, until one fails.
+Rows go to `results/mutants.jsonl` as they come, and a mutant that has one is passed over. With `--again`, what survived
+is tried anew, after tests were added.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from mutations import SOURCES, Mutant, mutants_of, mutated
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RESULTS = HERE / "results" / "mutants.jsonl"
+COPIED = ("src", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "Makefile")
+# What each folder is, how many mutants of it are drawn unless told, and its tests.
+FOLDERS: dict[str, tuple[int, list[str]]] = {
+    "metrics": (10**6, ["tests/metrics"]),
+    "methods": (
+        150,
+        [
+            f"tests/methods/test_{of}.py"
+            for of in (
+                "formulas",
+                "rivals",
+                "training_data",
+                "heat",
+                "head_posterior",
+                "sharing",
+                "specs",
+                "auto",
+                "method",
+            )
+        ],
+    ),
+    "gradients": (
+        150,
+        [
+            f"tests/gradients/test_{of}.py"
+            for of in (
+                "engines_agree",
+                "sketch",
+                "by_features",
+                "early_layers",
+                "tangents",
+                "choice",
+                "precision",
+                "recurrent",
+                "errors",
+                "company",
+                "attention",
+            )
+        ],
+    ),
+    "scale": (80, ["tests/scale"]),
+}
+FAST = "not slow and not data and not browser and not ray and not serve"
+BESIDE = {"scale/cluster.py"}  # its tests need workers of Ray, which a mutant would leave behind
+# Imported once, before the tests of each mutant are forked off; nothing of qualms is among them.
+HEAVY = ("torch", "numpy", "scipy.stats", "sklearn.linear_model", "hypothesis", "beartype", "jaxtyping", "pytest")
+# The only plugins that the tests need: to load all that are installed takes longer than most tests.
+PLUGINS = ["-p", "pytest_cov", "-p", "pytest_timeout", "-p", "xdist.plugin"]
+SECONDS = 30  # of tests for one mutant
+STAMPS = count(2 * 10**9)
+Row = dict[str, Any]
+
+
+@dataclass
+class Suite:
+    """The tests of a folder: how long each takes, and which run a line."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    by_line: dict[str, dict[int, set[str]]] = field(default_factory=dict)
+
+    def fitting(self, mutant: Mutant) -> list[str]:
+        """The tests that run the mutant's line, or else its function, or else its file; the quickest first."""
+        lines = self.by_line.get(mutant.file, {})
+        spans = [(mutant.first, mutant.line), mutant.around, (0, 10**6)]
+        for low, high in spans:
+            tests = {test for line in lines if low <= line <= high for test in lines[line]}
+            if tests:
+                break
+        left, chosen = float(SECONDS), list[str]()
+        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
+            left -= self.seconds[test]
+            if chosen and left < 0:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def suite_of(folder: str, tree: Path) -> Suite:
+    """Runs the folder's tests once, and notes which test ran which line."""
+    note = tree / "seconds.json"
+    arguments = ["-m", FAST, f"--cov=src/qualms/{folder}", "--cov-context=test", "--cov-report=", *FOLDERS[folder][1]]
+    ended = forked(tree, lambda: pytest_ends(arguments, note), limit=3600)
+    if ended != 0:
+        raise SystemExit(f"the tests of {folder} fail without a mutant ({ended}): see {tree / 'said.txt'}")
+    suite = Suite(json.loads(note.read_text()))
+    data = importlib.import_module("coverage").CoverageData(str(tree / ".coverage"))
+    data.read()
+    for file in data.measured_files():
+        lines = {
+            line: {test for test, _, _ in (context.rpartition("|") for context in contexts) if test in suite.seconds}
+            for line, contexts in data.contexts_by_lineno(file).items()
+        }
+        suite.by_line[str(Path(file).relative_to(tree / "src/qualms"))] = lines
+    return suite
+
+
+class Stopwatch:
+    """A plugin of pytest that notes how long each test takes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """One part of a test is done."""
+        self.seconds[report.nodeid] += report.duration
+
+
+def pytest_ends(arguments: list[str], note: Path | None = None) -> int:
+    """The exit code of pytest, in this process."""
+    watch = Stopwatch()
+    code = int(importlib.import_module("pytest").main([*PLUGINS, "-q", "-x", *arguments], plugins=[watch]))
+    if note:
+        note.write_text(json.dumps(watch.seconds))
+    return code
+
+
+def forked(tree: Path, work: Callable[[], int], limit: float) -> int | None:
+    """What `work` returns in a process of its own, in the tree; None if it took longer than the limit."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(tree)
+        with open("said.txt", "w") as said:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            try:
+                code = work()
+                sys.stdout.flush()
+            except BaseException:
+                traceback.print_exc()
+                code = 99
+            sys.stderr.flush()
+        os._exit(code)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+@contextmanager
+def applied(mutant: Mutant, tree: Path) -> Iterator[tuple[str, str]]:
+    """Puts the mutant into the tree, and takes it out again; gives the line without and with it."""
+    path = tree / "src/qualms" / mutant.file
+    was, times = path.read_text(), path.stat()
+    changed = mutated(mutant, was)
+    path.write_text(changed)
+    # Compiled files are told apart by whole seconds, so every mutant is of a second of its own.
+    stamp = next(STAMPS)
+    os.utime(path, (stamp, stamp))
+    before, after = (text.splitlines()[mutant.line - 1].strip() for text in (was, changed))
+    try:
+        yield before, after
+    finally:
+        path.write_text(was)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def tried(mutant: Mutant, suite: Suite, tree: Path) -> Row:
+    """One row: whether a test failed."""
+    tests = suite.fitting(mutant)
+    start = time.monotonic()
+    with applied(mutant, tree) as (before, after):
+        limit = 60 + 6 * sum(suite.seconds[test] for test in tests)
+        code = forked(tree, lambda: pytest_ends(tests), limit) if tests else 0
+    if code == 5:
+        raise SystemExit(f"none of the tests of {mutant} were found: {tests}")
+    outcome = "noticed" if code else "too slow" if code is None else "survived" if tests else "not run"
+    return {
+        "file": mutant.file,
+        "operator": mutant.operator,
+        "occurrence": mutant.occurrence,
+        "line": mutant.line,
+        "outcome": outcome,
+        "before": before,
+        "after": after,
+        "tests": len(tests),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def rows() -> dict[tuple[str, str, int], Row]:
+    """The newest row of each mutant."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {(row["file"], row["operator"], row["occurrence"]): row for row in map(json.loads, lines)}
+
+
+def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
+    """The mutants of one folder."""
+    files = sorted(str(p.relative_to(SOURCES)) for p in (SOURCES / folder).rglob("*.py"))
+    every = [mutant for file in files if file not in BESIDE for mutant in mutants_of(file, seed)]
+    random.Random(seed).shuffle(every)
+    chosen = every[: FOLDERS[folder][0] if how_many is None else how_many]
+    known = rows()
+    lived = {key for key, row in known.items() if row["outcome"] in ("survived", "not run")}
+    left = [m for m in chosen if m.key not in known or (again and m.key in lived)]
+    print(f"{folder}: {len(chosen)} of {len(every)} mutants, seed {seed}, {len(left)} to do", flush=True)
+    tree = ROOT / ".mutants" / "trees" / folder
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    for name in COPIED:
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, tree / name)
+    suite = suite_of(folder, tree)
+    for mutant in left:
+        row = tried(mutant, suite, tree) | {"folder": folder, "seed": seed}
+        with RESULTS.open("a") as out:
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if row["outcome"] not in ("noticed", "too slow"):
+            print(f"{row['outcome']}: {row['file']}:{row['line']}: {row['before']}  ->  {row['after']}", flush=True)
+
+
+def page() -> None:
+    """The score of each folder."""
+    by_folder: dict[str, list[Row]] = defaultdict(list)
+    for row in rows().values():
+        by_folder[row["folder"]].append(row)
+    for folder, of in by_folder.items():
+        noticed = sum(row["outcome"] in ("noticed", "too slow") for row in of)
+        print(f"{folder}: {noticed} of {len(of)} mutants noticed, {noticed / len(of):.1%}")
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", choices=[*FOLDERS, "page"])
+    parser.add_argument("--count", type=int, help="how many mutants of each folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true", help="try anew what survived")
+    arguments = parser.parse_args()
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    sys.dont_write_bytecode = False  # or every mutant would compile all of qualms
+    for folder in arguments.folders:
+        if folder != "page":
+            for module in HEAVY:
+                importlib.import_module(module)
+            run(folder, arguments.count, arguments.seed, arguments.again)
+    page()
+
+
+if __name__ == "__main__":
+    main()
