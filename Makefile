@@ -15,7 +15,7 @@ SEEDS ?= 1 2 3 4 5 6 7 8 9 10
 
 FAST := not slow and not data and not browser and not ray and not serve
 
-.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel shuffle mutants licences audit check format bench-speed sweep clean
+.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel fuzz soak shuffle mutants licences audit check format bench-speed sweep clean
 
 demo: $(APP)
 	$(BIN)/qualms demo
@@ -32,6 +32,17 @@ test-all: $(DEV) $(MORE) $(AXE)
 # take half as long again.
 coverage: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-branch --cov-fail-under=90 --cov-report=term:skip-covered
+
+# Random networks, damaged files and interrupted commands, at full size: hours. FUZZ is the seed of the networks.
+FUZZ ?= 1
+fuzz: $(MORE)
+	QUALMS_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/gradients/test_random_networks.py
+	QUALMS_FUZZ=1 $(BIN)/python -m pytest -q -s tests/data/test_mutated_files.py
+	QUALMS_FUZZ=1 $(BIN)/python -m pytest -q -s tests/cli/test_interrupted.py tests/service/test_ended.py
+
+# Twenty minutes of everything in one process: its memory, files, threads and results stay as they are.
+soak: $(DEV)
+	$(BIN)/python benchmarks/soak.py
 
 # Does a test lean on another? The fast ones, once for each seed, in an order that it decides; stops at the first failure.
 shuffle: $(SHUFFLE)
