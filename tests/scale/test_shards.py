@@ -54,6 +54,18 @@ def test_every_format_and_shard_size_gives_the_scores_of_one_call(
     assert ids[40] == {"folder": "040.png", "npz": 40, "parquet": "1.parquet row 13", "tar": "1.tar 040"}[kind]
 
 
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_progress_counts_images_up_to_all_of_them_or_to_those_so_far(
+    kind: str, digits: Images, network: Network, score: ScoreImages, tmp_path: Path
+) -> None:
+    source, told = open_source(FORMATS[kind](digits, tmp_path / "data"), None, network.fit), list[tuple[int, int]]()
+    score_shards(score, source, tmp_path / "out", {}, 30, tell=lambda _, now, total: told.append((now, total)))
+    so_far = [now for now, _ in told]
+    assert so_far == sorted(set(so_far))
+    assert [total for _, total in told] == ([COUNT] * len(told) if kind == "folder" else so_far)
+    assert told[-1] == (COUNT, COUNT)
+
+
 def test_a_run_that_goes_on_leaves_what_is_there_and_ends_as_one_that_was_not_stopped(
     digits: Images, score: ScoreImages, tmp_path: Path
 ) -> None:
