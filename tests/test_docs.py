@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_every_link_between_pages_leads_somewhere() -> None:
 def test_the_licences_page_lists_every_package_that_is_asked_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = (ROOT / "docs" / "licences.md").read_text()
-    for line in [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]:
+    for line in chain(project["dependencies"], *project["optional-dependencies"].values()):
         name = re.split(r"[\[><=]", line)[0]
         assert f"| {name} |" in text, f"{name}: run `make licences`"
 
