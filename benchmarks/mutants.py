@@ -82,7 +82,7 @@ BESIDE = {"scale/cluster.py"}  # its tests need workers of Ray, which a mutant w
 HEAVY = ("torch", "numpy", "scipy.stats", "sklearn.linear_model", "hypothesis", "beartype", "jaxtyping", "pytest")
 # The only plugins that the tests need: to load all that are installed takes longer than most tests.
 PLUGINS = ["-p", "pytest_cov", "-p", "pytest_timeout", "-p", "xdist.plugin"]
-SECONDS = 30  # of tests for one mutant
+SECONDS = 120  # of tests for one mutant
 STAMPS = count(2 * 10**9)
 Row = dict[str, Any]
 

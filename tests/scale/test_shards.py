@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) ->
         (lambda p: parquet.write_table(pyarrow.table({"y": [1]}), p / "a.parquet"), "the columns y and no images"),
         (
             lambda p: [(p / "a.tar").touch(), (p / "a.parquet").touch()],
-            "a pattern must match only .parquet or only .tar files",
+            r"matches a\.(tar|parquet) and 1 more; a pattern must match only .parquet or only .tar files",
         ),
     ],
 )
@@ -346,6 +347,17 @@ def test_the_next_images_are_read_while_the_caller_works(kind: str, digits: Imag
     with closing(replace(source, tasks=watched).parts(0, 100)) as parts:
         next(parts)
         assert begun.wait(60), "the second part waits until it is asked for"
+
+
+def test_a_folder_of_many_files_is_cut_into_pieces_and_none_is_lost(
+    digits: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qualms.scale.source.FILES", 32)
+    source = open_source(as_folder(digits, tmp_path / "data"), None, None)
+    assert source.pieces is not None
+    ids = [[file.id for file in piece()] for piece in source.pieces()]
+    assert [len(some) for some in ids] == [32, 32, COUNT - 64]
+    assert list(chain(*ids)) == [f"{i:03d}.png" for i in range(COUNT)]
 
 
 def test_pieces_hold_what_parts_hold(digits: Images, tmp_path: Path) -> None:
