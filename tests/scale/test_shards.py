@@ -55,6 +55,12 @@ def test_every_format_and_shard_size_gives_the_scores_of_one_call(
     assert ids[40] == {"folder": "040.png", "npz": 40, "parquet": "1.parquet row 13", "tar": "1.tar 040"}[kind]
 
 
+def test_a_shard_may_be_of_a_single_image(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+    source = open_source(as_npz(digits.take(slice(0, 3)), tmp_path / "data"), None, None)
+    assert score_shards(score, source, tmp_path / "out", {}, 1) == Done(3, 0, None)
+    assert len(list((tmp_path / "out").glob("shard-*"))) == 3
+
+
 @pytest.mark.parametrize("kind", ["folder", "tar"])
 def test_progress_counts_images_up_to_all_of_them_or_to_those_so_far(
     kind: str, digits: Images, network: Network, score: ScoreImages, tmp_path: Path
