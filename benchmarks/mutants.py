@@ -52,6 +52,7 @@ FOLDERS: dict[str, tuple[int, list[str]]] = {
                 "specs",
                 "auto",
                 "method",
+                "few_classes",
             )
         ],
     ),
