@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from qualms.scale.folder import LOCK, Done
 from qualms.scale.shards import ScoreImages, score_shards
 from qualms.scale.source import PART, Part, open_source
 from qualms.tasks.network import Network
+from qualms.tasks.scoring import scored_images
 from tests.scale.conftest import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet, png
 
 
@@ -53,6 +55,19 @@ def test_every_format_and_shard_size_gives_the_scores_of_one_call(
     ids = table["id"].to_pylist()
     assert len(set(ids)) == COUNT
     assert ids[40] == {"folder": "040.png", "npz": 40, "parquet": "1.parquet row 13", "tar": "1.tar 040"}[kind]
+
+
+def test_with_a_threshold_the_accepted_images_of_all_shards_are_counted(
+    digits: Images, network: Network, tmp_path: Path
+) -> None:
+    plain = scored_images(network, qualms.Scorer(network.model, "entropy"), digits)
+    limit = qualms.Threshold.from_scores(plain.scores["entropy"], coverage=0.6)
+    score = partial(scored_images, network, qualms.Scorer(network.model, "entropy", threshold=limit))
+    source = open_source(as_npz(digits, tmp_path / "data"), None, None)
+    done = score_shards(score, source, tmp_path / "out", {}, 30)
+    assert done == Done(COUNT, 0, sum(shards(tmp_path / "out")["accepted"].to_pylist()))
+    assert done.accepted is not None
+    assert abs(done.accepted - 0.6 * COUNT) <= 1
 
 
 def test_a_shard_may_be_of_a_single_image(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
