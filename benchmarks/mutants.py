@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -52,6 +52,7 @@ FOLDERS: dict[str, tuple[int, list[str]]] = {
                 "specs",
                 "auto",
                 "method",
+                "few_classes",
             )
         ],
     ),
@@ -82,7 +83,7 @@ BESIDE = {"scale/cluster.py"}  # its tests need workers of Ray, which a mutant w
 HEAVY = ("torch", "numpy", "scipy.stats", "sklearn.linear_model", "hypothesis", "beartype", "jaxtyping", "pytest")
 # The only plugins that the tests need: to load all that are installed takes longer than most tests.
 PLUGINS = ["-p", "pytest_cov", "-p", "pytest_timeout", "-p", "xdist.plugin"]
-SECONDS = 30  # of tests for one mutant
+SECONDS = 120  # of tests for one mutant
 STAMPS = count(2 * 10**9)
 Row = dict[str, Any]
 
@@ -168,14 +169,18 @@ def forked(tree: Path, work: Callable[[], int], limit: float) -> int | None:
             sys.stderr.flush()
         os._exit(code)
     end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    try:
+        while time.monotonic() < end:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        return None
+    finally:  # what the tests started goes with them, also on Ctrl-C
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
 
 
 @contextmanager

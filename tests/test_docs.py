@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,14 @@ def test_every_link_between_pages_leads_somewhere() -> None:
             assert (page.parent / target).exists(), (page.name, target)
             if page.is_relative_to(ROOT / "docs"):  # the site has nothing else
                 assert (page.parent / target).resolve().is_relative_to(ROOT / "docs"), (page.name, target)
+
+
+def test_the_licences_page_lists_every_package_that_is_asked_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "docs" / "licences.md").read_text()
+    for line in chain(project["dependencies"], *project["optional-dependencies"].values()):
+        name = re.split(r"[\[><=]", line)[0]
+        assert f"| {name} |" in text, f"{name}: run `make licences`"
 
 
 def test_the_methods_page_lists_every_method() -> None:

@@ -82,8 +82,8 @@ def test_an_image_without_a_score_is_named(network: Network, digits: Images) -> 
 
 def test_images_of_another_size_are_an_error(network: Network, digits: Images) -> None:
     scorer = qualms.Scorer(network.model, "entropy")
-    batches = BatchScorer(network, scorer, "digits", size=(9, 9))
-    with pytest.raises(qualms.QualmsError, match=r"the first are 9 x 9 and 0\.png is 8 x 8"):
+    batches = BatchScorer(network, scorer, "digits", size=(9, 10))
+    with pytest.raises(qualms.QualmsError, match=r"the first are 10 x 9 and 0\.png is 8 x 8"):
         batches(files(png(digits.pixels[0])))
 
 

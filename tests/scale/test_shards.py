@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from qualms.scale.folder import LOCK, Done
 from qualms.scale.shards import ScoreImages, score_shards
 from qualms.scale.source import PART, Part, open_source
 from qualms.tasks.network import Network
+from qualms.tasks.scoring import scored_images
 from tests.scale.conftest import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet, png
 
 
@@ -52,6 +55,37 @@ def test_every_format_and_shard_size_gives_the_scores_of_one_call(
     ids = table["id"].to_pylist()
     assert len(set(ids)) == COUNT
     assert ids[40] == {"folder": "040.png", "npz": 40, "parquet": "1.parquet row 13", "tar": "1.tar 040"}[kind]
+
+
+def test_with_a_threshold_the_accepted_images_of_all_shards_are_counted(
+    digits: Images, network: Network, tmp_path: Path
+) -> None:
+    plain = scored_images(network, qualms.Scorer(network.model, "entropy"), digits)
+    limit = qualms.Threshold.from_scores(plain.scores["entropy"], coverage=0.6)
+    score = partial(scored_images, network, qualms.Scorer(network.model, "entropy", threshold=limit))
+    source = open_source(as_npz(digits, tmp_path / "data"), None, None)
+    done = score_shards(score, source, tmp_path / "out", {}, 30)
+    assert done == Done(COUNT, 0, sum(shards(tmp_path / "out")["accepted"].to_pylist()))
+    assert done.accepted is not None
+    assert abs(done.accepted - 0.6 * COUNT) <= 1
+
+
+def test_a_shard_may_be_of_a_single_image(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+    source = open_source(as_npz(digits.take(slice(0, 3)), tmp_path / "data"), None, None)
+    assert score_shards(score, source, tmp_path / "out", {}, 1) == Done(3, 0, None)
+    assert len(list((tmp_path / "out").glob("shard-*"))) == 3
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_progress_counts_images_up_to_all_of_them_or_to_those_so_far(
+    kind: str, digits: Images, network: Network, score: ScoreImages, tmp_path: Path
+) -> None:
+    source, told = open_source(FORMATS[kind](digits, tmp_path / "data"), None, network.fit), list[tuple[int, int]]()
+    score_shards(score, source, tmp_path / "out", {}, 30, tell=lambda _, now, total: told.append((now, total)))
+    so_far = [now for now, _ in told]
+    assert so_far == sorted(set(so_far))
+    assert [total for _, total in told] == ([COUNT] * len(told) if kind == "folder" else so_far)
+    assert told[-1] == (COUNT, COUNT)
 
 
 def test_a_run_that_goes_on_leaves_what_is_there_and_ends_as_one_that_was_not_stopped(
@@ -233,7 +267,7 @@ def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) ->
         (lambda p: parquet.write_table(pyarrow.table({"y": [1]}), p / "a.parquet"), "the columns y and no images"),
         (
             lambda p: [(p / "a.tar").touch(), (p / "a.parquet").touch()],
-            "a pattern must match only .parquet or only .tar files",
+            r"matches a\.(tar|parquet) and 1 more; a pattern must match only .parquet or only .tar files",
         ),
     ],
 )
@@ -334,6 +368,17 @@ def test_the_next_images_are_read_while_the_caller_works(kind: str, digits: Imag
     with closing(replace(source, tasks=watched).parts(0, 100)) as parts:
         next(parts)
         assert begun.wait(60), "the second part waits until it is asked for"
+
+
+def test_a_folder_of_many_files_is_cut_into_pieces_and_none_is_lost(
+    digits: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qualms.scale.source.FILES", 32)
+    source = open_source(as_folder(digits, tmp_path / "data"), None, None)
+    assert source.pieces is not None
+    ids = [[file.id for file in piece()] for piece in source.pieces()]
+    assert [len(some) for some in ids] == [32, 32, COUNT - 64]
+    assert list(chain(*ids)) == [f"{i:03d}.png" for i in range(COUNT)]
 
 
 def test_pieces_hold_what_parts_hold(digits: Images, tmp_path: Path) -> None:
