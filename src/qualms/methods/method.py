@@ -1,5 +1,6 @@
 """What every score is: parameters, a name, where it comes from, what it needs and costs, and how to compute it."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import Field
@@ -114,14 +115,25 @@ def converted(noise: Noise, scale: Scale) -> Noise:
     return noise if isinstance(noise, tuple) else scale(noise)
 
 
+class NotFinite(QualmsError):
+    """A score that is infinite, or not a number, in the type that it is returned in."""
+
+    def __init__(self, method: str, number: int, score: float, dtype: torch.dtype) -> None:
+        if math.isnan(score):
+            why = "not a number"
+        else:
+            why = f"{score:.3g}, which is beyond what {str(dtype).removeprefix('torch.')} holds"
+        super().__init__(
+            f"{method} of input {number} is {why}; check the scale of the input and of the model's weights, or pass "
+            "both in float64."
+        )
+        self.method, self.number = method, number
+
+
 def in_range(scores: Float[Tensor, " b"], dtype: torch.dtype, name: str, numbers: Sequence[int]) -> Float[Tensor, " b"]:
     """The scores in the type that they are returned in; an error if one of them is beyond it, or not a number."""
     found = scores.detach().to(dtype)
     bad = (~torch.isfinite(found)).nonzero().flatten().tolist()
     if bad:
-        said = "not a number" if bool(scores[bad[0]].isnan()) else f"{float(scores[bad[0]]):.3g}"
-        raise QualmsError(
-            f"{name} of input {numbers[bad[0]]} is {said}, which is beyond what {str(dtype).removeprefix('torch.')} "
-            "holds; check the scale of the input and of the model's weights, or pass both in float64."
-        )
+        raise NotFinite(name, numbers[bad[0]], float(scores[bad[0]]), dtype)
     return found

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -11,7 +12,7 @@ import torch
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
-from qualms.methods.method import TRAINING_DATA, Method
+from qualms.methods.method import TRAINING_DATA, Method, NotFinite
 from qualms.progress import Tell
 from qualms.scored import Scored
 from qualms.scorer import Scorer
@@ -83,16 +84,17 @@ def score_images(
             seed=seed,
         )
         began = time.perf_counter()
-        for start, found in zip(run, scorer.stream(batches, first=run[0]), strict=True):
-            values = {name: require_finite(name, images.name, start, s).tolist() for name, s in found.scores.items()}
-            seconds = time.perf_counter() - began
-            have[start].update(values)
-            probs[start] = found.probs.cpu()
-            made = {name: exactly[name] for name in names}
-            journal.add(ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values))
-            began = time.perf_counter()
-            if tell is not None:
-                tell(f"{images.name} scored", min(start + CHUNK, len(images)), len(images))
+        with by_name(images, range(len(images))):
+            for start, found in zip(run, scorer.stream(batches, first=run[0]), strict=True):
+                values = {name: scores.tolist() for name, scores in found.scores.items()}
+                seconds = time.perf_counter() - began
+                have[start].update(values)
+                probs[start] = found.probs.cpu()
+                made = {name: exactly[name] for name in names}
+                journal.add(ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values))
+                began = time.perf_counter()
+                if tell is not None:
+                    tell(f"{images.name} scored", min(start + CHUNK, len(images)), len(images))
     for start in starts:
         if start not in probs:  # all of its scores were there already
             probs[start] = network.logits(parts[start]).double().softmax(1)
@@ -108,9 +110,8 @@ def scored_images(network: Network, scorer: Scorer, images: Images, first: int =
     Draws follow an image's pixels, so that its scores do not depend on where it stands, nor on what was read before it.
     """
     x, numbers = network.numbered_inputs(images)
-    found = scorer(x, numbers=numbers)
-    for name, scores in found.scores.items():
-        require_finite(name, images.name, first, scores, images.ids)
+    with by_name(images, numbers, first):
+        found = scorer(x, numbers=numbers)
     classes = found.probs.shape[1]
     names = next((names for names in (network.class_names, images.classes) if len(names) == classes), None)
     return replace(found, ids=images.ids or range(first, first + len(images)), class_names=names)
@@ -148,13 +149,19 @@ def usable(
     return good, rows
 
 
-def require_finite(method: str, data: str, first: int, scores: torch.Tensor, ids: Sequence[str] = ()) -> torch.Tensor:
-    """The scores themselves, or an error that names the first image without one; `first` is the number of scores[0]."""
-    bad = (~torch.isfinite(scores)).nonzero()
-    if len(bad):
-        which = ids[int(bad[0])] if ids else f"image {first + int(bad[0])}"
-        raise QualmsError(f"{method} gives {which} of {data} no finite score; leave the method out.")
-    return scores
+@contextmanager
+def by_name(images: Images, numbers: Sequence[int], first: int = 0) -> Iterator[None]:
+    """Tells by its name which image has no finite score, of those that a scorer knows by numbers.
+
+    `first` is the place of the first, by which it is called where images have no names.
+    """
+    try:
+        yield
+    except NotFinite as error:
+        place = numbers.index(error.number)
+        which = images.ids[place] if images.ids else f"image {first + place}"
+        words = f"{error.method} gives {which} of {images.name} no finite score; leave the method out."
+        raise QualmsError(words) from None
 
 
 def parameters(method: Method, train: Images | None) -> str:
