@@ -17,16 +17,18 @@ from qualms.errors import QualmsError
 from qualms.gradients.choice import Choice
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.method import Method
+from qualms.methods.passes import Passes
 from qualms.methods.perturb_x import PerturbX
 from qualms.methods.registry import parse
 from qualms.methods.regrad import REGrad
 from qualms.models import load_model
+from qualms.scorer import Scorer
 from qualms.tasks import scoring
 from qualms.tasks.calibration import calibration
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
-from qualms.tasks.scoring import score_images, usable
+from qualms.tasks.scoring import score_images, scored_images, usable
 
 METHODS: dict[str, Method] = {
     "REGrad*": parse("regrad+layers+smooth"),
@@ -172,6 +174,19 @@ def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, netwo
     with pytest.raises(QualmsError, match="broken gives image 0 of digits no finite score"):
         score_images(network, known.take(slice(0, 32)), {"broken": Broken()}, journal)
     assert list(journal) == []
+
+
+def test_an_image_without_a_finite_score_is_told_by_its_name(known: Images, network: Network) -> None:
+    class Broken(Method):
+        name, paper, needs, cost = "broken", "", ("logits",), "1"
+
+        def score(self, seen: Passes) -> Tensor:
+            return torch.where(torch.arange(len(seen.logits)) == 2, torch.inf, 1.0)
+
+    named = replace(known.take(slice(0, 4)), ids=("a", "b", "c", "d"))
+    for images, called in ((named, "c"), (known.take(slice(0, 4)), "image 9")):
+        with pytest.raises(QualmsError, match=f"broken gives {called} of digits no finite score"):
+            scored_images(network, Scorer(network.model, {"broken": Broken()}), images, first=7)
 
 
 def test_the_network_leaves_as_it_came(known: Images, network: Network) -> None:
