@@ -24,7 +24,6 @@ PACKAGES = (
     ("torch", "torch", "everything"),
     ("numpy", "numpy", "everything"),
     ("jaxtyping", "jaxtyping", "everything"),
-    ("scipy", "scipy", "SVHN's .mat files"),
     ("sklearn", "scikit-learn", "the bundled digits and photographs, and so the demo"),
     ("PIL", "pillow", "image files, Omniglot, the demo's letters, the report's pictures"),
     ("pyarrow", "pyarrow", ".parquet files"),

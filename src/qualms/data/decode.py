@@ -25,7 +25,8 @@ UPRIGHT = {  # what undoes each orientation, by Pillow's names
 
 
 # Pixels that a file may claim, whatever its length, and for each byte of it: PNG can have 8,000 of one bit in a byte.
-ANYWAY, A_BYTE = 2**24, 10_000
+# Blank pages as WEBP or TIFF can have more, and are refused where they are large: room would be made for any claim.
+ANYWAY, A_BYTE = 2**25, 10_000
 AT_ONCE = 2**20  # numbers that are scaled together
 
 
@@ -101,8 +102,10 @@ def _read(
             done += ["more bits"] if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())) else []
             if most is not None and image.width * image.height > most:
                 raise _too_large(where, image.width * image.height, most)
-            if image.width * image.height > max(ANYWAY, A_BYTE * len(content)):
-                raise OSError("more pixels than such a file can hold")  # Pillow would make room for all of them
+            believed = max(ANYWAY, A_BYTE * len(content))
+            if image.width * image.height > believed:
+                claim = f"its header claims {image.width * image.height:,} pixels in {len(content):,} bytes"
+                raise Unreadable(where, f"too large for its length: {claim}, and at most {believed:,} are read")
             image.load()
             if image.format == "PNG":
                 require_whole(content, image)

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.gradients.directions import uniform
+
 
 def log_softmax(logits: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
     """log p_c, that of the likeliest class from the odds s of all others: -log(1 + s)."""
@@ -38,6 +40,11 @@ def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Te
     up, down = r.clamp_min(0), r.clamp_max(0)
     above, below = log_q.exp() * (up + (-up).expm1()), log_p.exp() * (down * down.exp() - down.expm1())
     return torch.where(r > 0, above, below).clamp_min(0).sum(-1)
+
+
+def from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+    """Σ_c |p_c - 1/C|."""
+    return uniform(logits[:, None])[0, :, 0].abs().sum(-1)
 
 
 def expected_kl(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.directions import uniform
+from qualms.methods.divergence import from_uniform
 from qualms.methods.method import LOGITS, Method
 from qualms.methods.passes import Passes
 
@@ -37,4 +37,4 @@ class GradNormHuang(Method):
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         features = passes.head.features.double()
-        return -uniform(passes.logits[:, None])[0, :, 0].abs().sum(-1) * features.abs().sum(-1)
+        return -from_uniform(passes.logits) * features.abs().sum(-1)

@@ -134,7 +134,7 @@ class Passes:
         """Of the scores: that of the logits, 32 bits at least."""
         return accurate(self._outcome[0]).dtype
 
-    @property
+    @cached_property
     def log_probs(self) -> Float[Tensor, "b c"]:
         """log p(y | x)."""
         return log_softmax(self.logits)

@@ -106,10 +106,10 @@ class QUAM(Method):
             excess.append(loss.double() - known.loss)
             of_x = (log_q.exp() - F.one_hot(wanted, len(start))).to(x)[:, :, None] * x[:, None]
             heads.grad = of_x + self.penalty * factor * slope
-            if float(heads.grad.abs().max()) ** 2 > torch.finfo(x.dtype).max:  # Adam takes its square
+            if float(heads.grad.abs().max()) > torch.finfo(x.dtype).max ** 0.5:  # Adam takes its square
                 raise QualmsError(
-                    "quam meets features so large that its steps do not fit 32 bits; scale the inputs, or pass the "
-                    "model and all data in float64."
+                    f"quam meets features so large that its steps do not fit {x.dtype}; scale the inputs, or pass the "
+                    "model and all data in float64.".replace("torch.", "")
                 )
             adam.param_groups[0]["lr"] = self.rate / factor
             adam.step()

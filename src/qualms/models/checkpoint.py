@@ -8,7 +8,6 @@ import io
 import pickletools
 import re
 import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError, reason
 
+ARCHIVE = b"PK\x03\x04"  # how files of torch's new format begin
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
 PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
 
@@ -81,7 +81,9 @@ def tensors_of(path: Path) -> Any:
     """What `torch.load` makes of a file, without running code, warning, or making room for what is not there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about pickles and archives of kinds that are refused right after
-        if zipfile.is_zipfile(path):
+        with open(path, "rb") as start:
+            archive = start.read(len(ARCHIVE)) == ARCHIVE  # by which torch tells its formats apart
+        if archive:
             return torch.load(path, weights_only=True, map_location="cpu")
         with _Bounded(path) as file:
             _require_room(file)
