@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from qualms.service.connection import HEAD, connections
 from qualms.service.hang import ended_if_hung
 from tests.service.services import run_async
-
-uvicorn = pytest.importorskip("uvicorn")
 
 pytestmark = pytest.mark.serve
 GET = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
@@ -56,7 +56,7 @@ def after(*reads: bytes | float, answers: Callable[[], Awaitable[Any]] | None = 
 
     async def all_of_it() -> Wire:
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_keep_alive=0.2)
-        state = uvicorn.server.ServerState()
+        state = ServerState()
         wire, one = Wire(), connections(deadline)(config=config, server_state=state, app_state={})
         one.connection_made(wire)
         for read in reads:
