@@ -242,7 +242,7 @@ class Outer:
         odd = beyond(sizes.amax(1)) | beyond(fixed.amax(1)) | beyond(apart) | ~each.isfinite()
         if bool(odd.any()):
             each = torch.where(d.flatten(1).any(1), each, 0.0)
-            odd &= (each != 0) | self._meets(d.unsqueeze(1)).squeeze(1)
+            odd &= (each != 0) | self.meets(d.unsqueeze(1)).squeeze(1)
         each, cancelled = each.double(), ((each < CANCELLED * apart) | odd).nonzero().squeeze(1)
         if len(cancelled):
             gradient = torch.bmm(d[cancelled].mT, self._positions(self.still())[cancelled])
@@ -261,7 +261,7 @@ class Outer:
             squares = products.diagonal(dim1=1, dim2=2)
             odd = beyond(squares) | beyond(self.fixed_pairs.flatten(1).amax(1))[:, None]
             if bool(odd.any()):
-                odd &= (squares != 0) | self._meets(d)
+                odd &= (squares != 0) | self.meets(d)
                 self._again(products, d, odd.any(1).nonzero().flatten().tolist())
         else:
             products = inner_products(torch.matmul(d.mT, self.fixed.unsqueeze(1)).flatten(2))
@@ -279,7 +279,7 @@ class Outer:
         """The positions at which a is not zero."""
         return self._positions(self.still()).any(2)
 
-    def _meets(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
+    def meets(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
         """Whether δ and a are both not zero at some position: else the gradient is zero, and its square is right."""
         return (d.any(3) & self._live.unsqueeze(1)).any(2)
 
