@@ -10,10 +10,14 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
+from qualms.gradients.exact.by_features import Kept
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
+from qualms.gradients.precision import inner_products
 from qualms.gradients.settings import Settings
 from qualms.gradients.table import layer_table
+from qualms.gradients.watch import pieces
+from qualms.gradients.watch.pieces import Outer
 from tests import networks as net
 from tests.gradients.test_numerics import OneByOne
 
@@ -106,6 +110,63 @@ def _job(model: nn.Module, x: Tensor) -> Job:
     """The gradients of all logits by all layers but the last."""
     settings = Settings(params=lambda name: "fc" not in name and not name.startswith("0.8"))
     return Job(model.eval(), x, range(len(x)), settings, Directions(("logits",)), None)
+
+
+class Written:
+    """How often gradients were computed again with more care, or written out for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.again, self.shapes = 0, list[tuple[int, ...]]()
+        again, added_up, squares = Outer._again, Kept._added_up, pieces.sum_of_squares
+
+        def counted_again(outer: Outer, products: Tensor, d: Tensor, which: list[int]) -> None:
+            self.again += len(which)
+            again(outer, products, d, which)
+
+        def counted_sums(kept: Kept, factors: Tensor, x: Tensor, b: int) -> Tensor:
+            self.again += len(x)
+            return added_up(kept, factors, x, b)
+
+        def counted_squares(g: Tensor) -> Tensor:
+            self.shapes.append(tuple(g.shape))
+            return squares(g)
+
+        monkeypatch.setattr(Outer, "_again", counted_again)
+        monkeypatch.setattr(Kept, "_added_up", counted_sums)
+        monkeypatch.setattr(pieces, "sum_of_squares", counted_squares)
+
+
+def test_dead_units_and_a_black_image_cost_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 20), nn.ReLU(), nn.Linear(20, 4), nn.ReLU(), nn.Linear(4, 30))
+    x = torch.cat([IMAGES, torch.zeros_like(IMAGES[:1])])
+    features = model[:-1](x)
+    assert (features == 0).any()
+    assert (features > 0).any(1).all()
+    found = Written(monkeypatch)
+    have = norms(model, x)
+    assert found.again == 0
+    torch.testing.assert_close(have, norms(model.double(), x.double()), rtol=1e-3, atol=1e-6)
+
+
+def test_a_black_image_is_not_written_out_for_every_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("by pairs", 1.0)
+    x = torch.cat([IMAGES, torch.zeros_like(IMAGES[:1])])
+    found = Written(monkeypatch)
+    have = norms(model, x, params="layer.weight")
+    assert (have[3] == 0).all()
+    assert (have[:3] > 0).all()
+    assert not [shape for shape in found.shapes if shape[1] == 36 * 40]
+    job = Job(model.eval(), x, range(4), Settings(params="layer.weight"), Directions(("logits",)), None)
+    gram = layer_table([job], Learnt(), gram=True).values
+    assert (gram[3] == 0).all()
+    assert found.again == 0
+
+
+def test_inner_products_beside_gradients_of_zeros_keep_their_digits() -> None:
+    g = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    g *= torch.tensor([[1.0, 0.0, 1e-25, 1e3], [1.0, 0.0, 1.0, 1.0], [1e25, 0.0, 1e-25, 1e-3]])[:, :, None]
+    torch.testing.assert_close(inner_products(g), g.double() @ g.double().mT, rtol=1e-4, atol=0)
 
 
 def test_norms_that_32_bits_do_not_hold_are_told() -> None:

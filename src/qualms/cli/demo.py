@@ -9,7 +9,7 @@ import typer
 
 from qualms.cli.options import Json, Seed, telling
 from qualms.demo import evaluate, prepare
-from qualms.report.offline import require_writable
+from qualms.disk import require_writable
 from qualms.report.page import write_page
 from qualms.report.tables import glance_table, left_out
 

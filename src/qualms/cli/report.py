@@ -33,12 +33,12 @@ from qualms.cli.options import (
 from qualms.cli.own_images import Classes, Strict, class_names, end
 from qualms.cli.specs import chosen_methods
 from qualms.cli.text_report import METHODS, report_texts, require_unused
+from qualms.disk import require_writable
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine as EngineName
 from qualms.methods.method import TRAINING_DATA
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
-from qualms.report.offline import require_writable
 from qualms.report.page import write_page
 from qualms.report.tables import left_out
 from qualms.tasks.journal import Journal, read

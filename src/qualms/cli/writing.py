@@ -12,7 +12,7 @@ import typer
 
 from qualms.cli.status import say
 from qualms.data import Rejected
-from qualms.disk import beside, writing, written_whole
+from qualms.disk import require_writable, writing, written_whole
 from qualms.errors import QualmsError
 from qualms.scored import Scored
 from qualms.scorer import Scorer
@@ -29,10 +29,7 @@ def require_place(path: Path, overwrite: bool) -> None:
         raise QualmsError(f"--out {path} is a folder; name a file.")
     if path.exists() and not overwrite:
         raise QualmsError(f"{path} is there already; pass --overwrite to replace it, or another --out.")
-    with writing(_called(path)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with beside(path, _called(path)):
-        pass
+    require_writable(path, _called(path))
 
 
 def table(out: str, overwrite: bool, json_lines: bool) -> "Table":

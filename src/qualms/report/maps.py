@@ -13,10 +13,11 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt8
 
 from qualms.data import Images
 from qualms.data.decode import pillow
+from qualms.disk import require_writable
 from qualms.errors import QualmsError
 from qualms.metrics import auroc, pixel_metrics
 from qualms.report.gallery import LARGEST, class_name, png
-from qualms.report.offline import filled, packed, require_packages, require_writable, write_html
+from qualms.report.offline import filled, packed, require_packages, write_html
 
 SHOWN = 12  # images; the numbers are of all
 STEPS = 200  # places of the threshold, each half a percent of the known pixels

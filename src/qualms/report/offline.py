@@ -21,17 +21,6 @@ def require_packages(*names: str) -> None:
             raise QualmsError(f"the report page needs {name}; pip install '.[app]' in a clone of qualms")
 
 
-def require_writable(path: str | Path) -> None:
-    """An error, before there is any work to lose, if no file can be written there."""
-    path = Path(path)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        path.open("ab").close()
-        if not there:
-            path.unlink()
-
-
 def write_html(path: str | Path, html: str) -> Path:
     """Write a page, whole or not at all; what was there stays until then."""
     path = Path(path)

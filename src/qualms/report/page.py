@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from qualms.disk import require_writable
 from qualms.report import comparison, figures
 from qualms.report.content import Content, Group
 from qualms.report.gallery import class_name, confident_and_wrong, ends, png
 from qualms.report.numbers import Judged, LearningMeasure, at_a_glance, axis, layer_shares, learning_curves, verdict
-from qualms.report.offline import coded, filled, packed, require_packages, require_writable, write_html
+from qualms.report.offline import coded, filled, packed, require_packages, write_html
 from qualms.report.roles import default_of, kind_of, not_for_use, why_not_default
 
 COVERAGE = 95  # where the threshold stands first, in percent of the known images

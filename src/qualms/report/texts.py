@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from qualms.disk import require_writable
 from qualms.errors import QualmsError
-from qualms.report.offline import filled, packed, require_packages, require_writable, write_html
+from qualms.report.offline import filled, packed, require_packages, write_html
 from qualms.texts.document import ScoredDocument
 from qualms.texts.spans import LENGTH, Span, worst_span_of
 

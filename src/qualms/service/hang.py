@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 ERRORS = 2  # the file that they go to
 GRACE = 5.0  # seconds after which it ends without a sentence, if Python cannot say one: a library holds its lock
+LONGEST = 1e6  # seconds, some eleven days: timers take no more on some systems
 
 
 @contextmanager
@@ -17,12 +18,12 @@ def ended_if_hung(deadline: float, images: int) -> Iterator[None]:
 
     As long again is left, so that nothing is ended that is only slow.
     """
-    limit = (images + 1) * deadline
+    limit = min((images + 1) * deadline, LONGEST)
     timer = threading.Timer(limit, _end, (limit, images))
     timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=ERRORS)
     try:
+        timer.start()
+        faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=ERRORS)
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()

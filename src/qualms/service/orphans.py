@@ -3,17 +3,19 @@
 import ctypes
 import os
 import signal
+import sys
 from multiprocessing import parent_process
 
 PR_SET_PDEATHSIG = 1
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 
 _starter = 0  # the process that forks
 
 
 def end_children_with_this() -> None:
     """From now on, what this process forks ends with it."""
-    os.register_at_fork(before=_remember, after_in_child=lambda: _end_with(_starter))
+    if PRCTL is not None:
+        os.register_at_fork(before=_remember, after_in_child=lambda: _end_with(_starter))
 
 
 def end_with_parent() -> None:
@@ -29,7 +31,11 @@ def _remember() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """The kernel sees to it: also a process that is killed takes its children along."""
+    """The kernel sees to it: also a process that is killed takes its children along.
+
+    To the kernel, the parent is the thread that forked: the child is killed when that thread ends, though its process
+    goes on. All that is started here is started by the main thread, and must be.
+    """
     if PRCTL is None:
         return
     PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)

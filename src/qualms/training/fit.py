@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qualms.data import Images, Normalisation
-from qualms.disk import beside, writing, written_whole
+from qualms.disk import require_writable, writing, written_whole
 from qualms.errors import QualmsError, reason
 from qualms.gradients.inputs import checked_logits, run
 from qualms.models.checkpoint import tensors_of
@@ -100,10 +100,7 @@ def fit(
     if checkpoint is not None:
         state.go_on_from(Path(checkpoint), settings)
         if state.epoch < recipe.epochs:
-            with writing(checkpoint):  # before there is an epoch to lose
-                Path(checkpoint).parent.mkdir(parents=True, exist_ok=True)
-                with beside(Path(checkpoint)):
-                    pass
+            require_writable(checkpoint)  # before there is an epoch to lose
     while state.epoch < recipe.epochs:
         loss = state.one_epoch(images, normalisation, seed)
         row: dict[str, int | float] = {"epoch": state.epoch, "loss": loss}

@@ -238,6 +238,9 @@ class Kept:
         if bool(odd.any()):
             some = factors.flatten(1).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
             squares, odd = torch.where(some, squares, 0.0), odd & some
+            if self.outer:  # nor is there more to know where a is zero
+                met = self.outer.meets(factors).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
+                odd &= (squares != 0) | met
         cancelled, squares = cancelled | odd, squares.double()
         cancelled.scatter_(1, predicted[:, None], False)
         for b in cancelled.any(1).nonzero().flatten().tolist():

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -241,8 +241,8 @@ class Outer:
         apart = torch.linalg.vecdot(sizes, fixed)
         odd = beyond(sizes.amax(1)) | beyond(fixed.amax(1)) | beyond(apart) | ~each.isfinite()
         if bool(odd.any()):
-            some = d.flatten(1).any(1)
-            each, odd = torch.where(some, each, 0.0), odd & some
+            each = torch.where(d.flatten(1).any(1), each, 0.0)
+            odd &= (each != 0) | self.meets(d.unsqueeze(1)).squeeze(1)
         each, cancelled = each.double(), ((each < CANCELLED * apart) | odd).nonzero().squeeze(1)
         if len(cancelled):
             gradient = torch.bmm(d[cancelled].mT, self._positions(self.still())[cancelled])
@@ -258,13 +258,30 @@ class Outer:
         if self.by_pairs(d.shape[1]):
             seen = torch.matmul(self.fixed_pairs.unsqueeze(1), d)
             products = (seen.flatten(2) @ d.flatten(2).mT).double()
-            odd = beyond(products.diagonal(dim1=1, dim2=2)).any(1) | beyond(self.fixed_pairs.flatten(1).amax(1))
+            squares = products.diagonal(dim1=1, dim2=2)
+            odd = beyond(squares) | beyond(self.fixed_pairs.flatten(1).amax(1))[:, None]
             if bool(odd.any()):
-                written = torch.matmul(d[odd].mT, self._positions(self.still())[odd].unsqueeze(1))
-                products[odd] = inner_products(written.flatten(2))
+                odd &= (squares != 0) | self.meets(d)
+                self._again(products, d, odd.any(1).nonzero().flatten().tolist())
         else:
             products = inner_products(torch.matmul(d.mT, self.fixed.unsqueeze(1)).flatten(2))
         return products.unflatten(0, (self.inputs, -1)).sum(1)
+
+    def _again(self, products: Float64[Tensor, "bg m m"], d: Float[Tensor, "bg m t o"], which: list[int]) -> None:
+        """The inner products of some inputs in 64 bits, which hold what 32 bits do not; one by one, for the memory."""
+        still = self._positions(self.still()) if which else d
+        for i in which:
+            a, wide = still[i].double(), d[i].double()
+            products[i] = ((a @ a.mT) @ wide).flatten(1) @ wide.flatten(1).mT
+
+    @cached_property
+    def _live(self) -> Bool[Tensor, "bg t"]:
+        """The positions at which a is not zero."""
+        return self._positions(self.still()).any(2)
+
+    def meets(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
+        """Whether δ and a are both not zero at some position: else the gradient is zero, and its square is right."""
+        return (d.any(3) & self._live.unsqueeze(1)).any(2)
 
     def apart(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
         """Σ_t ‖δ_t‖²‖a_t‖²: the squared norms of the gradients if positions did not cancel."""
