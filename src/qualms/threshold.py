@@ -173,7 +173,7 @@ class Threshold:
             made_by = MadeBy(**found["made_by"]) if found.get("made_by") else None
             reference = tuple(map(_finite, found.get("reference", ())))
             samples, rule = found["samples"], found["rule"]
-            if list(reference) != sorted(reference) or type(samples) is not int or not 0 < samples < 2**63:
+            if list(reference) != sorted(reference) or type(samples) is not int or not 0 <= samples < 2**63:
                 raise ValueError("not as `save` writes it")
             if not isinstance(rule, str) or not rule.isprintable() or not rule.split():
                 raise ValueError("a rule that is no text")
