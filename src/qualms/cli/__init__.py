@@ -1,13 +1,16 @@
 """The command line: a thin door onto the library."""
 
+import signal
 import sys
 
-from qualms.cli.signals import at_sigterm, leave
+from qualms.cli.signals import leave
 
 
 def main() -> None:
     """The command `qualms`, whose own needs are an extra."""
-    with at_sigterm(leave):
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, leave)
+    try:
         try:
             from qualms.cli.app import run
         except ModuleNotFoundError as missing:
@@ -17,3 +20,5 @@ def main() -> None:
             )
             sys.exit(1)
         run()
+    finally:  # what is done is done, but Python takes its time to end: the exit code is the command's own
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
