@@ -31,6 +31,7 @@ def test_mixed_scoring_leaves_nothing_behind_and_gives_the_same_each_time() -> N
     assert re.search(r"4 rounds of \d+ tasks, 0 of \d+ results differ", done.stdout)
 
 
+@pytest.mark.slow
 def test_what_is_not_in_order_is_told(soak: ModuleType) -> None:
     kept: list[Any] = []
     numbers = iter(range(100))
@@ -55,6 +56,7 @@ def test_what_is_not_in_order_is_told(soak: ModuleType) -> None:
                 one.close()
 
 
+@pytest.mark.slow
 def test_what_is_in_order_is_not_told(soak: ModuleType) -> None:
     running = soak.Soak({"adds": lambda: 1 + 1})
     for _ in range(8):

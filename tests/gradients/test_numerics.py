@@ -269,6 +269,7 @@ for engine in ("exact", "reference"):
 """
 
 
+@pytest.mark.slow
 def test_group_normalisation_of_what_has_no_gradient_does_not_end_the_process() -> None:
     # torch's derivative writes where nothing is, if the images are in channels-last format.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -51,7 +51,7 @@ FOLLOWS_LOGITS = {"perturb-x", "perturb-theta", "mc-aa", "ensemble", "quam", "ne
 KINKS = {"mc-aa"}  # the sign of a gradient that is zero but for rounding
 
 
-FAST = ("margin of 60", "features of 1e22", "one training input")
+FAST = ("margin of 60",)
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SITUATIONS])

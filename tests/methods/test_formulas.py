@@ -63,6 +63,7 @@ def test_fisher_is_the_limit_of_perturbed_weights(setting: Setting) -> None:
     torch.testing.assert_close(have, score(setting, "fisher"), rtol=0.1, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POWERS)
 def test_a_sketch_of_squared_norms_knows_its_error(setting: Setting, name: str) -> None:
     exact = score(setting, name)

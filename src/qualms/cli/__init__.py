@@ -1,16 +1,15 @@
 """The command line: a thin door onto the library."""
 
+import atexit
 import signal
 import sys
 
-from qualms.cli.signals import leave
+from qualms.cli.signals import at_sigterm, leave
 
 
 def main() -> None:
     """The command `qualms`, whose own needs are an extra."""
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, leave)
-    try:
+    with at_sigterm(leave):
         try:
             from qualms.cli.app import run
         except ModuleNotFoundError as missing:
@@ -19,6 +18,7 @@ def main() -> None:
                 file=sys.stderr,
             )
             sys.exit(1)
-        run()
-    finally:  # what is done is done, but Python takes its time to end: the exit code is the command's own
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            run()
+        finally:  # what is done is done, but Python takes its time to end: the exit code is the command's own
+            atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
