@@ -1,14 +1,17 @@
-"""Shapes are enforced in the tests: every annotated function of qualms checks what it takes and returns."""
+"""Shapes are enforced in the tests: every function of qualms that annotates one checks what it takes and returns."""
 
+import inspect
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_args
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import settings
-from jaxtyping import config, install_import_hook
+from jaxtyping import AbstractArray, config, install_import_hook
 
 # Some virtual machines announce AMX and trap on it: torch itself then dies on a product of bfloat16 matrices. oneDNN
 # reads this at its first product; the commands that tests start inherit it.
@@ -17,6 +20,28 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # A shell starts what runs in the background deaf to Ctrl-C; tests of it, and the commands that they start, are not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def has_shape(annotation: Any) -> bool:
+    """Whether there is a shape in it, or a string, which may have one."""
+    if isinstance(annotation, str) or (inspect.isclass(annotation) and issubclass(annotation, AbstractArray)):
+        return True
+    return any(map(has_shape, annotation if isinstance(annotation, list) else get_args(annotation)))
+
+
+def where_there_are_shapes(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The check, for classes and functions that annotate a shape. Plain types are mypy's, and a third of the time."""
+
+    def decorator(*, typechecker: Any) -> Callable[[Any], Any]:
+        def decorated(of: Any) -> Any:
+            annotated = any(map(has_shape, getattr(of, "__annotations__", {}).values()))
+            return check(of, typechecker=typechecker) if annotated else of
+
+        return decorated
+
+    return decorator
+
+
+jaxtyping.jaxtyped = where_there_are_shapes(jaxtyping.jaxtyped)  # which the hook puts on everything
 install_import_hook("qualms", "beartype.beartype")
 torch.set_num_threads(1)  # the tests run in parallel processes
 # The same examples every time, however slow the machine is; CI goes on to more of them.
