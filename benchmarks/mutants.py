@@ -1,14 +1,15 @@
 """Do the tests notice when the code is wrong? One small fault at a time, and the tests that run its line.
 
     PYTHONPATH=.mutants python benchmarks/mutants.py metrics methods     (make mutants runs every folder)
-    python benchmarks/mutants.py page                                    the score of each folder, and what survived
+    PYTHONPATH=.mutants python benchmarks/mutants.py page                the score of each folder, and what survived
 
 A mutant is the code with one change by an operator of cosmic-ray (a sign, a comparison, a number, a boolean, a loop,
 a decorator, an exception) or without one call or `raise`. There is one for every place and kind of change, chosen by
 the seed where an operator offers several; annotations are left alone, as the tests enforce them. Each is put into a
 copy of the sources, and of the folder's tests those that run the line are run, the quickest first, until one fails.
-Rows go to `results/mutants.jsonl` as they come, and a mutant that has one is passed over. With `--again`, what survived
-is tried anew, after tests were added.
+Rows go to `results/mutants.jsonl` as they come, and a mutant that has one is passed over; a row whose line is another
+now, or has moved among those of its operator, counts no more. With `--again`, what survived is tried anew, after tests
+were added.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mutations import SOURCES, Mutant, mutants_of, mutated
+from mutations import SOURCES, Mutant, changed_line, mutants_of, mutated
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -84,6 +85,7 @@ HEAVY = ("torch", "numpy", "scipy.stats", "sklearn.linear_model", "hypothesis", 
 # The only plugins that the tests need: to load all that are installed takes longer than most tests.
 PLUGINS = ["-p", "pytest_cov", "-p", "pytest_timeout", "-p", "xdist.plugin"]
 SECONDS = 120  # of tests for one mutant
+SEEN = ("noticed", "too slow")  # outcomes of a mutant that would not get through
 STAMPS = count(2 * 10**9)
 Row = dict[str, Any]
 
@@ -188,14 +190,12 @@ def applied(mutant: Mutant, tree: Path) -> Iterator[tuple[str, str]]:
     """Puts the mutant into the tree, and takes it out again; gives the line without and with it."""
     path = tree / "src/qualms" / mutant.file
     was, times = path.read_text(), path.stat()
-    changed = mutated(mutant, was)
-    path.write_text(changed)
+    path.write_text(mutated(mutant, was))
     # Compiled files are told apart by whole seconds, so every mutant is of a second of its own.
     stamp = next(STAMPS)
     os.utime(path, (stamp, stamp))
-    before, after = (text.splitlines()[mutant.line - 1].strip() for text in (was, changed))
     try:
-        yield before, after
+        yield changed_line(mutant, was)
     finally:
         path.write_text(was)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -230,15 +230,28 @@ def rows() -> dict[tuple[str, str, int], Row]:
     return {(row["file"], row["operator"], row["occurrence"]): row for row in map(json.loads, lines)}
 
 
-def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
-    """The mutants of one folder."""
+def every_mutant(folder: str, seed: int) -> list[Mutant]:
+    """Those of one folder, in the order in which they are drawn."""
     files = sorted(str(p.relative_to(SOURCES)) for p in (SOURCES / folder).rglob("*.py"))
     every = [mutant for file in files if file not in BESIDE for mutant in mutants_of(file, seed)]
     random.Random(seed).shuffle(every)
-    chosen = every[: FOLDERS[folder][0] if how_many is None else how_many]
+    return every
+
+
+def tried_before(mutants: list[Mutant]) -> dict[Mutant, Row]:
+    """Their rows, where the code is still what it was then."""
     known = rows()
-    lived = {key for key, row in known.items() if row["outcome"] in ("survived", "not run")}
-    left = [m for m in chosen if m.key not in known or (again and m.key in lived)]
+    found = {mutant: known[mutant.key] for mutant in mutants if mutant.key in known}
+    code = {mutant.file: (SOURCES / mutant.file).read_text() for mutant in found}
+    return {m: row for m, row in found.items() if (row["before"], row["after"]) == changed_line(m, code[m.file])}
+
+
+def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
+    """The mutants of one folder."""
+    every = every_mutant(folder, seed)
+    chosen = every[: FOLDERS[folder][0] if how_many is None else how_many]
+    known = tried_before(chosen)
+    left = [m for m in chosen if m not in known or (again and known[m]["outcome"] not in SEEN)]
     print(f"{folder}: {len(chosen)} of {len(every)} mutants, seed {seed}, {len(left)} to do", flush=True)
     tree = ROOT / ".mutants" / "trees" / folder
     shutil.rmtree(tree, ignore_errors=True)
@@ -250,18 +263,23 @@ def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
         row = tried(mutant, suite, tree) | {"folder": folder, "seed": seed}
         with RESULTS.open("a") as out:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if row["outcome"] not in ("noticed", "too slow"):
-            print(f"{row['outcome']}: {row['file']}:{row['line']}: {row['before']}  ->  {row['after']}", flush=True)
+        if row["outcome"] not in SEEN:
+            print(told(row), flush=True)
 
 
-def page() -> None:
-    """The score of each folder."""
-    by_folder: dict[str, list[Row]] = defaultdict(list)
-    for row in rows().values():
-        by_folder[row["folder"]].append(row)
-    for folder, of in by_folder.items():
-        noticed = sum(row["outcome"] in ("noticed", "too slow") for row in of)
-        print(f"{folder}: {noticed} of {len(of)} mutants noticed, {noticed / len(of):.1%}")
+def told(row: Row) -> str:
+    """A mutant that no test noticed."""
+    return f"{row['outcome']}: {row['file']}:{row['line']}: {row['before']}  ->  {row['after']}"
+
+
+def page(seed: int) -> None:
+    """The score of each folder, and what survived."""
+    for folder in FOLDERS:
+        every = every_mutant(folder, seed)
+        of = tried_before(every)
+        lived = [row for row in of.values() if row["outcome"] not in SEEN]
+        print(f"{folder}: of {len(every)} mutants {len(of)} were tried, and {len(of) - len(lived)} noticed")
+        print(*map(told, lived), sep="\n")
 
 
 def main() -> None:
@@ -279,7 +297,7 @@ def main() -> None:
             for module in HEAVY:
                 importlib.import_module(module)
             run(folder, arguments.count, arguments.seed, arguments.again)
-    page()
+    page(arguments.seed)
 
 
 if __name__ == "__main__":

@@ -91,3 +91,9 @@ def mutated(mutant: Mutant, code: str) -> str:
     """The file's code with the change."""
     mutating = importlib.import_module("cosmic_ray.mutating")
     return str(mutating.mutate_code(code, operators()[mutant.operator], mutant.occurrence))
+
+
+def changed_line(mutant: Mutant, code: str) -> tuple[str, str]:
+    """The line without and with the change."""
+    before, after = (text.splitlines()[mutant.line - 1].strip() for text in (code, mutated(mutant, code)))
+    return before, after

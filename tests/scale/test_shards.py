@@ -142,6 +142,7 @@ def test_what_cannot_be_read_is_listed_and_changes_no_other_score(
 def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path, score: ScoreImages) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.png").write_bytes(b"no image")
+    (tmp_path / "data" / "b.png").symlink_to("nowhere")
     source = open_source(str(tmp_path / "data"), None, None)
     with pytest.raises(qualms.QualmsError, match=r"no image of .* can be read: a.png is cut or not"):
         score_shards(score, source, tmp_path / "out", {}, 20)

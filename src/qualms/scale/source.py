@@ -259,13 +259,9 @@ def _ahead(tasks: Iterable[Callable[[], Part]]) -> Generator[Part]:
     """The results of tasks in order, each begun while those before it are worked on."""
     with ThreadPoolExecutor(THREADS) as pool:
         begun: deque[Future[Part]] = deque()
-        try:
-            for task in tasks:
-                begun.append(pool.submit(task))
-                if len(begun) > THREADS:
-                    yield begun.popleft().result()
-            while begun:
+        for task in tasks:
+            begun.append(pool.submit(task))
+            if len(begun) > THREADS:
                 yield begun.popleft().result()
-        finally:
-            for future in begun:
-                future.cancel()
+        while begun:
+            yield begun.popleft().result()
