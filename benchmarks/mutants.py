@@ -39,43 +39,8 @@ COPIED = ("src", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "R
 # What each folder is, how many mutants of it are drawn unless told, and its tests.
 FOLDERS: dict[str, tuple[int, list[str]]] = {
     "metrics": (10**6, ["tests/metrics"]),
-    "methods": (
-        150,
-        [
-            f"tests/methods/test_{of}.py"
-            for of in (
-                "formulas",
-                "rivals",
-                "training_data",
-                "heat",
-                "head_posterior",
-                "sharing",
-                "specs",
-                "auto",
-                "method",
-                "few_classes",
-            )
-        ],
-    ),
-    "gradients": (
-        150,
-        [
-            f"tests/gradients/test_{of}.py"
-            for of in (
-                "engines_agree",
-                "sketch",
-                "by_features",
-                "early_layers",
-                "tangents",
-                "choice",
-                "precision",
-                "recurrent",
-                "errors",
-                "company",
-                "attention",
-            )
-        ],
-    ),
+    "methods": (150, ["tests/methods", "tests/test_positions.py", "tests/test_scorer.py"]),
+    "gradients": (150, ["tests/gradients", "tests/test_positions.py"]),
     "scale": (80, ["tests/scale"]),
 }
 FAST = "not slow and not data and not browser and not ray and not serve"

@@ -1,6 +1,7 @@
 """`tolerance` with many classes: some of them stand for all; the error is reported, and within the tolerance."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.exact.drawn_classes import DrawnClasses, class_sizes, estimate
+from qualms.methods import REGrad
+from qualms.methods.few_classes import FIRST, classes_needed
 from tests import networks as net
 
 CLASSES = 80
@@ -43,6 +46,16 @@ class Pulled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z: Tensor = self.inner(x)
         return z - (z * torch.arange(CLASSES)).mean(0)
+
+
+def test_how_many_classes_a_pass_will_take_follows_the_tolerance() -> None:
+    """All of them where no error is allowed, the fewest where any is; inputs count by themselves."""
+    flat, steep = torch.zeros(1, CLASSES).double(), torch.linspace(0, 30, CLASSES).double()[None]
+    needed = partial(classes_needed, [REGrad()])
+    assert needed(flat, 0.0) == needed(steep, 0.0) == CLASSES
+    assert needed(flat, 1e9) == FIRST
+    assert needed(steep, 0.001) == 2 * FIRST < needed(flat, 0.001)
+    assert needed(torch.cat([flat, steep, steep]), 0.001) == (CLASSES + 4 * FIRST) / 3
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import qualms
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.coherence import Coherence
+from qualms.methods.coherence import Coherence, collinearity
 from qualms.models.cnn import paper_cnn
 from qualms.random import generator
 from tests.methods.conftest import Setting, layer_gradients, smoothed_gradients
@@ -248,6 +248,12 @@ def test_coherence(setting: Setting) -> None:
         want = kappa**4 * (p.sqrt() * norms).sum() / z.detach().exp().sum().sqrt()
         torch.testing.assert_close(have[b], want)
     assert "experimental" in Coherence.paper
+
+
+def test_a_logit_without_gradient_has_no_direction_and_others_keep_theirs() -> None:
+    """Two gradients at 60 degrees, the third zero: of the three pairs one has a squared cosine, of 1/4."""
+    jacobian = torch.tensor([[1.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 0.0]]).double()
+    torch.testing.assert_close(collinearity((jacobian @ jacobian.T)[None]), torch.tensor([0.25 / 3]).double())
 
 
 def test_gradnorm_of_two_classes_by_hand() -> None:

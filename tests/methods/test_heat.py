@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients.directions import contrasts
 from qualms.methods import heat
-from qualms.methods.heat import log_heat
+from qualms.methods.head import Head
+from qualms.methods.heat import head_trace, log_heat
 from qualms.methods.noise import PURPOSE
 from qualms.models.vit import vit_tiny
 from qualms.random import generator
@@ -47,6 +48,16 @@ def by_hand(model: nn.Sequential, x: Tensor, noise: Tensor, blocks: list[nn.Modu
     t = torch.stack([(combined(ratios(model, y, blocks, model[-1])) - unit).exp() for y in x])
     p = (model(x) / t[:, None]).softmax(-1)
     return t * -(p * p.log()).sum(-1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_trace_of_a_head_is_that_of_its_jacobian(bias: bool) -> None:
+    torch.manual_seed(0)
+    head, h = nn.Linear(3, 5, bias=bias).double(), torch.randn(3).double()
+    rows = [torch.autograd.grad(z, list(head.parameters()), retain_graph=True) for z in head(h)]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    want = (jacobian - jacobian.mean(0)).square().sum()
+    torch.testing.assert_close(head_trace(Head(h[None], head.weight, head.bias))[0], want)
 
 
 @pytest.mark.parametrize(("name", "combined"), [

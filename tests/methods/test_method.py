@@ -111,6 +111,17 @@ def test_gradients_of_the_logits_are_one_for_each_class() -> None:
     torch.testing.assert_close(have, gram.diagonal(dim1=1, dim2=2).sqrt().sum(1))
 
 
+def test_what_is_not_said_is_as_in_the_paper() -> None:
+    said = {
+        "perturb-x": "0.008,100",
+        "perturb-theta": "0.008,100",
+        "mc-aa": "0.0001,100",
+        "inserted-dropout": "0.4,100",
+    }
+    for name, parameters in said.items():
+        assert parse(name) == parse(f"{name}({parameters})")
+
+
 def test_noise_in_pixels_is_converted_once() -> None:
     smooth = Smoothing(0.5, 3, antithetic=False)
     assert REGrad(0.3, smooth).in_units(doubled) == REGrad(0.3, Smoothing((1.0, 1.5), 3, antithetic=False))

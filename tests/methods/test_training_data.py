@@ -199,6 +199,24 @@ def test_quam_takes_each_step_on_other_training_inputs_and_the_seed_says_which()
     assert torch.equal(*(qualms.score(model, x, "quam(4)", train=few, seed=s) for s in (0, 1)))
 
 
+@pytest.mark.parametrize(("inputs", "steps", "sizes"), [(3, 9, [3]), (4, 9, [4]), (11, 9, [4, 4]), (40, 3, [4, 4, 4])])
+def test_quam_takes_whole_batches_and_no_more_than_it_has_steps(
+    inputs: int, steps: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qualms.methods.quam.BATCH", 4)
+    taken, plain = list[list[int]](), QUAM._searched
+
+    def searched(self: QUAM, x: Tensor, wanted: Tensor, start: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+        taken.append([len(known.labels) for known in training])
+        return plain(self, x, wanted, start, training)
+
+    monkeypatch.setattr(QUAM, "_searched", searched)
+    torch.manual_seed(0)
+    train = [(torch.randn(inputs, 2), torch.arange(inputs) % 3)]
+    qualms.score(nn.Linear(2, 3), torch.randn(1, 2), QUAM(steps=steps), train=train)
+    assert taken == [sizes]
+
+
 def test_quam_keeps_to_the_budget(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 100 classes on 512 features, with its gradient and the two means of Adam, has 100 · 513 · 4 numbers."""
     torch.manual_seed(0)
