@@ -36,11 +36,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results" / "mutants.jsonl"
 COPIED = ("src", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "Makefile")
-# What each folder is, how many mutants of it are drawn unless told, and its tests.
+# Of how many mutants of each folder there are rows in the end, unless told, and its tests.
 FOLDERS: dict[str, tuple[int, list[str]]] = {
     "metrics": (10**6, ["tests/metrics"]),
     "methods": (150, ["tests/methods", "tests/test_positions.py", "tests/test_scorer.py"]),
-    "gradients": (150, ["tests/gradients", "tests/test_positions.py"]),
+    "gradients": (150, ["tests/gradients", "tests/test_positions.py", "tests/test_scorer.py"]),
     "scale": (80, ["tests/scale"]),
 }
 FAST = "not slow and not data and not browser and not ray and not serve"
@@ -214,10 +214,12 @@ def tried_before(mutants: list[Mutant]) -> dict[Mutant, Row]:
 def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
     """The mutants of one folder."""
     every = every_mutant(folder, seed)
-    chosen = every[: FOLDERS[folder][0] if how_many is None else how_many]
-    known = tried_before(chosen)
-    left = [m for m in chosen if m not in known or (again and known[m]["outcome"] not in SEEN)]
-    print(f"{folder}: {len(chosen)} of {len(every)} mutants, seed {seed}, {len(left)} to do", flush=True)
+    known = tried_before(every)
+    more = max(0, (FOLDERS[folder][0] if how_many is None else how_many) - len(known))
+    left = [m for m in every if m not in known][:more]
+    if again:
+        left = [m for m, row in known.items() if row["outcome"] not in SEEN]
+    print(f"{folder}: of {len(every)} mutants, seed {seed}, {len(known)} have a row, {len(left)} to do", flush=True)
     tree = ROOT / ".mutants" / "trees" / folder
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)

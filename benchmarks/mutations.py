@@ -69,7 +69,9 @@ def annotates(node: Any) -> bool:
     """Whether it is part of an annotation."""
     while node.parent is not None:
         above = node.parent
-        if above.type in ("param", "funcdef") and node is above.annotation:
+        if above.type == "funcdef" and node is above.annotation:
+            return True
+        if above.type == "tfpdef" and node is above.children[2]:  # of a parameter
             return True
         if above.type == "annassign" and node is above.children[1]:
             return True
