@@ -95,6 +95,16 @@ def test_log_heat_grows_with_temperature_and_ends_at_the_uniform_entropy() -> No
     assert float(values[-1] - t[-1].log()) == pytest.approx(math.log(math.log(3)), abs=1e-9)
 
 
+def test_noise_of_which_most_has_features_sets_the_unit() -> None:
+    """Two units of which one or both answer to three in four of the noise inputs tell that features grow with it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(2))
+        model[0].bias.zero_()
+    x = torch.rand(8, 2).double() + 0.1
+    assert not torch.allclose(qualms.score(model, x, "heat").exp(), qualms.score(model, x, "entropy"))
+
+
 def test_a_shift_of_all_logits_changes_nothing() -> None:
     model, x = rectifiers(bias=True), torch.randn(5, 6).double()
     before = qualms.score(model, x, "heat")

@@ -282,6 +282,15 @@ def test_gaia_on_a_residual_network() -> None:
     torch.testing.assert_close(qualms.score(model, x, "gaia", batch_size=1), want)
 
 
+def test_gaia_takes_no_single_pixel_for_a_map() -> None:
+    torch.manual_seed(0)
+    first = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
+    model = nn.Sequential(*first, nn.Conv2d(4, 5, 4), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(5, 3))
+    model, x = model.double().eval(), torch.randn(4, 1, 6, 6).double()
+    normalised = model[:2](x)
+    torch.testing.assert_close(qualms.score(model, x, "gaia"), densities([normalised], model[2:](normalised)))
+
+
 def test_gaia_says_that_smooth_activations_tell_it_nothing() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
     for x in (torch.rand(2, 1, 8, 8), torch.rand(1, 1, 8, 8)):

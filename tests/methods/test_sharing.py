@@ -14,6 +14,13 @@ from tests.methods.conftest import Setting
 GRADIENT_SCORES = ["regrad", "exgrad", "ungrad", "gradnorm", "negrad", "confounding-label"]
 
 
+@pytest.mark.parametrize("spec", ["regrad", "exgrad", "fisher", "isotropic"])
+def test_a_sketch_of_many_tangents_is_near_the_score_itself(setting: Setting, spec: str) -> None:
+    others = ["regrad", "fisher"]  # of which one adds up norms, the other squares, from the same tangents
+    have = qualms.compare(setting.model, setting.x, [spec, *others], engine=qualms.Sketch(400))[spec]
+    torch.testing.assert_close(have, qualms.score(setting.model, setting.x, spec), rtol=0.15, atol=0)
+
+
 class Counter:
     """Rows that went forward through the model's first and last layer, and backward passes."""
 

@@ -251,6 +251,11 @@ def test_knn_of_training_features_that_are_zero(k: int) -> None:
     torch.testing.assert_close(qualms.score(nn.Linear(2, 2), x, KNN(k), train=[train]), want)
 
 
+def test_knn_of_nothing_but_zeros_is_the_length_of_a_unit_vector() -> None:
+    have = qualms.score(nn.Linear(2, 2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]), KNN(2), train=[torch.zeros(3, 2)])
+    torch.testing.assert_close(have, torch.tensor([1.0, 0.0]))
+
+
 def test_knn_in_parts_is_knn(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score(setting, "knn")
     monkeypatch.setattr("qualms.methods.knn.AT_ONCE", 1)

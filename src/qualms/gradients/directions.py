@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qualms.gradients.precision import power_of_two
+
 BLOCK_BYTES = 2**22  # of directions that exist at once: all C of them have C² entries for every row
 DOUBLE = 8  # bytes of an entry
 CONTRASTS = 16  # at most
@@ -134,8 +136,7 @@ def unit_sized(
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
     """(v, s) with s v the cotangents; s, a power of two, brings an input's largest entry between 1/2 and 1."""
     of_input = cotangents.unflatten(1, (inputs, -1))
-    largest = torch.linalg.vector_norm(of_input.flatten(2).double(), torch.inf, dim=2)
-    size = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)
+    size = power_of_two(torch.linalg.vector_norm(of_input.flatten(2).double(), torch.inf, dim=2))
     return (of_input / size[:, :, None, None].to(cotangents)).flatten(1, 2), size
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
+from qualms.gradients.precision import root_of_squares
 
 Granularity = Literal["module", "tensor", "block"]
 Norm = Literal["l2", "l1"]
@@ -76,7 +77,7 @@ def total_norms(norms: Float[Tensor, "b m l"], lam: float | None, norm: Norm) ->
     """‖g‖ without a λ; with one, Σ_l a_l ‖g_l‖ (λ = 0 is Σ_l ‖g_l‖, which is not the plain L2 norm)."""
     if lam is not None:
         return norms @ layer_weights(norms.shape[-1], lam).to(norms)
-    return norms.sum(-1) if norm == "l1" else norms.square().sum(-1).sqrt()
+    return norms.sum(-1) if norm == "l1" else root_of_squares(norms).to(norms)
 
 
 def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:

@@ -1,6 +1,8 @@
 """What an engine hands on: one value for each input, direction and parameter."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from jaxtyping import Float
@@ -11,8 +13,8 @@ from torch import Tensor
 class Measured:
     """What an engine says of a batch, parameter by parameter, in order of first use.
 
-    `values[name]` is [b, m]: ‖g‖² for l2, Σ|g| for l1, for each input and direction; for gram it is [b, m, m], the
-    inner products between directions. In double precision: ‖g‖² of a confident prediction is zero in 32 bits.
+    `values[name]` is [b, m]: ‖g‖ for l2, Σ|g| for l1, for each input and direction; for gram it is [b, m, m], the
+    inner products between directions. In double precision: ‖g‖ of a confident prediction is zero in 32 bits.
     """
 
     values: dict[str, Tensor]
@@ -30,3 +32,8 @@ class Measured:
             for name, shape in shapes.items()
         }
         return cls(values, torch.cat([p.logits for p in parts]), set().union(*(p.general for p in parts)))
+
+
+def added_up(values: Sequence[Tensor], kind: str) -> Tensor:
+    """What several parameters have together: (Σ‖g‖²)^½ for l2, also where a square is zero in 64 bits; else the sum."""
+    return reduce(torch.hypot if kind == "l2" else torch.add, values)

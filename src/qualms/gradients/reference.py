@@ -19,7 +19,7 @@ from qualms.gradients.watch.forward import use_order
 
 
 def reference(job: Job, norm: Norm) -> Measured:
-    """Σg² (l2) or Σ|g| (l1) of every parameter's gradient, for each input and direction (classes first)."""
+    """‖g‖ (l2) or Σ|g| (l1) of every parameter's gradient, for each input and direction (classes first)."""
     model, selected = job.model, job.selected
     on = job.rows(slice(0, job.inputs))
     parameters = list(selected.values())
@@ -53,11 +53,17 @@ def reference(job: Job, norm: Norm) -> Measured:
                         mean.append(g_c)
                     else:
                         mean[c] = [m + g for m, g in zip(mean[c], g_c, strict=True)]
-            values.append([[float((g.abs() if norm == "l1" else g**2).sum()) for g in g_c] for g_c in mean])
+            values.append([[float(g.abs().sum() if norm == "l1" else length(g)) for g in g_c] for g_c in mean])
     table = torch.tensor(values, dtype=torch.double, device=all_logits[0].device)  # [b, c, parameter]
     by_name = {name: table[:, :, i] for i, name in enumerate(selected)}
     names = use_order(model, on, selected).counted(used, selected)
     return Measured({name: by_name[name] for name in names}, torch.cat(all_logits), set(names))
+
+
+def length(g: Tensor) -> Tensor:
+    """‖g‖, from g divided by its largest entry: the square of 1e-162 is zero even in 64 bits."""
+    largest = g.abs().max()
+    return largest * (g / largest).square().sum().sqrt() if largest > 0 else largest
 
 
 def log_probabilities(z: Float[Tensor, " c"]) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from qualms.gradients.exact.measure import Kind
 from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped
 from qualms.gradients.learnt import Learnt
-from qualms.gradients.measured import Measured
+from qualms.gradients.measured import Measured, added_up
 from qualms.gradients.precision import accurate
 from qualms.gradients.reference import reference
 from qualms.gradients.sketch.engine import sketch_layers
@@ -71,8 +71,8 @@ def layer_table(
     dtype = accurate(whole.logits).dtype
     columns: list[Tensor] = []
     for names in groups.values():  # each is let go when it is in its layer: together they take more than the table
-        sums = sum((whole.values.pop(name) for name in names), whole.logits.new_zeros((), dtype=torch.double))
-        columns.append(sums if gram else (sums.sqrt() if kind == "l2" else sums).to(dtype))
+        together = added_up([whole.values.pop(name) for name in names], kind)
+        columns.append(together if gram else together.to(dtype))
     values = torch.stack(columns, dim=1 if gram else -1)
     general = [layer for layer, names in groups.items() if not whole.general.isdisjoint(names)]
     return LayerTable(values, whole.logits, list(groups), general)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.autograd import NO_PATH, gradients_of
-from qualms.gradients.exact.measure import Kind, size_of
+from qualms.gradients.exact.measure import Kind, norm_of
 from qualms.gradients.first_look import require_repeatable
 from qualms.gradients.guard import all_parameters_differentiable
 from qualms.gradients.inputs import count
@@ -59,7 +59,7 @@ def _norms(graphs: "Graphs", kind: Kind) -> dict[str, Float[Tensor, "1 m"]]:
         for name, g in gradient.items():
             if name not in values:
                 values[name] = size.new_zeros(1, graphs.directions.number)
-            values[name][0, j] = size_of(g[None], kind)[0] * (size if kind == "l1" else size.square())
+            values[name][0, j] = norm_of(g[None], kind)[0] * size
     return values
 
 

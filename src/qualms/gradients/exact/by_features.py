@@ -134,7 +134,7 @@ def measure_by_features(
     weights: Weights,
     inputs: int,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """For each parameter ‖g‖² along the directions: what `measure` gives, without the C passes of `classes`."""
+    """For each parameter ‖g‖ along the directions: what `measure` gives, without the C passes of `classes`."""
     z = logits.detach().unflatten(0, (inputs, -1))
     per_input = z.shape[1]
     predicted = z[:, 0].argmax(-1)
@@ -145,8 +145,8 @@ def measure_by_features(
     of_classes |= {weights.names[id(p.target)]: _own(z, p) for p in last.own}
     values: dict[str, Tensor] = {}
     for name, column in known.items():
-        of_classes[name].scatter_(1, predicted[:, None], column[:, :1])
-        places = [of_classes[name] if d == "classes" else column[:, [1 + further.index(d)]] for d in directions]
+        norms = of_classes.pop(name).sqrt_().scatter_(1, predicted[:, None], column[:, :1])
+        places = [norms if d == "classes" else column[:, [1 + further.index(d)]] for d in directions]
         values[name] = torch.cat(places, dim=1)
     return values
 

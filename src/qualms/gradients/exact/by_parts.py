@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.exact.checks import require_independent_rows
-from qualms.gradients.exact.measure import Kind, size_of, written_out
+from qualms.gradients.exact.measure import Kind, norm_of, written_out
 from qualms.gradients.exact.probe import Probe
 from qualms.gradients.inputs import count
 from qualms.gradients.job import Job
@@ -58,8 +58,7 @@ def by_parts(job: Job, on: Rows, kind: Kind, probe: Probe) -> Measured:
             for name, gradients in total.items():
                 if name not in values:
                     values[name] = size.new_zeros(1, directions.number)
-                found = size_of(gradients, kind) * (size if kind == "l1" else size.square())
-                values[name][0, number : number + len(some)] = found
+                values[name][0, number : number + len(some)] = norm_of(gradients, kind) * size
             number += len(some)
     return Measured(values, logits[:1], general)
 

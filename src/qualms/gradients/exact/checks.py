@@ -20,7 +20,7 @@ from qualms.gradients.directions import Cotangents
 from qualms.gradients.exact.measure import measure
 from qualms.gradients.inputs import Unclear, count, take
 from qualms.gradients.job import Job
-from qualms.gradients.precision import TOLERANCE, close_logits, tolerance_of
+from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares, tolerance_of
 from qualms.gradients.rows import Rows, logits_of, some_alone
 from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.weights import Weights
@@ -127,7 +127,7 @@ class Separation:
         have = torch.stack([scaled[name] for name in names]).double()
         want = torch.stack([plain[name] for name in names]).double() * self.scales
         # Of a gradient that is zero but for rounding, rounding is all there is.
-        nothing = 100 * torch.finfo(self.precision).eps * want.square().sum(0).sqrt()
+        nothing = 100 * torch.finfo(self.precision).eps * root_of_squares(want.T)
         room = tolerance_of(self.precision) * have.maximum(want) + nothing
         if bool(((have - want).abs() > room).any()):
             raise Unclear("the model moves the inputs of a batch about")
@@ -145,8 +145,7 @@ def require_separate_gradients(
         return
     separation = Separation.of(inputs, logits.device, precision)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double).to(logits.device)
-    squares = measure(logits, torch.stack([noise, separation.scaled(noise)]), pieces, weights, inputs, "l2")
-    norms = {name: value.sqrt() for name, value in squares.items()}
+    norms = measure(logits, torch.stack([noise, separation.scaled(noise)]), pieces, weights, inputs, "l2")
     separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (0, 1)))
 
 
@@ -181,6 +180,5 @@ def measure_separate(
     if not chosen:
         require_separate_gradients(logits, pieces, weights, inputs, precision)
     for number, _, _ in chosen:
-        norms = {name: value if kind == "l1" else value.sqrt() for name, value in values.items()}
-        separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (number, -1)))
+        separation.require(*({name: value[:, i] for name, value in values.items()} for i in (number, -1)))
     return {name: value[:, : cotangents.number] for name, value in values.items()}

@@ -17,6 +17,7 @@ from torch import Tensor
 from qualms.gradients.directions import DIRECTIONS, Cotangents, Directions, of_class
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.layers import layer_weights
+from qualms.gradients.measured import added_up
 from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.weights import Weights, roots
 
@@ -49,8 +50,7 @@ class Cutoff:
     def _shares(self, values: dict[str, Tensor], layers: list[list[str]]) -> Float[Tensor, "b m l"]:
         """What the layers up to each one add, as a share of all."""
         none = torch.zeros_like(next(iter(values.values())))  # of a layer that no input here uses
-        sums = torch.stack([sum((values.get(n, none).double() for n in names), none) for names in layers], dim=-1)
-        norms = sums if self.kind == "l1" else sums.sqrt()
+        norms = torch.stack([added_up([values.get(n, none) for n in names], self.kind) for names in layers], dim=-1)
         added = (norms * layer_weights(len(layers), self.lam).to(norms)).cumsum(-1)
         return added / added[..., -1:].clamp_min(torch.finfo(torch.double).tiny)
 

@@ -44,7 +44,7 @@ def exact(
 
     Args:
         job: what is wanted.
-        kind: ‖g‖² (`l2`), Σ|g| (`l1`) or inner products (`gram`).
+        kind: ‖g‖ (`l2`), Σ|g| (`l1`) or inner products (`gram`).
         learnt: where the look at the first rows is kept for the next batch.
         regrouped: the logits of the inputs from forward passes in other company than their neighbours', if known.
         cutoff: with one, the values of early layers that cannot matter are zero for all but the first chunk of inputs.

@@ -28,9 +28,9 @@ def measure(
     inputs: int,
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m *m"]]:
-    """For each parameter ‖g‖² [b, m] (l2), Σ|g| [b, m] (l1) or the inner products ⟨g_m, g_n⟩ [b, m, m] (gram).
+    """For each parameter ‖g‖ [b, m] (l2), Σ|g| [b, m] (l1) or the inner products ⟨g_m, g_n⟩ [b, m, m] (gram).
 
-    In double precision, in which squares of small numbers are not zero. A plain tensor of cotangents is taken as it is,
+    In double precision, in which small numbers are not zero. A plain tensor of cotangents is taken as it is,
     for those that must not be brought to one size. Parameters that the logits do not depend on are left out.
     """
     if not pieces:
@@ -67,7 +67,10 @@ def measure(
                 table[number] = torch.stack([values[name].double() for name in names])
             number += 1
         if table is not None:
-            table[start:number] *= (size if kind == "l1" else size.square())[:, None, :]
+            done = table[start:number]
+            if kind == "l2":
+                done.sqrt_()
+            done *= size[:, None, :]
         if kind == "gram":
             sizes.append(size)
     if table is not None:
@@ -114,6 +117,12 @@ def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]
     """Σ|g| (l1) or Σg² of each input's gradient, without a copy of it."""
     flat = _flat(gradient)
     return torch.linalg.vector_norm(flat, 1, dim=1) if kind == "l1" else sum_of_squares(flat)
+
+
+def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
+    """Σ|g| (l1) or ‖g‖ of each input's gradient."""
+    size = size_of(gradient, kind)
+    return size if kind == "l1" else size.sqrt()
 
 
 @torch.no_grad()

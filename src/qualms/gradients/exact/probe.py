@@ -53,7 +53,7 @@ class Probe(FirstLook):
 
     @classmethod
     def _watch(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], first: FirstRow, budget: int) -> "Probe":
-        expected = {name: float(sum_of_squares(g.reshape(1, -1))) for name, g in first.gradient.items()}
+        expected = {name: float(sum_of_squares(g.reshape(1, -1)).sqrt()) for name, g in first.gradient.items()}
         # For one image alone convolutions are as fast in the plain format, and batch normalisation wants that one.
         channels_last = count(on.batch) > 1 and wants_channels_last(first.rows)
         probe, one = cls._watch_one(model, first, selected, expected, channels_last)
