@@ -1,6 +1,7 @@
 """.npz files."""
 
 import io
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,14 @@ def test_a_compressed_file(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match=message):
         npz(tmp_path, **arrays)
+
+
+def test_a_file_that_python_2_wrote_is_read_without_a_word(tmp_path: Path) -> None:
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2L, 4L, 3L)}"
+    header += b" " * (117 - len(header)) + b"\n"
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr("x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(range(24)))
+    assert load(tmp_path / "a.npz").pixels.flatten().tolist() == list(range(24))
 
 
 def test_objects_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ class Header:
         """From the beginning of a .npy file."""
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        return cls(*read(stream), stream.tell())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a header that Python 2 wrote, or names of types from then
+            return cls(*read(stream), stream.tell())
 
 
 def read_npz(path: Path, split: str, name: str) -> Images:
