@@ -41,7 +41,7 @@ FOLDERS: dict[str, tuple[int, list[str]]] = {
     "metrics": (10**6, ["tests/metrics"]),
     "methods": (150, ["tests/methods", "tests/test_positions.py", "tests/test_scorer.py"]),
     "gradients": (150, ["tests/gradients", "tests/test_positions.py", "tests/test_scorer.py"]),
-    "scale": (80, ["tests/scale"]),
+    "scale": (80, ["tests/scale", "tests/cli/test_shards.py", "tests/data/test_claims.py"]),
 }
 FAST = "not slow and not data and not browser and not ray and not serve"
 BESIDE = {"scale/cluster.py"}  # its tests need workers of Ray, which a mutant would leave behind

@@ -112,6 +112,7 @@ def test_a_run_that_goes_on_leaves_what_is_there_and_ends_as_one_that_was_not_st
     score_shards(watched, source, tmp_path / "out", {}, 20)
     assert asked == [0, 40, 60]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert list((tmp_path / "out").glob(".*.part")) == []
     asked.clear()
     score_shards(watched, source, tmp_path / "out", {}, 20)
     assert asked == []
@@ -355,6 +356,9 @@ def test_a_link_to_nowhere_is_an_image_that_cannot_be_read(digits: Images, score
     (tmp_path / "data" / "link.png").symlink_to("nowhere.png")
     done = score_shards(score, open_source(source_of, None, None), tmp_path / "out", {}, 30)
     assert done == Done(COUNT, 1, None)
+    (tmp_path / "data" / "another.png").symlink_to("nowhere")
+    with pytest.raises(qualms.QualmsError, match="made with other settings"):
+        score_shards(score, open_source(source_of, None, None), tmp_path / "out", {}, 30)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -380,6 +384,15 @@ def test_a_folder_of_many_files_is_cut_into_pieces_and_none_is_lost(
     ids = [[file.id for file in piece()] for piece in source.pieces()]
     assert [len(some) for some in ids] == [32, 32, COUNT - 64]
     assert list(chain(*ids)) == [f"{i:03d}.png" for i in range(COUNT)]
+
+
+def test_a_machine_without_the_folder_says_so(digits: Images, tmp_path: Path) -> None:
+    source = open_source(as_folder(digits, tmp_path / "data"), None, None)
+    assert source.pieces is not None
+    (piece,) = source.pieces()
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    with pytest.raises(qualms.QualmsError, match=r"data is not there on .*; every machine must find the images"):
+        piece()
 
 
 def test_pieces_hold_what_parts_hold(digits: Images, tmp_path: Path) -> None:
