@@ -106,13 +106,13 @@ def test_a_run_that_goes_on_leaves_what_is_there_and_ends_as_one_that_was_not_st
 
     with pytest.raises(KeyboardInterrupt):
         score_shards(stopped, source, tmp_path / "out", {}, 20)
-    (tmp_path / "out" / ".shard-00002.parquet.1.part").write_bytes(b"what a kill leaves")
+    for half in (".shard-00001.parquet.1.part", ".shard-00002.parquet.1.part"):
+        (tmp_path / "out" / half).write_bytes(b"what a kill leaves")
     assert {"shard-00000.parquet", "shard-00001.parquet"} == {p.name for p in (tmp_path / "out").glob("shard*")}
     (tmp_path / "out" / "shard-00000.parquet").unlink()
     score_shards(watched, source, tmp_path / "out", {}, 20)
     assert asked == [0, 40, 60]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert list((tmp_path / "out").glob(".*.part")) == []
     asked.clear()
     score_shards(watched, source, tmp_path / "out", {}, 20)
     assert asked == []
@@ -384,6 +384,27 @@ def test_a_folder_of_many_files_is_cut_into_pieces_and_none_is_lost(
     ids = [[file.id for file in piece()] for piece in source.pieces()]
     assert [len(some) for some in ids] == [32, 32, COUNT - 64]
     assert list(chain(*ids)) == [f"{i:03d}.png" for i in range(COUNT)]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_shard_that_is_taken_away_meanwhile_is_missed(
+    lost: int, digits: Images, score: ScoreImages, tmp_path: Path
+) -> None:
+    def taken_away(images: Images, place: int) -> qualms.Scored:
+        if place >= 60:
+            (tmp_path / "out" / f"shard-{lost:05d}.parquet").unlink(missing_ok=True)
+        return score(images, place)
+
+    source = open_source(as_npz(digits, tmp_path / "data"), None, None)
+    with pytest.raises(qualms.QualmsError, match="has lost shards while it was filled"):
+        score_shards(taken_away, source, tmp_path / "out", {}, 20)
+    assert score_shards(score, source, tmp_path / "out", {}, 20) == Done(COUNT, 0, None)
+
+
+def test_one_image_is_a_source(digits: Images, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(digits.pixels[0]))
+    (part,) = open_source(str(tmp_path / "a.png"), None, None).parts(0, 8)
+    assert torch.equal(part.images.pixels, digits.pixels[:1].expand_as(part.images.pixels))  # grey, in three channels
 
 
 def test_a_machine_without_the_folder_says_so(digits: Images, tmp_path: Path) -> None:
