@@ -1,6 +1,8 @@
 """`engine="auto"` takes the cheaper engine and says so."""
 
 import logging
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,12 @@ from torch import nn
 import qualms
 from qualms.gradients import choice
 from tests import networks as net
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are those of the processor, in which other processes of a busy machine do not count."""
+    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=time.process_time))
 
 
 def wide() -> nn.Sequential:
