@@ -41,6 +41,7 @@ class Run:
     def __init__(self, words: list[str], folder: Path, fresh: bool) -> None:
         (folder / TEMPORARY).mkdir(parents=True, exist_ok=True)
         self.log, self.began = folder / "log", time.monotonic()
+        self.log.write_bytes(b"")  # here, as the run may be killed before its first line
         if fresh:
             env = {**os.environ, "TMPDIR": str(folder / TEMPORARY)}
             command = [sys.executable, "-m", "qualms", *words]
@@ -58,7 +59,7 @@ class Run:
         os.setsid()
         os.chdir(folder)
         tempfile.tempdir = str(folder / TEMPORARY)
-        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(self.log, os.O_WRONLY)
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.argv = ["qualms", *words]

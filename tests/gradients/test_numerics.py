@@ -198,6 +198,8 @@ def test_smoothing_depends_on_the_seed_and_the_input_number_alone() -> None:
 
 
 def test_antithetic_draws_come_in_pairs() -> None:
+    one = [qualms.Smoothing(sigma, draws=5).noise((2, 3), number=7, seed=0) for sigma in (0.1, (0.1,))]
+    assert torch.equal(*one)  # one value is that of all channels
     noise = qualms.Smoothing((0.1, 0.2), draws=5).noise((2, 3), number=7, seed=0)
     assert noise.shape == (6, 2, 3)
     assert torch.equal(noise[0], torch.zeros(2, 3))
