@@ -127,6 +127,21 @@ def test_arrays_and_datasets_are_inputs(model: nn.Module, x: Tensor) -> None:
     torch.testing.assert_close(qualms.score(single, x.numpy()), qualms.score(single, x.float()))
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.int64, ">i8"])
+def test_an_array_of_ids_stays_one_of_whole_numbers(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 3))
+    ids = torch.randint(0, 9, (5, 3))
+    have = qualms.score(model, ids.numpy().astype(kind), "regrad")
+    torch.testing.assert_close(have, qualms.score(model, ids, "regrad"))
+
+
+@pytest.mark.parametrize("given", [{"text": "a"}, (("a", "b"), 1), {}])
+def test_a_batch_without_tensors_is_told_as_such(model: nn.Module, given: Any) -> None:
+    with pytest.raises(qualms.QualmsError, match=r"a batch of x is a (dict|tuple) without tensors; pass tensors only"):
+        qualms.score(model, [given])
+
+
 def test_a_dataset_whose_items_do_not_fit_together_is_told_what_to_do(model: nn.Module) -> None:
     class Ragged(Dataset[Any]):
         def __len__(self) -> int:
