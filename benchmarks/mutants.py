@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results" / "mutants.jsonl"
 COPIED = ("src", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "Makefile")
-# Of how many mutants of each folder there are rows in the end, unless told, and its tests.
+# How many mutants of each folder get a row unless told otherwise, and its tests.
 FOLDERS: dict[str, tuple[int, list[str]]] = {
     "metrics": (10**6, ["tests/metrics"]),
     "methods": (150, ["tests/methods", "tests/test_positions.py", "tests/test_scorer.py"]),
@@ -246,7 +246,8 @@ def page(seed: int) -> None:
         of = tried_before(every)
         lived = [row for row in of.values() if row["outcome"] not in SEEN]
         print(f"{folder}: of {len(every)} mutants {len(of)} were tried, and {len(of) - len(lived)} noticed")
-        print(*map(told, lived), sep="\n")
+        for row in lived:
+            print(told(row))
 
 
 def main() -> None:

@@ -241,6 +241,7 @@ def _same_as_the_reference(model: nn.Module, batches: list[Tensor]) -> None:
         torch.testing.assert_close(scorer(batch).scores["exgrad"], want, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.usefixtures("undisturbed")
 def test_auto_picks_an_engine_once(model: nn.Module, x: Tensor) -> None:
     scorer = qualms.Scorer(model, "regrad", engine="auto")
     assert scorer.choose_engine(x) == "exact"

@@ -6,6 +6,7 @@ import lzma
 import pickle
 import struct
 import warnings
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,24 @@ def test_a_name_of_half_a_character_is_not_taken(tmp_path: Path) -> None:
         read_texts(tmp_path / "a.jsonl")
     found = read_texts(tmp_path / "a.jsonl", strict=False)
     assert [one.text for one in found.documents] == ["Two."]
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_checkpoint_cannot_claim_more_than_its_file_holds(compression: int, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3.0)}, tmp_path / "saved.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "saved.pt") as saved,
+        zipfile.ZipFile(tmp_path / "a.pt", "w", compression) as packed,
+    ):
+        for entry in saved.infolist():
+            packed.writestr(entry.filename, saved.read(entry))
+    assert read_state(tmp_path / "a.pt")["a"].tolist() == [0, 1, 2]
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    at = content.rindex(b"PK\x01\x02") + 24  # the length of the last entry, in the list at the end
+    content[at : at + 4] = struct.pack("<I", 2**31)
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(qualms.QualmsError, match=r"claims 2147483648 bytes of \d+"):
+        read_state(tmp_path / "a.pt")
 
 
 def test_a_checkpoint_in_the_old_format_cannot_claim_more_than_its_file_holds(tmp_path: Path) -> None:

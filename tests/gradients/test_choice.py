@@ -1,7 +1,6 @@
 """`engine="auto"` takes the cheaper engine and says so."""
 
 import logging
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,7 @@ import qualms
 from qualms.gradients import choice
 from tests import networks as net
 
-
-@pytest.fixture(autouse=True)
-def _undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are those of the processor, in which other processes of a busy machine do not count."""
-    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=time.process_time))
+pytestmark = pytest.mark.usefixtures("undisturbed")
 
 
 def wide() -> nn.Sequential:
@@ -47,6 +42,22 @@ def test_the_choice_follows_the_measured_times(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(choice, "_exact_seconds", lambda *_, seconds=exact: seconds)
         monkeypatch.setattr(choice, "_sketch_seconds", lambda *_, seconds=sketch: seconds)
         assert qualms.class_gradient_norms(model, x, engine="auto").engine == engine
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(1.0, 2), (0.008, 3), (0.001, choice.RUNS)])
+def test_short_runs_are_timed_more_often_and_the_quickest_counts(
+    seconds: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, done = 0.0, 0
+
+    def run() -> None:
+        nonlocal now, done
+        done += 1
+        now += seconds if done == 2 else 1.5 * seconds
+
+    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert choice._seconds(run) == pytest.approx(seconds)
+    assert done == runs
 
 
 def test_few_classes_make_the_exact_engine_cheap() -> None:

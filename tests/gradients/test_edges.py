@@ -13,7 +13,7 @@ from qualms.gradients.directions import Directions
 from qualms.gradients.exact.by_features import Kept
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
-from qualms.gradients.precision import inner_products
+from qualms.gradients.precision import inner_products, root_of_squares
 from qualms.gradients.settings import Settings
 from qualms.gradients.table import layer_table
 from qualms.gradients.watch import pieces
@@ -251,6 +251,35 @@ def test_zero_weights_and_dead_units_have_zero_gradients_before_them(engine: str
         found = qualms.class_gradient_norms(model, torch.randn(3, 8), engine=engine)
         assert (found.norms[..., 0] == 0).all()
         assert (found.norms[..., 1] > 0).all()
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("engine", ["exact", "reference"])
+def test_a_parameter_without_entries_has_no_gradient(engine: str, used: bool) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.none = nn.Linear(2, 3), nn.Parameter(torch.empty(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.last(x)
+            return z + self.none.sum() if used else z
+
+    torch.manual_seed(0)
+    model, x = Empty().double(), torch.randn(3, 2).double()
+    found = qualms.class_gradient_norms(model, x, engine=engine)
+    want = qualms.class_gradient_norms(model.last, x).norms[..., 0]
+    for layer, norms in zip(found.layers, found.norms.unbind(-1), strict=True):
+        torch.testing.assert_close(norms, want if layer == "last" else torch.zeros_like(want))
+    assert "last" in found.layers
+
+
+def test_sizes_at_both_ends_of_64_bits_have_the_root_of_their_squares() -> None:
+    for size in (5e-324, 1e-200, 1.0, 1e200, 1.2e308):
+        found = root_of_squares(torch.tensor([3 * (size / 4), size], dtype=torch.double))
+        torch.testing.assert_close(float(found), 5 * (size / 4), rtol=1e-15 if size > 1e-300 else 0.3, atol=0)
+    assert float(root_of_squares(torch.zeros(3).double())) == 0
+    assert float(root_of_squares(torch.tensor([1.0, torch.inf]).double())) == math.inf
 
 
 def test_a_float16_model_whose_gradients_overflow_is_told() -> None:

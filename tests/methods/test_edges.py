@@ -83,12 +83,15 @@ def linear(margin: float, dtype: torch.dtype) -> tuple[nn.Sequential, Tensor]:
     return model, torch.tensor([[0.5, -0.25, 0.125]], dtype=dtype)
 
 
+@pytest.mark.parametrize("engine", ["exact", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("margin", [*MARGINS, 90.0, 400.0, 700.0, 800.0, 1000.0])
-def test_scores_of_a_linear_layer_have_a_closed_form_at_any_margin(margin: float, dtype: torch.dtype) -> None:
+def test_scores_of_a_linear_layer_have_a_closed_form_at_any_margin(
+    margin: float, dtype: torch.dtype, engine: str
+) -> None:
     model, x = linear(margin, dtype)
     want = of_linear_layer(model(x)[0].tolist(), x[0].tolist())
-    found = qualms.compare(model, x, list(want))
+    found = qualms.compare(model, x, list(want), engine=engine)
     tiny = torch.finfo(dtype).smallest_normal
     for name, value in want.items():
         expected = torch.tensor([float(value)], dtype=torch.double)

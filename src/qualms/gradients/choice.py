@@ -34,7 +34,7 @@ from qualms.gradients.watch.forward import recorded
 log = logging.getLogger("qualms")
 TIMED = 8  # inputs
 WORTH = 2
-RUNS, SHORT = 10, 0.03  # at most, and seconds that all of them may take before that is enough
+RUNS, SHORT = 10, 0.03  # at most so many, and none after so many seconds
 Needed = Callable[[Float[Tensor, "b c"]], float]
 
 

@@ -1,6 +1,6 @@
 """What an engine hands on: one value for each input, direction and parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 
@@ -34,6 +34,6 @@ class Measured:
         return cls(values, torch.cat([p.logits for p in parts]), set().union(*(p.general for p in parts)))
 
 
-def added_up(values: Sequence[Tensor], kind: str) -> Tensor:
+def added_up(values: Iterable[Tensor], kind: str) -> Tensor:
     """What several parameters have together: (Σ‖g‖²)^½ for l2, also where a square is zero in 64 bits; else the sum."""
     return reduce(torch.hypot if kind == "l2" else torch.add, values)

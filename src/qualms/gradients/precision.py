@@ -112,9 +112,13 @@ def beyond(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
 
 
 def power_of_two(size: Float[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
-    """The one that brings a size between 1/2 and 1, and to divide by it rounds nothing; 1 for what is 0 or infinite."""
+    """The one that brings a size between 1/2 and 1, or 2 at most; 1 for what is 0 or not finite.
+
+    To divide by it rounds nothing.
+    """
     size = size.double()
-    return torch.where((size > 0) & size.isfinite(), size / torch.frexp(size).mantissa, 1.0)
+    found = (size / torch.frexp(size).mantissa).clamp_max(2.0**1023)  # the next is infinite
+    return torch.where((size > 0) & size.isfinite(), found, 1.0)
 
 
 def root_of_squares(sizes: Float[Tensor, "*n l"]) -> Float64[Tensor, "*n"]:
@@ -126,6 +130,8 @@ def root_of_squares(sizes: Float[Tensor, "*n l"]) -> Float64[Tensor, "*n"]:
 def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
     """Σ g² of each row; where 32 bits do not hold it, from the row divided by its largest entry."""
     found = torch.linalg.vecdot(g, g).double()
+    if not g.shape[1]:
+        return found
     low, high = found.aminmax()  # asked for every parameter and class: a quarter of the time of `beyond`
     if not (low.item() >= SMALLEST and high.item() < torch.inf):
         size = torch.linalg.vector_norm(g, torch.inf, dim=1)

@@ -62,7 +62,7 @@ def reference(job: Job, norm: Norm) -> Measured:
 
 def length(g: Tensor) -> Tensor:
     """‖g‖, from g divided by its largest entry: the square of 1e-162 is zero even in 64 bits."""
-    largest = g.abs().max()
+    largest = g.abs().max() if g.numel() else g.new_zeros(())
     return largest * (g / largest).square().sum().sqrt() if largest > 0 else largest
 
 

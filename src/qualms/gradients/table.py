@@ -71,7 +71,7 @@ def layer_table(
     dtype = accurate(whole.logits).dtype
     columns: list[Tensor] = []
     for names in groups.values():  # each is let go when it is in its layer: together they take more than the table
-        together = added_up([whole.values.pop(name) for name in names], kind)
+        together = added_up((whole.values.pop(name) for name in names), kind)
         columns.append(together if gram else together.to(dtype))
     values = torch.stack(columns, dim=1 if gram else -1)
     general = [layer for layer, names in groups.items() if not whole.general.isdisjoint(names)]

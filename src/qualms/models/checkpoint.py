@@ -8,6 +8,7 @@ import io
 import pickletools
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError, reason
 
 ARCHIVE = b"PK\x03\x04"  # how files of torch's new format begin
+MOST_UNPACKED = 1032  # bytes that one compressed byte of an archive can stand for
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
 PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
 
@@ -84,11 +86,22 @@ def tensors_of(path: Path) -> Any:
         with open(path, "rb") as start:
             archive = start.read(len(ARCHIVE)) == ARCHIVE  # by which torch tells its formats apart
         if archive:
+            _require_entries(path)
             return torch.load(path, weights_only=True, map_location="cpu")
         with _Bounded(path) as file:
             _require_room(file)
             file.seek(0)
             return torch.load(file, weights_only=True, map_location="cpu")
+
+
+def _require_entries(path: Path) -> None:
+    """An error if an entry of a zip archive claims more bytes than what is there can be unpacked to."""
+    length = path.stat().st_size
+    with zipfile.ZipFile(path) as file:
+        for entry in file.infolist():
+            held = min(entry.compress_size, length)
+            if entry.file_size > held * (1 if entry.compress_type == zipfile.ZIP_STORED else MOST_UNPACKED):
+                raise ValueError(f"{entry.filename} claims {entry.file_size} bytes of {held}")
 
 
 def _require_room(file: _Bounded) -> None:

@@ -50,7 +50,7 @@ class Cutoff:
     def _shares(self, values: dict[str, Tensor], layers: list[list[str]]) -> Float[Tensor, "b m l"]:
         """What the layers up to each one add, as a share of all."""
         none = torch.zeros_like(next(iter(values.values())))  # of a layer that no input here uses
-        norms = torch.stack([added_up([values.get(n, none) for n in names], self.kind) for names in layers], dim=-1)
+        norms = torch.stack([added_up((values.get(n, none) for n in names), self.kind) for names in layers], dim=-1)
         added = (norms * layer_weights(len(layers), self.lam).to(norms)).cumsum(-1)
         return added / added[..., -1:].clamp_min(torch.finfo(torch.double).tiny)
 
