@@ -275,9 +275,9 @@ def test_a_parameter_without_entries_has_no_gradient(engine: str, used: bool) ->
 
 
 def test_sizes_at_both_ends_of_64_bits_have_the_root_of_their_squares() -> None:
-    for size in (5e-324, 1e-200, 1.0, 1e200, 1.2e308):
+    for size in (4e-322, 1e-200, 1.0, 1e200, 1.2e308):
         found = root_of_squares(torch.tensor([3 * (size / 4), size], dtype=torch.double))
-        torch.testing.assert_close(float(found), 5 * (size / 4), rtol=1e-15 if size > 1e-300 else 0.3, atol=0)
+        torch.testing.assert_close(float(found), 5 * (size / 4), rtol=1e-15 if size > 1e-300 else 0.02, atol=0)
     assert float(root_of_squares(torch.zeros(3).double())) == 0
     assert float(root_of_squares(torch.tensor([1.0, torch.inf]).double())) == math.inf
 
