@@ -312,7 +312,6 @@ READERS_OF_RUNS: dict[str, Reader] = {
         _run_exported,
         either(damaged, in_zip({".json": either(damaged, damaged_json), "": damaged})),
         few=20,
-        many=SLOW,
         trusted=True,
     ),
     "hugging face": Reader(
