@@ -1,5 +1,7 @@
 """Training: what is learnt, which epoch is kept, and that an interrupted run ends where an uninterrupted one does."""
 
+import warnings
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +134,38 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.pt").write_bytes(b"not a checkpoint")
     with pytest.raises(QualmsError, match="not a checkpoint of this training"):
         fit(network(), some(), SHORT, NORMALISATION, checkpoint=tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize("content", [torch.zeros(3), {"settings": torch.zeros(3)}])
+def test_tensors_without_names_are_refused_without_a_warning(content: object, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "run.pt")
+    with warnings.catch_warnings(record=True) as told:  # one that is an error would be taken for damage
+        warnings.simplefilter("always")
+        assert trained_with(tmp_path / "run.pt") is None
+        with pytest.raises(QualmsError, match="not a checkpoint of this training"):
+            fit(network(), some(), SHORT, NORMALISATION, checkpoint=tmp_path / "run.pt")
+    assert told == []
+
+
+def test_hooks_that_a_file_puts_on_its_weights_are_left_behind(tmp_path: Path) -> None:
+    path, recipe = tmp_path / "run.pt", replace(SHORT, epochs=2)
+    with pytest.raises(Stop):
+        fit(network(), some(100), recipe, NORMALISATION, checkpoint=path, tell=stopping_after(1))
+    content = torch.load(path, weights_only=True)
+    name, weight = next(iter(content["state_dict"].items()))
+
+    class Hooked:
+        def __reduce__(self) -> object:
+            storage = weight.untyped_storage()
+            typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=weight.dtype, _internal=True)
+            rebuild = torch._utils._rebuild_tensor_v2
+            return rebuild, (typed, 0, tuple(weight.shape), weight.stride(), False, OrderedDict([(1, "no hook")]))
+
+    content["state_dict"][name] = Hooked()
+    torch.save(content, path)
+    assert torch.load(path, weights_only=True)["state_dict"][name]._backward_hooks
+    fit(network(), some(100), recipe, NORMALISATION, checkpoint=path)
+    assert not torch.load(path, weights_only=True)["state_dict"][name]._backward_hooks
 
 
 def test_training_leaves_the_callers_random_numbers_alone() -> None:

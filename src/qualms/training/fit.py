@@ -193,7 +193,7 @@ class _Run:
         if not path.exists():
             return
         try:
-            found = tensors_of(path)
+            found = _contents(path)
             known = {**found["settings"]}
         except Exception:
             raise QualmsError(f"{path} is not a checkpoint of this training; choose another file.") from None
@@ -210,7 +210,7 @@ class _Run:
 
     def _take(self, found: dict[str, Any]) -> None:
         """What a file holds; an error of any kind, before the model is changed, if it is not what `write` wrote."""
-        best, rest = found["best"], found.get("resume", {})
+        best, rest = {**found["best"]}, {**found.get("resume", {})}
         self.epoch = self.recipe.epochs if found["complete"] is True else rest["epoch"]
         self.history, self.best_state = [{**row} for row in found["history"]], {**found["state_dict"]}
         self.best_epoch, self.best_accuracy = best["epoch"], best["accuracy"]
@@ -219,16 +219,20 @@ class _Run:
             raise ValueError(f"it is after the epochs {epochs}")
         if not -1 <= self.best_accuracy <= 1 or not _alike(self.best_state or self.model.state_dict(), self.model):
             raise ValueError("its weights are not the network's")
+        self.best_state = {
+            name: t.detach() for name, t in self.best_state.items()
+        }  # without hooks that a file may name
         if found["complete"] is not True:
             if not _alike(rest["model"], self.model):
                 raise ValueError("its last weights are not the network's")
             _require_same_kinds(self.schedule.state_dict(), rest["schedule"])
-            _require_same_kinds(self.optimiser.state_dict()["param_groups"], rest["optimiser"]["param_groups"])
+            optimiser = {**rest["optimiser"]}
+            _require_same_kinds(self.optimiser.state_dict()["param_groups"], optimiser["param_groups"])
             shapes = [p.shape for group in self.optimiser.param_groups for p in group["params"]]
-            for number, kept in rest["optimiser"]["state"].items():
+            for number, kept in optimiser["state"].items():
                 if any(isinstance(v, Tensor) and v.ndim and v.shape != shapes[number] for v in kept.values()):
                     raise ValueError("its optimiser is another network's")
-            self.optimiser.load_state_dict(rest["optimiser"])
+            self.optimiser.load_state_dict(optimiser)
             self.schedule.load_state_dict(rest["schedule"])
             self.model.load_state_dict(rest["model"])
 
@@ -249,10 +253,15 @@ def trained_with(path: str | Path) -> Normalisation | None:
         ```
     """
     try:
-        found = tensors_of(Path(path))["settings"]
+        found = {**_contents(Path(path))["settings"]}
         return Normalisation(tuple(found["mean"]), tuple(found["std"]))
     except Exception:  # whatever is wrong with it is told by those who read its weights
         return None
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    """What a file holds by name. A tensor would take a name too, with a warning of torch's."""
+    return {**tensors_of(path)}
 
 
 def _alike(state: dict[str, Tensor], model: nn.Module) -> bool:
