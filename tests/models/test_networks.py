@@ -30,6 +30,10 @@ PARAMETERS = {
     + 6500,
     "svhn-cnn-4": 9 * (3 * 32 + 32 * 64 + 64 * 128 + 128 * 256) + 480 + 1024 * 64 + 64 + 640 + 10,
     "svhn-cnn-4-dropout": 9 * (3 * 16 + 16 * 32 + 32 * 64 + 64 * 128) + 240 + 512 * 256 + 256 + 2560 + 10,
+    "imagenet-efficientnet-lite0": 4_652_008,
+    "imagenet-efficientnet-lite1": 5_416_680,
+    "imagenet-efficientnet-lite2": 6_092_072,
+    "imagenet-mobilenet-v2": 3_504_872,
 }
 
 

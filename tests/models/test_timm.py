@@ -16,7 +16,8 @@ from PIL import Image
 import qualms
 from qualms.data import Normalisation
 from qualms.errors import QualmsError
-from qualms.models import load_model, normalisation_of, preprocessing_of
+from qualms.models import ZOO, load_model, normalisation_of, preprocessing_of
+from qualms.models.imagenet import imagenet_classes, imagenet_ids
 
 
 def imported() -> Any:
@@ -92,6 +93,70 @@ def test_a_network_without_a_classifier_is_told(tmp_path: Path) -> None:
     assert timm.get_pretrained_cfg(name).num_classes == 0
     (tmp_path / "w.pt").write_bytes(b"")
     assert "gives features, not classes" in refused(f"timm:{name}", tmp_path / "w.pt")
+
+
+def with_statistics(model: torch.nn.Module) -> torch.nn.Module:
+    """With random batch statistics, in float64 and in evaluation mode."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 2)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("imagenet-efficientnet-lite0", "tf_efficientnet_lite0"),
+        ("imagenet-efficientnet-lite1", "tf_efficientnet_lite1"),
+        ("imagenet-efficientnet-lite2", "tf_efficientnet_lite2"),
+        ("imagenet-mobilenet-v2", "mobilenetv2_100"),
+    ],
+)
+def test_imagenets_networks_are_timms(ours: str, theirs: str) -> None:
+    torch.manual_seed(0)
+    entry = ZOO[ours]
+    model = with_statistics(entry.build(entry.classes))
+    expected = timm.create_model(theirs).double().eval()
+    mine = model.state_dict().values()
+    names = expected.state_dict()
+    expected.load_state_dict(dict(zip(names, mine, strict=True)))  # the same tensors in the same order
+    for size in (entry.size, 75):  # an odd size as well: there, padding is the same on both sides
+        x = torch.randn(1, 3, size, size, dtype=torch.float64)
+        torch.testing.assert_close(model(x), expected(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_images_for_efficientnet_lite_are_cut_as_timm_does(number: int) -> None:
+    name = f"tf_efficientnet_lite{number}"
+    timms = preprocessing_of(f"timm:{name}", timm.create_model(name))
+    ours = f"imagenet-efficientnet-lite{number}"
+    assert preprocessing_of(ours, ZOO[ours].build(1000)) == timms  # class names too
+
+
+def test_mobilenet_v2_is_torchvisions() -> None:
+    from torchvision.models import mobilenet_v2
+
+    torch.manual_seed(0)
+    model = with_statistics(ZOO["imagenet-mobilenet-v2"].build(1000))
+    expected = mobilenet_v2().double().eval()
+    expected.load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-9, atol=1e-9)
+
+
+def test_class_names_of_imagenet_are_known_of_timms_networks() -> None:
+    from timm.data import ImageNetInfo
+
+    expected = tuple(words.split(",")[0] for words in ImageNetInfo().label_descriptions())
+    assert imagenet_classes() == expected
+    assert imagenet_ids() == tuple(ImageNetInfo().label_names())
+    assert preprocessing_of("timm:resnet18", timm.create_model("resnet18")).class_names == expected
+    assert preprocessing_of("timm:resnet18", timm.create_model("resnet18", num_classes=5)).class_names == ()
+    large = timm.create_model("mixer_s32_224", num_classes=0)  # stands for a network of 21,843 classes
+    large.pretrained_cfg = {"tag": "augreg_in21k", "num_classes": 21_843}
+    large.num_classes = 21_843
+    assert preprocessing_of("timm:large", large).class_names[:2] == ("organism", "benthos")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])

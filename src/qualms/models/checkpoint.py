@@ -9,7 +9,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def fit_state(
     model: nn.Module,
     state: Mapping[str, Tensor],
     *,
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
     file: str | Path = "the checkpoint",
     network: str = "the network",
 ) -> None:
@@ -157,7 +157,8 @@ def fit_state(
     Args:
         model: the network.
         state: tensors by name; the prefixes that wrappers of networks add to every name are taken off if need be.
-        rename: starts of names in the checkpoint, and what the network calls them.
+        rename: starts of names in the checkpoint, and what the network calls them; or a function from the checkpoint's
+            name to the network's.
         file: what an error calls the checkpoint.
         network: what an error calls the model.
 
@@ -203,8 +204,12 @@ def _without_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     return bare
 
 
-def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:
+def _renamed(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor], rename: Mapping[str, str] | Callable[[str], str]
+) -> dict[str, Tensor]:
     def ours(key: str) -> str:
+        if callable(rename):
+            return key if key in own else rename(key)
         start = next((old for old in rename if key not in own and key.startswith(old)), None)
         return key if start is None else rename[start] + key.removeprefix(start)
 

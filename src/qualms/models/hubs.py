@@ -34,7 +34,7 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
     try:
         published = timm.get_pretrained_cfg(name)
         if weights is None and published is not None:
-            _check_classes(f"timm:{name}", classes, published.num_classes)
+            check_classes(f"timm:{name}", classes, published.num_classes)
         model: nn.Module = timm.create_model(name, pretrained=weights is None, **chosen)
     except QualmsError:
         raise
@@ -74,7 +74,7 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         auto = getattr(transformers, f"AutoModel{_kind(name, config)}")
         if weights is None:
-            _check_classes(f"hf:{name}", classes, config.num_labels)
+            check_classes(f"hf:{name}", classes, config.num_labels)
             # In float32 whatever it was stored in: in half precision, scores would be noise.
             with without_bars(transformers):
                 require_held(name, auto, config)
@@ -128,7 +128,8 @@ def _kind(name: str, config: Any) -> str:
     raise QualmsError(f"hf:{name} is no classifier of images or texts (its architecture: {said}); name one.")
 
 
-def _check_classes(source: str, asked: int | None, published: int) -> None:
+def check_classes(source: str, asked: int | None, published: int) -> None:
+    """An error if published weights are asked for another number of classes than they have."""
     if asked not in (None, published):
         raise QualmsError(
             f"the published weights of {source} know {published} classes, so a last layer for {asked} would be random; "

