@@ -166,6 +166,24 @@ def test_what_is_refused_is_told(opened: Open, usual: str, files: list[Path], tm
     assert page.get_by_role("alert").is_hidden()
 
 
+def test_the_page_says_how_far_the_start_is_and_can_be_used_once_it_is_over(
+    opened: Open, serving: Callable[..., str], files: list[Path]
+) -> None:
+    start = services.starting()
+    start.begin("loading digits")
+    page = opened(serving(startup=start))
+    page.get_by_text("Warming up: loading digits (2 of 3, ").wait_for(state="visible")
+    assert "digits is warming up" in page.locator("#answer").text_content()
+    assert page.locator("#file").is_disabled()
+    start.begin("scoring a first image")
+    page.get_by_text("Warming up: scoring a first image (3 of 3, ").wait_for(state="visible")
+    start.finish(services.usual().about, services.usual().network.fit)
+    page.get_by_text("Choose an image to see what digits makes of it").wait_for(state="visible")
+    assert page.locator("#warming").count() == 0
+    scored(page, files[0])
+    assert services.usual().about.model_hash in page.locator("footer").text_content()
+
+
 def test_a_name_is_only_text(opened: Open, usual: str) -> None:
     page = opened(usual)
     page.set_input_files("#file", {"name": NASTY, "mimeType": "image/png", "buffer": b"not an image"})

@@ -1,12 +1,13 @@
 """A small network of digits behind the service: made anew in every process, the same each time."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from io import BytesIO
-from multiprocessing import parent_process
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,8 +20,9 @@ from torch import nn
 from qualms import Scorer, Threshold
 from qualms.data import Fit, Images, Normalisation, load
 from qualms.service.app import add_service
-from qualms.service.scoring import Question, Reply, Served, replies
+from qualms.service.scoring import Question, Reply, Served, about_unloaded, replies
 from qualms.service.settings import Settings
+from qualms.service.startup import Startup
 from qualms.tasks.network import Network
 
 REGRAD = "regrad+layers+smooth"
@@ -29,6 +31,7 @@ NAME = "digits"
 T = TypeVar("T")
 TOKEN = "a-token-for-tests-only-1234567890"
 PIXEL_STD = 0.5
+BUSY = "this takes its time"  # what slow networks print
 
 
 @cache
@@ -67,8 +70,25 @@ def usual() -> Served:
     return served()
 
 
+def starting(own: Served | None = None) -> Startup:
+    """A start of three steps in this process, of which nothing is loaded yet."""
+    scorer = (own or usual()).scorer
+    return Startup(about_unloaded(NAME, scorer.methods, scorer.threshold), steps=3, say=lambda _: None)
+
+
+def started(own: Served | None = None) -> Startup:
+    """The same once it is ready."""
+    made, start = own or usual(), starting(own)
+    start.finish(made.about, made.network.fit)
+    return start
+
+
 def client(
-    own: Served | None = None, ask: Any = None, ready: Callable[[], bool] = lambda: True, **settings: Any
+    own: Served | None = None,
+    ask: Any = None,
+    startup: Startup | None = None,
+    hangs: Callable[[], bool] = lambda: False,
+    **settings: Any,
 ) -> TestClient:
     """The routes in this process, without LitServe: each request is scored by itself."""
     made, app = own or usual(), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -76,7 +96,7 @@ def client(
     async def asked(question: Question) -> Reply:
         return (await asyncio.to_thread(replies, made, [question]))[0]
 
-    add_service(app, made.about, made.network.fit, Settings(**settings), ask or asked, ready)
+    add_service(app, startup or started(own), Settings(**settings), ask or asked, hangs)
     return TestClient(app, "http://127.0.0.1", raise_server_exceptions=False)
 
 
@@ -114,14 +134,39 @@ def stubborn(classes: int = 10) -> nn.Module:
 
 def endless(classes: int = 10) -> nn.Module:
     """One that takes its time to load."""
-    print("loading", flush=True)
+    print(BUSY, flush=True)
     time.sleep(600)
     return network().model
 
 
-def endless_there(classes: int = 10) -> nn.Module:
-    """One that takes its time in the process that scores."""
-    return network().model if parent_process() is None else endless(classes)
+def slow(classes: int = 10) -> nn.Module:
+    """One that is loaded once the file that QUALMS_TEST_GO names is there."""
+    while not Path(os.environ["QUALMS_TEST_GO"]).exists():
+        time.sleep(0.05)
+    return network().model
+
+
+def broken(classes: int = 10) -> nn.Module:
+    """One that cannot be loaded once the file that QUALMS_TEST_GO names is there."""
+    slow(classes)
+    raise ZeroDivisionError("no classes are left")
+
+
+class Long(nn.Module):
+    """One whose forward pass is a minute within torch, where Python heeds no signal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(BUSY, flush=True)
+        torch.linalg.svd(torch.randn(5000, 5000))
+        return self.last(x.flatten(1))
+
+
+def long_pass(classes: int = 10) -> nn.Module:
+    return Long()
 
 
 def touchy(classes: int = 10) -> nn.Module:

@@ -368,8 +368,9 @@ def test_a_network_that_hangs_ends_the_service_with_a_sentence(tmp_path: Path) -
             assert time.monotonic() - began < 7
             time.sleep(0.05)
         assert time.monotonic() - began > 4  # as long again
+        assert one.ask("/readyz")[1]["status"] == "hangs"
         status, said = one.ask("/v1/score", image(0))
-        assert (status, "not loaded yet, or hangs" in said["error"]) == (503, True)
+        assert (status, "the network hangs" in said["error"]) == (503, True)
         assert one.ask("/healthz")[0] == 200
         assert one.process.poll() is None
         family = one.family()

@@ -122,9 +122,9 @@ def test_layers_come_from_the_scorers_own_engine() -> None:
     (found,) = client(sketched).post("/v1/score?layers=true", files=upload(2)).json()["results"]
     x = own.network.inputs(digits().take(torch.tensor([2])))
     shares = {}
-    for scorer in (own.scorer, sketched.scorer):
+    for engine, scorer in (("exact", own.scorer), ("sketch", sketched.scorer)):
         sums = layer_sums(own.network.model, x, scorer.methods, scorer.settings)[1][REGRAD][0]
-        shares[scorer.settings.engine_name] = (sums / sums.sum()).tolist()
+        shares[engine] = (sums / sums.sum()).tolist()
     assert [layer["share"] for layer in found["layers"]] == pytest.approx(shares["sketch"], rel=1e-5)
     assert shares["sketch"] != pytest.approx(shares["exact"], rel=1e-2)
 

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 import time
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi import HTTPException
-from litserve.utils import LitAPIStatus, WorkerSetupStatus
+from litserve.utils import LitAPIStatus
 
 from qualms.service.batching import Desk, ModelSide, server_of
-from qualms.service.scoring import Question, Reply
+from qualms.service.scoring import Question, Reply, Served
 from qualms.service.settings import Settings
-from tests.service.services import digits, run_async, served, usual
+from tests.service.services import digits, run_async, served, starting, usual
 
 pytestmark = pytest.mark.serve
 QUESTION = Question([digits().pixels[0].numpy()])
+
+
+def make(_: object) -> Served:
+    return served()
+
+
+def side_of(settings: Settings) -> ModelSide:
+    return ModelSide(make, settings, starting())
 
 
 def desk() -> Desk:
@@ -78,14 +87,15 @@ def test_others_are_answered_while_a_question_is_handed_in() -> None:
     assert time.monotonic() - began < 20
 
 
-def test_once_the_network_is_loaded_nobody_is_asked_whether_it_is() -> None:
-    server, _ = server_of(served, Settings())
-    server.workers_setup_status, server.inference_workers = {"0": WorkerSetupStatus.STARTING}, []
-    threading.Timer(0.2, lambda: server.workers_setup_status.update({"0": WorkerSetupStatus.READY})).start()
-    assert not server.loaded
-    server.verify_worker_status()
-    server.workers_setup_status = None
-    assert server.loaded
+def test_once_the_network_is_ready_nobody_is_asked_whether_it_is() -> None:
+    there = starting()
+    here = copy(there)
+    assert here.progress().status == "warming up"
+    there.finish(usual().about, usual().network.fit)
+    assert here.progress().status == "ready"
+    here.board.clear()
+    assert here.progress().status == "ready"
+    assert here.about == usual().about
 
 
 def batches(side: ModelSide, *questions: Question) -> list[list[Question]]:
@@ -105,28 +115,28 @@ def of(images: int, side: int = 8) -> Question:
 
 
 def test_a_batch_is_what_has_come_in_and_no_more_than_it_may_hold() -> None:
-    found = batches(ModelSide(served, Settings(batch=3)), *(of(1) for _ in range(5)))
+    found = batches(side_of(Settings(batch=3)), *(of(1) for _ in range(5)))
     assert [len(batch) for batch in found] == [3, 2]
 
 
 def test_a_batch_has_no_more_images_than_a_request_may_have() -> None:
     questions = [of(32), of(20), of(12), of(1), of(32), of(1)]
-    found = batches(ModelSide(served, Settings(batch=16, images=32)), *questions)
+    found = batches(side_of(Settings(batch=16, images=32)), *questions)
     assert [[len(one.images) for one in batch] for batch in found] == [[32], [20, 12], [1], [32], [1]]
     assert [one for batch in found for one in batch] == questions  # none is lost, and the first to come is the first
-    singles = batches(ModelSide(served, Settings(batch=4, images=1)), *(of(1) for _ in range(5)))
+    singles = batches(side_of(Settings(batch=4, images=1)), *(of(1) for _ in range(5)))
     assert [len(batch) for batch in singles] == [4, 1]
 
 
 def test_a_batch_has_no_more_pixels_than_a_request_may_have() -> None:
-    found = batches(ModelSide(served, Settings()), *(of(1, 3_000) for _ in range(5)))  # 9 of 25 million each
+    found = batches(side_of(Settings()), *(of(1, 3_000) for _ in range(5)))  # 9 of 25 million each
     assert [len(batch) for batch in found] == [2, 2, 1]
-    low = batches(ModelSide(served, Settings(pixels=64)), *(of(1, 224) for _ in range(5)))  # made large by the fit
+    low = batches(side_of(Settings(pixels=64)), *(of(1, 224) for _ in range(5)))  # made large by the fit
     assert [len(batch) for batch in low] == [5]
 
 
 def test_what_the_door_has_answered_already_is_not_scored() -> None:
-    side, waiting, now = ModelSide(served, Settings(deadline=5.0)), queue.Queue[Any](), time.monotonic()
+    side, waiting, now = side_of(Settings(deadline=5.0)), queue.Queue[Any](), time.monotonic()
     side.request_timeout = 5.0
     for age in (6.0, 1.0):  # the first one took its time to arrive
         waiting.put((0, str(age), now - age, Question([], came=now - age)))
@@ -136,7 +146,7 @@ def test_what_the_door_has_answered_already_is_not_scored() -> None:
 
 
 def test_the_process_with_the_model_knows_the_deadline() -> None:
-    side = ModelSide(served, Settings(deadline=5.0))
+    side = side_of(Settings(deadline=5.0))
     side.served = usual()
     late, good = side.predict([replace(QUESTION, came=time.monotonic() - age) for age in (6.0, 1.0)])
     assert late == Reply(None, late=True)
@@ -144,14 +154,14 @@ def test_the_process_with_the_model_knows_the_deadline() -> None:
 
 
 def test_one_question_is_a_batch_too() -> None:
-    side = ModelSide(served, Settings(batch=1))
+    side = side_of(Settings(batch=1))
     side.served = usual()
     (reply,) = side.predict([replace(QUESTION, came=time.monotonic())])  # not when this file was read
     assert reply.together == 1
 
 
 def test_none_of_litserves_own_pages_are_there() -> None:
-    server, at = server_of(served, Settings(deadline=7.0))
+    server, at = server_of(make, Settings(deadline=7.0), starting())
     assert server.app.routes == []
     assert isinstance(at, Desk)
     assert server.timeout == 7

@@ -359,11 +359,3 @@ def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
     answer = raw(client(deadline=0.2).app, b'{"images": ')
     assert answer.status == 408
     assert answer.error == "the body did not arrive within 0.2 s; send less, or faster."
-
-
-def test_until_the_network_is_loaded_nobody_is_made_to_wait() -> None:
-    ask = client(ready=lambda: False)
-    for path in ("/readyz", "/v2/health/ready", "/v2/models/digits/ready"):
-        refused(ask.get(path), 503, "not loaded yet")
-    refused(ask.post("/v1/score", files=upload(0)), 503, "not loaded yet")
-    assert ask.get("/healthz").status_code == ask.get("/v2/health/live").status_code == 200

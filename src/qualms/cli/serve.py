@@ -4,22 +4,21 @@ import math
 import os
 import re
 import signal
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qualms.cli.app import warnings_in_words
 from qualms.cli.bench.options import with_options
-from qualms.cli.own_images import Given, Ready, ready
-from qualms.cli.signals import interrupt
+from qualms.cli.own_images import Given, ready
+from qualms.cli.signals import at_sigterm, interrupt, leave
 from qualms.cli.specs import chosen_methods
-from qualms.cli.status import passing, say
+from qualms.cli.status import say
 from qualms.errors import QualmsError
-from qualms.gradients.settings import Engine as EngineName
-from qualms.gradients.settings import Sketch
-from qualms.methods.method import LOGITS, Method
+from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
 from qualms.service.settings import LOOPBACK, Settings
 from qualms.threshold import Threshold
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 TOKEN = "QUALMS_TOKEN"
 MEGABYTE = 2**20
 USUAL = Settings()
+FILES = (".pt2", ".pt", ".pth")
 
 
 @with_options(Given)
@@ -55,8 +55,9 @@ def serve(
     """Serve a network over HTTP: images in, predictions, scores and decisions out; a page to try it at `/`.
 
     The service listens to this machine alone, unless --host says otherwise. If QUALMS_TOKEN is set in the environment,
-    requests must carry it as `Authorization: Bearer …`; other addresses than 127.0.0.1 need one. Ctrl-C or SIGTERM
-    stops it once all requests it has taken are answered. Examples:
+    requests must carry it as `Authorization: Bearer …`; other addresses than 127.0.0.1 need one. It listens at once,
+    and answers 503 until the network has scored a first image: `/readyz`, the page and stderr say how far it is. Ctrl-C
+    or SIGTERM stops it once all requests it has taken are answered, and at once while it starts. Examples:
 
         qualms serve --model timm:resnet18 --methods regrad+layers+smooth,energy --threshold t.json
 
@@ -77,49 +78,62 @@ def serve(
         images=max_images,
         pixels=max_pixels,
     )
+    wanted = chosen_methods(methods, "")
+    limit = None if threshold is None else Threshold.load(threshold)
+    called = _address(name or model)
     try:
-        from qualms.service.serve import serve as run
+        with at_sigterm(leave):
+            from qualms.service.scoring import about_unloaded
+            from qualms.service.serve import serve as run
     except ModuleNotFoundError as missing:
         raise QualmsError(
             f"`qualms serve` needs {missing.name}; pip install '.[app,serve]' in a clone of qualms."
         ) from None
-    wanted = chosen_methods(methods, "")
-    limit = None if threshold is None else Threshold.load(threshold)
-    called = _address(name or model)
-    prepared = ready("", model, wanted, given)
-    served = _served(called, prepared, limit)
-    passing("scoring a first image …")
-    if served.network.fit is None and given.engine == "auto" and any(m.needs != (LOGITS,) for m in wanted.values()):
-        raise QualmsError("--engine auto needs the network's image size, which is not known; pass --size.")
-    first = served.warm_up()
-    if first is not None:
-        prepared.check_classes(first.probs.shape[1])
-    # The same engine there: `auto` would measure again, and might choose another.
-    make = partial(_made, called, model, wanted, given, limit, served.scorer.settings.engine)
-    about, fit = served.about, served.network.fit
-    del prepared, served  # the process that scores has a model of its own
-    passing("starting …")
-    run(make, about, fit, settings, say)
+    make = _Make(called, name or _file_name(model), model, wanted, given, limit)
+    run(make, about_unloaded(called, wanted, limit), settings, say)
 
 
-def _made(
-    called: str,
-    model: str,
-    methods: dict[str, Method],
-    given: Given,
-    threshold: Threshold | None,
-    engine: EngineName | Sketch,
-) -> "Served":
-    return _served(called, replace(ready("", model, methods, given), engine=engine), threshold)
+@dataclass(frozen=True)
+class _Make:
+    """Builds what is served, in the process that serves it.
 
+    Args:
+        called: the network's name in answers and addresses.
+        public: how the steps of the start call it: probes are told, so it holds no folders.
+        model: what to load.
+        methods: by their specs.
+        given: the other options.
+        threshold: what decides, if anything does.
+    """
 
-def _served(called: str, prepared: Ready, threshold: Threshold | None) -> "Served":
-    from qualms.service.scoring import Served
+    called: str
+    public: str
+    model: str
+    methods: dict[str, Method]
+    given: Given
+    threshold: Threshold | None
 
-    return Served(called, prepared.network, prepared.scorer(prepared.methods, threshold))
+    def __call__(self, begin: Callable[[str], None]) -> "Served":
+        """Load the network, and score a first image with it."""
+        from qualms.service.scoring import Served
+
+        with warnings_in_words():
+            begin(f"loading {self.public}")
+            prepared = ready("", self.model, self.methods, self.given)
+            served = Served(self.called, prepared.network, prepared.scorer(prepared.methods, self.threshold))
+            begin("scoring a first image")
+            first = served.warm_up()
+            if first is not None:
+                prepared.check_classes(first.probs.shape[1])
+            return served
 
 
 def _address(name: str) -> str:
     """A name that can stand in an address: of a file without its folder and ending."""
-    bare = Path(name).stem if name.endswith((".pt2", ".pt", ".pth")) else name
+    bare = Path(name).stem if name.endswith(FILES) else name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", bare).strip("-.") or "model"
+
+
+def _file_name(model: str) -> str:
+    """What --model names, of a file without its folder."""
+    return Path(model).name if model.endswith(FILES) else model

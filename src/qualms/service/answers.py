@@ -51,6 +51,16 @@ class Problem(BaseModel):
     error: str
 
 
+class NotReady(BaseModel):
+    """Why the network does not answer, for probes."""
+
+    status: Literal["warming up", "failed", "hangs"]
+    step: str = Field(description="What is being done, or was as it failed.")
+    step_number: int = Field(description="From 1.")
+    steps: int
+    seconds: float = Field(description="Since the service began to start.")
+
+
 class About(BaseModel):
     """What the service serves."""
 
@@ -62,6 +72,10 @@ class About(BaseModel):
     rule: str | None = Field(description="How the threshold was set.")
     reference: list[float] = Field(description="Scores that the threshold was set on, in rising order.")
     layers: bool = Field(description="Whether the first method's score comes from layers.")
+    tolerance: float | None = Field(
+        description="The standard error that a gradient score may have, as a share of its value; 0 is exact. Null: not "
+        "settled yet, or no score is one."
+    )
 
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -74,7 +88,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     422: {"model": Problem, "description": "The body can be read, but is not a valid request."},
     429: {"model": Problem, "description": "Too many requests are waiting; come back after `Retry-After` seconds."},
     500: {"model": Problem, "description": "A defect; the service's log has the details."},
-    503: {"model": Problem, "description": "The service is not ready."},
+    503: {"model": Problem, "description": "The network is not ready; come back after `Retry-After` seconds."},
     504: {"model": Problem, "description": "The scores did not come in time."},
 }
 

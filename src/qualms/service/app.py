@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Query, Request, Response, Security
@@ -15,9 +16,8 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from qualms.data import Fit
 from qualms.errors import QualmsError
-from qualms.service.answers import PROBLEMS, About, Answer, Result
+from qualms.service.answers import PROBLEMS, About, Answer, NotReady, Result
 from qualms.service.decoding import Decoding, visit_of
 from qualms.service.door import Door, problem_answer
 from qualms.service.images import Intake, Pixels
@@ -27,9 +27,11 @@ from qualms.service.protocol import add_protocol
 from qualms.service.requests import Arrays, kind_of, problem, score_body
 from qualms.service.scoring import Question, Reply
 from qualms.service.settings import Settings
+from qualms.service.startup import Startup
 from qualms.version import __version__
 
 Ask = Callable[[Question], Awaitable[Reply]]
+RETRY = {"Retry-After": "5"}  # seconds; a start takes some, or minutes, and a network that hangs is ended
 FIELDS = 8  # of a form, beside its files; none is read
 PLAIN = {  # where the router has no sentence
     404: "there is nothing at this address; /docs lists what there is.",
@@ -38,30 +40,36 @@ PLAIN = {  # where the router has no sentence
 log = logging.getLogger(__name__)
 
 
-def add_service(
-    app: FastAPI, about: About, fit: Fit | None, settings: Settings, ask: Ask, ready: Callable[[], bool]
-) -> None:
+def add_service(app: FastAPI, startup: Startup, settings: Settings, ask: Ask, hangs: Callable[[], bool]) -> None:
     """Everything that the service answers to.
 
     Args:
         app: to which the routes are added.
-        about: what is served.
-        fit: how images become the network's inputs.
+        startup: what is served, and how far it is from being ready.
         settings: the limits.
         ask: sends a question to the process with the model.
-        ready: whether that process is there, and comes back from what it is asked.
+        hangs: whether that process does not come back from what it was asked.
     """
-    metrics, intake, decode = Metrics(), Intake(fit, settings), Decoding()
-    app.title, app.version = f"qualms: {about.model}", __version__
+    metrics, decode = Metrics(), Decoding()
+    app.title, app.version = f"qualms: {startup.about.model}", __version__
     app.description = "How far an image is beyond what a network knows, and whether to trust its prediction."
     app.router.redirect_slashes = False  # to an address with the name by which the client calls us
     app.add_middleware(Door, settings=settings, metrics=metrics)
     _add_problems(app)
     token = [] if settings.token is None else [Security(HTTPBearer(auto_error=False))]  # for OpenAPI; `Door` checks it
 
+    def require_ready() -> None:
+        progress = startup.progress()
+        if progress.status != "ready":
+            raise HTTPException(503, progress.sentence, RETRY)
+        if hangs():
+            raise HTTPException(503, "the network hangs; try again in a few seconds.", RETRY)
+
+    def intake() -> Intake:
+        require_ready()  # else it is not known how images become inputs
+        return Intake(startup.fit, settings)
+
     async def answered(request: Request, images: list[Pixels], layers: bool) -> list[dict[str, object]]:
-        if not ready():
-            raise HTTPException(503, "the network is not loaded yet, or hangs; try again in a few seconds.")
         visit = visit_of(request)
         # It goes on if nobody waits any more, so the door is told of it.
         visit.work = asyncio.ensure_future(ask(Question(images, layers, visit.came)))
@@ -86,8 +94,9 @@ def add_service(
         request: Request, layers: Annotated[bool, Query(description="Say which layers the score comes from.")] = False
     ) -> Answer:
         """Score one image or several, as files or as numbers."""
-        names, images = await _images(request, intake, decode)
+        names, images = await _images(request, intake(), decode)
         found = await answered(request, images, layers)
+        about = startup.about
         return Answer(
             model=about.model,
             model_hash=about.model_hash,
@@ -97,22 +106,26 @@ def add_service(
             results=[Result.model_validate({"id": name, **r}) for name, r in zip(names, found, strict=True)],
         )
 
-    @app.get("/v1/model", responses={401: PROBLEMS[401]}, dependencies=token)
+    @app.get("/v1/model", responses={401: PROBLEMS[401], 503: PROBLEMS[503]}, dependencies=token)
     async def model() -> About:
         """What is served: the network, the methods, the threshold and the scores that it was set on."""
-        return about
+        require_ready()
+        return startup.about
+
+    not_yet = {"model": NotReady, "description": "The network is not ready: how far the start is."}
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         """Whether the service runs."""
         return {"status": "ok"}
 
-    @app.get("/readyz", responses={503: PROBLEMS[503]})
-    async def readyz() -> dict[str, str]:
+    @app.get("/readyz", response_model=dict[str, str], responses={503: not_yet})
+    async def readyz() -> Response:
         """Whether the network is loaded, and answers."""
-        if not ready():
-            raise HTTPException(503, "the network is not loaded yet, or hangs.")
-        return {"status": "ready"}
+        progress = startup.progress()
+        if progress.status == "ready" and not hangs():
+            return JSONResponse({"status": "ready"})
+        return JSONResponse(progress.not_ready().model_dump(), 503, RETRY)
 
     plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     text: dict[int | str, dict[str, Any]] = {200: plain, 401: PROBLEMS[401]}
@@ -122,12 +135,15 @@ def add_service(
         """What is counted, for Prometheus."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
-    add_protocol(app, about, intake, decode, answered, ready, token)
-    front = front_page(about, token=settings.token is not None)
+    add_protocol(app, startup, intake, decode, answered, require_ready, token)
+
+    @cache
+    def front(ready: bool) -> str:
+        return front_page(startup.about, token=settings.token is not None, ready=ready)
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(front)
+        return HTMLResponse(front(startup.progress().status == "ready"))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

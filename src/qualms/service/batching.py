@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from multiprocessing.resource_tracker import ensure_running
 from queue import Empty
+from socket import socket
 from typing import Any
 from uuid import uuid4
 
@@ -16,16 +18,21 @@ from litserve import LitAPI, LitServer
 from litserve.loops.base import collate_requests
 from litserve.loops.simple_loops import BatchedLoop
 from litserve.specs.base import LitSpec
-from litserve.utils import LitAPIStatus, ResponseBufferItem, WorkerSetupStatus
+from litserve.utils import LitAPIStatus, ResponseBufferItem
 
 from qualms.errors import QualmsError
 from qualms.service.hang import ended_if_hung
 from qualms.service.orphans import end_with_parent
 from qualms.service.scoring import Question, Reply, Served, replies
 from qualms.service.settings import Settings
+from qualms.service.startup import Startup, StepFn
 
+Make = Callable[[StepFn], Served]  # builds what is served, and tells each step as it begins
 PATH = "/v1/score"  # by which LitServe calls its queue
 HANDS = 4
+STOPS = (signal.SIGINT, signal.SIGTERM)
+POLL = 0.05  # seconds between two looks at how far the start is
+BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
 WAIT = 1.0  # seconds that the process with the model waits for work before it looks whether to stop
 
 
@@ -76,20 +83,25 @@ class Desk(LitSpec):
 class ModelSide(LitAPI):
     """The process with the model. `make` builds what it serves there: not every model can be sent to a process."""
 
-    def __init__(self, make: Callable[[], Served], settings: Settings) -> None:
+    def __init__(self, make: Make, settings: Settings, startup: Startup) -> None:
         # As many images as a request may have, but one for each of its requests at least. Where --max-pixels is low,
         # the network's own images may be larger: the usual limit on pixels holds.
         loop = WaitingLoop(max(settings.images, settings.batch), max(settings.pixels, Settings.pixels))
         super().__init__(max_batch_size=settings.batch, loop=loop, spec=Desk(settings.deadline))
-        self.make, self.deadline = make, settings.deadline
+        self.make, self.deadline, self.startup = make, settings.deadline, startup
 
     def setup(self, device: str) -> None:
-        """Load the model, once."""
+        """Load the model, once; the process that started this one says what goes wrong."""
         # Ctrl-C reaches every process; this one goes on until the web side has its replies, and is then stopped.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         end_with_parent()
-        self.served = self.make()
-        self.served.warm_up()
+        try:
+            self.served = self.make(self.startup.begin)
+            self.startup.finish(self.served.about, self.served.network.fit)
+        except Exception as error:  # whatever a network raises
+            self.startup.fail(error)
+            raise SystemExit(1) from None
 
     def predict(self, x: Sequence[Question], **more: Any) -> list[Reply]:
         """The replies to a batch of questions; LitServe hands in a single one as it does several."""
@@ -141,28 +153,84 @@ class _Rest:
 
 
 class Server(LitServer):
-    """LitServe's server, which would wait for ever for a process that was killed as it loaded the network."""
+    """LitServe's server, which would load the network before it listens, and wait for ever for one that is killed.
 
-    loaded = False  # whether the network is; once it is, the service ends with the process that has it
+    This one listens at once. The network is loaded in its own process meanwhile, so that this process, which is told to
+    stop, is never in the middle of torch.
+    """
+
+    def __init__(self, api: ModelSide, **more: Any) -> None:
+        super().__init__(api, **more)
+        self.startup = api.startup
+        self.sockets: list[socket] = []
+        self.where = ""  # the address, for the log
+        self.on_ready: Callable[[], None] = lambda: None  # called once the network is
+
+    def _init_manager(self, num_api_servers: int) -> Any:
+        manager = super()._init_manager(num_api_servers)
+        self.startup.share(manager)
+        return manager
+
+    def launch_inference_worker(self, lit_api: LitAPI) -> Any:
+        """Start the process with the model. There, a signal waits until it is heeded: Ctrl-C would leave a trace."""
+        ensure_running()  # multiprocessing's other process, whose start would let signals in
+        self.startup.log(f"{self.startup.last.step} …")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            return super().launch_inference_worker(lit_api)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def verify_worker_status(self) -> None:
-        """Wait until the network is loaded."""
-        try:
-            while not self.loaded:
-                found = list(self.workers_setup_status.values())
-                self.loaded = bool(found) and all(status == WorkerSetupStatus.READY for status in found)
-                if not all(process.is_alive() for process in self.inference_workers):
-                    raise QualmsError("the process with the network ended as it loaded it; memory may have run out.")
-                time.sleep(0.05)
-        except KeyboardInterrupt:  # else Python would wait until it is
-            for process in self.inference_workers:
-                process.terminate()
-            raise
+        """LitServe would wait for the network here."""
+
+    def _start_server(
+        self, port: int, servers: int, log_level: str, sockets: list[socket], *more: Any, **kw: Any
+    ) -> Any:
+        self.sockets = sockets
+        for one in sockets:
+            one.listen(BACKLOG)  # who connects before the web side is there waits for it
+        self.startup.log(f"listening on {self.where}")
+        return super()._start_server(port, servers, log_level, sockets, *more, **kw)
+
+    def _start_worker_monitoring(self, manager: Any, uvicorn_workers: dict[Any, Any]) -> None:
+        self.wait_until_ready([*self.inference_workers, *uvicorn_workers.values()])
+        self.on_ready()
+        super()._start_worker_monitoring(manager, uvicorn_workers)
+
+    def wait_until_ready(self, processes: Sequence[Any]) -> None:
+        """Wait until the network has scored a first image; an error if it cannot, or one of the processes ends."""
+        while True:
+            if self.startup.stopped:
+                raise KeyboardInterrupt
+            alive = all(process.is_alive() for process in processes)
+            progress = self.startup.progress()
+            if progress.failure is not None:
+                progress.failure.throw()
+            if progress.status == "ready":
+                return
+            if not alive:
+                raise QualmsError("the process with the network ended as it loaded it; memory may have run out.")
+            time.sleep(POLL)
+
+    def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: dict[Any, Any], reason: str = "normal") -> None:
+        if self.startup.is_ready:
+            super()._perform_graceful_shutdown(manager, uvicorn_workers, reason)
+            return
+        # Nothing was taken, so nothing is waited for. What runs in torch heeds no other signal.
+        processes = [*uvicorn_workers.values(), *self.inference_workers]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for one in self.sockets:
+            one.close()
+        manager.shutdown()
 
 
-def server_of(make: Callable[[], Served], settings: Settings) -> tuple[Server, Desk]:
+def server_of(make: Make, settings: Settings, startup: Startup) -> tuple[Server, Desk]:
     """LitServe's server, with none of its own pages, and the desk to ask at."""
-    api = ModelSide(make, settings)
+    api = ModelSide(make, settings, startup)
     server = Server(api, accelerator="cpu", devices=1, timeout=settings.deadline)  # `make` knows the device
     server.app.router.routes.clear()
     server.uvicorn_graceful_timeout = settings.deadline + 5

@@ -118,6 +118,7 @@
     form.append("images", image);
     try {
       about ??= await ask("/v1/model");
+      byId("weights").textContent = `Weights ${about.model_hash}. `;
       const answer = await ask("/v1/score?layers=true", { method: "POST", body: form });
       if (mine !== turn) return;
       const preview = byId("preview");
@@ -136,6 +137,31 @@
     }
   };
 
+  /* How far the start is, once a second; the page can be used when it is over. */
+  const ASK_AGAIN = 1000; // milliseconds
+  const NO_ANSWER = "The service does not answer; is it still running?";
+  const warmingText = ({ status, step, step_number, steps, seconds }) =>
+    status === "failed"
+      ? "The network could not be loaded; the service's log has the details."
+      : `Warming up: ${step} (${step_number} of ${steps}, ${Math.round(seconds)} s)`;
+  const waitUntilReady = async () => {
+    const warming = byId("warming");
+    for (;;) {
+      try {
+        const progress = await (await fetch("/readyz")).json();
+        if (progress.status === "ready") break;
+        warming.textContent = warmingText(progress);
+      } catch {
+        warming.textContent = NO_ANSWER;
+      }
+      await new Promise((done) => setTimeout(done, ASK_AGAIN));
+    }
+    warming.remove();
+    byId("answer").textContent = byId("answer").dataset.invitation;
+    file.disabled = false;
+  };
+  if (byId("warming")) waitUntilReady();
+
   byId("preview").addEventListener("load", ({ target }) => target.classList.toggle("large", target.naturalWidth > 192));
   byId("preview").addEventListener("error", ({ target }) => (target.hidden = true)); // such as TIFF, which few browsers show
   file.addEventListener("change", () => file.files[0] && look(file.files[0]));
@@ -143,7 +169,7 @@
     drop.addEventListener(kind, (event) => {
       event.preventDefault();
       drop.classList.toggle("over", kind.startsWith("drage") || kind === "dragover");
-      if (kind === "drop" && event.dataTransfer.files[0]) look(event.dataTransfer.files[0]);
+      if (kind === "drop" && !file.disabled && event.dataTransfer.files[0]) look(event.dataTransfer.files[0]);
     });
   }
 }

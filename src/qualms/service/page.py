@@ -11,11 +11,15 @@ from qualms.service.images import FORMATS
 from qualms.version import __version__
 
 
-def front_page(about: About, token: bool) -> str:
-    """Drop an image, see the decision. The data come from the routes, with the token if there is one."""
+def front_page(about: About, token: bool, ready: bool) -> str:
+    """Drop an image, see the decision. The data come from the routes, with the token if there is one.
+
+    Until the network is ready, the page asks how far it is, and can be used once it is.
+    """
     shared = [(files(report) / name).read_text("utf-8") for name in ("page.values.js", "page.charts.js")]
     scripts = "".join([*shared, _own("page.js")])
-    return _filled("page.html.jinja", title=f"{about.model}: what does it know?", about=about, token=token, js=scripts)
+    title = f"{about.model}: what does it know?"
+    return _filled("page.html.jinja", title=title, about=about, token=token, ready=ready, js=scripts)
 
 
 def docs_page(schema: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from qualms.service.answers import PROBLEMS, About
 from qualms.service.decoding import Decoding
 from qualms.service.images import ECHO, Intake, Pixels
 from qualms.service.requests import InferRequest, infer_body, kind_of
+from qualms.service.startup import Startup
 from qualms.version import __version__
 
 Answered = Callable[[Request, list[Pixels], bool], Awaitable[list[dict[str, Any]]]]
@@ -77,20 +78,26 @@ class InferAnswer(BaseModel):
 
 def add_protocol(
     app: FastAPI,
-    about: About,
-    intake: Intake,
+    startup: Startup,
+    intake: Callable[[], Intake],
     decode: Decoding,
     answered: Answered,
-    ready: Callable[[], bool],
+    require_ready: Callable[[], None],
     token: list[Any],
 ) -> None:
-    """The routes below /v2. The model's name is part of their addresses: no other can be asked for."""
-    path, size = f"/v2/models/{about.model}", (ANY, ANY) if intake.fit is None else intake.fit.size
-    known: dict[int | str, dict[str, Any]] = {401: PROBLEMS[401]}
+    """The routes below /v2. The model's name is part of their addresses: no other can be asked for.
 
-    def require_ready() -> None:
-        if not ready():
-            raise HTTPException(503, "the network is not loaded yet, or hangs.")
+    Args:
+        app: to which the routes are added.
+        startup: what is served.
+        intake: how images come in; raises what the client is told while the network is not ready.
+        decode: runs what reads a body.
+        answered: scores the images of a request.
+        require_ready: raises what the client is told while the network is not ready.
+        token: what the routes that need one depend on, for OpenAPI.
+    """
+    path = f"/v2/models/{startup.about.model}"
+    known: dict[int | str, dict[str, Any]] = {401: PROBLEMS[401]}
 
     @app.get("/v2", responses=known, dependencies=token)
     async def server() -> ServerMetadata:
@@ -114,10 +121,13 @@ def add_protocol(
         require_ready()
         return Ready(ready=True)
 
-    @app.get(path, responses=known, dependencies=token)
+    @app.get(path, responses={**known, 503: PROBLEMS[503]}, dependencies=token)
     async def metadata() -> ModelMetadata:
         """The network's inputs and outputs."""
-        channels = None if intake.fit is None else intake.fit.channels
+        require_ready()
+        about, fit = startup.about, startup.fit
+        size = (ANY, ANY) if fit is None else fit.size
+        channels = None if fit is None else fit.channels
         shape = [ANY, *size, channels or ANY]
         return ModelMetadata(
             name=about.model,
@@ -132,7 +142,9 @@ def add_protocol(
         """Score images that come as one array. Those of another size are fitted to the network's."""
         if kind_of(request) != "application/json":
             raise HTTPException(415, "the body's type is not known; send application/json.")
-        asked, images = await decode(request, _asked, await request.body(), intake)
+        taken = intake()
+        asked, images = await decode(request, _asked, await request.body(), taken)
+        about = startup.about
         kinds = _outputs(about)
         wanted = list(kinds) if asked.outputs is None else [output.name for output in asked.outputs]
         unknown = [name for name in wanted if name not in kinds]

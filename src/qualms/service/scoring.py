@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -24,6 +24,7 @@ from qualms.service.answers import About, finite, results
 from qualms.service.images import Pixels
 from qualms.tasks.network import Network
 from qualms.tasks.scoring import scored_images
+from qualms.threshold import Threshold
 
 NAME = "the request"  # what errors call its images
 PART = 16  # images that are scored before the clock is looked at again
@@ -43,17 +44,12 @@ class Served:
     @property
     def about(self) -> About:
         """What the web side tells of it."""
-        threshold, names = self.scorer.threshold, self.network.class_names
-        return About(
-            model=self.name,
-            model_hash=fingerprint(self.network.model),
-            methods=list(self.scorer.methods),
-            class_names=list(names) or None,
-            threshold=None if threshold is None else finite(threshold.value),
-            rule=None if threshold is None else threshold.rule,
-            reference=[] if threshold is None else list(threshold.reference),
-            layers=has_layers(self.decides[1]),
-        )
+        loaded = {
+            "model_hash": fingerprint(self.network.model),
+            "class_names": list(self.network.class_names) or None,
+            "tolerance": self.scorer.settings.tolerance,
+        }
+        return about_unloaded(self.name, self.scorer.methods, self.scorer.threshold).model_copy(update=loaded)
 
     @property
     def decides(self) -> tuple[str, Method]:
@@ -71,6 +67,22 @@ class Served:
     def score(self, pixels: torch.Tensor) -> Scored:
         """Scores of images of one size. Draws follow the pixels, so an image's company does not change its score."""
         return scored_images(self.network, self.scorer, Images(NAME, pixels, None))
+
+
+def about_unloaded(name: str, methods: Mapping[str, Method], threshold: Threshold | None) -> About:
+    """What is known of what is served before it is loaded: all but the weights, the classes and the tolerance."""
+    first = next(iter(methods.values()))
+    return About(
+        model=name,
+        model_hash="",
+        methods=list(methods),
+        class_names=None,
+        threshold=None if threshold is None else finite(threshold.value),
+        rule=None if threshold is None else threshold.rule,
+        reference=[] if threshold is None else list(threshold.reference),
+        layers=has_layers(first),
+        tolerance=None,
+    )
 
 
 @dataclass(frozen=True)
