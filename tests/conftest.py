@@ -3,10 +3,8 @@
 import inspect
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import jaxtyping
@@ -57,14 +55,6 @@ def as_users_meet_it() -> Iterator[None]:
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`engine="auto"` goes by times of the processor, in which other processes of a busy machine do not count."""
-    from qualms.gradients import choice
-
-    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=time.process_time))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-READ = ("Makefile", "pyproject.toml", "constraints.txt", "requirements-peers.txt")
+READ = ("Makefile", "pyproject.toml", "constraints.txt", "requirements-peers.txt", "requirements-imagenet.txt")
 
 if shutil.which("make") is None:
     pytest.skip("there is no make", allow_module_level=True)
@@ -66,6 +66,12 @@ def test_only_the_tests_of_the_service_and_of_ray_install_them(clone: Path) -> N
         (line,) = installs(clone, target)
         assert '".[app,dev,serve,mlflow,ray]"' in line
     assert not any("serve" in one for target in ("demo", "test", "docs") for one in installs(clone, target))
+
+
+def test_only_all_the_tests_install_the_weights_of_imagenets_networks(clone: Path) -> None:
+    assert any("requirements-imagenet.txt" in line for line in installs(clone, "test-all"))
+    for target in ("demo", "test", "docs", "check"):
+        assert not any("imagenet" in line for line in installs(clone, target))
 
 
 def test_every_call_names_the_pinned_torch_so_that_one_build_is_fetched() -> None:

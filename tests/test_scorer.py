@@ -200,7 +200,7 @@ def test_tangents_are_drawn_once(model: nn.Module, x: Tensor, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_tangents_that_do_not_fit_the_budget_are_drawn_again(model: nn.Module, x: Tensor) -> None:
-    small = qualms.Scorer(model, "regrad+layers", engine="sketch", budget=2000)
+    small = qualms.Scorer(model, "regrad+layers", engine="sketch", budget=20_000)
     found = [small(x), small(x)]
     torch.testing.assert_close(found[0].scores, found[1].scores)
     torch.testing.assert_close(
@@ -241,12 +241,12 @@ def _same_as_the_reference(model: nn.Module, batches: list[Tensor]) -> None:
         torch.testing.assert_close(scorer(batch).scores["exgrad"], want, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.usefixtures("undisturbed")
-def test_auto_picks_an_engine_once(model: nn.Module, x: Tensor) -> None:
-    scorer = qualms.Scorer(model, "regrad", engine="auto")
-    assert scorer.choose_engine(x) == "exact"
+def test_auto_settles_on_an_engine_once(model: nn.Module, x: Tensor) -> None:
+    scorer = qualms.Scorer(model, "regrad")
+    assert scorer.settings.engine == "auto"
+    assert scorer.choose_engine(x).engine == "exact"
     assert scorer.settings.engine == "exact"
-    assert qualms.Scorer(model, "entropy", engine="auto").choose_engine(x) == "auto"  # there is nothing to choose
+    assert qualms.Scorer(model, "entropy").choose_engine(x).engine == "auto"  # there is nothing to choose
 
 
 def test_slowness_is_told_once_and_with_its_reason(x: Tensor) -> None:
@@ -604,21 +604,29 @@ def test_weights_that_change_part_from_their_threshold(model: nn.Module, x: Tens
         held(x)
 
 
-def test_an_engine_that_is_yet_to_be_chosen_is_compared_when_it_is(model: nn.Module, x: Tensor) -> None:
-    auto = qualms.Scorer(model, "regrad", engine="auto")
+def test_an_engine_that_is_yet_to_be_chosen_is_compared_when_it_is(x: Tensor) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 300)).double()
+    auto = qualms.Scorer(model, "regrad")
     with pytest.raises(qualms.QualmsError, match="has not chosen an engine yet"):
         _ = auto.made_by
-    by = {
-        "exact": qualms.Scorer(model, "regrad").made_by,
-        "sketch": qualms.Scorer(model, "regrad", engine="sketch").made_by,
-    }
-    chosen = auto.choose_engine(x)
-    assert auto.made_by == by["exact" if chosen == "exact" else "sketch"]
-    wrong = by["sketch" if chosen == "exact" else "exact"]
-    later = qualms.Scorer(model, "regrad", engine="auto", threshold=qualms.Threshold(1.0, 0, "given", wrong))
-    later.settings = auto.settings  # what timing decides, decided alike
-    with pytest.raises(qualms.QualmsError, match="made otherwise: engine"):
-        later(x)
+    by = {name: qualms.Scorer(model, "regrad", engine=name).made_by for name in ("exact", "sketch")}
+    few = qualms.Scorer(model, "regrad", tolerance=0.03).made_by
+    auto.choose_engine(x)
+    assert auto.made_by == few
+    assert qualms.Scorer(model, "regrad", threshold=qualms.Threshold(1.0, 0, "given", few))(x).accepted is not None
+    for differs, wrong in {"engine Sketch": by["sketch"], "tolerance 0.0, not 0.03": by["exact"]}.items():
+        later = qualms.Scorer(model, "regrad", threshold=qualms.Threshold(1.0, 0, "given", wrong))
+        with pytest.raises(qualms.QualmsError, match=f"made otherwise: {differs}"):
+            later(x)
+
+
+def test_scores_that_need_no_engine_have_one_provenance_before_and_after_a_batch(model: nn.Module, x: Tensor) -> None:
+    for methods in ("heat", "entropy", ["heat", "regrad"], "perturb-x"):
+        scorer = qualms.Scorer(model, methods)
+        before = scorer.made_by
+        scorer(x)
+        assert scorer.made_by == before
 
 
 def test_percentiles_are_by_the_scores_that_the_threshold_was_set_on(model: nn.Module, x: Tensor) -> None:
@@ -655,7 +663,7 @@ def test_noise_in_pixels_is_put_into_the_units_of_the_inputs() -> None:
         for m, p in ((spec, std), (qualms.methods.REGrad(smooth=own), None))
     ]
     assert torch.equal(*spread)
-    assert "sigma=(0.4, 0.2, 0.5)" in qualms.Scorer(model, spec, pixel_std=std).made_by.method
+    assert "sigma=(0.4, 0.2, 0.5)" in qualms.Scorer(model, spec, pixel_std=std, engine="exact").made_by.method
 
 
 def test_normalised_images_without_a_scale_are_warned_of_once() -> None:

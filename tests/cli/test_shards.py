@@ -57,7 +57,6 @@ def test_what_differs_is_told(here: Path, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--methods", "regrad", "--engine", "auto"), "--engine auto may choose another engine"),
         (("--methods", "knn", "--train", "./pictures"), "--train names the images of pictures themselves"),
     ],
 )

@@ -24,8 +24,7 @@ def test_scores_stay_within_the_tolerance(spec: str, tolerance: float) -> None:
     have = qualms.score(model, x, spec, batch_size=8, tolerance=tolerance)
     assert ((exact - have) / exact <= tolerance).all()
     assert (have <= exact * (1 + 1e-12)).all()
-    assert torch.equal(have[:8], exact[:8]) or torch.allclose(have[:8], exact[:8], rtol=1e-12)
-    assert (have[8:] < exact[8:] * (1 - 1e-12)).all(), "nothing was left out"
+    assert (have < exact * (1 - 1e-12)).all(), "nothing was left out"
 
 
 @pytest.mark.slow
@@ -54,8 +53,25 @@ def test_passes_stop_where_the_late_layers_begin() -> None:
         qualms.score(model, x, "regrad+layers(0.6)", batch_size=8, **more)
         return Watched.calls
 
-    # Four of five chunks go there with two cotangents instead of five and the check of rows.
-    assert calls() - calls(tolerance=1e-2) == 4 * (5 + 1 - 2)
+    # Plain autograd goes there along two directions, for the first input and one of the others; no chunk does.
+    assert calls() > 30
+    assert calls(tolerance=1e-2) == 4
+
+
+def test_what_is_left_out_does_not_depend_on_the_batches() -> None:
+    model, x = deep(), torch.randn(20, 12, dtype=torch.double)
+    whole = qualms.score(model, x, "regrad+layers(0.6)", tolerance=0.01)
+    scorer = qualms.Scorer(model, "regrad+layers(0.6)", tolerance=0.01)
+    parts = [part.scores["regrad+layers(0.6)"] for part in scorer.stream([x[:1], x[1:8], x[8:]])]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=0)
+
+
+def test_what_is_left_out_counts_as_error() -> None:
+    model, x = deep(), torch.randn(8, 12, dtype=torch.double)
+    exact = qualms.score(model, x, "regrad+layers(0.6)")
+    have, error = qualms.score_with_error(model, x, "regrad+layers(0.6)", tolerance=0.02)
+    assert ((error > 0) & (error <= 0.02 * have)).all()
+    assert (exact - have <= 2 * error).all()
 
 
 def test_zero_leaves_out_nothing_and_is_the_default() -> None:

@@ -102,7 +102,7 @@ def test_scores_of_a_linear_layer_have_a_closed_form_at_any_margin(
 
 
 CONFIDENCE = ["msp", "entropy", "gen", "energy", "max-logit", "regrad", "exgrad", "fisher", "heat"]
-CONFIDENCE += ["regrad+layers", "auto"]
+CONFIDENCE += ["regrad+layers", "recommended"]
 
 
 @pytest.mark.parametrize("engine", ["exact", "reference", "sketch"])
@@ -111,7 +111,7 @@ def test_more_confident_inputs_score_lower_and_are_never_tied(engine: str) -> No
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0], [0.0], [-0.5]]))
     margins = torch.tensor([[1.0], [5.0], [16.0], [20.0], [37.0], [38.0], [50.0], [60.0], [80.0]])
-    specs = [s for s in CONFIDENCE if s not in ("regrad", "regrad+layers", "heat", "auto") or engine != "sketch"]
+    specs = [s for s in CONFIDENCE if s not in ("regrad", "regrad+layers", "heat", "recommended") or engine != "sketch"]
     for name, found in qualms.compare(model, margins, specs, engine=engine).items():
         assert (found.diff() < 0).all(), (name, found)
         if name in ("msp", "entropy", "gen", "regrad", "exgrad", "fisher"):

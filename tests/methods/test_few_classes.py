@@ -54,15 +54,15 @@ def test_how_many_classes_a_pass_will_take_follows_the_tolerance() -> None:
     needed = partial(classes_needed, [REGrad()])
     assert needed(flat, 0.0) == needed(steep, 0.0) == CLASSES
     assert needed(flat, 1e9) == FIRST
-    assert needed(steep, 0.001) == 2 * FIRST < needed(flat, 0.001)
-    assert needed(torch.cat([flat, steep, steep]), 0.001) == (CLASSES + 4 * FIRST) / 3
+    assert needed(steep, 0.008) == 2 * FIRST < needed(flat, 0.008)
+    assert needed(torch.cat([flat, steep, steep]), 0.008) == (CLASSES + 4 * FIRST) / 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_error_is_reported_and_within_the_tolerance(spec: str) -> None:
     model, x = classifier(), inputs()
-    want = qualms.score(model, x, spec)
+    want = qualms.score(model, x, spec, engine="exact")
     for tolerance in (0.03, 0.01):
         have, error = qualms.score_with_error(model, x, spec, tolerance=tolerance)
         assert (error <= tolerance * have).all()
@@ -74,7 +74,7 @@ def test_the_error_is_reported_and_within_the_tolerance(spec: str) -> None:
 @pytest.mark.parametrize("make", [convolutional, lambda: (classifier(0.1), inputs())], ids=["resnet", "undecided"])
 def test_other_models_keep_within_the_tolerance(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     model, x = make()
-    want = qualms.score(model, x, "regrad+layers")
+    want = qualms.score(model, x, "regrad+layers", engine="exact")
     scored = qualms.Scorer(model, "regrad+layers", tolerance=0.04)(x)
     have, error = scored.scores["regrad+layers"], scored.errors["regrad+layers"]
     assert error.any()
@@ -132,7 +132,7 @@ def test_a_score_depends_on_the_input_and_the_seed_alone(spec: str) -> None:
 def test_one_pass_serves_all_scores_and_strangers_are_exact() -> None:
     model, x = classifier(), inputs()
     specs = ["regrad", "exgrad+layers(0.5)", "gradnorm", "entropy"]
-    together, want = qualms.compare(model, x, specs, tolerance=0.02), qualms.compare(model, x, specs)
+    together, want = qualms.compare(model, x, specs, tolerance=0.02), qualms.compare(model, x, specs, engine="exact")
     for spec in specs[:2]:
         torch.testing.assert_close(together[spec], want[spec], rtol=0.1, atol=0)
         assert not torch.equal(together[spec], want[spec])
@@ -142,7 +142,7 @@ def test_one_pass_serves_all_scores_and_strangers_are_exact() -> None:
 
 def test_inputs_that_run_alone_have_classes_of_their_own() -> None:
     model, x = Pulled(), inputs(3)
-    want = qualms.score(model, x, "regrad", batch_size=1)
+    want = qualms.score(model, x, "regrad", batch_size=1, engine="exact")
     with pytest.warns(qualms.SlowWarning):
         have, error = qualms.score_with_error(model, x, "regrad", tolerance=0.05)
     assert ((have - want).abs() <= 4.5 * error).all()

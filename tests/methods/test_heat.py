@@ -271,16 +271,16 @@ def test_batches_of_two_lengths_have_scores_of_one_kind(lengths: tuple[int, int]
     model = Bag().double()
     model.fc1.bias.data -= 3
     batches = [{"ids": torch.randint(0, 50, (3, n)), "mask": torch.ones(3, n, dtype=torch.long)} for n in lengths]
-    scored = qualms.Scorer(model, ["heat", "auto", "gen", "entropy"])(batches)
+    scored = qualms.Scorer(model, ["heat", "recommended", "gen", "entropy"])(batches)
     s = {name: values.exp() if name == "heat" else values for name, values in scored.scores.items()}
     plain = torch.isclose(s["heat"], s["entropy"])
     if lengths[0] == 2:
         assert plain.all()
-        assert torch.equal(s["auto"], s["gen"])
+        assert torch.equal(s["recommended"], s["gen"])
         assert "so heat is the entropy here" in scored.notes["heat"]
     else:
         assert not plain[:3].any()
-        assert torch.equal(s["auto"], scored.scores["heat"])
+        assert torch.equal(s["recommended"], scored.scores["heat"])
         assert "heat" not in scored.notes
 
 
@@ -358,7 +358,7 @@ def test_logits_that_no_linear_layer_makes_are_an_error() -> None:
         qualms.score(model, torch.randn(2, 4), "heat")
 
 
-@pytest.mark.parametrize("name", ["heat", "auto", "coherence"])
+@pytest.mark.parametrize("name", ["heat", "recommended", "coherence"])
 def test_an_input_that_the_model_does_not_take_is_told_as_such(name: str) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(qualms.QualmsError, match="does not accept x of"):

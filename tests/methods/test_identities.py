@@ -102,7 +102,7 @@ def test_the_seed_decides(setting: Setting, member: nn.Module) -> None:
     other = all_scores(setting.model, setting.x, (member,), seed=2)
     assert all(torch.equal(one[n], again[n]) for n in STARRED)
     drawn = {"perturb-x", "perturb-theta", "mc-aa", "inserted-dropout", "laplace", "mc-dropout", STARRED[-1]}
-    drawn |= {"heat", "heat-geometric", "auto"}  # their noise inputs
+    drawn |= {"heat", "heat-geometric", "recommended"}  # their noise inputs
     assert {n for n in STARRED if not torch.equal(one[n], other[n])} == drawn
 
 

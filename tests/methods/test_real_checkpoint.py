@@ -76,7 +76,7 @@ def test_the_papers_method_finds_svhn(scores: dict[str, Tensor]) -> None:
 def test_heat_finds_more_of_svhn_than_the_entropy_it_is_made_of(scores: dict[str, Tensor]) -> None:
     assert detected(scores["heat"]) > detected(scores["entropy"]) + 0.01
     assert detected(scores["heat-geometric"]) > detected(scores["entropy"]) + 0.01
-    assert torch.equal(scores["auto"], scores["heat"])
+    assert torch.equal(scores["recommended"], scores["heat"])
 
 
 def test_the_sketch_ranks_real_inputs_like_the_exact_engine(scores: dict[str, Tensor]) -> None:

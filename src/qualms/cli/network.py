@@ -8,7 +8,8 @@ from qualms.cli.options import listed
 from qualms.data import DATASETS, Fit, Normalisation, dataset_name
 from qualms.errors import QualmsError
 from qualms.models import Preprocessing, load_model, preprocessing_of
-from qualms.models.zoo import ZOO
+from qualms.models.installed import installed_weights, require_installed_weights
+from qualms.models.zoo import ZOO, Entry
 from qualms.tasks.network import Network
 from qualms.training import trained_with
 
@@ -40,29 +41,42 @@ def chosen_network(
 ) -> Network:
     """The network by its name.
 
-    Weights are those given, else the published file in ROOT/weights; without either that is an error, unless random
-    ones will do. The normalisation is the one given, else that of the training that wrote the weights, else what the
-    network's publisher says, else the dataset's usual one. The size is the one given, else what the publisher says.
+    Weights are those given, else the published file in ROOT/weights, else that of the package that carries it; without
+    any that is an error, unless random ones will do. The normalisation is the one given, else that of the training that
+    wrote the weights, else what the network's publisher says, else the dataset's usual one. The size is the one given,
+    else what the publisher says.
     """
     if not name:
         raise QualmsError(f"there is no published network for {data!r}; name one with --model.")
     dataset, entry = dataset_name(data, root), ZOO.get(name)
     if entry is not None and weights is None:
-        file = Path(root or "data") / "weights" / (entry.file or "")
-        weights = file if entry.file is not None and file.is_file() else None
-        if weights is None and not random:
-            where = f" (or put {entry.file} into {file.parent})" if entry.file else ""
-            raise QualmsError(f"{name} has no weights; train it with `qualms train` and pass --weights{where}.")
+        weights = _published_weights(name, entry, Path(root or "data") / "weights", random)
     if ":" in name:
         sys.path.insert(0, "")  # an import path may start in the working directory, which an installed command forgets
     if classes is None and entry is not None and entry.file is None and dataset is not None:
         known = DATASETS[dataset]
         # Images of another shape are not what it was trained on: they say nothing of its classes.
         classes = known.classes if (known.channels, known.size) == (entry.channels, entry.size) else None
-    model = load_model(name, weights, classes=classes).to(device)
+    if entry is not None and weights is None:
+        model = entry.build(classes or entry.classes).eval().to(device)
+    else:
+        model = load_model(name, weights, classes=classes).to(device)
     said = preprocessing_of(name, model)
     normalisation = _normalisation(dataset, name, said, weights, mean, std)
     return Network(name, model, normalisation, _fit(said, size, normalisation), class_names=said.class_names)
+
+
+def _published_weights(name: str, entry: Entry, folder: Path, random: bool) -> Path | None:
+    """The published file, from the folder or from its installed package; without either None if random ones will do."""
+    file = folder / (entry.file or "")
+    if entry.file is not None and file.is_file():
+        return file
+    if random:
+        return installed_weights(entry)
+    if entry.package is not None:
+        return require_installed_weights(name, entry, "--weights")
+    where = f" (or put {entry.file} into {file.parent})" if entry.file else ""
+    raise QualmsError(f"{name} has no weights; train it with `qualms train` and pass --weights{where}.")
 
 
 def _normalisation(

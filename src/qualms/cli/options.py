@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,21 +14,23 @@ import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
-from rich.text import Text
 
 from qualms.cli.status import passing
 from qualms.errors import QualmsError
 from qualms.gradients import settings
 from qualms.progress import Tell, pace
+
+
+def _require_share(tolerance: float | None) -> float | None:
+    if tolerance is not None and not 0 <= tolerance < 1:
+        raise QualmsError(f"--tolerance is {tolerance:g}; it is a share, from 0 (exact) to below 1.")
+    return tolerance
+
 
 Root = Annotated[
     Path | None, typer.Option("--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data")
@@ -47,6 +50,14 @@ Weights = Annotated[
 Chosen = Annotated[str, typer.Option("--methods", help="Comma-separated specs, or `paper`, or `all`.")]
 Count = Annotated[int, typer.Option("--count", help="Test images of each dataset; 0 for all.")]
 Engine = Annotated[settings.Engine, typer.Option("--engine", help="Of the gradient scores.")]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        callback=_require_share,
+        help="The standard error that a gradient score may have, as a share of its value; 0 is exact.",
+    ),
+]
 Size = Annotated[int | None, typer.Option("--size", help="Resize images to this many pixels.")]
 Mean = Annotated[str | None, typer.Option("--mean", help="Normalisation, one number a channel, pixels from 0 to 1.")]
 Std = Annotated[str | None, typer.Option("--std", help="As --mean.")]
@@ -75,49 +86,67 @@ def listed(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
-class Rate(ProgressColumn):
-    """How many are done in a second."""
+@dataclass
+class Pace:
+    """How fast each kind of work goes: counted from where it began, which may be in the middle."""
 
-    def render(self, task: Task) -> Text:
-        """Nothing until that can be told."""
-        return Text(
-            "" if not task.speed else f"{task.speed:.1f}/s" if task.speed >= 1 else f"{1 / task.speed:.0f} s each"
-        )
+    latest: float = field(default_factory=lambda: time.monotonic())  # when somebody last told something
+    began: dict[str, tuple[float, int]] = field(default_factory=dict)  # by kind: when, and what was done already
+
+    def begin(self, what: str, done: int) -> None:
+        """A kind of work begins now; what is done already took no time."""
+        self.began[what] = self.latest, done
+
+    def describe(self, what: str, done: int, total: int) -> str:
+        """`, 1.2 s each, 0:12 left`; empty while nothing is done."""
+        now = time.monotonic()
+        began, before = self.began.setdefault(what, (self.latest, 0))
+        self.latest = now
+        return pace(done - before, total - before, now - began)
 
 
 @contextmanager
-def telling(first: str = "starting") -> Iterator[Tell]:
-    """On a terminal a bar for each kind of work, and `first` until there is one; elsewhere a line now and then."""
+def telling(what: str = "starting", done: int = 0, total: int | None = None) -> Iterator[Tell]:
+    """On a terminal a bar for each kind of work: `3/13 images, 1.2 s each, 0:12 left`; elsewhere a line now and then.
+
+    Args:
+        what: the first kind of work; without a total, what stands there until something is told.
+        done: how much of it is done already.
+        total: how much there is of it.
+    """
+    speed = Pace()
+    if total is not None:
+        speed.begin(what, done)
     if not sys.stderr.isatty():
-        yield _lines()
+        yield _lines(speed)
         return
-    done = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (Rate(), TimeElapsedColumn(), TimeRemainingColumn())
     passing("")
-    with Progress(*done, *times, console=Console(stderr=True), transient=True) as progress:
-        waiting = progress.add_task(f"{first} …", total=None)
+    columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        waiting = progress.add_task(f"{what} …", total=None, visible=total is None)
         bars: dict[str, TaskID] = {}
 
         def tell(what: str, done: int, total: int) -> None:
+            said = f"{done}/{total} {what}{speed.describe(what, done, total)}"
             if what not in bars:
                 progress.update(waiting, visible=False)
-                bars[what] = progress.add_task(what, total=total)
-            progress.update(bars[what], completed=done, total=total)
+                bars[what] = progress.add_task(said, total=total)
+            progress.update(bars[what], description=said, completed=done, total=total)
 
+        if total is not None:
+            tell(what, done, total)
         yield tell
 
 
-def _lines() -> Tell:
+def _lines(speed: Pace) -> Tell:
     """Lines for a log file, and none for what takes less than half a minute."""
-    began: dict[str, float] = {}
-    last = time.monotonic()
+    last = speed.latest
 
     def tell(what: str, done: int, total: int) -> None:
         nonlocal last
-        now = time.monotonic()
-        began.setdefault(what, last)
-        if now - last >= QUIET:
-            last = now
-            typer.echo(f"{what}: {done} of {total}{pace(done, total, now - began[what])}", err=True)
+        said = f"{what}: {done} of {total}{speed.describe(what, done, total)}"
+        if speed.latest - last >= QUIET:
+            last = speed.latest
+            typer.echo(said, err=True)
 
     return tell

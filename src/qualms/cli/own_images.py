@@ -1,14 +1,18 @@
 """A network with methods and images of the user's own, made ready and scored: what `score` and `threshold` share."""
 
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
 from qualms.cli.images import tell_images
 from qualms.cli.network import chosen_network
-from qualms.cli.options import Device, Mean, Root, Seed, Size, Std, Weights, device_of, listed, telling
+from qualms.cli.options import Device, Mean, Root, Seed, Size, Std, Tolerance, Weights, device_of, listed, telling
+from qualms.cli.partial_file import IMAGES, REFERENCE, PartialFile, part_row
+from qualms.cli.price import say_price
 from qualms.cli.status import passing
 from qualms.data import Images, load
 from qualms.data.texts import Texts
@@ -19,7 +23,13 @@ from qualms.methods.method import MODELS, TRAINING_DATA, Method
 from qualms.scored import Scored
 from qualms.scorer import Scorer
 from qualms.tasks.network import Network
-from qualms.tasks.scoring import CHUNK, Inputs, scored_images
+from qualms.tasks.scoring import (
+    Inputs,
+    batch_slices,
+    names_of_classes,
+    parameters,
+    scored_images,
+)
 from qualms.threshold import Threshold
 
 SOME_REJECTED = 4  # the exit code of a run that is done, but for inputs that could not be read
@@ -45,8 +55,9 @@ class Given:
     ] = None
     classes: Classes = None
     engine: Annotated[
-        EngineName | None, typer.Option("--engine", help="Of the gradient scores.", show_default="exact")
+        EngineName | None, typer.Option("--engine", help="Of the gradient scores.", show_default="auto")
     ] = None
+    tolerance: Tolerance = None
     size: Size = None
     mean: Mean = None
     std: Std = None
@@ -81,28 +92,68 @@ class Ready:
             train=train,
             engine=self.engine,
             seed=self.given.seed,
+            tolerance=self.given.tolerance,
             threshold=threshold,
         )
 
-    def deciding(self, images: Images) -> "tuple[Ready, Scorer, Scored]":
-        """The scores of a reference by the first method, and the same with the engine that these come from."""
+    def deciding(self) -> dict[str, Method]:
+        """The first method, which decides."""
         name, method = next(iter(self.methods.items()))
-        scorer = self.scorer({name: method})
-        scored = self.scored(scorer, images)
-        return replace(self, engine=scorer.settings.engine), scorer, scored
+        return {name: method}
 
-    def scored(self, scorer: Scorer, images: Images) -> Scored:
-        """All images, with their names and, where they are known, those of the classes."""
+    def score_reference(self, images: Images, partial: PartialFile | None = None) -> tuple[Scorer, Scored]:
+        """The scores of images that the network knows, by the first method."""
+        scorer = self.scorer(self.deciding())
+        scorer.choose_engine(self.network.inputs(images.take(slice(1))))  # all scores may be kept from before
+        return scorer, self.scored(scorer, images, partial, REFERENCE)
+
+    def scored(self, scorer: Scorer, images: Images, partial: PartialFile | None = None, of: str = IMAGES) -> Scored:
+        """All images, with their names and, where they are known, those of the classes.
+
+        Args:
+            scorer: of some of the methods.
+            images: in the order of the table.
+            partial: where what is done is kept, and what was done before is found.
+            of: what the images are, in that file.
+        """
         if self.train is not None and self.train.fingerprint() == images.fingerprint():
             raise QualmsError(f"--train names the images of {images.source or images.name} themselves; name others.")
+        partial = partial or PartialFile(None, {})
+        places = list(batch_slices(len(images)))
+        kept = [partial.part(of, place) for place in places]
+        done = sum(len(row["ids"]) for row in kept if row is not None)
         parts: list[Scored] = []
-        with telling(f"{images.name}: first batch") as tell:
-            for first in range(0, len(images), CHUNK):
-                part = scored_images(self.network, scorer, images.take(slice(first, first + CHUNK)), first)
-                self.check_classes(part.probs.shape[1])
-                parts.append(part)
-                tell(f"{images.name} scored", first + len(part), len(images))
+        what = f"images of {images.name} scored"
+        if done < len(images):
+            say_price(scorer, self.network.inputs(images.take(slice(1))), len(images) - done)
+        with telling(what, done, len(images)) as tell:
+            for place, row in zip(places, kept, strict=True):
+                if row is None:
+                    part = scored_images(self.network, scorer, images.take(place), place.start)
+                    self.check_classes(part.probs.shape[1])
+                    row = part_row(of, place.start, part)
+                    partial.add(row)
+                    done += len(part)
+                    tell(what, done, len(images))
+                names = names_of_classes(self.network, images, row["classes"])
+                parts.append(partial.restore(row, names, scorer.threshold))
         return Scored.concatenated(parts)
+
+    def about(self, scorer: Scorer) -> dict[str, Any]:
+        """What decides the scores, beside the images."""
+        how, limit = scorer.settings, scorer.threshold
+        return {
+            **self.network.about,
+            "torch": torch.__version__,
+            "pillow": version("pillow"),
+            "device": next(self.network.model.parameters()).device.type,
+            "methods": {name: parameters(method, self.train) for name, method in scorer.methods.items()},
+            "engine": repr(how.sketch) if how.sketch else how.engine_name,
+            "tolerance": how.tolerance,
+            "seed": how.seed,
+            "classes": list(self.network.class_names),
+            "threshold": None if limit is None else f"{limit.value:g}, {limit.rule}, {limit.fingerprint()}",
+        }
 
     def check_classes(self, found: int) -> None:
         """An error if --classes says another number than the network."""
@@ -136,7 +187,7 @@ def ready(images: str, model: str, methods: dict[str, Method], given: Given) -> 
     own = {name: network.in_its_units(method) for name, method in methods.items()}
     learns = any(TRAINING_DATA in method.needs for method in methods.values())
     train = _read(given.train, network, given, "train") if learns and given.train is not None else None
-    return Ready(network, own, train, given.engine or "exact", given)
+    return Ready(network, own, train, given.engine or "auto", given)
 
 
 def _read(name: str, network: Network, given: Given, split: str) -> Images:
@@ -158,9 +209,9 @@ def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
     else:
         names = listed(text)
     found = tuple(name.strip() for name in names if name.strip())
-    if len(found) < 2 or len(set(found)) < len(found):
+    if len(found) < 2:
         raise QualmsError(
-            f"--classes {text} is neither a number, nor two or more different names separated by commas, nor a file "
+            f"--classes {text} is neither a number, nor two or more names separated by commas, nor a file "
             "with a name on each line."
         )
     return len(found), found

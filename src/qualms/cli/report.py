@@ -25,6 +25,7 @@ from qualms.cli.options import (
     Seed,
     Size,
     Std,
+    Tolerance,
     Weights,
     device_of,
     listed,
@@ -72,6 +73,7 @@ def report(
         EngineName | None,
         typer.Option(help="Of the gradient scores.", show_default="exact; sketch with --tokens"),
     ] = None,
+    tolerance: Tolerance = None,
     size: Size = None,
     mean: Mean = None,
     std: Std = None,
@@ -104,7 +106,7 @@ def report(
     """
     if tokens:
         require_unused(id=inside, ood=outside, weights=weights, classes=classes, size=size, mean=mean, std=std)
-        require_unused(count=None if count == COUNT else count, cycles=cycles, rows=rows)
+        require_unused(count=None if count == COUNT else count, cycles=cycles, rows=rows, tolerance=tolerance)
         require_writable(out)
         of_texts, told = report_texts(
             texts, model, methods, out, engine=engine, root=root, seed=seed, device=device, strict=strict
@@ -134,14 +136,24 @@ def report(
     learns = any(TRAINING_DATA in method.needs for method in asked.values())
     train = training_images(inside, root, network.fit, whole) if learns else None
     wanted, reasons = usable(network, known, asked, train)
-    used = chosen_engine(network, known, wanted, engine or "exact")
+    used, tolerance = chosen_engine(network, known, wanted, engine or "auto", tolerance)
     groups = []
     with (
         Journal(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
         telling() as tell,
     ):
         for images in (known, *others):
-            found = score_images(network, images, wanted, kept, seed=seed, engine=used, train=train, tell=tell)
+            found = score_images(
+                network,
+                images,
+                wanted,
+                kept,
+                seed=seed,
+                engine=used,
+                tolerance=tolerance,
+                train=train,
+                tell=tell,
+            )
             labels = found.labels if images is known else None
             groups.append(Group(images.name, images, found.scores, found.predicted, labels, found.confidence))
     about = {"Network": network.name, "Seed": str(seed)}

@@ -11,12 +11,13 @@ import typer
 from qualms.cli.bench.options import with_options
 from qualms.cli.options import Json, Overwrite
 from qualms.cli.own_images import Ready, end, ready
+from qualms.cli.partial_file import IMAGES, REFERENCE, PartialFile, describe_images, partial_path, stopping
 from qualms.cli.shards import is_folder, score_to_folder
 from qualms.cli.specs import chosen_methods
 from qualms.cli.status import say
 from qualms.cli.tokens import ToScoreAny, score_tokens
 from qualms.cli.writing import STDOUT, deliver, rejected_file, summary, table
-from qualms.data import dataset_name
+from qualms.data import Images, dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
 from qualms.scale.folder import require_own
@@ -49,7 +50,8 @@ def score(
         str | None,
         typer.Option(
             help="The table: a .csv, .parquet or .jsonl file, or - for stdout; or a folder/ for shards, with any "
-            "number of images; the same command resumes.",
+            "number of images. A run into a file or a folder that is stopped goes on with the same command (not with "
+            "--tokens).",
             show_default=FILE,
         ),
     ] = None,
@@ -101,21 +103,27 @@ def score(
     wanted = chosen_methods(DEFAULT if methods is None else methods, dataset_name(images, given.root) or "")
     goes_to = None if place is None or folder is not None else table(place, overwrite, json_lines)
     limit = None if threshold is None else Threshold.load(threshold)
-    prepared = ready(images, model, wanted, given)
-    if limit is not None and given.engine != "auto":
-        prepared.scorer(prepared.methods, limit)  # which refuses a threshold of other scores
-    found = prepared.read(images) if folder is None else None
-    if reference is not None:
-        prepared, limit = _limit(prepared, reference, COVERAGE if coverage is None else coverage)
-    scorer = prepared.scorer(prepared.methods, limit)
-    by = str(threshold or reference)
-    if folder is not None:
-        score_to_folder(prepared, scorer, images, folder, given, by)
-        return
-    assert found is not None
-    scored = prepared.scored(scorer, found)
-    if goes_to is not None:
-        goes_to.write(scored, found.rejected)
+    by, share = str(threshold or reference), COVERAGE if coverage is None else coverage
+    kept_in = None if goes_to is None or goes_to.path is None else partial_path(goes_to.path)
+    with stopping(kept_in):
+        prepared = ready(images, model, wanted, given)
+        if limit is not None:
+            prepared.scorer(prepared.methods, limit)  # which refuses a threshold of other scores
+        found = prepared.read(images) if folder is None else None
+        known = None if reference is None else prepared.read(reference)
+        if folder is not None:
+            limit = limit if known is None else _limit(prepared, known, share)
+            score_to_folder(prepared, prepared.scorer(prepared.methods, limit), images, folder, given, by)
+            return
+        assert found is not None
+        with _partial_file(kept_in, prepared, limit, found, known, share, overwrite) as partial:
+            if known is not None:
+                limit = _limit(prepared, known, share, partial)
+            scorer = prepared.scorer(prepared.methods, limit)
+            scored = prepared.scored(scorer, found, partial)
+            if goes_to is not None:
+                goes_to.write(scored, found.rejected)
+            partial.finish()
     for note in scored.notes.values():
         say(note)
     file = None if place in (None, STDOUT) else Path(str(place))
@@ -126,7 +134,41 @@ def score(
     end(found)
 
 
-def _limit(prepared: Ready, reference: str, coverage: float) -> tuple[Ready, Threshold]:
-    prepared, scorer, scored = prepared.deciding(prepared.read(reference))
+def _limit(prepared: Ready, known: Images, coverage: float, partial: PartialFile | None = None) -> Threshold:
+    """The threshold that accepts this share of the images that the network knows."""
+    scorer, scored = prepared.score_reference(known, partial)
     (scores,) = scored.scores.values()
-    return prepared, Threshold.from_scores(scores, coverage, made_by=scorer.made_by)
+    return Threshold.from_scores(scores, coverage, made_by=scorer.made_by)
+
+
+def _partial_file(
+    path: Path | None,
+    prepared: Ready,
+    limit: Threshold | None,
+    found: Images,
+    known: Images | None,
+    coverage: float,
+    overwrite: bool,
+) -> PartialFile:
+    """What an earlier run of the same command has kept; says how much that is.
+
+    Args:
+        path: the file; None keeps nothing.
+        prepared: the network and the methods.
+        limit: the threshold, if it is known beforehand.
+        found: the images of the table.
+        known: those of the reference, if there is one.
+        coverage: the share of them that is accepted.
+        overwrite: whether to begin anew if the file was made with something else.
+    """
+    if path is None:
+        return PartialFile(None, {})
+    about = prepared.about(prepared.scorer(prepared.methods, limit)) | {IMAGES: describe_images(found), REFERENCE: None}
+    total = len(found)
+    if known is not None:
+        about[REFERENCE] = describe_images(known) | {"coverage": coverage}
+        total += len(known)
+    partial = PartialFile(path, about, overwrite)
+    if partial.count():
+        say(f"resuming: {partial.count()} of {total} images are done already, in {path}")
+    return partial

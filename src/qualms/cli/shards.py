@@ -2,9 +2,8 @@
 
 import os
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -14,14 +13,12 @@ from qualms.cli.own_images import SOME_REJECTED, Given, Ready
 from qualms.cli.status import GOES_ON, passing, say, stopped
 from qualms.cli.writing import ENDINGS, summary
 from qualms.errors import QualmsError
-from qualms.methods.method import LOGITS
 from qualms.scale.batch import BatchScorer
 from qualms.scale.cluster import score_on_ray
-from qualms.scale.folder import REJECTED
+from qualms.scale.folder import REJECTED, shards_in
 from qualms.scale.shards import SIZE, score_shards
 from qualms.scale.source import open_source
 from qualms.scorer import Scorer
-from qualms.tasks.scoring import parameters
 
 
 def is_folder(out: str) -> bool:
@@ -60,8 +57,6 @@ class ToScore(Given):
 def score_to_folder(prepared: Ready, scorer: Scorer, images: str, out: Path, given: ToScore, by: str) -> None:
     """Score all images into shards, or go on with them; prints what was done."""
     network = prepared.network
-    if scorer.settings.engine == "auto" and any(method.needs != (LOGITS,) for method in scorer.methods.values()):
-        raise QualmsError("--engine auto may choose another engine when a run resumes; pass --engine exact or sketch.")
     source = open_source(images, given.root, network.fit, given.strict)
     say(f"{source.name}: {'images' if source.count is None else f'{source.count} images'}")
     first = source.first()
@@ -74,32 +69,17 @@ def score_to_folder(prepared: Ready, scorer: Scorer, images: str, out: Path, giv
     prepared.check_classes(trial.probs.shape[1])
     for note in trial.notes.values():
         say(note)
-    about, rows = _about(prepared, scorer), given.shard_size or SIZE
+    about, rows = prepared.about(scorer), given.shard_size or SIZE
     try:
         if given.runner == "ray":
             passing("starting Ray …")
             done = score_on_ray(batches, source, out, about, rows, given.workers, given.ray_address)
         else:
-            with telling(f"{source.name}: first batch") as tell:
+            before = min(rows * len(shards_in(out)), source.count or 0)
+            with telling(f"images of {source.name} scored", before, source.count) as tell:
                 done = score_shards(batches.scored, source, out, about, rows, tell)
     except KeyboardInterrupt:
         raise stopped(GOES_ON) from None
     typer.echo(summary(scorer, done.scored, done.accepted, by, f"{out}{os.sep}", done.rejected, out / REJECTED))
     if done.rejected:
         raise typer.Exit(SOME_REJECTED)
-
-
-def _about(prepared: Ready, scorer: Scorer) -> dict[str, Any]:
-    """What decides the scores, beside the images."""
-    how, limit = scorer.settings, scorer.threshold
-    return {
-        **prepared.network.about,
-        "torch": torch.__version__,
-        "pillow": version("pillow"),
-        "device": next(prepared.network.model.parameters()).device.type,
-        "methods": {name: parameters(method, prepared.train) for name, method in scorer.methods.items()},
-        "engine": repr(how.sketch) if how.sketch else how.engine_name,
-        "seed": how.seed,
-        "classes": list(prepared.network.class_names),
-        "threshold": None if limit is None else f"{limit.value:g}, {limit.rule}, {limit.fingerprint()}",
-    }

@@ -71,7 +71,7 @@ def threshold(
             "class, or set the threshold by --coverage."
         )
     labels = None if risk is None else prepared.network.relabelled(found).labels
-    _, scorer, scored = prepared.deciding(found)
+    scorer, scored = prepared.score_reference(found)
     (scores,) = scored.scores.values()
     right = None if labels is None else scored.prediction.cpu() == labels
     if risk is None or right is None:

@@ -25,14 +25,21 @@ def row_gradients(
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
         parameters = list(selected.values())
-        found = [gradients_of(logits, parameters, d.to(logits.dtype)) for d in directions(logits.detach())]
-    columns = zip(selected, zip(*found, strict=True), strict=True)
-    gradients = {
-        name: torch.stack([accurate(torch.zeros_like(selected[name]) if g is None else g) for g in column])
-        for name, column in columns
-        if any(g is not None for g in column)
-    }
-    return logits.detach(), gradients
+        found = [list(gradients_of(logits, parameters, d.to(logits.dtype))) for d in directions(logits.detach())]
+    logits = logits.detach()  # and no graph
+    gradients = {}
+    for i, (name, p) in enumerate(selected.items()):
+        column = [of_direction[i] for of_direction in found]
+        for of_direction in found:
+            of_direction[i] = None  # let go one by one: together they are as large as the weights
+        if any(g is not None for g in column):
+            gradients[name] = _stacked([accurate(torch.zeros_like(p) if g is None else g) for g in column])
+    return logits, gradients
+
+
+def _stacked(parts: list[Tensor]) -> Float[Tensor, "m ..."]:
+    """The tensors along a new first axis; a single one without a copy."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
 
 def gradients_of(

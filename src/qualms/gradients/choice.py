@@ -1,140 +1,116 @@
-"""`engine="auto"`: exact gradients or a sketch of them, by what each would cost here, measured on the first inputs.
+"""`engine="auto"`: exact gradients where they are affordable, else estimates, by counted work and not by the clock.
 
-The exact engine pays one backward pass for each direction, the sketch one pass for each tangent. A pass of either kind
-is timed on a few inputs. Exact numbers are worth something, so the sketch must be cheaper by `WORTH` to be picked. As
-times vary, so may a close choice; to fix it, name the engine that was picked.
+The exact engine pays one backward pass for each class. Multiplications are counted, in units of those of a forward
+pass: a backward pass through the activations takes as many again, and the norms of a layer's gradients take whichever
+of two ways has fewer. So the same model has the same choice on every machine.
+
+- Scores: up to `EXACT_PASSES` forward passes for each row that is run, all classes are measured. Beyond, as few of them
+  as a standard error of `TOLERANCE` allows (`exact/drawn_classes.py`), and of `+layers` scores the late layers alone.
+- Norms of every class and layer: beyond that, a sketch, if it takes fewer passes.
 """
 
 import logging
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
-from qualms.errors import QualmsError
-from qualms.gradients.autograd import row_gradients
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.measure import Kind, measure
+from qualms.gradients.exact.by_features import count_multiplications
+from qualms.gradients.exact.drawn_classes import MIN_CLASSES
+from qualms.gradients.exact.engine import look_at
 from qualms.gradients.exact.probe import Probe
-from qualms.gradients.first_look import random_direction
 from qualms.gradients.inputs import Batch, count, take
 from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped
 from qualms.gradients.learnt import Learnt
-from qualms.gradients.settings import Engine, Settings, Sketch
-from qualms.gradients.sketch.engine import SketchRun
-from qualms.gradients.smoothing import Smoothing
-from qualms.gradients.watch.forward import recorded
+from qualms.gradients.rows import Rows, logits_of
+from qualms.gradients.settings import Settings, Sketch
+from qualms.gradients.watch.pieces import Outer, Piece
+from qualms.gradients.watch.weights import roots
 
 log = logging.getLogger("qualms")
-TIMED = 8  # inputs
-WORTH = 2
-RUNS, SHORT = 10, 0.03  # at most so many, and none after so many seconds
-Needed = Callable[[Float[Tensor, "b c"]], float]
+EXACT_PASSES = 60.0  # forward passes that exact gradients of a row may take
+TOLERANCE = 0.03  # the standard error of estimates, as a share of the score
+PUSH_PASSES = 3.0  # of a tangent: a forward pass, and twice as much for the derivative
+PASSES_BESIDE = 2.0  # the recorded forward pass, and the plain one that it is compared with
+PLAIN_BACKWARD = 2.0  # by plain autograd, with the gradients of the weights
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The engine picked, and the seconds that each would take for one input; infinite if it cannot run the model."""
+def resolve_engine(settings: Settings, model: nn.Module, batch: Batch, classes: int, learnt: Learnt) -> Settings:
+    """The settings with the engine and the tolerance that scores of this model will have.
 
-    engine: Engine
-    exact: float
-    sketch: float
+    An engine that was named keeps to what it says: without a tolerance, `exact` is exact.
 
-    def __str__(self) -> str:
-        return (
-            f"engine='auto' picked {self.engine}: about {self.exact:.2g} s an input exact, {self.sketch:.2g} s sketched"
-        )
-
-
-def choose_engine(
-    settings: Settings,
-    model: nn.Module,
-    batch: Batch,
-    directions: Sequence[str],
-    smoothing: Smoothing | None,
-    each_layer: bool = False,
-    needed: Needed | None = None,
-) -> Engine | Sketch:
-    """The engine, picked if it is `auto`.
-
-    `each_layer`: the sketch needs tangents for every layer. `needed`: how many directions the exact engine will run for
-    inputs with these logits, on average, where a tolerance lets it run fewer than there are.
+    Args:
+        settings: as they were given; `auto` and a tolerance of None are what is resolved.
+        model: under `untouched`.
+        batch: inputs like those to be scored.
+        classes: of the model.
+        learnt: where the look at the model is kept.
     """
+    tolerance = settings.tolerance or 0.0
     if settings.engine != "auto":
-        return settings.engine
-    choice = timed(settings, model, batch, directions, smoothing, each_layer, needed)
+        return replace(settings, tolerance=tolerance)
+    exact = replace(settings, engine="exact", tolerance=tolerance)
+    if settings.tolerance is not None or classes < MIN_CLASSES:
+        return exact
+    passes = exact_passes(_job(model, batch, exact), classes, learnt)
+    if passes <= EXACT_PASSES:
+        return exact
+    log.info("exact gradients would take %.0f forward passes a row: some of the classes stand for all", passes)
+    return replace(exact, tolerance=TOLERANCE)
+
+
+def exact_passes(job: Job, classes: int, learnt: Learnt) -> float:
+    """Forward passes that the gradients of all classes of one row take, as counted."""
+    probe = look_at(job, learnt)
+    if isinstance(probe, Exception):  # rows run by plain autograd
+        return PASSES_BESIDE + PLAIN_BACKWARD * classes
+    last = probe.last_product
+    by_features = probe.by_features(job.budget, 1, job.settings.norm, ("classes",))
+    directions = last.weight.shape[1] + 2 if by_features and last is not None else classes
+    return PASSES_BESIDE + directions * pass_work(probe, directions)
+
+
+def pass_work(probe: Probe, directions: int, names: frozenset[str] | None = None) -> float:
+    """What one backward pass takes, norms included, as a share of a forward pass.
+
+    Args:
+        probe: the model's operations.
+        directions: how many share what is computed once.
+        names: of the parameters whose gradients are wanted; all if not said. A pass goes no further than they do.
+    """
+    forward = sum(_forward(piece) for piece in probe.pieces)
+    late = [p for p in probe.pieces if names is None or not names.isdisjoint(roots(p.target, probe.weights))]
+    work = sum(_forward(piece) + count_multiplications(piece, 1, directions) for piece in late)
+    return work / max(1, forward)
+
+
+def choose_for_layers(settings: Settings, model: nn.Module, batch: Batch) -> Settings:
+    """The engine for norms of all classes and layers: exact, or a sketch with tangents for each layer if `auto`."""
+    if settings.engine != "auto":
+        return settings
+    job = _job(model, batch, replace(settings, engine="exact"))
+    classes = logits_of(model, Rows(take(batch, slice(0, 1)))).shape[1]
+    passes = exact_passes(job, classes, Learnt())
+    layers = len(grouped(job.model, list(job.selected), settings.granularity))
+    sketched = PUSH_PASSES * Sketch().tangents * layers
+    exact = passes <= max(EXACT_PASSES, sketched)
+    if exact:
+        log.info("engine='auto' picked exact: %.0f forward passes a row, %.0f sketched", passes, sketched)
+        return replace(settings, engine="exact")
     # Estimates instead of exact numbers are something to be told of.
-    log.log(logging.WARNING if choice.engine == "sketch" else logging.INFO, "%s", choice)
-    return choice.engine
+    log.warning("engine='auto' picked sketch: %.0f forward passes a row, %.0f exact", sketched, passes)
+    return replace(settings, engine="sketch")
 
 
-def timed(
-    settings: Settings,
-    model: nn.Module,
-    batch: Batch,
-    directions: Sequence[str],
-    smoothing: Smoothing | None,
-    each_layer: bool = False,
-    needed: Needed | None = None,
-) -> Choice:
-    """Times a pass of each kind on the first inputs."""
-    some = take(batch, slice(0, min(TIMED, settings.batch_size or TIMED)))
-    job = Job(model, some, range(count(some)), settings, Directions(tuple(directions)), smoothing)
-    work = SketchRun.on(job, Learnt())
-    exact = _exact_seconds(work, settings.norm, needed)
-    try:
-        layers = len(grouped(model, work.probe.counted, settings.granularity)) if each_layer else 1
-        sketch = _sketch_seconds(work, Sketch().tangents * layers, count(batch))
-    except QualmsError as reason:
-        log.info("%s", reason)
-        sketch = float("inf")
-    return Choice("sketch" if WORTH * sketch < exact else "exact", exact, sketch)
+def _job(model: nn.Module, batch: Batch, settings: Settings) -> Job:
+    return Job(model, batch, range(count(batch)), settings, Directions(("classes",)))
 
 
-def _exact_seconds(work: SketchRun, kind: Kind, needed: Needed | None) -> float:
-    job, names = work.job, work.job.directions.names
-    passes: float = job.directions.size(work.probe.classes)
-    on = job.rows(slice(0, job.inputs))
-    probe = Probe.of(job.model, on, job.selected, job.budget)
-    if isinstance(probe, Exception):
-        one = on.take([0])
-        return passes * on.per_input * _seconds(lambda: row_gradients(job.model, one, job.selected, random_direction))
-    if needed is None and probe.by_features(job.budget, on.per_input, kind, names) and probe.last_product is not None:
-        passes = probe.last_product.weight.shape[1] + 2 + len(names) - 1
-    inputs = max(1, min(job.inputs, probe.inputs_in(job.budget, on.per_input, kind)))
-    on = probe.formatted(job.rows(slice(0, inputs)))
-    twins = probe.twins if count(on.batch) > 1 else None
-    forward = _seconds(lambda: recorded(job.model, on, probe.weights, twins))
-    logits, recorder = recorded(job.model, on, probe.weights, twins)
-    if needed is not None:
-        passes = needed(logits.detach().unflatten(0, (inputs, -1))[:, 0])
-    cotangents = Directions(("uniform", "uniform")).along(logits.unflatten(0, (inputs, -1)))
-    a_pass = _seconds(partial(measure, logits, cotangents, recorder.pieces, probe.weights, inputs, kind)) / 2
-    return (2 * forward + passes * a_pass) / inputs
-
-
-def _sketch_seconds(work: SketchRun, tangents: int, inputs: int) -> float:
-    job = work.job
-    on = work.probe.formatted(job.rows(slice(0, min(job.inputs, work.at_once))))
-    drawn = work.tangents([(list(job.selected), 1.0)])
-    push, s = work.push(drawn), drawn[0]
-    pushed = _seconds(lambda: push(job.model, on, s)) * on.per_input / count(on.batch)
-    return tangents * (pushed + _seconds(lambda: drawn[0]) / inputs)
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    """The quickest of two runs, or of more while they are short: other work on the machine interrupts some of them."""
-    times: list[float] = []
-    while len(times) < 2 or (len(times) < RUNS and sum(times) < SHORT):
-        start = time.perf_counter()
-        result = run()
-        if isinstance(result, tuple) and isinstance(result[0], Tensor) and result[0].is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _forward(piece: Piece) -> int:
+    """Multiplications of the operation on one row."""
+    if not isinstance(piece.gradient, Outer):
+        return piece.gradient.numel
+    t, o, f, g = piece.gradient.sizes
+    return t * o * f * g

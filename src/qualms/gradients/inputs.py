@@ -5,7 +5,7 @@ Face tokenisers give them). The first axis of every tensor counts the inputs. Th
 that smoothing perturbs.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
 from inspect import signature
 from numbers import Integral
@@ -46,6 +46,17 @@ def with_tensors(batch: Batch, new: Iterable[Tensor]) -> Batch:
 def take(batch: Batch, index: slice | list[int]) -> Batch:
     """Some of a batch's inputs."""
     return with_tensors(batch, (t[index] for t in tensors(batch)))
+
+
+def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
+    """The inputs of a batch, so many at a time."""
+    return (take(batch, slice(start, start + size)) for start in range(0, count(batch), size))
+
+
+def shapes_of(batch: Batch) -> tuple[Hashable, ...]:
+    """What inputs of the same kind have in common: the names, shapes and types of their tensors."""
+    names = tuple(batch) if isinstance(batch, dict) else type(batch).__name__
+    return (names, *((tuple(t.shape[1:]), t.dtype) for t in tensors(batch)))
 
 
 def count(batch: Batch) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from qualms.gradients.directions import Directions
-from qualms.gradients.inputs import Batch, count, take, tensors
+from qualms.gradients.inputs import Batch, count, shapes_of, take, tensors
 from qualms.gradients.layers import selected_parameters
 from qualms.gradients.memory import default_budget, free_bytes
 from qualms.gradients.rows import Rows, rows_of
@@ -47,8 +47,7 @@ class Job:
     @property
     def shapes(self) -> tuple[Hashable, ...]:
         """What inputs of the same kind have in common: the names, shapes and types of their tensors."""
-        names = tuple(self.batch) if isinstance(self.batch, dict) else type(self.batch).__name__
-        return (names, *((tuple(t.shape[1:]), t.dtype) for t in tensors(self.batch)))
+        return shapes_of(self.batch)
 
     @cached_property
     def budget(self) -> int:

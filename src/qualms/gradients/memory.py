@@ -1,8 +1,11 @@
 """How much memory there is, and how much a forward pass keeps for its backward pass."""
 
+import ctypes
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,12 +22,30 @@ def default_budget(device: torch.device) -> int:
     return max(FLOOR, free_bytes(device) // SHARE)
 
 
-def require_room(needed: int, limit: int, what: str) -> None:
-    """An error if the smallest part of the work takes more bytes than the limit."""
+def budget_of_rows(given: int | None, device: torch.device) -> int:
+    """Bytes that rows which run at once may take: `budget`, or an amount that does not vary from run to run on a CPU.
+
+    What is free varies, and so would the last digits of scores; larger parts are not faster on a CPU.
+    """
+    return given or (FLOOR if device.type == "cpu" else default_budget(device))
+
+
+FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
+
+
+def require_room(needed: int, limit: int, what: str, instead: str = FEWER_PARAMETERS) -> None:
+    """An error if the smallest part of the work takes more bytes than the limit.
+
+    Args:
+        needed: bytes that it takes.
+        limit: bytes that there are.
+        what: the part of the work, in the plural.
+        instead: what to do other than to pass a larger `budget`.
+    """
     if needed > limit:
         raise QualmsError(
             f"{what} take about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} available; pass a larger "
-            "`budget`, select fewer parameters by `params`, or use smaller inputs."
+            f"`budget`, {instead}."
         )
 
 
@@ -46,6 +67,24 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (ValueError, OSError, AttributeError):
         return FLOOR * SHARE
+
+
+def release_free_memory() -> None:
+    """Hand memory that the C library holds for later back to the system, where it can (glibc).
+
+    It keeps what is let go, in pieces that parts of another size do not fit, so that kinds of work would add up.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    if sys.platform != "linux":
+        return None
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.choice import choose_engine
+from qualms.gradients.choice import choose_for_layers
 from qualms.gradients.directions import Directions
 from qualms.gradients.guard import untouched
 from qualms.gradients.inputs import Batch, count, numbered_batches
@@ -115,8 +115,7 @@ def class_gradient_norms(
         inputs: Iterable[tuple[int, Batch]] = numbered_batches(x, inner)
         if settings.engine == "auto":
             begin = next(iter(inputs))
-            picked = choose_engine(settings, inner, begin[1], ("classes",), smooth, each_layer=True)
-            settings = replace(settings, engine=picked)
+            settings = choose_for_layers(settings, inner, begin[1])
             inputs = chain([begin], inputs)
         table = _whole_table(inner, inputs, settings, ("classes",), smooth)
     probs, used = table.logits.softmax(-1), settings.engine_name

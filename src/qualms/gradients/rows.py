@@ -1,6 +1,6 @@
 """The rows that a model runs on, inputs with their perturbed copies, and forward passes over them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +53,32 @@ def rows_of(batch: Batch, smoothing: Smoothing | None, numbers: Sequence[int], s
         return Rows(repeated, per_input, noise)
     first, *others = tensors(repeated)
     return Rows(with_tensors(batch, [first + noise(tuple(x.shape[1:])).to(first), *others]), per_input)
+
+
+def perturbed_in_parts(
+    batch: Batch, smoothing: Smoothing, numbers: Sequence[int], seed: int, size: int
+) -> Iterator[Rows]:
+    """The same rows; those of a single input, if they are too many, so many at a time, each on its own.
+
+    Args:
+        batch: the inputs.
+        smoothing: how they are perturbed.
+        numbers: of the inputs, which decide their draws.
+        seed: decides the draws, too.
+        size: rows at a time.
+    """
+    per_input = smoothing.draws + 1
+    if count(batch) > 1 or per_input <= size:
+        yield rows_of(batch, smoothing, numbers, seed)
+        return
+    x, *others = tensors(batch)
+    if not x.is_floating_point():
+        whole = rows_of(batch, smoothing, numbers, seed)
+        yield from (whole.take(slice(start, start + size)) for start in range(0, per_input, size))
+        return
+    for noise in smoothing.noise(tuple(x.shape[1:]), numbers[0], seed).split(size):
+        beside = (t.repeat_interleave(len(noise), dim=0) for t in others)
+        yield Rows(with_tensors(batch, [x + noise.to(x), *beside]))
 
 
 def wants_channels_last(on: Rows) -> bool:

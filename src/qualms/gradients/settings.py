@@ -44,14 +44,14 @@ class Sketch:
 class Settings:
     """How gradients are computed, whatever they are for."""
 
-    engine: "Engine | Sketch" = "exact"
+    engine: "Engine | Sketch" = "auto"
     granularity: Granularity = "module"
     norm: Norm = "l2"
     params: Params = None
     budget: int | None = None
     batch_size: int | None = None
     seed: int = 0
-    tolerance: float = 0.0
+    tolerance: float | None = None  # None: what the engine does by itself
 
     def __post_init__(self) -> None:
         for argument, value in (("budget", self.budget), ("batch_size", self.batch_size)):
@@ -59,7 +59,7 @@ class Settings:
                 raise QualmsError(f"{argument}={value!r} is not a positive whole number; leave it out for the default.")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
-        if not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1:
+        if self.tolerance is not None and (not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1):
             raise QualmsError(f"tolerance={self.tolerance!r} is not a share from 0 (exact) to below 1.")
         if not isinstance(self.engine, Sketch):
             _require_known("engine", self.engine, get_args(Engine))

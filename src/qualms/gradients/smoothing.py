@@ -64,7 +64,7 @@ class Smoothing:
         drawn = torch.randn((half, *shape), generator=generator(seed, number))
         if self.antithetic:
             drawn = torch.stack([drawn, -drawn], dim=1).flatten(0, 1)[: self.draws]
-        return torch.cat([torch.zeros(1, *shape), drawn]) * self._scale(shape)
+        return torch.cat([torch.zeros(1, *shape), drawn]).mul_(self._scale(shape))
 
     def _scale(self, shape: tuple[int, ...]) -> Tensor:
         if not isinstance(self.sigma, tuple):

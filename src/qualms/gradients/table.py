@@ -1,16 +1,16 @@
 """One table of gradient norms for each input, direction and layer, whatever the engine."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.exact.early_layers import Cutoff
 from qualms.gradients.exact.engine import exact
 from qualms.gradients.exact.measure import Kind
 from qualms.gradients.job import Job
+from qualms.gradients.late_layers import LateLayers
 from qualms.gradients.layers import grouped
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.measured import Measured, added_up
@@ -28,6 +28,7 @@ class LayerTable:
     layers: list[str]
     general: list[str]  # layers that no fast rule covered
     error: Tensor | None = None  # standard error, if the norms are sketched
+    left_out: float = 0.0  # the largest share of Σ_l a_l ‖g_l‖ that layers which were left out were seen to add
 
 
 def layer_table(
@@ -49,6 +50,7 @@ def layer_table(
     """
     done: list[Measured] = []
     errors: list[Measured] = []
+    late: LateLayers | None = None
     for job in jobs:
         settings = job.settings
         kind: Kind = "gram" if gram else settings.norm
@@ -59,7 +61,8 @@ def layer_table(
         elif settings.engine == "reference":
             done.append(reference(job, settings.norm))
         else:
-            done.append(exact(job, kind, learnt, regrouped, _cutoff(job, kind, lam)))
+            late = None if gram else late_layers(job, lam, learnt)
+            done.append(_exact(job, kind, learnt, regrouped, late))
     whole = Measured.joined(done)
     if errors:
         dtype = accurate(whole.logits).dtype
@@ -75,12 +78,27 @@ def layer_table(
         columns.append(together if gram else together.to(dtype))
     values = torch.stack(columns, dim=1 if gram else -1)
     general = [layer for layer, names in groups.items() if not whole.general.isdisjoint(names)]
-    return LayerTable(values, whole.logits, list(groups), general)
+    left_out = late.share if late is not None else 0.0
+    return LayerTable(values, whole.logits, list(groups), general, left_out=left_out)
 
 
-def _cutoff(job: Job, kind: Kind, lam: float | None) -> Cutoff | None:
-    """How much of the early layers may be left out; None if nothing, or if some score does not weight them down."""
-    if not job.settings.tolerance or not lam or lam < 0 or kind == "gram":
+def late_layers(job: Job, lam: float | None, learnt: Learnt) -> LateLayers | None:
+    """The layers that a tolerance leaves to be computed; None for all, as where a score does not weight them down."""
+    settings = job.settings
+    if not settings.tolerance or not lam or lam < 0:
         return None
-    model, granularity = job.model, job.settings.granularity
-    return Cutoff(job.settings.tolerance, lam, lambda names: list(grouped(model, names, granularity).values()), kind)
+    key = ("late layers", job.shapes, tuple(job.selected), settings.granularity, settings.norm, lam)
+    return learnt.once(key, lambda: LateLayers.of(job, lam))
+
+
+def _exact(
+    job: Job, kind: Kind, learnt: Learnt, regrouped: Float[Tensor, "b c"] | None, late: LateLayers | None
+) -> Measured:
+    """The exact engine on the late layers, or on all of them; those that are left out have zeros."""
+    while late is not None and late.early:
+        found = exact(late.job(job), kind, learnt, regrouped)
+        if late.confirm(job, found):
+            nothing = torch.zeros_like(next(iter(found.values.values())))
+            left_out = {name: nothing for layer in late.layers[: late.early] for name in layer}
+            return replace(found, values=left_out | found.values)
+    return exact(job, kind, learnt, regrouped)

@@ -1,7 +1,6 @@
 """The scores, each in a file of its own, and the table of them."""
 
 from qualms.methods.ash_s import ASHS
-from qualms.methods.auto import Auto
 from qualms.methods.clafr import ClaFR
 from qualms.methods.coherence import Coherence
 from qualms.methods.confounding_label import ConfoundingLabel
@@ -37,6 +36,7 @@ from qualms.methods.perturb_x import PerturbX
 from qualms.methods.quam import QUAM
 from qualms.methods.rankfeat import RankFeat
 from qualms.methods.react import ReAct
+from qualms.methods.recommended import Recommended
 from qualms.methods.registry import METHODS, list_methods, parse
 from qualms.methods.regrad import REGrad
 from qualms.methods.scale import SCALE
@@ -56,7 +56,6 @@ __all__ = [
     "ODIN",
     "QUAM",
     "SCALE",
-    "Auto",
     "ClaFR",
     "Coherence",
     "ConfoundingLabel",
@@ -85,6 +84,7 @@ __all__ = [
     "REGrad",
     "RankFeat",
     "ReAct",
+    "Recommended",
     "UNGrad",
     "ViM",
     "list_methods",

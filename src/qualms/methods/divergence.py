@@ -10,6 +10,8 @@ from torch import Tensor
 
 from qualms.gradients.directions import uniform
 
+AT_ONCE = 2**19  # numbers of which a dozen copies exist while a divergence is computed
+
 
 def log_softmax(logits: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
     """log p_c, that of the likeliest class from the odds s of all others: -log(1 + s)."""
@@ -53,7 +55,17 @@ def expected_kl(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> F
 
 
 def mutual_information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
-    """H(E_n q_n) - E_n H(q_n), between the prediction and what was drawn, as E_n KL(q_n ‖ E_n q_n)."""
+    """H(E_n q_n) - E_n H(q_n), between the prediction and what was drawn, as E_n KL(q_n ‖ E_n q_n).
+
+    It is a sum over classes, some of which are taken at a time.
+    """
+    inputs, draws, _ = log_q.shape
+    parts = [_information(some) for some in log_q.split(max(1, AT_ONCE // (inputs * draws)), dim=-1)]
+    return torch.stack(parts).sum(0)
+
+
+def _information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
+    """The part of some of the classes."""
     most = log_q.amax(1, keepdim=True)
     mean = most + (log_q - most).expm1().mean(1, keepdim=True).log1p()  # exact where all draws agree
     return kl(log_q, mean).mean(1)

@@ -4,14 +4,16 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.guard import untouched
+from qualms.gradients.inputs import count, parts_of
+from qualms.gradients.row_memory import RowWork
 from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.method import MODELS, Method
-from qualms.methods.passes import Passes
+from qualms.methods.passes import ROWS_AT_ONCE, Passes
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Ensemble(Method):
         if not passes.subject.members:
             raise QualmsError("ensemble needs several models; pass models=, the members beside the model itself.")
         log_q = [passes.log_probs]
-        for member in passes.subject.members:
+        for i, member in enumerate(passes.subject.members):
             with untouched(member) as inner, torch.no_grad():
-                z = torch.cat([logits_of(inner, Rows(part)) for part in passes.chunks(passes.batch)])
+                z = _logits(inner, passes, f"a forward pass of member {i + 1}")
             if z.shape != passes.logits.shape:
                 raise QualmsError(
                     f"a member of the ensemble has {z.shape[1]} classes and the model {passes.logits.shape[1]}; "
@@ -52,3 +54,11 @@ class Ensemble(Method):
                 )
             log_q.append(log_softmax(z.double()))
         return mutual_information(torch.stack(log_q, dim=1))
+
+
+def _logits(member: nn.Module, passes: Passes, what: str) -> Float[Tensor, "b c"]:
+    """The logits of a member, in parts that fit the budget."""
+    subject, batch = passes.subject, passes.batch
+    work = RowWork(what, lambda row: logits_of(member, Rows(row)), ROWS_AT_ONCE)
+    size = work.rows_at_once(batch, count(batch), subject.settings, subject.learnt)
+    return torch.cat([logits_of(member, Rows(part)) for part in parts_of(batch, size)])

@@ -41,19 +41,20 @@ class FDBD(Method):
         """One number for each input."""
         fitted, head = passes.subject.fitted, passes.head
         if self not in fitted:
-            weight = head.weight.double()
-            apart = torch.cdist(weight, weight, compute_mode="donot_use_mm_for_euclid_dist")
             known = training_features(passes, self.name).features
             length = float(known.norm(dtype=torch.double)) / len(known) ** 0.5
-            fitted[self] = known.mean(0, dtype=torch.double), apart, NEAREST * (length or 1.0)
-        mean, apart, nearest = fitted[self]
+            fitted[self] = known.mean(0, dtype=torch.double), NEAREST * (length or 1.0)
+        mean, nearest = fitted[self]
         from_mean = (head.features.double() - mean).norm(dim=-1).clamp_min(nearest)
-        return -boundary_distance(passes.logits, apart) / from_mean
+        return -boundary_distance(passes.logits, head.weight) / from_mean
 
 
-def boundary_distance(logits: Float[Tensor, "b c"], apart: Float[Tensor, "c c"]) -> Float[Tensor, " b"]:
-    """The mean distance to the boundaries between the predicted class and all others; apart is ‖w_i - w_j‖."""
+def boundary_distance(logits: Float[Tensor, "b c"], weight: Float[Tensor, "c f"]) -> Float[Tensor, " b"]:
+    """The mean distance to the boundaries between the predicted class and all others, ‖w_ĉ - w_c‖ between weights."""
     largest, predicted = logits.max(-1)
-    between = apart[predicted]
+    # Those of the classes that are predicted alone: of all pairs there may be billions.
+    some, place = predicted.unique(return_inverse=True)
+    every = weight.double()
+    between = torch.cdist(every[some], every, compute_mode="donot_use_mm_for_euclid_dist")[place]
     each = torch.where(between > 0, (largest[:, None] - logits) / between, 0)
     return each.sum(-1) / (logits.shape[1] - 1)

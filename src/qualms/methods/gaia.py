@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.guard import all_parameters_differentiable
-from qualms.gradients.inputs import Batch, count
+from qualms.gradients.inputs import Batch, count, parts_of
 from qualms.gradients.rows import Rows, logits_of
 from qualms.methods.feature_maps import InnerMaps
 from qualms.methods.method import GRADIENTS, Method
@@ -49,11 +49,16 @@ class GAIA(Method):
     needs = (GRADIENTS,)
     cost = "1, and 1 backward"
 
+    @property
+    def extra_passes(self) -> float:
+        """A forward and a backward pass."""
+        return 3.0
+
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted = passes.subject.fitted
         with all_parameters_differentiable(passes.model):
-            found = [_densities(passes, part) for part in passes.chunks_with_graph()]
+            found = [_densities(passes, part) for part in passes.chunks_with_graph(times=2)]
             if self not in fitted:
                 fitted[self] = _tells(passes, any(flat for _, flat in found))
         if not fitted[self]:
@@ -70,7 +75,8 @@ def _tells(passes: Passes, flat: bool) -> bool:
         noise = noise_inputs(passes, NOISE_INPUTS, GAIA.name)
     except QualmsError:
         return flat
-    densities, _ = _densities(passes, noise)
+    size = passes.subject.rows_with_graph(noise, times=2)
+    densities = torch.cat([_densities(passes, part)[0] for part in parts_of(noise, size)])
     return bool((densities != densities[0]).any())
 
 
@@ -80,7 +86,7 @@ def _densities(passes: Passes, part: Batch) -> tuple[Float[Tensor, "b channels"]
     logits = logits_of(passes.model, Rows(part), maps)
     edges = maps.edges()
     found = torch.autograd.grad(logits.amax(1).sum(), edges, allow_unused=True) if edges else ()
-    channels = [(gradient != 0).double().mean((2, 3)) for gradient in found if gradient is not None]
+    channels = [(gradient != 0).mean((2, 3), dtype=torch.double) for gradient in found if gradient is not None]
     if not channels:
         raise QualmsError(
             "the model has no feature maps of normalisation layers or convolutions, which gaia needs; "

@@ -75,6 +75,17 @@ class GradientScore(Method):
         """The standard error of a score from random tangents, or from some of many classes."""
         return passes.gradient_score(self)[1]
 
+    def note(self, passes: Passes) -> str | None:
+        """That the scores are estimates from some of the classes, and how good they are."""
+        if not passes.draws_classes(self):
+            return None
+        tolerance = passes.subject.settings.tolerance or 0.0
+        late = " and from the late layers, without those that were seen to add next to nothing" if self.layers else ""
+        return (
+            f"{self.spec} is estimated from some of the {passes.logits.shape[1]} classes{late}, with a standard error "
+            f"of at most {tolerance:.3g} of each score; engine='exact' measures all of them."
+        )
+
     @property
     def spec(self) -> str:
         """The name with its modifiers, as in `regrad+layers(λ)+smooth(σ,N)`; if σ is per channel, only the first."""

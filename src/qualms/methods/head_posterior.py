@@ -23,6 +23,10 @@ from qualms.errors import QualmsError
 Structure = Literal["auto", "full", "kron"]
 FeaturesAndProbs = Iterator[tuple[Tensor, Tensor]]  # of features and probabilities
 FULL_AT_MOST = 4096  # parameters: the matrix is then 128 MiB
+DOUBLE = 8  # bytes
+COPIES_OF_FULL = 2  # of the matrix: itself and its factor
+COPIES_OF_FACTOR = 5  # of a Kronecker factor: its sum, a batch's, eigenvectors, and what finding them takes
+LANES = 16  # normal numbers that torch draws together
 CHUNK = 1024  # rows of a batch that are summed at a time
 
 
@@ -77,15 +81,41 @@ class HeadPosterior:
 
     def sample(self, n: int, seed: int) -> tuple[Float[Tensor, "n c f"], Float[Tensor, "n c"] | None]:
         """Draw n heads; the seed alone decides them. They have the weight's dtype, but at least float32."""
+        ((weights, biases),) = self.samples(n, seed, n)
+        return weights, biases
+
+    def samples(
+        self, n: int, seed: int, at_once: int
+    ) -> Iterator[tuple[Float[Tensor, "d c f"], Float[Tensor, "d c"] | None]]:
+        """The same heads, `at_once` of them at a time."""
         mean, features = _extended(self.weight, self.bias), self.weight.shape[1]
-        generator = torch.Generator().manual_seed(seed)
-        z = torch.randn((n, *mean.shape), generator=generator, dtype=torch.float64).to(mean.device)
-        heads = (mean + self.covariance.shape_noise(z)).to(torch.promote_types(self.weight.dtype, torch.float32))
-        return heads[..., :features], None if self.bias is None else heads[..., features]
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        for z in _normal_numbers(n, mean.numel(), seed, at_once):
+            heads = (mean + self.covariance.shape_noise(z.view(-1, *mean.shape).to(mean.device))).to(dtype)
+            yield heads[..., :features], None if self.bias is None else heads[..., features]
 
     def functional_variance(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b c c"]:
         """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this is exact."""
         return self.covariance.of_logits(_with_one(features.to(self.weight.device), self.bias is not None))
+
+
+def _normal_numbers(n: int, width: int, seed: int, at_once: int) -> Iterator[Float64[Tensor, "d width"]]:
+    """The rows of torch.randn(n, width), `at_once` of them at a time.
+
+    torch draws normal numbers 16 at a time, and the last ones of a call in another way: parts that end at a multiple of
+    16 are those of one call. What a part has beyond its rows is the beginning of the next.
+    """
+    generator, left, drawn = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.float64), 0
+    for start in range(0, n, at_once):
+        stop = min(start + at_once, n)
+        end = min(-(-stop * width // LANES) * LANES, n * width)
+        if n * width - end < LANES:
+            end = n * width
+        fresh = torch.randn(end - drawn, generator=generator, dtype=torch.float64)
+        drawn, whole = end, torch.cat([left, fresh]) if len(left) else fresh
+        rows = (stop - start) * width
+        left = whole[rows:].clone()
+        yield whole[:rows].view(-1, width)
 
 
 def fit_head(
@@ -128,6 +158,13 @@ def fit_head(
     return HeadPosterior(weight, bias, covariance)
 
 
+def bytes_of_fit(classes: int, width: int) -> int:
+    """What `fit_head` takes by default for a head of so many classes on so many features, the bias's 1 included."""
+    if classes * width <= FULL_AT_MOST:
+        return COPIES_OF_FULL * DOUBLE * (classes * width) ** 2
+    return COPIES_OF_FACTOR * DOUBLE * max(classes, width) ** 2 + 2 * DOUBLE * min(classes, width) ** 2
+
+
 def _rows(batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"], has_bias: bool) -> FeaturesAndProbs:
     """Features [n, k] with their 1 and probabilities [n, c], a chunk at a time."""
     empty = True
@@ -157,11 +194,12 @@ def _gauss_newton(rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]) -> Floa
         for c in range(classes - 1):
             weighted = (p[:, c, None] * p[:, c + 1 :])[:, :, None] * h[:, None]  # [n, later classes, k]
             upper[c, :, c + 1 :] -= (h.mT @ weighted.flatten(1)).unflatten(1, (-1, width))
-    flat = upper.flatten(2).flatten(0, 1)
-    blocks = (flat + flat.mT).view_as(upper)
     for c in range(classes):
-        blocks[c, :, c] = -blocks[c].sum(1)
-    return blocks.flatten(2).flatten(0, 1)
+        upper[c + 1 :, :, c] = upper[c, :, c + 1 :].permute(1, 2, 0)
+        upper[c, :, c] = 0
+    for c in range(classes):
+        upper[c, :, c] = -upper[c].sum(1)
+    return upper.flatten(2).flatten(0, 1)
 
 
 def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:

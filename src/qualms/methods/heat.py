@@ -192,7 +192,7 @@ def growth(noise: Passes) -> float:
 
     1 if most inputs have no features before or after; infinite if the louder noise is too much for the model's numbers.
     """
-    loud, size = louder(noise.batch, LOUDER, noise.seed), noise.subject.rows_at_once
+    loud, size = louder(noise.batch, LOUDER, noise.seed), noise.subject.rows_at_once(noise.batch)
     parts = [loud.take(slice(start, start + size)) for start in range(0, count(noise.batch), size)]
     try:
         after = required(Head.joined([with_head(noise.model, part)[1] for part in parts]))

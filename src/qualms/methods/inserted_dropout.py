@@ -4,13 +4,15 @@ The features are computed once, only the head is redrawn. One mask serves all in
 does not depend on what else is in the batch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.divergence import log_softmax, mutual_information
+from qualms.methods.divergence import log_softmax
+from qualms.methods.draws import draws_at_once, information_over_draws
 from qualms.methods.method import SEVERAL_PASSES
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
@@ -44,10 +46,20 @@ class InsertedDropout(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, p=SHARE, draws=whole(2))
 
+    @property
+    def extra_passes(self) -> float:
+        """None: only the last layer is drawn anew."""
+        return 0.0
+
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         head = passes.head
         size = (self.draws, head.features.shape[1])
         kept = torch.rand(size, generator=generator(passes.seed, 0)).to(head.features.device) >= self.p
-        log_q = [log_softmax(head.logits(head.features * mask / (1 - self.p)).double()) for mask in kept]
-        return mutual_information(torch.stack(log_q, dim=1))
+
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            features = head.features[block, None]
+            for masks in kept.split(draws_at_once(len(features), len(head.weight))):
+                yield log_softmax(head.logits(features * masks / (1 - self.p)).double())
+
+        return information_over_draws(passes, self.draws, log_probs)

@@ -7,18 +7,21 @@ posterior is Gaussian with the full Gauss-Newton matrix up to 4096 parameters, a
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.methods.divergence import log_softmax, mutual_information
+from qualms.gradients.memory import budget_of_rows, free_bytes, require_room
+from qualms.methods.divergence import log_softmax
+from qualms.methods.draws import DOUBLE, information_over_draws
 from qualms.methods.head import required, with_head
-from qualms.methods.head_posterior import HeadPosterior, fit_head
+from qualms.methods.head_posterior import HeadPosterior, bytes_of_fit, fit_head
 from qualms.methods.method import TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
 from qualms.parameters import POSITIVE, check_parameters, whole
+
+COPIES_OF_HEAD = 6  # in double precision, while one is drawn: its noise, what that becomes step by step, the mean
 
 
 @dataclass(frozen=True)
@@ -47,21 +50,36 @@ class Laplace(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, prior_precision=POSITIVE, draws=whole(2))
 
+    @property
+    def extra_passes(self) -> float:
+        """None: only the last layer is drawn anew."""
+        return 0.0
+
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        weights, biases = self._posterior(passes).sample(self.draws, passes.seed)
-        features = passes.head.features.to(weights)
-        log_q = [
-            log_softmax(F.linear(features, weight, None if biases is None else biases[i]).double())
-            for i, weight in enumerate(weights)
-        ]
-        return mutual_information(torch.stack(log_q, dim=1))
+        posterior, head = self._posterior(passes), passes.head
+        each = COPIES_OF_HEAD * DOUBLE * head.weight.numel()
+        budget = budget_of_rows(passes.subject.settings.budget, passes.device)
+        at_once = max(1, budget // (4 * each))
+
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            for weights, biases in posterior.samples(self.draws, passes.seed, at_once):
+                features = head.features[block].to(weights)
+                for i, weight in enumerate(weights):
+                    logits = F.linear(features, weight, None if biases is None else biases[i])
+                    yield log_softmax(logits.double())[:, None]
+
+        return information_over_draws(passes, self.draws, log_probs)
 
     def _posterior(self, passes: Passes) -> HeadPosterior:
         """Fitted once for a model."""
         fitted = passes.subject.fitted
         if self not in fitted:
-            head = passes.head
+            head, budget = passes.head, passes.subject.settings.budget
+            classes, width = head.weight.shape[0], head.weight.shape[1] + int(head.bias is not None)
+            needed = bytes_of_fit(classes, width) + COPIES_OF_HEAD * DOUBLE * head.weight.numel()
+            what = f"the covariance of a head of {classes:,} classes on {width:,} features and one sample of it"
+            require_room(needed, budget or free_bytes(passes.device), what, "or use inserted-dropout")
             fitted[self] = fit_head(self._training(passes), head.weight, head.bias, self.prior_precision)
         return fitted[self]
 

@@ -1,13 +1,15 @@
 """MC-AA: mutual information over x + ε·sign(∇x L), ε uniform in [-a, a], L the NLL of the predicted class."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.inputs import Batch, count, take
-from qualms.methods.divergence import log_softmax, mutual_information
+from qualms.gradients.inputs import count, take
+from qualms.methods.divergence import log_softmax
+from qualms.methods.draws import information_over_draws
 from qualms.methods.input_steps import attack_direction, length, moved
 from qualms.methods.method import SEVERAL_PASSES, Noise, Scale, converted
 from qualms.methods.monte_carlo import MonteCarlo
@@ -44,24 +46,23 @@ class MCAA(MonteCarlo):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        per_chunk = max(1, passes.subject.rows_at_once // self.draws)
-        parts = []
-        for start in range(0, count(passes.batch), per_chunk):
-            part = take(passes.batch, slice(start, start + per_chunk))
-            uniform = [
-                2 * torch.rand(self.draws, generator=generator(passes.seed, number)) - 1
-                for number in passes.numbers[start : start + per_chunk]
-            ]
-            parts.append(self._log_probs(passes, part, torch.stack(uniform)))
-        return mutual_information(torch.cat(parts))
+        subject, inputs = passes.subject, count(passes.batch)
+        rows = subject.rows_at_once(passes.batch, inputs * self.draws)
+        most = min(max(1, rows // self.draws), subject.rows_with_graph(passes.batch))
+
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            part, numbers = take(passes.batch, block), passes.numbers[block]
+            drawn = [torch.rand(self.draws, generator=generator(passes.seed, number)) for number in numbers]
+            uniform = 2 * torch.stack(drawn) - 1
+            sign = attack_direction(passes, part)
+            step = length(self.a, sign, self.name, "a") * sign
+            for some in uniform.split(max(1, rows // len(sign)), dim=1):
+                sizes = some.reshape(*some.shape, *[1] * (sign.ndim - 1)).to(sign)
+                logits = passes.forward(moved(part, (sizes * step[:, None]).flatten(0, 1)))
+                yield log_softmax(logits.double()).unflatten(0, some.shape)
+
+        return information_over_draws(passes, self.draws, log_probs, most)
 
     def in_units(self, scale: Scale) -> "MCAA":
         """The same with a in the units of the model's input."""
         return replace(self, a=converted(self.a, scale))
-
-    def _log_probs(self, passes: Passes, part: Batch, uniform: Float[Tensor, "b n"]) -> Float[Tensor, "b n c"]:
-        sign = attack_direction(passes, part)
-        step = length(self.a, sign, self.name, "a") * sign
-        steps = uniform.reshape(*uniform.shape, *[1] * (sign.ndim - 1)).to(sign) * step[:, None]
-        logits = passes.forward(moved(part, steps.flatten(0, 1)))
-        return log_softmax(logits.double()).unflatten(0, uniform.shape)

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
+from qualms.gradients.inputs import Batch, count, take
+from qualms.gradients.memory import require_room
 from qualms.gradients.rows import Rows
-from qualms.methods.divergence import log_softmax, mutual_information
+from qualms.methods.divergence import log_softmax
+from qualms.methods.draws import information_over_draws
 from qualms.methods.method import SEVERAL_PASSES, TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
@@ -48,11 +50,14 @@ class MCBatchNorm(MonteCarlo):
 
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
-        log_q = []
-        for statistics in self._statistics(passes):
-            with _using(statistics):
-                log_q.append(log_softmax(passes.forward_all().double()))
-        return mutual_information(torch.stack(log_q, dim=1))
+
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            for statistics in self._statistics(passes):
+                with _using(statistics):
+                    logits = passes.forward_all(take(passes.batch, block))
+                yield log_softmax(logits.double())[:, None]
+
+        return information_over_draws(passes, self.draws, log_probs)
 
     def _statistics(self, passes: Passes) -> "list[Statistics]":
         """Mean and variance of every layer's input for each training batch, found once."""
@@ -63,11 +68,20 @@ class MCBatchNorm(MonteCarlo):
                 raise QualmsError("the model has no batch normalisation, which mc-batchnorm needs; use perturb-theta.")
             found = []
             for batch in islice(passes.subject.training_batches(self.name), self.draws):
+                self._require_room(passes, batch)
                 with _learning(layers):
                     passes.forward(Rows(batch))
                     found.append([(m, _copy(m)) for m in layers])
             fitted[self] = list(islice(cycle(found), self.draws))
         return fitted[self]
+
+    def _require_room(self, passes: Passes, batch: Batch) -> None:
+        """A training batch has its statistics as a whole: an error if that does not fit a `budget` that was given."""
+        budget, rows = passes.subject.settings.budget, count(batch)
+        if budget is not None:
+            each = passes.subject.plain_work.bytes_of_row(batch, passes.subject.learnt) or 0
+            what = f"the results of a training batch of {rows} inputs, which {self.name} runs as a whole,"
+            require_room(rows * each, budget, what, "or smaller batches as train=")
 
 
 Pair = tuple[Tensor | None, Tensor | None]  # mean and variance

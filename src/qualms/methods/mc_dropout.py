@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch, count
+from qualms.gradients.inputs import Batch, count, take
 from qualms.gradients.nested import tensors_in
+from qualms.gradients.row_memory import RowWork
 from qualms.gradients.rows import Rows, logits_of
-from qualms.methods.divergence import log_softmax, mutual_information
+from qualms.methods.divergence import log_softmax
+from qualms.methods.draws import information_over_draws
 from qualms.methods.method import SEVERAL_PASSES
 from qualms.methods.monte_carlo import MonteCarlo
-from qualms.methods.passes import Passes
+from qualms.methods.passes import ROWS_AT_ONCE, Passes
 from qualms.parameters import check_parameters, whole
 from qualms.random import generator
 
@@ -60,17 +62,34 @@ class MCDropout(MonteCarlo):
         layers = [m for m in passes.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
         if not layers:
             raise QualmsError("the model has no dropout layer, which mc-dropout needs; use inserted-dropout.")
-        parts = [self._log_probs(passes, layers, part) for part in passes.chunks(passes.batch)]
-        return mutual_information(torch.cat(parts))
 
-    @torch.no_grad()
-    def _log_probs(self, passes: Passes, layers: DropoutLayers, part: Batch) -> Float[Tensor, "b n c"]:
-        replay = Replay()
-        log_q = []
-        for draw in range(self.draws):
-            with _masked(layers, count(part), generator(passes.seed, draw), replay), replay.run():
-                log_q.append(log_softmax(logits_of(passes.model, Rows(part)).double()))
-        return torch.stack(log_q, dim=1)
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            part, replay = take(passes.batch, block), Replay()
+            for draw in range(self.draws):
+                yield log_softmax(_thinned(passes, layers, part, draw, replay).double())[:, None]
+
+        def run(row: Batch) -> Tensor:
+            return _thinned(passes, layers, row, 0, Replay())
+
+        subject = passes.subject
+        work = RowWork("a pass that is replayed", run, ROWS_AT_ONCE)
+        most = work.rows_at_once(passes.batch, count(passes.batch), subject.settings, subject.learnt)
+        return information_over_draws(passes, self.draws, log_probs, most)
+
+
+@torch.no_grad()
+def _thinned(passes: Passes, layers: DropoutLayers, part: Batch, draw: int, replay: "Replay") -> Float[Tensor, "b c"]:
+    """The logits of one thinned network.
+
+    Args:
+        passes: of the model.
+        layers: its dropout layers.
+        part: inputs.
+        draw: its number, which decides the masks.
+        replay: of what comes before the first of the layers.
+    """
+    with _masked(layers, count(part), generator(passes.seed, draw), replay), replay.run():
+        return logits_of(passes.model, Rows(part))
 
 
 @contextmanager

@@ -87,6 +87,11 @@ class Method(Protocol):
         return None
 
     @property
+    def extra_passes(self) -> float:
+        """What it takes beside the plain forward pass, in forward passes an input; a backward pass counts as two."""
+        return 0.0
+
+    @property
     def layers(self) -> float | None:
         """λ of `+layers(λ)`, where that was asked for."""
         return None

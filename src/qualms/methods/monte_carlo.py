@@ -14,6 +14,11 @@ class MonteCarlo(Method, Protocol):
         """N, how many."""
         ...
 
+    @property
+    def extra_passes(self) -> float:
+        """A forward pass for each draw."""
+        return float(self.draws)
+
     def quick(self) -> "MonteCarlo":
         """The same with two draws at most."""
         return replace(self, draws=min(self.draws, FEW))

@@ -47,6 +47,11 @@ class ODIN(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, temperature=POSITIVE, epsilon=NOISE)
 
+    @property
+    def extra_passes(self) -> float:
+        """A forward and a backward pass for the step, and a forward pass after it."""
+        return 4.0
+
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         parts, lost = [], []

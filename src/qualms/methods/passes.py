@@ -9,25 +9,28 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.drawn_classes import FIRST
-from qualms.gradients.inputs import Batch, count, labelled_batches, take, tensors
+from qualms.gradients.exact.drawn_classes import MIN_CLASSES
+from qualms.gradients.guard import all_parameters_differentiable
+from qualms.gradients.inputs import Batch, count, labelled_batches, parts_of, take, tensors
 from qualms.gradients.job import Job
 from qualms.gradients.layers import total_norms
 from qualms.gradients.learnt import Learnt
+from qualms.gradients.memory import budget_of_rows, free_bytes, require_room
 from qualms.gradients.precision import accurate
-from qualms.gradients.rows import Rows, logits_of, rows_of
+from qualms.gradients.row_memory import RowWork
+from qualms.gradients.rows import Rows, logits_of, perturbed_in_parts
 from qualms.gradients.settings import Settings
 from qualms.gradients.sketch.engine import sketch_totals
 from qualms.gradients.sketch.stable import Sample
 from qualms.gradients.smoothing import Smoothing
 from qualms.gradients.table import LayerTable, layer_table
 from qualms.methods.divergence import log_softmax
-from qualms.methods.few_classes import scores_by_few_classes
+from qualms.methods.few_classes import layer_sums_by_few_classes, scores_by_few_classes
 from qualms.methods.head import Head, required, with_head
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ class Subject:
     gradient_methods: "tuple[GradientScore, ...]" = ()  # those that will be asked for
     learnt: Learnt = field(default_factory=Learnt)  # what the engines found out about the model
     fitted: dict[Any, Any] = field(default_factory=dict)  # what methods keep for this model, such as a posterior
-    compares: bool = False  # the exact engine will run on the inputs themselves; smoothed ones it compares on its own
+    compares: bool = False  # the exact engine will compare its logits with those of a plain pass
 
     def training_batches(self, method: str) -> Iterator[Batch]:
         """The training inputs, labels dropped."""
@@ -60,10 +63,31 @@ class Subject:
             raise QualmsError(f"{method} needs training data; pass train=, a loader of training inputs.")
         return labelled_batches(self.train, self.model, "train")
 
+    def rows_at_once(self, batch: Batch, rows: int | None = None, held: int = 0) -> int:
+        """How many rows like those of a batch a plain forward pass takes at once.
+
+        Args:
+            batch: inputs of the shape in question.
+            rows: how many there are to run in all; those of the batch unless said otherwise.
+            held: bytes that are held beside the pass.
+        """
+        work = replace(self.plain_work, held=held)
+        return work.rows_at_once(batch, rows or count(batch), self.settings, self.learnt)
+
     @property
-    def rows_at_once(self) -> int:
-        """How many rows a plain forward pass takes."""
-        return self.settings.batch_size or ROWS_AT_ONCE
+    def plain_work(self) -> RowWork:
+        """A plain forward pass."""
+        return RowWork("a forward pass", lambda row: with_head(self.model, row)[0], ROWS_AT_ONCE)
+
+    def rows_with_graph(self, batch: Batch, times: int = 1) -> int:
+        """How many rows a pass with a backward pass takes at once, which needs so many times the bytes of its graph."""
+
+        def run(row: Batch) -> Tensor:
+            with torch.enable_grad(), all_parameters_differentiable(self.model):
+                return logits_of(self.model, Rows(row))
+
+        work = RowWork("a pass that keeps its graph", run, ROWS_WITH_GRAPH, times=times)
+        return work.rows_at_once(batch, count(batch), self.settings, self.learnt)
 
     def directions(self, smooth: Smoothing | None) -> Directions:
         """The directions that the gradient methods with this smoothing need, each set once; None is the plain pass."""
@@ -84,7 +108,7 @@ class Passes:
         self.numbers = range(count(batch)) if numbers is None else numbers
         self._tables: dict[tuple[Smoothing | None, Directions, bool], LayerTable] = {}
         self._estimated: dict[GradientScore, tuple[Tensor, Tensor]] = {}
-        self._draws: dict[Smoothing, Tensor] = {}
+        self._grams: dict[tuple[frozenset[str], Directions | None], tuple[Tensor, Tensor]] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -111,7 +135,8 @@ class Passes:
         the consecutive ones that it takes, so that these logits also tell whether inputs influence each other.
         """
         inputs = count(self.batch)
-        groups = max(2 if self.subject.compares and inputs > 1 else 1, -(-inputs // self.subject.rows_at_once))
+        at_once = self.subject.rows_at_once(self.batch)
+        groups = max(2 if self.subject.compares and inputs > 1 else 1, -(-inputs // at_once))
         members = [list(range(start, inputs, groups)) for start in range(groups)]
         parts = [with_head(self.model, take(self.batch, group)) for group in members]
         order = torch.tensor([i for group in members for i in group]).argsort()
@@ -149,6 +174,12 @@ class Passes:
         """The last fully connected layer and its input."""
         return required(self._outcome[1])
 
+    @property
+    def head_weight(self) -> Float[Tensor, "c f"] | None:
+        """The weight of that layer; None where the logits come from elsewhere."""
+        head = self._outcome[1]
+        return head.weight if isinstance(head, Head) else None
+
     # Gradients.
 
     def gradient_score(self, method: "GradientScore") -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
@@ -161,14 +192,26 @@ class Passes:
         norms = total_norms(table.values[:, columns].double(), method.layers, self.subject.settings.norm)
         # p of the rows as the engine ran them: alone, if inputs influence each other.
         value = (method.weights_at(table.logits) * norms**method.power).sum(-1)
-        return value, torch.zeros_like(value)
+        return value, method.power * table.left_out * value.abs()
 
     def estimates(self, method: "GradientScore") -> bool:
         """Whether a score has a standard error: it is sketched, or comes from some of many classes."""
-        settings, many = self.subject.settings, self._outcome[0].shape[1] > 2 * FIRST
-        sums = method.direction == "classes" and method.power == 1
-        few = settings.tolerance > 0 and settings.engine_name == "exact" and sums and many
-        return settings.sketch is not None or few
+        return self.subject.settings.sketch is not None or self.draws_classes(method)
+
+    def layer_sums(self, method: "GradientScore") -> tuple[list[str], Float[Tensor, "b l"]]:
+        """Σ_c w_c ‖g_cl‖ⁿ of each layer l, over all classes, or from some of many."""
+        if self.draws_classes(method):
+            job = self.job(Directions(("classes",)), method.smooth)
+            return layer_sums_by_few_classes(job, method, self.subject.learnt, self.head_weight)
+        table, columns = self._norms(method)
+        weights = method.weights_at(table.logits)
+        return table.layers, torch.einsum("bc,bcl->bl", weights, table.values[:, columns].double() ** method.power)
+
+    def draws_classes(self, method: "GradientScore") -> bool:
+        """Whether some of many classes stand for all of them."""
+        settings = self.subject.settings
+        many = method.direction == "classes" and self._outcome[0].shape[1] >= MIN_CLASSES
+        return many and bool(settings.tolerance) and settings.engine_name == "exact"
 
     def _norms(self, method: "GradientScore") -> tuple[LayerTable, slice]:
         """Gradient norms per layer, from the one pass that serves all methods, and where this one's directions are."""
@@ -180,12 +223,22 @@ class Passes:
             self._tables[key] = layer_table([job], self.subject.learnt, regrouped=regrouped, lam=lam)
         return self._tables[key], self._columns(method.direction, wanted)
 
-    def gram(self, params: frozenset[str]) -> Float[Tensor, "b l c c"]:
-        """G_l = J_l J_lᵀ, the inner products between the gradients of the logits by some of the parameters, exact."""
+    def gram(
+        self, params: frozenset[str], directions: Directions | None = None
+    ) -> tuple[Float[Tensor, "b l m m"], Float[Tensor, "b c"]]:
+        """Inner products between gradients by some of the parameters, exact, and the logits that belong to them.
+
+        Along some directions, or along every logit, for which they are G_l = J_l J_lᵀ. Computed once.
+        """
         own = self.subject.settings
-        settings = Settings(params=params.__contains__, budget=own.budget, batch_size=own.batch_size)
-        job = replace(self.job(Directions(("logits",)), None), settings=settings)
-        return layer_table([job], self.subject.learnt, gram=True, regrouped=self._regrouped).values.double()
+        wanted = directions or Directions(("logits",))
+        key = (params, directions)
+        if key not in self._grams:
+            settings = Settings(params=params.__contains__, budget=own.budget, batch_size=own.batch_size)
+            job = replace(self.job(wanted, None), settings=settings)
+            table = layer_table([job], self.subject.learnt, gram=True, regrouped=self._regrouped)
+            self._grams[key] = table.values.double(), table.logits.double()
+        return self._grams[key]
 
     def traces(self, blocks: Sequence[Sequence[str]]) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b c"]]:
         """tr(P G_l P) of blocks of parameters, P = I - 11ᵀ/C and G_l = J_l J_lᵀ; beyond 17 classes an estimate.
@@ -228,11 +281,14 @@ class Passes:
     def _draw_classes(self, method: "GradientScore") -> None:
         """All scores that are sums over the same classes, from some of them."""
         foreseen = self.subject.gradient_methods
-        like = [m for m in foreseen if (m.smooth, m.direction) == (method.smooth, method.direction) and m.power == 1]
+        like = [m for m in foreseen if (m.smooth, m.direction) == (method.smooth, method.direction)]
         methods = list(dict.fromkeys(like)) if method in foreseen else [method]
         lam = self.subject.smallest_lambda(method.smooth) if method in foreseen else None
         job, learnt = self.job(Directions((method.direction,)), method.smooth), self.subject.learnt
-        self._estimated |= scores_by_few_classes(job, methods, self.logits, learnt, regrouped=self._regrouped, lam=lam)
+        head = self.head_weight
+        self._estimated |= scores_by_few_classes(
+            job, methods, self.logits, learnt, head=head, regrouped=self._regrouped, lam=lam
+        )
 
     def job(self, directions: Directions, smooth: Smoothing | None) -> Job:
         """The batch as an engine takes it."""
@@ -249,17 +305,23 @@ class Passes:
 
     # Further plain forward passes.
 
-    def perturbed_log_probs(self, noise: Smoothing) -> Float[Tensor, "b n c"]:
-        """log p(y | x + Δx) for each draw of Δx, the input itself left out."""
-        if noise not in self._draws:
-            per_chunk = max(1, self.subject.rows_at_once // (noise.draws + 1))
-            parts = []
-            for start in range(0, count(self.batch), per_chunk):
-                part = take(self.batch, slice(start, start + per_chunk))
-                on = rows_of(part, noise, self.numbers[start : start + per_chunk], self.seed)
-                parts.append(self.forward(on).unflatten(0, (count(part), -1))[:, 1:])
-            self._draws[noise] = log_softmax(torch.cat(parts).double())
-        return self._draws[noise]
+    def perturbed_log_probs(self, noise: Smoothing) -> Iterator[tuple[Int[Tensor, " rows"], Float[Tensor, "rows c"]]]:
+        """log p(y | x) and log p(y | x + Δx) for each draw of Δx, in parts: which input a row is of, and its log p.
+
+        Rows come input by input, the input itself first, then its draws.
+        """
+        per_input, inputs = noise.draws + 1, count(self.batch)
+        held = per_input * tensors(self.batch)[0][:1].nbytes
+        at_once = self.subject.rows_at_once(self.batch, inputs * per_input, held)
+        owners = torch.arange(inputs, device=self.device).repeat_interleave(per_input)
+        first = 0
+        size = max(1, at_once // per_input)
+        for start in range(0, inputs, size):
+            some = slice(start, start + size)
+            for on in perturbed_in_parts(take(self.batch, some), noise, self.numbers[some], self.seed, at_once):
+                log_q = log_softmax(self.forward(on).double())
+                yield owners[first : first + len(log_q)], log_q
+                first += len(log_q)
 
     @torch.no_grad()
     def forward(self, on: Rows) -> Float[Tensor, "rows c"]:
@@ -267,17 +329,30 @@ class Passes:
         return logits_of(self.model, on)
 
     @torch.no_grad()
-    def forward_all(self, batch: Batch | None = None) -> Float[Tensor, "b c"]:
-        """A plain forward pass over the whole batch, in parts."""
-        parts = self.chunks(self.batch if batch is None else batch)
+    def forward_all(self, batch: Batch | None = None, held: int = 0) -> Float[Tensor, "b c"]:
+        """A plain forward pass over the whole batch, in parts; so many bytes are held beside it."""
+        batch = self.batch if batch is None else batch
+        parts = parts_of(batch, self.subject.rows_at_once(batch, held=held))
         return torch.cat([logits_of(self.model, Rows(part)) for part in parts])
 
     def chunks(self, batch: Batch) -> Iterable[Batch]:
         """The batch in parts that a plain forward pass takes at once."""
-        size = self.subject.rows_at_once
-        return (take(batch, slice(start, start + size)) for start in range(0, count(batch), size))
+        return parts_of(batch, self.subject.rows_at_once(batch))
 
-    def chunks_with_graph(self) -> Iterable[Batch]:
-        """The batch in parts that a pass with a backward pass takes at once."""
-        size = self.subject.settings.batch_size or ROWS_WITH_GRAPH
-        return (take(self.batch, slice(start, start + size)) for start in range(0, count(self.batch), size))
+    def chunks_with_graph(self, times: int = 1) -> Iterable[Batch]:
+        """The batch in parts that a pass with a backward pass takes at once, `times` the bytes of its graph."""
+        return parts_of(self.batch, self.subject.rows_with_graph(self.batch, times))
+
+    def blocks(self, bytes_each: int, what: str, most: int | None = None) -> Iterator[slice]:
+        """The inputs in blocks of which each input holds so many bytes, within a quarter of the budget.
+
+        Args:
+            bytes_each: what is held for an input.
+            what: what that is, for the error if it does not fit.
+            most: inputs of a block.
+        """
+        given = self.subject.settings.budget
+        require_room(bytes_each, given or free_bytes(self.device), what, "or take fewer draws")
+        inputs, room = count(self.batch), budget_of_rows(given, self.device) // (4 * bytes_each)
+        size = max(1, min(most or inputs, room))
+        return (slice(start, min(start + size, inputs)) for start in range(0, inputs, size))

@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
+from qualms.gradients.memory import free_bytes, require_room
 from qualms.gradients.nested import each_tensor
-from qualms.methods.divergence import expected_kl, log_softmax
+from qualms.methods.divergence import kl, log_softmax
 from qualms.methods.method import SEVERAL_PASSES, WANG_JI
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
 from qualms.parameters import POSITIVE, check_parameters, whole
 from qualms.random import generator
+
+NOISE_COPIES = 3  # of the largest weight, while its noise is drawn, scaled and added
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,22 @@ class PerturbTheta(MonteCarlo):
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         parameters = [p for p in passes.model.parameters() if p.is_floating_point()]
-        log_q = []
+        given = passes.subject.settings.budget
+        held = sum(p.nbytes for p in parameters)
+        needed = held + NOISE_COPIES * max((p.nbytes for p in parameters), default=0)
+        require_room(needed, given or free_bytes(passes.device), "perturbed weights", "or use perturb-x")
+        total = torch.zeros_like(passes.log_probs[:, 0])
         for draw in range(self.draws):
             noise = generator(passes.seed, draw)
             moved = {id(p): p.detach() + self.sigma * torch.randn(p.shape, generator=noise).to(p) for p in parameters}
             with Replaced(moved) as replaced:
-                log_q.append(log_softmax(passes.forward_all().double()))
+                total += kl(log_softmax(passes.forward_all(held=held).double()), passes.log_probs)
             if not replaced.seen:
                 raise QualmsError(
                     "the model's operations are hidden from torch's function modes (a scripted module?), so its "
                     "weights cannot be perturbed; use perturb-x or regrad."
                 )
-        return expected_kl(torch.stack(log_q, dim=1), passes.log_probs)
+        return total / self.draws
 
 
 class Replaced(TorchFunctionMode):

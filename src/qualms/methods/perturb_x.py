@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.divergence import expected_kl
+from qualms.methods.divergence import kl
 from qualms.methods.method import SEVERAL_PASSES, WANG_JI, Noise, Scale, converted
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.methods.passes import Passes
@@ -42,7 +43,9 @@ class PerturbX(MonteCarlo):
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         noise = Smoothing(self.sigma, self.draws, antithetic=False)
-        return expected_kl(passes.perturbed_log_probs(noise), passes.log_probs)
+        parts = [kl(log_q, passes.log_probs[owners]) for owners, log_q in passes.perturbed_log_probs(noise)]
+        of_each_row = torch.cat(parts).unflatten(0, (-1, self.draws + 1))
+        return of_each_row[:, 1:].mean(1)
 
     def in_units(self, scale: Scale) -> "PerturbX":
         """The same with σ in the units of the model's input."""

@@ -36,6 +36,11 @@ class RankFeat(Method):
     needs = (SEVERAL_PASSES,)
     cost = "2"
 
+    @property
+    def extra_passes(self) -> float:
+        """A forward pass from the features without their first direction."""
+        return 1.0
+
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         parts = [

@@ -1,6 +1,7 @@
 """The one table of methods, and specs: `regrad+layers(0.4)+smooth(0.02, 8)` is a method with its modifiers."""
 
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -9,7 +10,6 @@ from typing import Any
 from qualms.errors import QualmsError
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.ash_s import ASHS
-from qualms.methods.auto import Auto
 from qualms.methods.clafr import ClaFR
 from qualms.methods.coherence import Coherence
 from qualms.methods.confounding_label import ConfoundingLabel
@@ -45,6 +45,7 @@ from qualms.methods.perturb_x import PerturbX
 from qualms.methods.quam import QUAM
 from qualms.methods.rankfeat import RankFeat
 from qualms.methods.react import ReAct
+from qualms.methods.recommended import Recommended
 from qualms.methods.regrad import REGrad
 from qualms.methods.scale import SCALE
 from qualms.methods.ungrad import UNGrad
@@ -58,10 +59,11 @@ METHODS: tuple[type[Method], ...] = (
     *(PerturbX, PerturbTheta, MCAA, InsertedDropout, Entropy, ExGradV, Laplace),
     *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
     *(Fisher, Isotropic),
-    *(Heat, HeatGeometric, Auto),
+    *(Heat, HeatGeometric, Recommended),
     *(SCALE, ASHS, LTS, ODIN, RankFeat, GAIA, ClaFR),
     *(KNN, ViM, Mahalanobis, ReAct, FDBD, QUAM),
 )
+RENAMED = {"auto": "recommended"}  # `auto` is an engine
 BY_NAME = {kind.name: kind for kind in METHODS}
 MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most
 
@@ -92,6 +94,9 @@ def parse(spec: str) -> Method:
     """
     name, *modifiers = re.split(r"\+(?![^(]*\))", spec.replace(" ", ""))
     base, arguments = _call(name, spec)
+    if base in RENAMED:
+        warnings.warn(f"the method {base!r} is called {RENAMED[base]!r} now.", DeprecationWarning, stacklevel=2)
+        base = RENAMED[base]
     if base not in BY_NAME:
         raise QualmsError(f"{base!r} in {spec!r} is not a method; {_close(base, BY_NAME)}")
     kind: type[Any] = BY_NAME[base]

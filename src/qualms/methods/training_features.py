@@ -32,8 +32,8 @@ def training_features(passes: Passes, method: str) -> TrainingFeatures:
 
 def _found(passes: Passes, method: str) -> TrainingFeatures:
     features, largest, labels = [], [], []
-    size = passes.subject.rows_at_once
     for batch, given in passes.subject.labelled_training_batches(method):
+        size = passes.subject.rows_at_once(batch)
         for start in range(0, count(batch), size):
             rows = slice(start, start + size)
             z, head = with_head(passes.model, take(batch, rows))

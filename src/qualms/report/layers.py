@@ -2,17 +2,20 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qualms.gradients.choice import resolve_engine
+from qualms.gradients.guard import untouched
 from qualms.gradients.layers import layer_weights
-from qualms.gradients.norms import class_gradient_norms
 from qualms.gradients.settings import Settings
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
+from qualms.methods.passes import Passes, Subject
 from qualms.report.content import Group, LayerContributions
 from qualms.tasks.network import Network
 
@@ -44,27 +47,25 @@ def layer_sums(
 ) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
     """The layers in words, and what each adds to the scores of some inputs, by each method that has layers.
 
-    `how` is how gradients are computed: a scorer's own settings, or exactly.
+    Args:
+        model: a classifier.
+        x: its inputs.
+        methods: by name; those that have no layers are left out.
+        how: a scorer's own settings, by which some of many classes may stand for all; else what the default settles on.
     """
     how = how or Settings()
-    g = class_gradient_norms(
-        model,
-        x,
-        layers=how.granularity,
-        norm=how.norm,
-        engine=how.engine,
-        params=how.params,
-        budget=how.budget,
-        batch_size=how.batch_size,
-        seed=how.seed,
-    )
-    names, found = [layer_name(model, layer) for layer in g.layers], {}
-    for name, method in methods.items():
-        if isinstance(method, GradientScore) and has_layers(method):
-            sums = torch.einsum("bc,bcl->bl", method.weights(g.probs), g.norms**method.power).double().cpu()
-            weighted = sums if method.layers is None else sums * layer_weights(len(names), method.layers)
-            found[name] = weighted.numpy()
-    return names, found
+    layers: list[str] = []
+    found: dict[str, np.ndarray] = {}
+    with untouched(model) as inner:
+        passes = Passes(Subject(inner), x)
+        subject, classes = passes.subject, passes.logits.shape[1]
+        subject.settings = resolve_engine(how, inner, x, classes, subject.learnt)
+        for name, method in methods.items():
+            if isinstance(method, GradientScore) and has_layers(method):
+                layers, sums = passes.layer_sums(replace(method, smooth=None))
+                weights = layer_weights(len(layers), method.layers) if method.layers is not None else 1.0
+                found[name] = (sums.cpu() * weights).numpy()
+    return [layer_name(model, layer) for layer in layers], found
 
 
 def layer_name(model: nn.Module, name: str) -> str:

@@ -81,7 +81,7 @@ def _write_shard(
         rejected += part.rejected
         read += part.count
         if tell is not None:
-            tell(f"{source.name} scored", place + part.count, source.count or place + part.count)
+            tell(f"images of {source.name} scored", place + part.count, source.count or place + part.count)
     if not read:
         return 0
     if not tables:  # the columns of any image, without its row

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, cycle, islice, repeat
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from qualms.data.parquet import parquet_files, parquet_outline
 from qualms.data.reading import File, read_some
 from qualms.data.tar import tar_files
 from qualms.errors import QualmsError
+from qualms.progress import batch_sizes
 
 PART = 32  # inputs that are read, and scored, together
 Sizes = Iterator[int]  # of parts
@@ -64,17 +65,16 @@ class Source:
     pieces: Callable[[], list[Piece]] | None = None
 
     def parts(self, start: int, shard: int) -> Generator[Part]:
-        """The parts from a place on, in order; none reaches from one shard into the next.
+        """The parts from the start of a shard on, in order; none reaches from one shard into the next.
 
         Threads read ahead while the caller works on a part.
         """
-        sizes = (min(PART, shard - i) for i in range(0, shard, PART))
-        return _ahead(self.tasks(start, cycle(sizes)))
+        return _ahead(self.tasks(start, cycle(batch_sizes(shard, PART))))
 
     def first(self) -> Images:
         """The first images that can be read; an error if there are none."""
         why = ""
-        with closing(self.parts(0, PART)) as parts:
+        with closing(_ahead(self.tasks(0, repeat(PART)))) as parts:
             for part in parts:
                 if len(part.images):
                     return part.images

@@ -128,7 +128,7 @@ def active(
                     picks = [journal.add(PickRow(**asked, chosen=new))]
                 chosen = chosen + picks[0]["chosen"]
             if tell is not None:
-                tell("cycle", done * (plan.cycles + 1) + cycle + 1, len(methods) * (plan.cycles + 1))
+                tell("cycles", done * (plan.cycles + 1) + cycle + 1, len(methods) * (plan.cycles + 1))
 
 
 def _judged(network: Network, test: Images) -> CycleMeasures:

@@ -12,7 +12,7 @@ from qualms.progress import Tell
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import CalibrationKey, CalibrationMeasures, CalibrationRow
-from qualms.tasks.scoring import Methods, chosen_engine, parameters, score_images
+from qualms.tasks.scoring import Methods, chosen_engine, engine_label, parameters, score_images
 
 
 def calibration(
@@ -23,6 +23,7 @@ def calibration(
     *,
     seed: int = 0,
     engine: Engine | Sketch = "exact",
+    tolerance: float | None = None,
     train: Images | None = None,
     tell: Tell | None = None,
 ) -> Iterator[CalibrationRow]:
@@ -32,8 +33,10 @@ def calibration(
     """
     if images.labels is None:
         raise QualmsError(f"{images.name} has no labels, so it is not known which predictions are right.")
-    engine = chosen_engine(network, images, methods, engine)
-    found = score_images(network, images, methods, journal, seed=seed, engine=engine, train=train, tell=tell)
+    engine, tolerance = chosen_engine(network, images, methods, engine, tolerance)
+    found = score_images(
+        network, images, methods, journal, seed=seed, engine=engine, tolerance=tolerance, train=train, tell=tell
+    )
     for name, method in methods.items():
         key: CalibrationKey = {
             "row": "calibration",
@@ -41,7 +44,7 @@ def calibration(
             "method": name,
             "exactly": parameters(method, train),
             "seed": seed,
-            "engine": str(engine),
+            "engine": engine_label(engine, tolerance),
             "n": len(images),
             "images": images.fingerprint(),
         }

@@ -18,6 +18,7 @@ KINDS: dict[str, Any] = {
     "tokens": rows.TokensRow,
     "text": rows.TextRow,
     "next-token": rows.NextTokenRow,
+    "part": rows.PartRow,
 }
 
 

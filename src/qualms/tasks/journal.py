@@ -19,6 +19,7 @@ from qualms.tasks.rows import (
     CycleRow,
     NextTokenRow,
     OodRow,
+    PartRow,
     PickRow,
     Row,
     RuntimeRow,
@@ -37,21 +38,41 @@ class Journal(AbstractContextManager["Journal"]):
     Args:
         path: the file; None keeps the rows in memory alone.
         about: what decides the rows' values, such as the network and the seed; the file must say the same.
+        advice: what errors tell the user to do about a file that cannot be continued.
+        replace: whether such a file, if it holds rows of a run at all, is emptied and begun anew instead.
     """
 
-    def __init__(self, path: str | Path | None, about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        about: dict[str, Any],
+        advice: str = "choose another file, or delete it",
+        replace: bool = False,
+    ) -> None:
         self._rows: list[Row] = []
         self._file: IO[bytes] | None = None
         if path is None:
             return
         self._path, self._file = Path(path), locked(Path(path))
         try:
-            self._continue(Path(path), json.loads(json.dumps({"row": "run", **about})))
-        except QualmsError:
+            self._begin(Path(path), json.loads(json.dumps({"row": "run", **about})), advice, replace)
+        except BaseException:  # also Ctrl-C
             self._file.close()
             raise
 
-    def _continue(self, path: Path, about: dict[str, Any]) -> None:
+    def _begin(self, path: Path, about: dict[str, Any], advice: str, replace: bool) -> None:
+        assert self._file is not None
+        try:
+            self._continue(path, about, advice)
+        except QualmsError:
+            self._file.seek(0)
+            if not replace or self._file.read(len(START)) != START:
+                raise
+            self._file.truncate(0)
+            self._rows = []
+            self._write(about)
+
+    def _continue(self, path: Path, about: dict[str, Any], advice: str) -> None:
         assert self._file is not None
         first, *self._rows = _read(self._file, path) or [{}]
         if not first:
@@ -59,8 +80,7 @@ class Journal(AbstractContextManager["Journal"]):
         elif first != about:
             other = next(k for k in {**first, **about} if first.get(k) != about.get(k))
             raise QualmsError(
-                f"{path} holds a run with another {other} ({first.get(other)}, not {about.get(other)}); "
-                "choose another file, or delete it."
+                f"{path} holds a run with another {other} ({first.get(other)}, not {about.get(other)}); {advice}."
             )
 
     def add(self, row: Kind) -> Kind:
@@ -90,6 +110,8 @@ class Journal(AbstractContextManager["Journal"]):
     def where(self, *, row: Literal["text"], **key: Any) -> list[TextRow]: ...
     @overload
     def where(self, *, row: Literal["next-token"], **key: Any) -> list[NextTokenRow]: ...
+    @overload
+    def where(self, *, row: Literal["part"], **key: Any) -> list[PartRow]: ...
     @overload
     def where(self, **key: Any) -> list[Row]: ...
     def where(self, **key: Any) -> Any:

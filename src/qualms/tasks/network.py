@@ -1,5 +1,7 @@
 """A trained classifier with what tasks must know of it: how images become its inputs."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from qualms.gradients.inputs import checked_logits, run
 from qualms.methods.method import Method
 from qualms.metrics import accuracy
 from qualms.models.fingerprint import fingerprint
+from qualms.models.imagenet import imagenet_classes, imagenet_ids
 from qualms.version import __version__
 
 AT_ONCE = 500  # images in a plain forward pass
@@ -99,7 +102,8 @@ class Network:
     def relabelled(self, images: Images) -> Images:
         """Images whose labels count the classes as the network does: by name where both have names, else by number.
 
-        A folder may hold some of the network's classes, or all of them in the order of the alphabet.
+        A folder may hold some of the network's classes, or all of them in the order of the alphabet. Folders of
+        ImageNet's classes may be called by WordNet ids.
         """
         if images.labels is None or not images.classes or images.classes == self.class_names:
             return images
@@ -112,14 +116,11 @@ class Network:
                     "for each class, or name the network's classes."
                 )
             return images
-        unknown = [name for name in images.classes if name not in self.class_names]
-        if unknown:
-            raise QualmsError(
-                f"{source} has the class {unknown[0]!r}, which {self.name} does not know: its classes are called "
-                f"{', '.join(self.class_names[:3])} …; give the folders their names, or name the network's classes."
-            )
-        places = torch.tensor([self.class_names.index(name) for name in images.classes])
-        return replace(images, labels=places[images.labels], classes=self.class_names)
+        names = self.class_names
+        if names == imagenet_classes() and set(images.classes) <= set(imagenet_ids()):
+            names = imagenet_ids()
+        numbers = torch.tensor(_match_classes(images.classes, names, source, self.name))
+        return replace(images, labels=numbers[images.labels], classes=self.class_names)
 
     def accuracy(self, images: Images) -> float:
         """The share of images that it gets right."""
@@ -140,3 +141,37 @@ class Network:
         That is how papers mean the σ of smoothing and of `perturb-x`, the a of `mc-aa` and the ε of `odin`.
         """
         return method.in_units(self.normalisation.in_model_units)
+
+
+def _match_classes(found: Sequence[str], names: Sequence[str], source: str, network: str) -> list[int]:
+    """The number that the network gives each class of some images, by name.
+
+    Several classes of one name are matched in order if the images have as many of that name.
+
+    Args:
+        found: the images' classes.
+        names: of the network's classes.
+        source: what an error calls the images.
+        network: what an error calls the network.
+    """
+    places: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        places.setdefault(name, []).append(number)
+    seen: Counter[str] = Counter()
+    counts = Counter(found)
+    numbers = []
+    for name in found:
+        if name not in places:
+            raise QualmsError(
+                f"{source} has the class {name!r}, which {network} does not know: its classes are called "
+                f"{', '.join(names[:3])} …; give the folders their names, or name the network's classes."
+            )
+        if len(places[name]) != counts[name]:
+            which = " and ".join(map(str, places[name]))
+            raise QualmsError(
+                f"{source} has the class {name!r}, which is the name of the classes {which} of {network}; give those "
+                "different names with --classes."
+            )
+        numbers.append(places[name][seen[name]])
+        seen[name] += 1
+    return numbers

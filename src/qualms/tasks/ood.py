@@ -9,7 +9,7 @@ from qualms.progress import Tell
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import OodKey, OodMeasures, OodRow
-from qualms.tasks.scoring import Methods, chosen_engine, parameters, score_images
+from qualms.tasks.scoring import Methods, chosen_engine, engine_label, parameters, score_images
 
 
 def ood(
@@ -21,6 +21,7 @@ def ood(
     *,
     seed: int = 0,
     engine: Engine | Sketch = "exact",
+    tolerance: float | None = None,
     train: Images | None = None,
     tell: Tell | None = None,
 ) -> Iterator[OodRow]:
@@ -28,10 +29,13 @@ def ood(
 
     OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
     """
-    engine = chosen_engine(network, inside, methods, engine)
+    engine, tolerance = chosen_engine(network, inside, methods, engine, tolerance)
     images = [inside, *(alike(network, inside, other) for other in outside)]
     known, *others = (
-        score_images(network, i, methods, journal, seed=seed, engine=engine, train=train, tell=tell) for i in images
+        score_images(
+            network, i, methods, journal, seed=seed, engine=engine, tolerance=tolerance, train=train, tell=tell
+        )
+        for i in images
     )
     for other, of in zip(others, images[1:], strict=True):
         for name, method in methods.items():
@@ -42,7 +46,7 @@ def ood(
                 "method": name,
                 "exactly": parameters(method, train),
                 "seed": seed,
-                "engine": str(engine),
+                "engine": engine_label(engine, tolerance),
                 "n_in": len(inside),
                 "n_out": len(of),
                 "images": f"{inside.fingerprint()} {of.fingerprint()}",

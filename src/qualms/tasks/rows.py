@@ -264,6 +264,27 @@ class NextTokenRow(NextTokenKey, NextTokenMeasures):
     """How a method's certainty goes with the next token being right."""
 
 
+class PartKey(TypedDict):
+    """`part`: some consecutive images of a table that is not complete."""
+
+    row: Literal["part"]
+    of: str  # whether these are the `images` or those of the `reference`
+    first: int  # the position of the first of them
+
+
+class PartRow(PartKey):
+    """All that a table says of a few images. Numbers are `{"dtype": "float32", "values": [0.5, "nan"]}`."""
+
+    ids: list[int | str]
+    classes: int  # how many the network tells apart
+    prediction: list[int]
+    confidence: dict[str, str | list[float | str]]
+    scores: dict[str, dict[str, str | list[float | str]]]  # by method
+    errors: dict[str, dict[str, str | list[float | str]]]
+    sketched: list[str]  # the methods whose scores are estimates
+    notes: dict[str, str]  # what methods say of their scores
+
+
 class LeftOutRow(_MaybeIn):
     """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows. It is never in a journal."""
 
@@ -284,5 +305,6 @@ Row = (
     | TokensRow
     | TextRow
     | NextTokenRow
+    | PartRow
     | LeftOutRow
 )

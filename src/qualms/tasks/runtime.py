@@ -15,7 +15,7 @@ from qualms.scorer import Scorer
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import RuntimeKey, RuntimeRow
-from qualms.tasks.scoring import Inputs, Methods, parameters
+from qualms.tasks.scoring import Inputs, Methods, engine_label, parameters
 
 BATCH = 32
 UNIT = "Entropy"
@@ -29,6 +29,7 @@ def runtime(
     *,
     seed: int = 0,
     engine: Engine | Sketch = "exact",
+    tolerance: float | None = None,
     train: Images | None = None,
     rounds: int = 3,
     tell: Tell | None = None,
@@ -43,7 +44,15 @@ def runtime(
     def ready(method: Method) -> Scorer:
         learn = Inputs(network, train) if train is not None and TRAINING_DATA in method.needs else None
         one: dict[str, Method] = {"timed": method}
-        scorer = Scorer(network.model, one, train=learn, models=network.members, seed=seed, engine=engine)
+        scorer = Scorer(
+            network.model,
+            one,
+            train=learn,
+            models=network.members,
+            seed=seed,
+            engine=engine,
+            tolerance=tolerance,
+        )
         scorer(x[0])
         return scorer
 
@@ -54,13 +63,15 @@ def runtime(
         return time.perf_counter() - began
 
     unit = ready(Entropy())
+    if tell is not None:
+        tell("methods timed", 0, len(methods))
     for done, (name, method) in enumerate(methods.items(), start=1):
         key: RuntimeKey = {
             "row": "runtime",
             "method": name,
             "exactly": parameters(method, train),
             "n": len(images),
-            "engine": str(engine),
+            "engine": engine_label(engine, tolerance),
             "rounds": rounds,
             "device": str(x[0].device),
             "threads": torch.get_num_threads(),

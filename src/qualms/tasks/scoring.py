@@ -13,7 +13,7 @@ from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import TRAINING_DATA, Method, NotFinite
-from qualms.progress import Tell
+from qualms.progress import Tell, batch_sizes
 from qualms.scored import Scored
 from qualms.scorer import Scorer
 from qualms.scores import compare
@@ -51,13 +51,26 @@ def score_images(
     *,
     seed: int = 0,
     engine: Engine | Sketch = "exact",
+    tolerance: float | None = None,
     train: Images | None = None,
     tell: Tell | None = None,
 ) -> ScoredImages:
-    """The scores of all images by all methods, from `journal` where they are there, else computed and added to it."""
-    starts = list(range(0, len(images), CHUNK))
-    parts = {start: images.take(slice(start, start + CHUNK)) for start in starts}
-    about: ScoresAbout = {"data": images.name, "seed": seed, "engine": str(engine)}
+    """The scores of all images by all methods, from `journal` where they are there, else computed and added to it.
+
+    Args:
+        network: what scores them.
+        images: in a fixed order.
+        methods: by name.
+        journal: rows of scores, which are not computed again.
+        seed: of all random draws.
+        engine: of the gradient scores.
+        tolerance: as for `Scorer`; None for its default.
+        train: images that methods learn from.
+        tell: is told how many images are scored.
+    """
+    parts = {place.start: images.take(place) for place in batch_slices(len(images))}
+    starts = list(parts)
+    about: ScoresAbout = {"data": images.name, "seed": seed, "engine": engine_label(engine, tolerance)}
     keys: dict[int, ScoresKey] = {
         s: {"row": "scores", **about, "first": s, "images": part.fingerprint()} for s, part in parts.items()
     }
@@ -65,6 +78,8 @@ def score_images(
     have = {start: _known(journal, keys[start], exactly) for start in starts}
     own = {name: network.in_its_units(method) for name, method in methods.items()}
     probs: dict[int, torch.Tensor] = {}
+    if tell is not None:
+        tell(f"images of {images.name} scored", 0, len(images))
 
     def missing(start: int) -> tuple[str, ...]:
         return tuple(name for name in own if name not in have[start])
@@ -82,6 +97,7 @@ def score_images(
             models=network.members,
             engine=engine,
             seed=seed,
+            tolerance=tolerance,
         )
         began = time.perf_counter()
         with by_name(images, range(len(images))):
@@ -94,7 +110,7 @@ def score_images(
                 journal.add(ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values))
                 began = time.perf_counter()
                 if tell is not None:
-                    tell(f"{images.name} scored", min(start + CHUNK, len(images)), len(images))
+                    tell(f"images of {images.name} scored", start + len(parts[start]), len(images))
     for start in starts:
         if start not in probs:  # all of its scores were there already
             probs[start] = network.logits(parts[start]).double().softmax(1)
@@ -112,15 +128,44 @@ def scored_images(network: Network, scorer: Scorer, images: Images, first: int =
     x, numbers = network.numbered_inputs(images)
     with by_name(images, numbers, first):
         found = scorer(x, numbers=numbers)
-    classes = found.probs.shape[1]
-    names = next((names for names in (network.class_names, images.classes) if len(names) == classes), None)
+    names = names_of_classes(network, images, found.probs.shape[1])
     return replace(found, ids=images.ids or range(first, first + len(images)), class_names=names)
 
 
-def chosen_engine(network: Network, images: Images, methods: Methods, engine: Engine | Sketch) -> Engine | Sketch:
-    """What `auto` picks on the first images, once: scores of two engines must not meet, in one run or in its rows."""
+def names_of_classes(network: Network, images: Images, number: int) -> tuple[str, ...] | None:
+    """The names of so many classes: those of the network or else of the images; None if neither has as many."""
+    return next((names for names in (network.class_names, images.classes) if len(names) == number), None)
+
+
+def batch_slices(count: int) -> Iterator[slice]:
+    """Where the batches of `count` images begin and end; the first ones are small."""
+    start = 0
+    for size in batch_sizes(count, CHUNK):
+        yield slice(start, start + size)
+        start += size
+
+
+def engine_label(engine: Engine | Sketch, tolerance: float | None) -> str:
+    """What rows call the engine: scores of another tolerance are other scores."""
+    return str(engine) if not tolerance else f"{engine}, tolerance {tolerance:g}"
+
+
+def chosen_engine(
+    network: Network, images: Images, methods: Methods, engine: Engine | Sketch, tolerance: float | None = None
+) -> tuple[Engine | Sketch, float | None]:
+    """The engine and the tolerance that scores will have, settled on the first images: so they stand in the rows.
+
+    Args:
+        network: what scores them.
+        images: of which the first decide.
+        methods: by name, noise in pixels.
+        engine: that was asked for.
+        tolerance: as for `Scorer`; None for its default.
+    """
     own = {name: network.in_its_units(method) for name, method in methods.items()}
-    return Scorer(network.model, own, engine=engine).choose_engine(network.inputs(images.take(slice(CHUNK))))
+    scorer = Scorer(network.model, own, engine=engine, tolerance=tolerance)
+    settled = scorer.choose_engine(network.inputs(images.take(slice(1))))
+    return settled.engine, settled.tolerance
 
 
 def accuracy_row(network: Network, images: Images, journal: Journal) -> AccuracyRow:

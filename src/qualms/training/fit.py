@@ -74,7 +74,7 @@ def fit(
         checkpoint: a file that is written after each epoch and holds the best weights as `state_dict`. If it is
             there, training goes on from it; if it is complete, nothing is computed.
         about: what else to write into it, such as the network's name.
-        tell: called with ("epoch", done, epochs) after each.
+        tell: called with ("epochs", done, epochs) after each.
 
     Example:
         ```python
@@ -111,7 +111,7 @@ def fit(
         if checkpoint is not None:
             state.write(Path(checkpoint), settings, about or {})
         if tell is not None:
-            tell("epoch", state.epoch, recipe.epochs)
+            tell("epochs", state.epoch, recipe.epochs)
     model.load_state_dict(state.best_state)
     model.eval()
     return Fitted(state.history, state.best_epoch, state.best_accuracy)

@@ -44,6 +44,6 @@ def fit_scenes(
             total += float(loss.detach()) * len(index)
         losses.append(total / len(scenes))
         if tell is not None:
-            tell("epoch", epoch + 1, recipe.epochs)
+            tell("epochs", epoch + 1, recipe.epochs)
     model.eval()
     return losses

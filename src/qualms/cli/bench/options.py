@@ -9,7 +9,21 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
-from qualms.cli.options import Count, Device, Engine, Inside, Json, Mean, Published, Root, Seed, Size, Std, Weights
+from qualms.cli.options import (
+    Count,
+    Device,
+    Engine,
+    Inside,
+    Json,
+    Mean,
+    Published,
+    Root,
+    Seed,
+    Size,
+    Std,
+    Tolerance,
+    Weights,
+)
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="The rows, as JSON lines.", show_default="runs/TASK-ID-MODEL-seedN.jsonl")
@@ -38,7 +52,8 @@ class Trained(Common):
 
     weights: Weights = None
     classes: Annotated[int | None, typer.Option(help="How many, where the network leaves that open.")] = None
-    engine: Engine = "exact"
+    engine: Engine = "auto"
+    tolerance: Tolerance = None
     size: Size = None
     mean: Mean = None
     std: Std = None

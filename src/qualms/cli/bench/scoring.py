@@ -31,7 +31,7 @@ class Prepared:
     others: list[Images]
     methods: Methods
     journal: Journal
-    how: dict[str, Any]  # seed, engine, training images and who is told, as tasks take them
+    how: dict[str, Any]  # seed, engine, tolerance, training images and who is told, as tasks take them
 
     def accuracy(self) -> Iterator[AccuracyRow]:
         """A row that says how good the network is on the images that are scored, if that can be known."""
@@ -84,7 +84,13 @@ def run_task(
         learns = any(TRAINING_DATA in method.needs for method in wanted.values())
         train = training_images(given.inside, given.root, network.fit, whole) if learns else None
         good, reasons = usable(network, images, wanted, train)
-        how = {"seed": given.seed, "engine": given.engine, "train": train, "tell": tell}
+        how = {
+            "seed": given.seed,
+            "engine": given.engine,
+            "tolerance": given.tolerance,
+            "train": train,
+            "tell": tell,
+        }
         with Journal(file, {"task": task, **network.about}) as journal:
             rows = [*reasons, *measure(Prepared(network, images, others, good, journal, how))]
     show(rows, table, file, given)

@@ -88,7 +88,7 @@ class LastProduct:
         """
         classes, width = self.weight.shape
         m = width + 1
-        before = sum(2 * _multiplications(p, per_input, m) for p in self.body)
+        before = sum(2 * count_multiplications(p, per_input, m) for p in self.body)
         algebra = m * m * sum(kept_numbers(p, per_input, m) + classes for p in self.body)
         return (m + 1) * before + algebra < classes * (before + classes * width)
 
@@ -117,7 +117,7 @@ def kept_numbers(piece: Piece, per_input: int, cotangents: int) -> int:
     return piece.gradient.numel
 
 
-def _multiplications(piece: Piece, per_input: int, cotangents: int) -> int:
+def count_multiplications(piece: Piece, per_input: int, cotangents: int) -> int:
     """Multiplications that lead from one cotangent to one gradient."""
     if not isinstance(piece.gradient, Outer):
         return piece.gradient.numel

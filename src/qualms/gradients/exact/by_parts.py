@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.exact.checks import require_independent_rows
+from qualms.gradients.exact.checks import require_same_alone, require_same_in_other_company
 from qualms.gradients.exact.measure import Kind, norm_of, written_out
 from qualms.gradients.exact.probe import Probe
 from qualms.gradients.inputs import count
@@ -41,14 +41,9 @@ def by_parts(job: Job, on: Rows, kind: Kind, probe: Probe) -> Measured:
             for part in parts:
                 z, recorder = recorded(job.model, _rows(on, part, probe), probe.weights, probe.twins)
                 if number == 0:
-                    require_independent_rows(
-                        job.model,
-                        on.take(part),
-                        z.detach(),
-                        logits[part],
-                        probe.compares_alone(recorder),
-                        probe.precision,
-                    )
+                    require_same_in_other_company(z.detach(), logits[part], probe.precision)
+                    alone = probe.compares_alone(recorder)
+                    require_same_alone(job.model, on.take(part), z.detach(), alone, probe.precision)
                 general |= recorder.general
                 for j, v in enumerate(some):
                     for name, g in written_out(z, v[part], recorder.pieces, probe.weights).items():

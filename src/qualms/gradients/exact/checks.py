@@ -28,14 +28,17 @@ from qualms.gradients.watch.weights import Weights
 
 @dataclass
 class Regrouped:
-    """The logits of a job's rows in other company than in its chunks: known, or computed for some chunks at a time."""
+    """The logits of a job's rows in other company than in its chunks: known, or computed for some chunks at a time.
+
+    Of perturbed copies, those that are known are the inputs themselves, the first row of each: they ran without copies.
+    """
 
     job: Job
     chunks: Sequence[slice]
     known: Float[Tensor, "b c"] | None = None
     _some: tuple[int, Float[Tensor, "b r c"]] | None = None  # from which input on
 
-    def __getitem__(self, chunk: slice) -> Float[Tensor, "b r c"]:
+    def __getitem__(self, chunk: slice) -> Float[Tensor, "b _ c"]:
         if self.known is not None:
             return self.known[chunk, None]
         start, logits = self._some or (0, None)
@@ -74,25 +77,33 @@ def regrouped_logits(job: Job, chunks: int) -> Float[Tensor, "b r c"]:
     return logits
 
 
-@torch.no_grad()
-def require_independent_rows(
-    model: nn.Module,
-    on: Rows,
-    logits: Float[Tensor, "rows c"],
-    regrouped: Float[Tensor, "rows c"],
-    alone: bool,
-    precision: torch.dtype,
+def require_same_in_other_company(
+    logits: Float[Tensor, "rows c"], regrouped: Float[Tensor, "rows c"], precision: torch.dtype
 ) -> None:
-    """Rows must give the logits that they give in other company; two of them alone, or all where that may not tell.
+    """Rows must give the logits that they give in other company."""
+    if not close_logits(regrouped, logits, precision):
+        raise Unclear("the inputs of a batch influence each other")
+
+
+@torch.no_grad()
+def require_same_alone(
+    model: nn.Module, on: Rows, logits: Float[Tensor, "rows c"], every: bool, precision: torch.dtype
+) -> None:
+    """Rows must give the logits that they give alone: two of them, or every one where that may not tell.
 
     A model that takes values out of tensors, to branch on them or to make shapes of them, or that computes something
     from all rows at once, such as the length of the longest one, may treat a whole chunk as it would treat no row of
     it, and still treat half of it alike.
+
+    Args:
+        model: under `untouched`.
+        on: the rows.
+        logits: of all of them together.
+        every: whether two of them may not tell.
+        precision: that rounds most on the way to the logits.
     """
-    chosen = list(range(count(on.batch))) if alone else some_alone(count(on.batch))
-    same = alone or close_logits(regrouped, logits, precision)
-    same = same and all(close_logits(logits_of(model, on.take([i])), logits[i : i + 1], precision) for i in chosen)
-    if not same:
+    chosen = range(count(on.batch)) if every else some_alone(count(on.batch))
+    if not all(close_logits(logits_of(model, on.take([i])), logits[i : i + 1], precision) for i in chosen):
         raise Unclear("the inputs of a batch influence each other")
 
 

@@ -18,28 +18,25 @@ from qualms.gradients.exact.by_parts import by_parts
 from qualms.gradients.exact.checks import (
     Regrouped,
     measure_separate,
-    require_independent_rows,
+    require_same_alone,
+    require_same_in_other_company,
     require_separate_gradients,
 )
-from qualms.gradients.exact.early_layers import Cutoff, EarlyLayers
 from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.exact.probe import Probe
 from qualms.gradients.inputs import Unclear, count
 from qualms.gradients.job import Job
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.learnt import Key, Learnt
 from qualms.gradients.measured import Measured
 from qualms.gradients.memory import in_mebibytes
 from qualms.gradients.rows import Rows
 from qualms.gradients.watch.forward import recorded, use_order
-from qualms.gradients.watch.pieces import Piece
 from qualms.gradients.watch.weights import UseOrder
 
 PROBED = 16  # rows among which the probe looks for two that differ
 
 
-def exact(
-    job: Job, kind: Kind, learnt: Learnt, regrouped: Float[Tensor, "b c"] | None = None, cutoff: Cutoff | None = None
-) -> Measured:
+def exact(job: Job, kind: Kind, learnt: Learnt, regrouped: Float[Tensor, "b c"] | None = None) -> Measured:
     """Norms (or inner products) of the gradients along the job's directions, for every selected parameter.
 
     Args:
@@ -47,16 +44,15 @@ def exact(
         kind: ‖g‖ (`l2`), Σ|g| (`l1`) or inner products (`gram`).
         learnt: where the look at the first rows is kept for the next batch.
         regrouped: the logits of the inputs from forward passes in other company than their neighbours', if known.
-        cutoff: with one, the values of early layers that cannot matter are zero for all but the first chunk of inputs.
     """
-    key = ("probe", job.shapes, tuple(job.selected))
+    key = _key(job)
     kept = learnt.get(key)
     if isinstance(kept, Probe) and kept.serves(job.inputs * job.per_input, job.budget):
         try:
-            return _in_order(job, kind, _in_chunks(job, kind, kept, regrouped, cutoff, None), kept.use_order)
+            return _in_order(job, kind, _in_chunks(job, kind, kept, regrouped, None), kept.use_order)
         except Exception:  # other inputs than those it was made on: look again
             del learnt.found[key]
-    probe = Probe.of(job.model, job.rows(slice(0, max(2, PROBED // job.per_input))), job.selected, job.budget)
+    probe = _look(job)
     if isinstance(probe, Exception):
         learnt.warn_slow(probe)
         row_bytes = graph_bytes(job, job.rows(slice(0, 1)).take([0]))
@@ -65,22 +61,38 @@ def exact(
         )
         return _in_order(job, kind, whole, use_order(job.model, job.rows(slice(0, 1)), job.selected))
     learnt.keep(key, probe)
-    return _in_order(job, kind, _in_chunks(job, kind, probe, regrouped, cutoff, learnt), probe.use_order)
+    return _in_order(job, kind, _in_chunks(job, kind, probe, regrouped, learnt), probe.use_order)
 
 
-def _in_chunks(
-    job: Job, kind: Kind, probe: Probe, regrouped: Tensor | None, cutoff: Cutoff | None, slow: Learnt | None
-) -> Measured:
+def look_at(job: Job, learnt: Learnt) -> Probe | Exception:
+    """What the first rows of a job tell, kept for all that follow; the reason if they have to run one at a time."""
+    kept: Probe | Exception | None = learnt.get(_key(job))
+    if kept is None:
+        kept = _look(job)
+        if isinstance(kept, Probe):
+            learnt.keep(_key(job), kept)
+    return kept
+
+
+def _key(job: Job) -> Key:
+    return ("probe", job.shapes, tuple(job.selected))
+
+
+def _look(job: Job) -> Probe | Exception:
+    return Probe.of(job.model, job.rows(slice(0, max(2, PROBED // job.per_input))), job.selected, job.budget)
+
+
+def _in_chunks(job: Job, kind: Kind, probe: Probe, regrouped: Tensor | None, slow: Learnt | None) -> Measured:
     """Chunk by chunk; what fails a check is run by plain autograd and reported to `slow`, or an error without one."""
     by_features = probe.by_features(job.budget, job.per_input, kind, job.directions.names)
-    most = probe.inputs_in(job.budget, job.per_input, kind, by_features)
+    most = probe.inputs_in(
+        job.budget, job.per_input, kind, by_features, None if by_features else job.directions.size(probe.classes)
+    )
     chunks = _chunks(job.inputs, min(job.settings.batch_size or most, most) or 1)
     parts: list[Measured] = []
-    early, order = frozenset[str](), list[str]()
-    of_rows = Regrouped(job, chunks, regrouped if job.per_input == 1 else None)
+    of_rows = Regrouped(job, chunks, regrouped)
     for chunk in chunks:
         on = job.rows(chunk)
-        early_layers = EarlyLayers(cutoff, early, order) if cutoff is not None and early else None
         part: Measured | None
         try:
             if most == 0 and kind == "gram":
@@ -88,12 +100,7 @@ def _in_chunks(
             if most == 0:
                 part = by_parts(job, on, kind, probe)
             else:
-                part = _by_pieces(
-                    job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], early_layers, slow is None
-                )
-            if cutoff is not None and not parts:
-                order = probe.use_order.counted(part.values, job.selected)
-                early = cutoff.early(part.values, order)
+                part = _by_pieces(job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], slow is None)
         except Exception as error:
             if slow is None:
                 raise
@@ -117,8 +124,7 @@ def _by_pieces(
     kind: Kind,
     probe: Probe,
     by_features: bool,
-    regrouped: Float[Tensor, "b r c"],
-    early_layers: EarlyLayers | None,
+    regrouped: Float[Tensor, "b _ c"],
     same_path: bool,
 ) -> Measured:
     """The fast way; an exception if it cannot be trusted with these inputs.
@@ -129,16 +135,12 @@ def _by_pieces(
     logits, recorder = recorded(job.model, on, probe.weights, probe.twins)
     if same_path and recorder.first_use != probe.use_order.names:
         raise Unclear("these inputs use the model's parameters in another order")
-    require_independent_rows(
-        job.model, on, logits.detach(), regrouped.flatten(0, 1), probe.compares_alone(recorder), probe.precision
-    )
     apart = logits.unflatten(0, (inputs, on.per_input))
-    pieces: list[Piece] = recorder.pieces
-    if early_layers is not None:
-        pieces = early_layers.pieces(logits, job.directions, pieces, probe.weights, inputs)
+    compared = apart.detach()[:, : regrouped.shape[1]].flatten(0, 1)
+    require_same_in_other_company(compared, regrouped.flatten(0, 1), probe.precision)
+    require_same_alone(job.model, on, logits.detach(), probe.compares_alone(recorder), probe.precision)
+    pieces = recorder.pieces
     last = LastProduct.of(logits, pieces, probe.weights) if by_features else None
-    if by_features and last is None:  # nothing else is left: chunks of this size have no room for a pass for each class
-        last = LastProduct.of(logits, recorder.pieces, probe.weights)
     if last is not None:
         require_separate_gradients(logits, pieces, probe.weights, inputs, probe.precision)
         values = measure_by_features(logits, job.directions.names, last, probe.weights, inputs)

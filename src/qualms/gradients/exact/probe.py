@@ -128,15 +128,26 @@ class Probe(FirstLook):
         rows = self._affordable(budget, per_input, kind, True) * per_input
         return rows * last.weight.shape[0] >= FEWEST * (last.weight.shape[1] + 2)
 
-    def inputs_in(self, budget: int, per_input: int, kind: Kind, by_features: bool = False) -> int:
-        """How many inputs at once keep the work within `budget` bytes; 0 if the rows of one have to come in parts."""
-        affordable = self._affordable(budget, per_input, kind, by_features)
+    def inputs_in(
+        self, budget: int, per_input: int, kind: Kind, by_features: bool = False, directions: int | None = None
+    ) -> int:
+        """How many inputs at once keep the work within a budget; 0 if the rows of one have to come in parts.
+
+        Args:
+            budget: in bytes.
+            per_input: rows of an input.
+            kind: of the values.
+            by_features: the gradients of all classes come from those of the features.
+            directions: how many there are; one for each class if not said.
+        """
+        affordable = self._affordable(budget, per_input, kind, by_features, directions)
         if self.twins is None:
             affordable = min(affordable, 1)
         if self.weights.device.type == "cpu":  # beyond this size a tensor leaves the cache, and passes get slower
-            affordable = min(affordable, max(1, CACHED_BYTES // max(1, self.largest_result * per_input)))
+            cached = CACHED_BYTES // max(1, self.largest_result * per_input)
+            affordable = min(affordable, max(cached, -(-FEWEST // per_input)))
         if affordable == 0 and (per_input == 1 or self.twins is not None):
-            affordable = int(self._bytes(per_input, kind, by_features, alone=True) <= budget)
+            affordable = int(self._bytes(per_input, kind, by_features, directions, alone=True) <= budget)
         return affordable
 
     def rows_in(self, budget: int) -> int:
@@ -158,21 +169,26 @@ class Probe(FirstLook):
         """Of a whole gradient, written out."""
         return sum(self.itemsize * leaf.numel() for leaf in self.weights.leaves.values())
 
-    def _affordable(self, budget: int, per_input: int, kind: Kind, by_features: bool) -> int:
-        return max(0, budget - AROUND) // self._bytes(per_input, kind, by_features)
+    def _affordable(
+        self, budget: int, per_input: int, kind: Kind, by_features: bool, directions: int | None = None
+    ) -> int:
+        return max(0, budget - AROUND) // self._bytes(per_input, kind, by_features, directions)
 
-    def _bytes(self, per_input: int, kind: Kind, by_features: bool, alone: bool = False) -> int:
+    def _bytes(
+        self, per_input: int, kind: Kind, by_features: bool, directions: int | None = None, alone: bool = False
+    ) -> int:
         """What the work on one input takes; `alone` in its chunk it can do without copies of large windows."""
+        number = self.classes if directions is None else directions
         outers = [p.gradient for p in self.pieces if isinstance(p.gradient, Outer)]
         numels = [p.gradient.numel for p in self.pieces]
-        passes = self.classes + 1 if kind == "gram" else 1
+        passes = number + 1 if kind == "gram" else 1
         rows = per_input * (self.row_bytes * (1 + passes) + 2 * self.largest_result)
-        shared = self.itemsize * sum(outer.held(per_input, self.classes, alone) for outer in outers)
-        written = self.itemsize * max(numels, default=0) * (self.classes if kind == "gram" else 2)
-        directions = 6 * DOUBLE * per_input * self.classes  # one of them, its probabilities, and what they take
-        results = DOUBLE * 2 * self.classes * len(self.weights.leaves) * (self.classes if kind == "gram" else 1)
+        shared = self.itemsize * sum(outer.held(per_input, number, alone) for outer in outers)
+        written = self.itemsize * max(numels, default=0) * (number if kind == "gram" else 2)
+        one = 6 * DOUBLE * per_input * self.classes  # one of them, its probabilities, and what they take
+        results = DOUBLE * 2 * number * len(self.weights.leaves) * (number if kind == "gram" else 1)
         kept = self.itemsize * self.last_product.held(per_input) if by_features and self.last_product else 0
-        return rows + shared + written + directions + results + kept
+        return rows + shared + written + one + results + kept
 
 
 def _first_row(

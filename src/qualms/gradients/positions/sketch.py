@@ -118,13 +118,13 @@ class PositionSketch:
         key = ("position push", self.job.per_input > 1, tuple(self.job.selected), *self.job.shapes)
         kept: tuple[PushProbe, Push] | None = self.learnt.get(key)
         if kept is not None:
-            return *kept, SketchRun(self.job, how, self.learnt, kept[0], [], 1).weighted_tangents(lam)
+            return *kept, SketchRun(self.job, how, self.learnt, kept[0], None, 1).weighted_tangents(lam)
         last, model = self.shape[0] - 1, self.job.model
         assert isinstance(model, AtPositions)
         few = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
         probe, known = PushProbe.of(few, self.job.rows(slice(0, 1)).take([0]), self.job.selected)
-        tangents = SketchRun(self.job, how, self.learnt, probe, [], 1).weighted_tangents(lam)
-        push = working_push(few, probe, known, tangents[0])
+        tangents = SketchRun(self.job, how, self.learnt, probe, None, 1).weighted_tangents(lam)
+        push = working_push(probe, known, tangents[0])
         self.learnt.keep(key, (probe, push))
         return probe, push, tangents
 

@@ -31,15 +31,19 @@ from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped, layer_weights
 from qualms.gradients.learnt import Key, Learnt
+from qualms.gradients.memory import release_free_memory, require_room
 from qualms.gradients.precision import close, close_logits
 from qualms.gradients.rows import Rows
 from qualms.gradients.settings import Sketch
-from qualms.gradients.sketch.push import Push, PushProbe, RowGradient, checked_pushes, forward_mode, working_push
+from qualms.gradients.sketch.push import KnownRows, Push, PushProbe, Tangent, checked_pushes, forward_mode, working_push
 from qualms.gradients.sketch.stable import Law, Sample
 from qualms.gradients.sketch.tangents import Layer, Tangents, tangent
 
 log = logging.getLogger("qualms")
 MOST_BYTES = 2**24  # of one result
+RESULTS = 24  # as large as the largest, which a pass with a tangent holds for a row, kernels' copies included
+TANGENT_AND_GRADIENT = "a tangent on the weights and the gradient that it is checked with"
+INSTEAD = "select fewer parameters by `params`, or take engine='exact'"
 LOOKED_AT = 8  # inputs, of which three are run by plain autograd
 
 
@@ -68,20 +72,28 @@ class SketchRun:
     how: Sketch
     learnt: Learnt
     probe: PushProbe
-    row_gradients: list[RowGradient]  # rows with their gradients; empty if the look was taken on another batch
+    row_gradients: KnownRows | None  # rows with their gradients; None if the look was taken on another batch
     at_once: int  # inputs in one pass
 
     @classmethod
     def on(cls, job: Job, learnt: Learnt) -> "SketchRun":
         """Looks at the first rows, unless such rows were seen before; decides how many inputs run at once."""
-        key, gradients = ("push probe", job.shapes, tuple(job.selected)), list[RowGradient]()
+        key, gradients = ("push probe", job.shapes, tuple(job.selected)), None
         probe: PushProbe | None = learnt.get(key)
+        weights = sum(p.nbytes for p in job.selected.values())
         if probe is None:
-            probe, gradients = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected)
+            require_room(2 * weights, job.limit, TANGENT_AND_GRADIENT, INSTEAD)
+            probe, gradients = PushProbe.of(job.model, job.rows(slice(0, LOOKED_AT)), job.selected, job.budget // 8)
             learnt.keep(key, probe)
-        per_input = max(1, probe.largest_result) * job.per_input
-        # A pass holds a handful of results at a time. Larger ones leave the cache, smaller ones wait for the weights.
-        most = min(MOST_BYTES // per_input, job.budget // (8 * per_input))
+            release_free_memory()
+        of_row = RESULTS * max(1, probe.largest_result)
+        # Half of what a row takes are kernels' copies, which come and go.
+        require_room(2 * weights + of_row // 2, job.limit, TANGENT_AND_GRADIENT, INSTEAD)
+        # Those that are kept take a quarter of the budget, and another one may be drawn beside them.
+        kept = min(job.budget // 4, (job.settings.sketch or Sketch()).tangents * weights)
+        room = job.budget - kept // max(1, weights) * weights - weights
+        # Larger results leave the cache, smaller ones wait for the weights.
+        most = min(MOST_BYTES // max(1, probe.largest_result), room // of_row) // job.per_input
         at_once = max(1, min(job.settings.batch_size or job.inputs, most))
         return cls(job, job.settings.sketch or Sketch(), learnt, probe, gradients, at_once)
 
@@ -109,7 +121,7 @@ class SketchRun:
             try:
                 projections, logits = self._in_block(block, push, tangents)
             except QualmsError:
-                if self.row_gradients:
+                if self.row_gradients is not None:
                     raise
                 del self.learnt.found[self._way(tangents)]  # found on other inputs: look for one again
                 push = self.push(tangents)
@@ -124,11 +136,12 @@ class SketchRun:
         """The way of pushing tangents that plain autograd confirms on the first rows, found once for each kind."""
 
         def find() -> Push:
-            if not self.row_gradients:
-                _, self.row_gradients = PushProbe.of(
-                    self.job.model, self.job.rows(slice(0, LOOKED_AT)), self.job.selected
-                )
-            return working_push(self.job.model, self.probe, self.row_gradients, tangents[0])
+            if self.row_gradients is None:
+                rows, room = self.job.rows(slice(0, LOOKED_AT)), self.job.budget // 8
+                _, self.row_gradients = PushProbe.of(self.job.model, rows, self.job.selected, room)
+            found = working_push(self.probe, self.row_gradients, tangents[0])
+            release_free_memory()
+            return found
 
         return self.learnt.once(self._way(tangents), find)
 
@@ -152,8 +165,11 @@ class SketchRun:
                 return found
         pushes, first_results = zip(*checked_pushes(push, model, self.probe, on, tangents[0], self.learnt), strict=True)
         kept: list[list[Tensor]] = [[] for _ in chunks]
+        release_free_memory()  # that of the checks
+        s: Tangent = {}
         for j in range(self.how.tangents):
-            s = tangents[j]
+            del s  # before the next one is drawn: each is as large as the weights
+            s = tangents[j] if j else {}
             for i, chunk in enumerate(on):
                 z, dz = pushes[i](model, chunk, s) if j else first_results[i]
                 apart = z.unflatten(0, (-1, chunk.per_input)), dz.unflatten(0, (-1, chunk.per_input))
@@ -168,7 +184,7 @@ class SketchRun:
         the tangents: torch would copy each to that of its weight.
         """
         key = ("several", *self._way(tangents))
-        at_once = min(tangents.at_once, self.job.budget // (8 * max(1, self.probe.largest_result)))
+        at_once = min(tangents.at_once, self.job.budget // (RESULTS * max(1, self.probe.largest_result)))
         if push is not forward_mode or at_once < 2 or self.learnt.get(key) is False:
             return None
         model, number, done = self.job.model, self.how.tangents, list[Tensor]()

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from qualms.gradients.autograd import row_gradients
 from qualms.gradients.first_look import FirstLook, FirstRow, random_direction, require_repeatable
 from qualms.gradients.inputs import Unclear, count, tensors, with_tensors
 from qualms.gradients.learnt import Learnt
+from qualms.gradients.memory import release_free_memory
 from qualms.gradients.precision import close, close_logits, coarser, tolerance_of
 from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.rows import Rows, in_channels_last, logits_of, some_alone, wants_channels_last
@@ -31,10 +32,11 @@ from qualms.gradients.sketch.attention import DifferentiableAttention
 from qualms.gradients.sketch.other_weights import LogitsAt
 from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import largest_result
-from qualms.gradients.watch.record import Recorder, collapses_rows
+from qualms.gradients.watch.record import Shapes, collapses_rows
 from qualms.gradients.watch.weights import Weights
 
 log = logging.getLogger("qualms")
+FORMATTED_BYTES = 2**24  # of weights up to which both they and tangents are copied to the format of the input
 UNSEEN = 2**22  # bytes that are taken for the largest result of a row where no result can be seen
 DIFFERENCE = 1e-3  # relative error allowed to a central difference, which steps over kinks: far below a sketch's noise
 Tangent = dict[str, Tensor]  # by the parameter's name
@@ -51,6 +53,7 @@ def forward_mode(model: nn.Module, on: Rows, tangent: Tangent, several: bool = F
         """t in channels-last format if the input is in it and t has four axes, else t as it is."""
         return t.contiguous(memory_format=torch.channels_last) if last and t.ndim == 4 else t
 
+    last = last and sum(s.nbytes for s in tangent.values()) <= FORMATTED_BYTES
     theta = {name: formatted(model.get_parameter(name).detach()) for name in tangent}
     tangents = {name: formatted(s) for name, s in tangent.items()}
     inner = LogitsAt(model)
@@ -146,6 +149,27 @@ def _differentiable_kernels() -> Iterator[None]:
 PUSHES: dict[str, Push] = {"forward mode": forward_mode, "central difference": central_difference}
 
 
+@dataclass
+class KnownRows:
+    """Rows whose gradients along a random direction plain autograd gives, kept or found anew each time."""
+
+    model: nn.Module
+    rows: list[Rows]
+    selected: dict[str, Tensor]
+    kept: list[dict[str, Tensor]]  # by row; none if they take too much
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> RowGradient:
+        row = self.rows[i]
+        if self.kept:
+            return row, self.kept[i]
+        _, gradient = row_gradients(self.model, row, self.selected, random_direction)
+        release_free_memory()  # that of its graph
+        return row, gradient
+
+
 @dataclass(frozen=True)
 class PushProbe(FirstLook):
     """What the first rows tell."""
@@ -154,17 +178,33 @@ class PushProbe(FirstLook):
     alone: bool  # rows are compared with what they give alone: what they give in halves may not tell
 
     @classmethod
-    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "tuple[PushProbe, list[RowGradient]]":
-        """Runs one row by plain autograd and watched, and others by plain autograd."""
-        first = FirstRow.of(model, on, selected)
+    def of(
+        cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], room: int | None = None
+    ) -> "tuple[PushProbe, KnownRows]":
+        """Runs one row by plain autograd and watched, and others by plain autograd.
+
+        Args:
+            model: under `untouched`.
+            on: some rows.
+            selected: the parameters that count.
+            room: bytes that the rows' gradients may take to be kept; None keeps them.
+        """
         inputs = list(range(0, count(on.batch), on.per_input))
         others = [on.take([i]) for i in sorted({inputs[len(inputs) // 2], count(on.batch) - 1} - {0})]
-        known = [(first.rows, first.gradient)]
+        size = sum(p.nbytes for p in selected.values())
+        keep = room is None or (1 + len(others)) * size <= room
+        first = FirstRow.of(model, on, selected)
+        used, kept = set(first.gradient), [first.gradient] if keep else []
+        if not keep:
+            first = replace(first, gradient={})
         for row in others:
             logits, gradient = row_gradients(model, row, selected, random_direction)
             require_repeatable(model, row, logits)
-            known.append((row, gradient))
-        used = {name for _, found in known for name in found}
+            used |= set(gradient)
+            if keep:
+                kept.append(gradient)
+            del gradient
+        known = KnownRows(model, [first.rows, *others], selected, kept)
         if not used:
             require_uses_that_vary(model, on)
         classes, nbytes = first.logits.shape[1], first.logits.nbytes
@@ -173,30 +213,31 @@ class PushProbe(FirstLook):
         except Exception as error:
             log.info("%s: each row is compared with what it gives alone", error)
             return cls(classes, max(UNSEEN, nbytes), False, first.precision, list(selected), True), known
+        largest, order = max(largest_result(recorder.meetings), nbytes), recorder.use_order
+        shapes = recorder.shapes
+        del recorder, _  # and the graph
         last = _takes_channels_last(model, first, selected)
-        largest = max(largest_result(recorder.meetings), nbytes)
-        order = recorder.use_order
-        alone = not order.fixed or _collapses(model, on, recorder, selected)
+        alone = not order.fixed or _collapses(model, on, shapes, selected)
         return cls(classes, largest, last, first.precision, order.counted(used, selected), alone), known
 
 
-def _collapses(model: nn.Module, on: Rows, one: Recorder, selected: dict[str, Tensor]) -> bool:
-    """Whether the model computes something from several rows at once."""
+def _collapses(model: nn.Module, on: Rows, one: Sequence[Shapes], selected: dict[str, Tensor]) -> bool:
+    """Whether the model computes something from several rows at once, which shows in the shapes of a look at one."""
     if count(on.batch) == 1:
         return False
     try:
         _, two = recorded(model, on.take([0, 1]), Weights.of(selected, model.parameters()), None)
     except Exception:
         return True
-    return collapses_rows(one.shapes, two.shapes)
+    return collapses_rows(one, two.shapes)
 
 
-def working_push(model: nn.Module, probe: PushProbe, known: list[RowGradient], tangent: Tangent) -> Push:
+def working_push(probe: PushProbe, known: KnownRows, tangent: Tangent) -> Push:
     """The first way of pushing a tangent that gives plain autograd's derivative, for all rows where it is known."""
     reasons = []
     for name, push in PUSHES.items():
         try:
-            wrong = next(filter(None, (_wrong(push, model, probe, *one, tangent) for one in known)), None)
+            wrong = next(filter(None, (_wrong(push, probe, known, i, tangent) for i in range(len(known)))), None)
         except Exception as error:
             wrong = reason(error)
         if wrong is None:
@@ -207,14 +248,26 @@ def working_push(model: nn.Module, probe: PushProbe, known: list[RowGradient], t
     )
 
 
-def _wrong(
-    push: Push, model: nn.Module, probe: PushProbe, row: Rows, gradient: dict[str, Tensor], tangent: Tangent
-) -> str | None:
-    z, dz = push(model, probe.formatted(row), tangent)
+def _wrong(push: Push, probe: PushProbe, known: KnownRows, i: int, tangent: Tangent) -> str | None:
+    """How what a push gives for row number i differs from plain autograd's derivative, or None.
+
+    Args:
+        push: the way in question.
+        probe: what is known of the model.
+        known: rows and their gradients.
+        i: the row.
+        tangent: what is pushed.
+    """
+    row, gradient = known[i]
+    z, dz = push(known.model, probe.formatted(row), tangent)
     have = float((random_direction(z).flatten() * dz.double().flatten()).sum())
-    terms = [g.double().flatten() * tangent[n].double().flatten() for n, g in gradient.items() if n in tangent]
-    want = float(sum(term.sum() for term in terms))
-    size = float(sum(term.square().sum() for term in terms)) ** 0.5
+    want, square = 0.0, 0.0
+    for name, g in gradient.items():
+        if name in tangent:
+            terms = g.double().flatten() * tangent[name].double().flatten()
+            want += float(terms.sum())
+            square += float(terms.square().sum())
+    size = square**0.5
     tolerance = tolerance_of(coarser(dz.dtype, probe.precision)) if push is forward_mode else DIFFERENCE
     right = abs(have - want) <= tolerance * max(size, abs(want))
     return None if right else f"{have:.3g} where plain autograd gives {want:.3g}"

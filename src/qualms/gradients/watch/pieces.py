@@ -190,7 +190,8 @@ class Outer:
         per_input = accurate(factor).reshape(self.inputs, n // self.inputs * t, g, f)
         if g == 1:
             return per_input.squeeze(2)
-        return per_input.transpose(1, 2).reshape(self.inputs * g, -1, f)
+        # In order: of one input alone this could stay a view, which `bmm` would copy group by group.
+        return per_input.transpose(1, 2).reshape(self.inputs * g, -1, f).contiguous()
 
     def write(self, cotangents: list[Tensor | None]) -> Tensor:
         """The gradient of each input: [b, *target.shape]."""

@@ -1,4 +1,4 @@
-"""Auto (ours): `heat` for classifiers that read features of free length, `gen` for all others.
+"""Recommended (ours): `heat` for classifiers that read features of free length, `gen` for all others.
 
 Noise inputs tell of which kind a network is (see `heat`), so no data is needed; `Scored.notes` has what was picked and
 why. The page on heat has the study behind it, and what was tried behind a normalisation and not taken: REGrad with more
@@ -18,7 +18,7 @@ from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
-class Auto(Method):
+class Recommended(Method):
     """No parameters.
 
     Example:
@@ -28,12 +28,12 @@ class Auto(Method):
 
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
-        scored = qualms.Scorer(model, "auto")(torch.randn(5, 4))
-        print(scored.scores["auto"], scored.notes["auto"])
+        scored = qualms.Scorer(model, "recommended")(torch.randn(5, 4))
+        print(scored.scores["recommended"], scored.notes["recommended"])
         ```
     """
 
-    name = "auto"
+    name = "recommended"
     paper = "ours"
     needs = (GRADIENTS,)
     cost = "that of `heat`, or 1"
@@ -46,7 +46,7 @@ class Auto(Method):
     def note(self, passes: Passes) -> str | None:
         """What was picked, and why."""
         method, why = self.picked(passes)
-        return f"auto picked {method.spec}, because {why}."
+        return f"recommended picked {method.spec}, because {why}."
 
     def picked(self, passes: Passes) -> tuple[Method, str]:
         """The method, and the reason; kept from the first inputs on, for scores of two methods do not compare."""

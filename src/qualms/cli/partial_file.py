@@ -1,0 +1,197 @@
+"""`scores.csv.partial`: what a table that is not complete has so far, so that the same command goes on from there.
+
+The file is a journal: its first line has all that decides the scores, each further line a batch of images. It is gone
+when the table is there.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qualms.cli.status import NOTHING, say, stopped
+from qualms.data import Images
+from qualms.errors import QualmsError
+from qualms.scored import Scored
+from qualms.tasks.journal import Journal, read
+from qualms.tasks.rows import PartRow
+from qualms.threshold import Threshold
+
+ADVICE = "remove it, or pass --overwrite to begin anew"
+DTYPES = {
+    str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+IMAGES, REFERENCE = "images", "reference"  # what a part may be of
+Numbers = dict[str, str | list[float | str]]
+
+
+def partial_path(out: Path) -> Path:
+    """Where the scores of a table are kept until it is complete."""
+    return out.with_name(f"{out.name}.partial")
+
+
+class PartialFile(AbstractContextManager["PartialFile"]):
+    """The parts of a table that are done, in memory and, with a path, on disk. A file without a part is removed.
+
+    Args:
+        path: the file; None keeps nothing.
+        about: what decides the scores; a file that was made with something else is refused.
+        overwrite: whether such a file is begun anew instead.
+    """
+
+    def __init__(self, path: Path | None, about: dict[str, Any], overwrite: bool = False) -> None:
+        self._path, self._keeps = path, path is not None
+        try:
+            self._journal = Journal(path, {"task": "score", **about}, ADVICE, replace=overwrite)
+        except BaseException:  # also Ctrl-C
+            self._remove_if_empty()
+            raise
+        self._parts: dict[tuple[str, int], PartRow] = {}
+        for row in self._journal.where(row="part"):
+            if not PartRow.__required_keys__ <= row.keys():
+                self._journal.__exit__()
+                raise self._damaged()
+            self._parts[row["of"], row["first"]] = row
+
+    def count(self) -> int:
+        """How many images are done."""
+        return sum(len(part["ids"]) for part in self._parts.values())
+
+    def part(self, of: str, place: slice) -> PartRow | None:
+        """What is known of the images at a place, or None."""
+        found = self._parts.get((of, place.start))
+        if found is not None and len(found["ids"]) != place.stop - place.start:
+            raise self._damaged()
+        return found
+
+    def add(self, row: PartRow) -> None:
+        """Keep a part. If the disk refuses it, that is said, and the work goes on: the table may still be written."""
+        self._parts[row["of"], row["first"]] = row
+        if not self._keeps:
+            return
+        try:
+            self._journal.add(row)
+        except QualmsError as error:
+            self._keeps = False
+            say(f"{error} Scoring goes on, but nothing more is kept until the table is written.")
+
+    def finish(self) -> None:
+        """The table is there: remove the file."""
+        self._parts = {}
+        self.__exit__()
+        self._path = None
+
+    def restore(self, row: PartRow, class_names: tuple[str, ...] | None, threshold: Threshold | None) -> Scored:
+        """A part as a scorer gave it, with the probability of the predicted class alone."""
+        try:
+            return _scored(row, class_names, threshold)
+        except (ValueError, KeyError, TypeError, ArithmeticError):
+            raise self._damaged() from None
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        if kind is not None and issubclass(kind, QualmsError) and self._parts and self._path is not None:
+            say(f"{_describe_kept(self._path)}.")
+        removed = self._parts or self._removed()  # while it is locked, where an open file can be removed
+        self._journal.__exit__()
+        if not removed:
+            self._removed()
+
+    def _removed(self) -> bool:
+        try:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+        except OSError:
+            return False
+        return True
+
+    def _remove_if_empty(self) -> None:
+        """Leave nothing of a file for whose first line there was no room."""
+        with suppress(OSError):
+            if self._path is not None and self._path.stat().st_size == 0:
+                self._path.unlink()
+
+    def _damaged(self) -> QualmsError:
+        return QualmsError(f"{self._path} is damaged; remove it, and run the same command again.")
+
+
+@contextmanager
+def stopping(path: Path | None) -> Iterator[None]:
+    """Ctrl-C is told here, with what is kept in a file of parts and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise stopped(_describe_kept(path)) from None
+
+
+def _describe_kept(path: Path | None) -> str:
+    if path is None or not path.exists():
+        return NOTHING
+    try:
+        about, *parts = read(path)
+        kept = sum(len(part["ids"]) for part in parts)
+        total = sum(about[of]["count"] for of in (IMAGES, REFERENCE) if about.get(of))
+    except (QualmsError, KeyError, TypeError, ValueError):  # of a file that is not ours, and was not opened yet
+        return NOTHING
+    among = ", those of the reference among them," if about.get(REFERENCE) else ""
+    return f"{kept} of {total} images{among} are kept in {path}; run the same command again to go on"
+
+
+def describe_images(images: Images) -> dict[str, Any]:
+    """What tells images from others, in the first line of a file."""
+    ids = hashlib.sha256("\0".join(images.ids).encode()).hexdigest()[:16]
+    return {"count": len(images), "pixels": images.fingerprint(), "ids": ids}
+
+
+def part_row(of: str, first: int, scored: Scored) -> PartRow:
+    """All that a table says of some images; every number in full."""
+    return {
+        "row": "part",
+        "of": of,
+        "first": first,
+        "ids": list(scored.ids),
+        "classes": scored.probs.shape[1],
+        "prediction": scored.prediction.tolist(),
+        "confidence": _numbers(scored.confidence),
+        "scores": {name: _numbers(values) for name, values in scored.scores.items()},
+        "errors": {name: _numbers(values) for name, values in scored.errors.items()},
+        "sketched": list(scored.sketched),
+        "notes": dict(scored.notes),
+    }
+
+
+def _scored(row: PartRow, class_names: tuple[str, ...] | None, threshold: Threshold | None) -> Scored:
+    count = len(row["ids"])
+    confidence = _tensor(row["confidence"], count)
+    predicted = torch.tensor(row["prediction"])
+    if predicted.shape != (count,) or not bool(((predicted >= 0) & (predicted < row["classes"])).all()):
+        raise ValueError("predictions that are no classes")
+    return Scored(
+        {name: _tensor(values, count) for name, values in row["scores"].items()},
+        {name: _tensor(values, count) for name, values in row["errors"].items()},
+        confidence[:, None],
+        row["ids"],
+        class_names,
+        threshold,
+        tuple(row["sketched"]),
+        row["notes"],
+        classes=predicted[:, None],
+    )
+
+
+def _numbers(values: Tensor) -> Numbers:
+    """A tensor for JSON, which has no word for what is not finite."""
+    plain = [value if math.isfinite(value) else str(value) for value in values.tolist()]
+    return {"dtype": str(values.dtype).removeprefix("torch."), "values": plain}
+
+
+def _tensor(numbers: Numbers, count: int) -> Tensor:
+    """The same tensor again, bit by bit: a Python number has all digits of each of these types."""
+    values = torch.tensor([float(value) for value in numbers["values"]], dtype=DTYPES[str(numbers["dtype"])])
+    if len(values) != count:
+        raise ValueError("more or fewer numbers than images")
+    return values

@@ -1,0 +1,148 @@
+"""Where backward passes may stop: Σ_l a_l ‖g_l‖ without its first terms, within a stated tolerance.
+
+The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so what the first layers add is
+measured, not assumed. One input, by plain autograd along a few directions, tells how many of the first layers add less
+than a quarter of the tolerance; gradients of the others are all that is computed from then on. Of every 16 further
+inputs the one that is most unlike those measured so far, by the norms of its late layers, is measured in the same way,
+and so is every input that is more unlike them than any before. If the early layers of one add more than the tolerance,
+fewer layers are left out from then on, and its batch runs again. That is evidence, not proof: an input whose early
+layers alone are out of the ordinary can slip through.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.autograd import row_gradients
+from qualms.gradients.directions import DIRECTIONS, of_class
+from qualms.gradients.inputs import take
+from qualms.gradients.job import Job
+from qualms.gradients.layers import grouped, layer_weights
+from qualms.gradients.measured import Measured, added_up
+from qualms.gradients.precision import sum_of_squares
+from qualms.gradients.rows import Rows
+from qualms.gradients.watch.forward import use_order
+
+MARGIN = 4  # between what one input shows and what others may do
+CHECK_EVERY = 16  # inputs, of which one is measured in full
+UNLIKE = math.log(2)  # a norm that differs from the first input's by less than this factor is nothing unusual
+
+
+@dataclass
+class LateLayers:
+    """The layers of one model whose gradients are computed, and what is known of those left out.
+
+    Args:
+        lam: λ of the score that weights its layers down least.
+        tolerance: the share of a score that may be left out.
+        layers: the parameters of each layer, in order of use.
+        early: how many of the first layers are left out.
+        share: the largest share that they were seen to add.
+    """
+
+    lam: float
+    tolerance: float
+    layers: list[list[str]]
+    early: int
+    share: float
+    typical: Float[Tensor, " l"] | None = None  # log ‖g_l‖ of the first input, late layers alone
+    widest: float = UNLIKE  # how unlike the first input one was that was measured
+    unchecked: int = 0  # inputs since the last one that was measured
+    names: frozenset[str] = field(init=False)  # of the late parameters
+
+    def __post_init__(self) -> None:
+        self.names = frozenset(name for layer in self.layers[self.early :] for name in layer)
+
+    @classmethod
+    def of(cls, job: Job, lam: float) -> "LateLayers | None":
+        """Measured on the first input; None if no layer can be left out, or the order of layers is not fixed."""
+        order = use_order(job.model, Rows(take(job.batch, slice(0, 1))), job.selected)
+        if not order.fixed:
+            return None
+        shares, used = _early_shares(job, 0, lam, order.names)
+        layers = _layers(job, order.counted(used, job.selected))
+        tolerance = job.settings.tolerance or 0.0
+        early = _count_small(shares, tolerance / MARGIN)
+        if early == 0:
+            return None
+        return cls(lam, tolerance, layers, early, float(shares[:, early - 1].max()))
+
+    def job(self, job: Job) -> Job:
+        """The same job for the late parameters alone: what comes before them runs without a graph."""
+        return replace(job, settings=replace(job.settings, params=self.names.__contains__))
+
+    def confirm(self, job: Job, found: Measured) -> bool:
+        """Whether the inputs of a job may do without the early layers, as far as the most unusual one tells.
+
+        If not, fewer layers are left out from now on, and the job has to run again.
+        """
+        norms = _per_layer(found, self.layers[self.early :], job.settings.norm)
+        profile = norms.amax(1).clamp_min(torch.finfo(torch.double).tiny).log()  # [b, l]
+        if self.typical is None:
+            self.typical = profile[0]
+        unlike = (profile - self.typical).abs().amax(-1)
+        self.unchecked += job.inputs
+        worst = int(unlike.argmax())
+        if self.unchecked < CHECK_EVERY and float(unlike[worst]) <= self.widest:
+            return True
+        self.unchecked = 0
+        self.widest = max(self.widest, float(unlike[worst]))
+        shares, _ = _early_shares(job, worst, self.lam, [name for layer in self.layers for name in layer])
+        added = float(shares[:, self.early - 1].max())
+        if added <= self.tolerance:
+            self.share = max(self.share, added)
+            return True
+        self.early = _count_small(shares, self.tolerance / MARGIN)
+        self.share = float(shares[:, self.early - 1].max()) if self.early else 0.0
+        self.typical = None
+        self.__post_init__()
+        return False
+
+
+def _early_shares(job: Job, i: int, lam: float, order: Sequence[str]) -> tuple[Float[Tensor, "m l"], set[str]]:
+    """The share that the layers up to each one add to Σ_l a_l ‖g_l‖ of one input, and the parameters that it uses.
+
+    Along the predicted class, all classes with random signs, and every direction of the job that is not a class.
+    """
+
+    def directions(logits: Float[Tensor, "1 c"]) -> Float[Tensor, "m 1 c"]:
+        z = logits[:, None]
+        p = z.double().softmax(-1)
+        coin = torch.Generator().manual_seed(0)
+        signs = (torch.randint(0, 2, p.shape[-1:], generator=coin) * 2 - 1).to(p)
+        tried = [of_class(z, logits.argmax(-1)), (signs - p * signs.sum())[None]]  # Σ_c ±(e_c - p)
+        tried += [DIRECTIONS[name](z) for name in job.directions.names if name in DIRECTIONS and name != "classes"]
+        return torch.cat(tried)[:, :, 0]
+
+    row = Rows(take(job.batch, slice(i, i + 1)))
+    _, gradients = row_gradients(job.model, row, job.selected, directions)
+    norm = job.settings.norm
+    values = {name: _norm(g.flatten(1), norm)[None] for name, g in gradients.items()}
+    layers = _layers(job, [name for name in order if name in values])
+    norms = _per_layer(Measured(values, torch.empty(0, 0), set()), layers, norm)[0]
+    added = (norms * layer_weights(len(layers), lam).to(norms)).cumsum(-1)
+    return added / added[:, -1:].clamp_min(torch.finfo(torch.double).tiny), set(gradients)
+
+
+def _count_small(shares: Float[Tensor, "m l"], most: float) -> int:
+    """How many of the first layers together add at most this share, along every direction."""
+    return int((shares <= most).all(0).long().cumprod(0).sum())
+
+
+def _layers(job: Job, order: list[str]) -> list[list[str]]:
+    return list(grouped(job.model, order, job.settings.granularity).values())
+
+
+def _per_layer(found: Measured, layers: list[list[str]], norm: str) -> Float[Tensor, "b m l"]:
+    none = torch.zeros_like(next(iter(found.values.values())))  # of a layer that no input here uses
+    return torch.stack([added_up((found.values.get(n, none) for n in names), norm) for names in layers], dim=-1)
+
+
+def _norm(g: Float[Tensor, "m p"], norm: str) -> Float[Tensor, " m"]:
+    if norm == "l1":
+        return torch.linalg.vector_norm(g, 1, dim=1).double()
+    return sum_of_squares(g).double().sqrt()
