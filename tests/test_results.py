@@ -34,12 +34,44 @@ def ungrad(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return ungrad
 
 
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import costs
+
+    return costs
+
+
+def test_every_method_has_a_cost_or_a_reason_on_each_network(costs: ModuleType) -> None:
+    """Fails for a new method until `benchmarks/costs.py measure` has run."""
+    names = {method.name for method in qualms.list_methods()} | {"regrad+layers+smooth", "regrad+layers"}
+    rows = {(row["network"], row["method"]): row for row in costs.read_rows()}
+    assert set(rows) == {(network, name) for network in costs.NETWORKS for name in names}
+    assert len(rows) == len(costs.read_rows())
+    numbers = {"passes", "one", "counted", "seconds", "mib"}
+    for key, row in rows.items():
+        assert numbers <= set(row) or row["why"], key
+
+
+def test_a_cost_that_was_not_measured_stands_as_a_count_or_a_reason(costs: ModuleType) -> None:
+    measured = {"passes": 12.34, "seconds": 0.0567, "mib": 89.6}
+    rows = [
+        {"network": "resnet18-10", "method": "entropy", **measured},
+        {"network": "vit-b-1000", "method": "entropy", "counted": 101.0, "why": "too long"},
+        {"network": "minilm-150", "method": "entropy", "why": "no such layer."},
+    ]
+    text = costs.costs_table(rows)
+    assert "| `entropy` | 12.3 / 0.057 / 90 | – | – | – | – | (101) |" in text
+    assert text.endswith("- `entropy`, MiniLM-L6, 150 classes, 32 tokens: no such layer.")
+
+
 def test_the_page_and_the_readme_are_what_the_rows_say(tmp_path: Path) -> None:
     for name in ("benchmarks", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)
     subprocess.run([sys.executable, "benchmarks/results_page.py"], cwd=tmp_path, check=True)
-    for page in ("README.md", "docs/results.md"):
+    subprocess.run([sys.executable, "benchmarks/costs.py", "page"], cwd=tmp_path, check=True)
+    for page in ("README.md", "docs/results.md", "docs/performance.md"):
         assert (tmp_path / page).read_text() == (ROOT / page).read_text(), f"{page}: run `make results`"
 
 

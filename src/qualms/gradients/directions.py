@@ -156,6 +156,10 @@ class Directions:
         start = Directions(self.names[:place]).size(classes)
         return slice(start, start + Directions((name,)).size(classes))
 
+    def of_inputs(self, some: slice) -> "Directions":
+        """Those of some of the inputs: the same, unless inputs have directions of their own."""
+        return self
+
     def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
         """The directions of all sets, in the order of `names`, divided by r: what leads to mean gradients."""
         return Cotangents(self.size(logits.shape[-1]), partial(self._blocks, logits.detach(), block_bytes))

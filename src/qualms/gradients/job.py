@@ -1,7 +1,7 @@
 """One batch whose gradients are wanted, as every engine takes it."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -58,6 +58,11 @@ class Job:
     def limit(self) -> int:
         """Bytes that the smallest part of the work must fit: the budget if one was given, else all that is free."""
         return self.settings.budget or free_bytes(tensors(self.batch)[0].device)
+
+    def along_own(self, part: slice) -> "Job":
+        """The same job for some of the inputs, whose rows are at hand, with the directions of these inputs alone."""
+        directions = self.directions.of_inputs(part)
+        return self if directions is self.directions else replace(self, directions=directions)
 
     def rows(self, part: slice) -> Rows:
         """The rows of some of the inputs."""

@@ -5,35 +5,25 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.gradients.blocks import heavy_blocks
 from qualms.gradients.inputs import take
-from qualms.gradients.layers import grouped, layer_of, selected_parameters
+from qualms.gradients.layers import layer_of, selected_parameters
 from qualms.gradients.rows import Rows
 from qualms.gradients.watch.forward import use_order
 from qualms.methods.passes import Passes
 
 
-def heavy_blocks(passes: Passes, method: str) -> list[list[str]]:
-    """The names of the parameters of each block that has a matrix or kernel, with those of what follows it.
-
-    Only parameters that count (`params`) are in it. What stands before the first such block is left out, unless there
-    is none: then all is one block.
-    """
+def blocks_of(passes: Passes, method: str) -> list[list[str]]:
+    """The names of the parameters of each block; only those that count (`params`) are in it."""
     _ = passes.logits  # an input that the model does not take is told of here, and not as a model that hides its layers
     selected = selected_parameters(passes.model, passes.subject.settings.params)
-    order = use_order(passes.model, Rows(take(passes.batch, slice(0, 1))), selected)
-    if not order.names:
+    found = heavy_blocks(passes.model, passes.batch, selected)
+    if not found:
         raise QualmsError(
             f"{method} needs to see in which order the model uses its layers, which it hides from torch's function "
             "modes (a scripted module?); use regrad or entropy."
         )
-    counted = order.counted(order.names, selected)
-    found: list[list[str]] = []
-    for names in grouped(passes.model, counted, "block").values():
-        if any(selected[name].ndim > 1 for name in names):
-            found.append([])
-        if found:
-            found[-1] += names
-    return found or [counted]
+    return found
 
 
 def without_head(blocks: Sequence[Sequence[str]], passes: Passes) -> list[list[str]]:

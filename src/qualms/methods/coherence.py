@@ -34,7 +34,7 @@ from qualms.gradients.exact.drawn_classes import (
     class_sizes,
     estimate,
 )
-from qualms.methods.blocks import heavy_blocks
+from qualms.methods.blocks import blocks_of
 from qualms.methods.divergence import log_softmax
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.passes import Passes
@@ -74,7 +74,7 @@ class Coherence(Method):
 
     def late(self, passes: Passes) -> frozenset[str]:
         """The parameters of the last two blocks."""
-        return frozenset(name for block in heavy_blocks(passes, self.name)[-2:] for name in block)
+        return frozenset(name for block in blocks_of(passes, self.name)[-2:] for name in block)
 
     def directions_needed(self, classes: int) -> int:
         """How many backward passes there are: one for each class, or those for contrasts of some."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from qualms.errors import QualmsError, reason
 from qualms.gradients.directions import CONTRASTS, Directions
 from qualms.gradients.inputs import count, take
-from qualms.methods.blocks import heavy_blocks, without_head
+from qualms.methods.blocks import blocks_of, without_head
 from qualms.methods.head import Head, required, with_head
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.noise import louder, noise_inputs
@@ -117,7 +117,7 @@ class Heat(Method):
         return units[shapes]
 
     def _measured_unit(self, passes: Passes, first: Unit | None) -> Unit:
-        blocks = tuple(map(tuple, without_head(heavy_blocks(passes, self.name), passes)[-BLOCKS:]))
+        blocks = tuple(map(tuple, without_head(blocks_of(passes, self.name), passes)[-BLOCKS:]))
         if not blocks:
             return Unit(blocks, None, "no counted weights come before the classifier")
         noise = Passes(passes.subject, noise_inputs(passes, NOISE_INPUTS, self.name))

@@ -30,7 +30,7 @@ from qualms.gradients.sketch.stable import Sample
 from qualms.gradients.smoothing import Smoothing
 from qualms.gradients.table import LayerTable, layer_table
 from qualms.methods.divergence import log_softmax
-from qualms.methods.few_classes import layer_sums_by_few_classes, scores_by_few_classes
+from qualms.methods.few_classes import ClassSums, layer_sums_by_few_classes
 from qualms.methods.head import Head, required, with_head
 
 if TYPE_CHECKING:
@@ -284,11 +284,12 @@ class Passes:
         like = [m for m in foreseen if (m.smooth, m.direction) == (method.smooth, method.direction)]
         methods = list(dict.fromkeys(like)) if method in foreseen else [method]
         lam = self.subject.smallest_lambda(method.smooth) if method in foreseen else None
-        job, learnt = self.job(Directions((method.direction,)), method.smooth), self.subject.learnt
-        head = self.head_weight
-        self._estimated |= scores_by_few_classes(
-            job, methods, self.logits, learnt, head=head, regrouped=self._regrouped, lam=lam
-        )
+        self._estimated |= self.class_sums(methods, lam).estimate(self.logits)
+
+    def class_sums(self, methods: "Sequence[GradientScore]", lam: float | None) -> ClassSums:
+        """Sums over many classes, to be estimated from some of them; λ as for `ClassSums`."""
+        job = self.job(Directions(("classes",)), methods[0].smooth)
+        return ClassSums(job, methods, self.subject.learnt, self.head_weight, lam, self._regrouped)
 
     def job(self, directions: Directions, smooth: Smoothing | None) -> Job:
         """The batch as an engine takes it."""

@@ -16,7 +16,6 @@ from qualms.gradients.job import Job
 from qualms.gradients.rows import Rows, logits_of
 from qualms.gradients.table import late_layers
 from qualms.methods.coherence import Coherence
-from qualms.methods.few_classes import classes_needed
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.heat import Heat
 from qualms.methods.method import Method
@@ -128,16 +127,22 @@ def _count_gradients(passes: Passes, methods: Sequence[GradientScore]) -> float:
         return rows * PUSH_PASSES * settings.sketch.tangents
     directions: float = wanted.size(classes)
     summed = [m for m in methods if passes.draws_classes(m)]
+    lam, before, proxy = subject.smallest_lambda(smooth), 0.0, None
     if summed:
-        directions = classes_needed(summed, passes.logits, settings.tolerance or 0.0, passes.head_weight)
-        directions += wanted.size(classes) - classes
+        sums = passes.class_sums(summed, lam)
+        needed, before = sums.classes_needed(passes.logits)
+        proxy = sums.proxy(passes.logits)
+        directions = needed + wanted.size(classes) - classes
     job: Job = passes.job(wanted, smooth)
-    late = late_layers(job, subject.smallest_lambda(smooth), subject.learnt)
+    late = late_layers(job, lam, subject.learnt)
     whole = look_at(passes.job(wanted, None), subject.learnt)
     if settings.engine == "reference" or not isinstance(whole, Probe):
         return rows * (1 + PLAIN_BACKWARD * directions)
     work = pass_work(whole, round(directions), None if late is None else late.names)
-    return rows * (PASSES_BESIDE - 1 + (directions + 1) * work)  # one more shows that rows are kept apart
+    counted = PASSES_BESIDE - 1 + (directions + 1) * work  # one more shows that rows are kept apart
+    if before and proxy is not None:
+        counted += 1 + (before + 1) * pass_work(whole, round(before), proxy.behind)
+    return rows * counted
 
 
 @torch.no_grad()

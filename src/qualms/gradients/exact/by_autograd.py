@@ -33,10 +33,11 @@ def by_autograd(job: Job, on: Rows, kind: Kind, row_bytes: int | None = None) ->
         row_bytes = graph_bytes(job, on.take([0]))
     gradient_bytes = sum(accurate(p.detach()).nbytes for p in job.selected.values())
     require_room(2 * row_bytes + 2 * gradient_bytes, job.limit, "the graph of one row and one of its gradients")
-    starts = range(0, count(on.batch), on.per_input)
+    kept_rows = job.budget // 2 // max(1, row_bytes)
     done = []
-    for start in starts:
-        graphs = Graphs(job, on.take(slice(start, start + on.per_input)), job.budget // 2 // max(1, row_bytes))
+    for i in range(count(on.batch) // on.per_input):
+        rows = on.take(slice(i * on.per_input, (i + 1) * on.per_input))
+        graphs = Graphs(job.along_own(slice(i, i + 1)), rows, kept_rows)
         if kind == "gram":
             values = _inner_products(graphs, max(1, job.budget // 2 // gradient_bytes))
         else:

@@ -3,8 +3,12 @@
 Each class of each input has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c a guess at the length of its gradient up to a factor.
 Behind a linear classifier with rows w_c, all gradients but the classifier's own are ∇ log p_c = J_hᵀ(w_c - w̄), w̄ = Σ_k
 p_k w_k, and their lengths follow ‖w_c - w̄‖; the classifier's own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of
-its mean, and a part of ‖e_c - p‖²; for other models it is ‖e_c - p‖² alone. On EfficientNet-Lite0 the ratio of ‖g_c‖
-(with layer weights) to ℓ_c varies by 4 to 6 % among the classes of an image.
+its mean, and a part of ‖e_c - p‖²; for other models it is ‖e_c - p‖² alone. Among the classes of an image the ratio of
+‖g_c‖ to ℓ_c varies by 3 to 8 % with layer weights and by 11 to 17 % without (EfficientNet-Lite0 and MobileNetV2).
+
+Where that is too much, classes are drawn in two phases: many by ℓ_c, for which a late block alone is measured, and of
+those a few by the norms found there, for which all layers are. From the block's norm to the whole one the ratio varies
+by 7 to 11 %.
 
 Of m classes that are measured, those whose size is at least an m-th of what is left are certain to be taken; the others
 enter with chances π_c proportional to their sizes, drawn systematically, in one walk over the classes in steps of equal
@@ -32,7 +36,9 @@ from qualms.random import generator
 STREAM = 1_000_000_009  # sets the start of the walk apart from other draws
 FIRST = 8  # classes that are measured at least
 MIN_CLASSES = 25  # of a model: with fewer, all of them are measured
-SPREAD = 0.06  # of ‖g_c‖ / ℓ_c among an input's classes, usually
+LATE_SPREAD = 0.06  # of ‖g_c‖ / ℓ_c among an input's classes, usually: of the late layers, or with layer weights
+WHOLE_SPREAD = 0.15  # of the same, all layers alike
+PROXY_SPREAD = 0.09  # of ‖g_c‖ over its part in a late block, all layers alike
 PRIOR_TERMS = 4  # that the usual spread counts for
 OWN_SHARE = 0.25  # of ‖e_c - p‖² in ℓ_c²
 Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]
@@ -83,36 +89,77 @@ class DrawnClasses(Directions):
     def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
         """The classes of each input, and the chances π_c with which they were drawn."""
         chances = self.chances(logits)
-        noise = generator(self.seed, STREAM)
-        # In a random order: classes in a periodic one would fall into step with the walk.
-        mixed = torch.randperm(chances.shape[-1], generator=noise).to(chances.device)
-        # Those that are certain stand first, so that every step of the walk before the others meets one of them.
-        order = mixed[(chances[:, mixed] < 1).long().argsort(dim=-1, stable=True)]
-        reached = chances.gather(-1, order).cumsum(-1)
-        start = float(torch.rand((), generator=noise, dtype=torch.double))
-        steps = (torch.arange(self.number, device=logits.device) + start).to(reached)
-        places = torch.searchsorted(reached, steps.expand(len(reached), -1).contiguous(), right=True)
-        classes = order.gather(-1, places.clamp_max(chances.shape[-1] - 1))
+        classes = walk(chances, self.number, generator(self.seed, STREAM))
         return classes, chances.gather(-1, classes)
 
     def chances(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
         """π_c: 1 for the classes that count most, proportional to the sizes of the others."""
-        sizes = self.sizes(logits.detach().double().softmax(-1))
-        ordered, order = sizes.sort(dim=-1, descending=True)
-        left = ordered.flip(-1).cumsum(-1).flip(-1)  # from each on
-        to_draw = (self.number - torch.arange(sizes.shape[-1], device=sizes.device)).clamp_min(0)
-        certain = ((ordered * to_draw >= left) & (to_draw > 0)).long().cumprod(-1).bool()
-        number = certain.sum(-1, keepdim=True)
-        rest = torch.where(certain, 0, ordered).sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
-        chances = torch.where(certain, 1.0, (self.number - number) * ordered / rest)
-        return torch.zeros_like(chances).scatter(-1, order, chances)
+        return inclusion_chances(self.sizes(logits.detach().double().softmax(-1)), self.number)
 
-    def expected_error(self, logits: Float[Tensor, "b c"], power: int = 1) -> Float[Tensor, " b"]:
-        """The relative standard error to expect: n·SPREAD Σ_c s_c / √m over classes left to chance, m of them drawn."""
-        chances, sizes = self.chances(logits), self.sizes(logits.double().softmax(-1))
-        left = torch.where(chances < 1, sizes, 0).sum(-1)
-        drawn = (self.number - (chances == 1).sum(-1)).clamp_min(1)
-        return power * SPREAD * left / drawn.sqrt() * _widened(drawn - 1 + PRIOR_TERMS)
+    def expected_error(self, logits: Float[Tensor, "b c"], power: int, spread: float) -> Float[Tensor, " b"]:
+        """The relative standard error to expect of a sum over these classes (see `expected_error`)."""
+        sizes = self.sizes(logits.double().softmax(-1))
+        return expected_error(sizes, inclusion_chances(sizes, self.number), self.number, power * spread)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenClasses(Directions):
+    """e_c - p for classes c that were chosen beforehand, of each input its own."""
+
+    chosen: Int[Tensor, "b m"]
+
+    def size(self, classes: int) -> int:
+        """How many directions there are."""
+        return self.chosen.shape[1]
+
+    def of_inputs(self, some: slice) -> "ChosenClasses":
+        """Those of some of the inputs."""
+        return ChosenClasses(self.names, self.chosen[some])
+
+    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for column in self.chosen.to(logits.device).T:
+            yield unit_sized(of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits))
+
+
+def inclusion_chances(sizes: Float[Tensor, "b c"], number: int) -> Float[Tensor, "b c"]:
+    """π_c of so many classes: 1 for those that count most, proportional to the sizes of the others."""
+    ordered, order = sizes.sort(dim=-1, descending=True)
+    left = ordered.flip(-1).cumsum(-1).flip(-1)  # from each on
+    to_draw = (number - torch.arange(sizes.shape[-1], device=sizes.device)).clamp_min(0)
+    certain = ((ordered * to_draw >= left) & (to_draw > 0)).long().cumprod(-1).bool()
+    taken = certain.sum(-1, keepdim=True)
+    rest = torch.where(certain, 0, ordered).sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
+    chances = torch.where(certain, 1.0, (number - taken) * ordered / rest)
+    return torch.zeros_like(chances).scatter(-1, order, chances)
+
+
+def walk(chances: Float[Tensor, "b c"], number: int, noise: torch.Generator) -> Int[Tensor, "b m"]:
+    """Classes drawn systematically: one walk over them, in steps of 1, from a start that all inputs share."""
+    # In a random order: classes in a periodic one would fall into step with the walk.
+    mixed = torch.randperm(chances.shape[-1], generator=noise).to(chances.device)
+    # Those that are certain stand first, so that every step of the walk before the others meets one of them.
+    order = mixed[(chances[:, mixed] < 1).long().argsort(dim=-1, stable=True)]
+    reached = chances.gather(-1, order).cumsum(-1)
+    start = float(torch.rand((), generator=noise, dtype=torch.double))
+    steps = (torch.arange(number, device=chances.device) + start).to(reached)
+    places = torch.searchsorted(reached, steps.expand(len(reached), -1).contiguous(), right=True)
+    return order.gather(-1, places.clamp_max(chances.shape[-1] - 1))
+
+
+def expected_error(
+    sizes: Float[Tensor, "b c"], chances: Float[Tensor, "b c"], number: int, spread: float
+) -> Float[Tensor, " b"]:
+    """The relative standard error to expect: spread Σ_c s_c / √m over classes left to chance, m of them drawn.
+
+    Args:
+        sizes: s_c, which sum to 1.
+        chances: with which so many classes are drawn.
+        number: of classes.
+        spread: of what is summed, over its size.
+    """
+    left = torch.where(chances < 1, sizes, 0).sum(-1)
+    drawn = (number - (chances == 1).sum(-1)).clamp_min(1)
+    return spread * left / drawn.sqrt() * _widened(drawn - 1 + PRIOR_TERMS)
 
 
 @dataclass(frozen=True)
@@ -154,12 +201,13 @@ def _place(classes: Int[Tensor, " b"], logits: Logits) -> Int[Tensor, "b r 1"]:
 
 
 def estimate(
-    terms: Float[Tensor, "b m"], chances: Float[Tensor, "b m"], power: int = 1
+    terms: Float[Tensor, "b m"], chances: Float[Tensor, "b m"], spread: float = LATE_SPREAD
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Σ_c t_c / π_c, the sum of the terms t_c of all classes from those that were drawn, and its standard error.
 
     With m of them left to chance, its square is v Σ_c (1 - π_c), v the variance of t_c / π_c. That is the mean of the
-    one found, with m - 1 degrees of freedom, and the usual one, with PRIOR_TERMS; but never less than the one found.
+    one found, with m - 1 degrees of freedom, and the usual one, (spread · mean)², with PRIOR_TERMS; but never less than
+    the one found.
     """
     tiny = torch.finfo(chances.dtype).tiny
     each = terms / chances.clamp_min(tiny)
@@ -169,7 +217,7 @@ def estimate(
     mean = (doubt * each).sum(-1) / total.clamp_min(tiny)
     squares = (doubt * (each - mean[:, None]).square()).sum(-1) / total.clamp_min(tiny) * drawn  # m - 1 degrees
     freedom = (drawn - 1).clamp_min(0) + PRIOR_TERMS
-    usual = (power * SPREAD * mean).square()
+    usual = (spread * mean).square()
     variance = torch.maximum(squares / (drawn - 1).clamp_min(1), (squares + PRIOR_TERMS * usual) / freedom)
     return each.sum(-1), (total * variance).sqrt() * _widened(freedom)
 

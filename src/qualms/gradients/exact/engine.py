@@ -57,7 +57,7 @@ def exact(job: Job, kind: Kind, learnt: Learnt, regrouped: Float[Tensor, "b c"] 
         learnt.warn_slow(probe)
         row_bytes = graph_bytes(job, job.rows(slice(0, 1)).take([0]))
         whole = Measured.joined(
-            [by_autograd(job, job.rows(slice(i, i + 1)), kind, row_bytes) for i in range(job.inputs)]
+            [by_autograd(job.along_own(one), job.rows(one), kind, row_bytes) for one in _chunks(job.inputs, 1)]
         )
         return _in_order(job, kind, whole, use_order(job.model, job.rows(slice(0, 1)), job.selected))
     learnt.keep(key, probe)
@@ -92,22 +92,22 @@ def _in_chunks(job: Job, kind: Kind, probe: Probe, regrouped: Tensor | None, slo
     parts: list[Measured] = []
     of_rows = Regrouped(job, chunks, regrouped)
     for chunk in chunks:
-        on = job.rows(chunk)
+        on, own = job.rows(chunk), job.along_own(chunk)
         part: Measured | None
         try:
             if most == 0 and kind == "gram":
                 raise Unclear(f"the gradients of all classes of one input do not fit {in_mebibytes(job.budget)}")
             if most == 0:
-                part = by_parts(job, on, kind, probe)
+                part = by_parts(own, on, kind, probe)
             else:
-                part = _by_pieces(job, probe.formatted(on), kind, probe, by_features, of_rows[chunk], slow is None)
+                part = _by_pieces(own, probe.formatted(on), kind, probe, by_features, of_rows[chunk], slow is None)
         except Exception as error:
             if slow is None:
                 raise
             slow.warn_slow(error)
             part = None
         # Outside of the block, whose error holds the graph. If the model itself is at fault, plain autograd says so.
-        parts.append(part or by_autograd(job, on, kind, probe.row_bytes))
+        parts.append(part or by_autograd(own, on, kind, probe.row_bytes))
     return Measured.joined(parts)
 
 
