@@ -81,9 +81,11 @@ test-wheel: $(DEV)
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# docs/results.md and the README's table of scores, from the committed rows: nothing is measured.
+# docs/results.md, the costs in docs/performance.md and the README's table of scores, from the committed rows: nothing
+# is measured.
 results: $(DEV)
 	$(BIN)/python benchmarks/results_page.py
+	$(BIN)/python benchmarks/costs.py page
 	$(BIN)/python benchmarks/segmentation.py page
 	$(BIN)/python benchmarks/text.py page
 

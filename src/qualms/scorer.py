@@ -21,7 +21,7 @@ from qualms.methods.chosen import Methods, PixelStd, by_name, in_pixels, noisy_s
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import LOGITS, in_range
 from qualms.methods.passes import Passes, Subject
-from qualms.methods.price import Price, price_of, warn_of_long_run
+from qualms.methods.price import LONG, Price, price_of, warn_of_long_run
 from qualms.methods.registry import DEFAULT
 from qualms.models.fingerprint import fingerprint
 from qualms.positions import Given, Positions, PositionScores
@@ -222,6 +222,7 @@ class Scorer:
         with self._subject(batch) as subject:
             passes = Passes(subject, batch)
             self._choose_engine(passes)
+            subject.learnt.warned.add(LONG)  # who asks for the price need not be warned of it
             return price_of(passes, self.methods.values())
 
     def _scored(self, batch: Batch, numbers: Sequence[int]) -> Scored:

@@ -139,9 +139,9 @@ def test_a_stop_while_the_network_is_loaded_again_says_what_is_still_kept(
     ("change", "differs"),
     [
         (("--seed", "1"), "another seed (0, not 1)"),
-        (("--methods", "entropy"), "another methods ("),
+        (("--methods", "entropy"), "other methods ("),
         (("--engine", "sketch"), "another engine (auto, not Sketch("),
-        (("--tolerance", "0.1"), "another engine (auto, not exact)"),
+        (("--tolerance", "0.1"), "another tolerance (None, not 0.1)"),
         (("--std", "0.5"), "another std ([0.376], not [0.5])"),
         (("--reference", "more.npz"), "another reference (None, not "),
     ],
@@ -168,7 +168,7 @@ def test_other_images_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch, c
     pixels[50] += 1
     np.savez(here / "many.npz", x=pixels)
     assert run(monkeypatch, *command()) == 1
-    assert "holds a run with another images (" in capsys.readouterr().err
+    assert "holds a run with other images (" in capsys.readouterr().err
 
 
 def test_a_line_that_was_cut_short_by_a_kill_is_dropped(

@@ -58,6 +58,23 @@ def test_passes_stop_where_the_late_layers_begin() -> None:
     assert calls(tolerance=1e-2) == 4
 
 
+def test_tangents_stop_where_the_late_layers_begin() -> None:
+    """A sketch with a tolerance perturbs the late weights alone, and ranks inputs as one of all weights does."""
+    model, x = deep(), torch.randn(40, 12, dtype=torch.double)
+    spec = "regrad+layers(0.6)"
+    whole = qualms.Scorer(model, spec, engine=qualms.Sketch(tangents=64))(x)
+    cut = qualms.Scorer(model, spec, engine=qualms.Sketch(tangents=64), tolerance=0.05)(x)
+    assert not torch.equal(cut.scores[spec], whole.scores[spec])
+    assert (cut.errors[spec] <= 1.2 * whole.errors[spec] + 0.05 * cut.scores[spec]).all()
+    torch.testing.assert_close(cut.scores[spec], whole.scores[spec], rtol=0.5, atol=0)
+    ranks = torch.stack([cut.scores[spec], whole.scores[spec]]).argsort(1).argsort(1).double()
+    assert torch.corrcoef(ranks)[0, 1] > 0.9
+    none_left = qualms.Scorer(model, spec, engine="sketch", tolerance=0.0)(x)
+    torch.testing.assert_close(
+        none_left.scores[spec], qualms.score(model, x, spec, engine="sketch"), rtol=1e-12, atol=0
+    )
+
+
 def test_what_is_left_out_does_not_depend_on_the_batches() -> None:
     model, x = deep(), torch.randn(20, 12, dtype=torch.double)
     whole = qualms.score(model, x, "regrad+layers(0.6)", tolerance=0.01)

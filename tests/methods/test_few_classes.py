@@ -1,6 +1,7 @@
 """`tolerance` with many classes: some of them stand for all; the error is reported, and within the tolerance."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -208,7 +209,7 @@ def deep(classes: int = 400) -> nn.Sequential:
     """Blocks that narrow toward the classifier: a pass to the last of them takes a small part of the work."""
     torch.manual_seed(0)
     widths = [32, 160, 160, 160, 160, 24, 24]
-    blocks = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
+    blocks = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
     last = nn.Linear(widths[-1], classes)
     with torch.no_grad():
         last.weight *= 3

@@ -45,7 +45,7 @@ def test_a_price_has_seconds_bytes_and_how_it_is_known() -> None:
 def test_a_long_run_is_told_of_before_it_starts_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(price, "LONG_SECONDS", 1e-6)
     scorer, x = qualms.Scorer(wide(40), "regrad+layers+smooth(0.1,2)", engine="exact"), torch.randn(2, 16)
-    with pytest.warns(qualms.SlowWarning, match="2 inputs take about .* forward passes each, .* minutes in all"):
+    with pytest.warns(qualms.SlowWarning, match="scoring 2 inputs will take about .* minutes .* forward passes each"):
         scorer(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -38,5 +38,5 @@ def test_a_model_that_heat_is_not_for_gets_gen_with_the_reason() -> None:
 
 
 def test_its_old_name_goes_on_working_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="'auto' is called 'recommended' now"):
+    with pytest.warns(FutureWarning, match="'auto' is deprecated; use 'recommended'"):
         assert qualms.methods.parse("auto") == qualms.methods.parse("recommended")

@@ -32,11 +32,13 @@ from qualms.cli.options import (
     telling,
 )
 from qualms.cli.own_images import Classes, Strict, class_names, end
+from qualms.cli.price import say_price_of_groups
 from qualms.cli.specs import chosen_methods
 from qualms.cli.text_report import METHODS, report_texts, require_unused
 from qualms.disk import require_writable
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine as EngineName
+from qualms.gradients.settings import Settings
 from qualms.methods.method import TRAINING_DATA
 from qualms.report.content import Content, Group
 from qualms.report.layers import layers_of
@@ -71,7 +73,7 @@ def report(
     classes: Classes = None,
     engine: Annotated[
         EngineName | None,
-        typer.Option(help="Of the gradient scores.", show_default="exact; sketch with --tokens"),
+        typer.Option(help="Of the gradient scores.", show_default="auto; sketch with --tokens"),
     ] = None,
     tolerance: Tolerance = None,
     size: Size = None,
@@ -137,6 +139,7 @@ def report(
     train = training_images(inside, root, network.fit, whole) if learns else None
     wanted, reasons = usable(network, known, asked, train)
     used, tolerance = chosen_engine(network, known, wanted, engine or "auto", tolerance)
+    say_price_of_groups(network, [known, *others], wanted, used, tolerance)
     groups = []
     with (
         Journal(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
@@ -156,7 +159,8 @@ def report(
             )
             labels = found.labels if images is known else None
             groups.append(Group(images.name, images, found.scores, found.predicted, labels, found.confidence))
-    about = {"Network": network.name, "Seed": str(seed)}
+    how = Settings(used, tolerance=tolerance)
+    about = {"Network": network.name, "Seed": str(seed), "Gradients": how.description}
     content = Content(
         f"What {network.name} does not know",
         groups[0],

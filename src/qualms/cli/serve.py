@@ -14,6 +14,7 @@ import typer
 from qualms.cli.app import warnings_in_words
 from qualms.cli.bench.options import with_options
 from qualms.cli.own_images import Given, ready
+from qualms.cli.price import describe_price
 from qualms.cli.signals import at_sigterm, interrupt, leave
 from qualms.cli.specs import chosen_methods
 from qualms.cli.status import say
@@ -121,7 +122,8 @@ class _Make:
             begin(f"loading {self.public}")
             prepared = ready("", self.model, self.methods, self.given)
             served = Served(self.called, prepared.network, prepared.scorer(prepared.methods, self.threshold))
-            begin("scoring a first image")
+            price = served.price()
+            begin("scoring a first image" + (f", about {describe_price(price)}" if price is not None else ""))
             first = served.warm_up()
             if first is not None:
                 prepared.check_classes(first.probs.shape[1])

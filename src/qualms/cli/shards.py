@@ -10,6 +10,7 @@ import typer
 
 from qualms.cli.options import telling
 from qualms.cli.own_images import SOME_REJECTED, Given, Ready
+from qualms.cli.price import say_price
 from qualms.cli.status import GOES_ON, passing, say, stopped
 from qualms.cli.writing import ENDINGS, summary
 from qualms.errors import QualmsError
@@ -70,12 +71,15 @@ def score_to_folder(prepared: Ready, scorer: Scorer, images: str, out: Path, giv
     for note in trial.notes.values():
         say(note)
     about, rows = prepared.about(scorer), given.shard_size or SIZE
+    before = min(rows * len(shards_in(out)), source.count or 0)
+    left = None if source.count is None else source.count - before
+    if left != 0:
+        say_price(scorer, network.inputs(first.take(slice(0, 1))), left)
     try:
         if given.runner == "ray":
             passing("starting Ray …")
             done = score_on_ray(batches, source, out, about, rows, given.workers, given.ray_address)
         else:
-            before = min(rows * len(shards_in(out)), source.count or 0)
             with telling(f"images of {source.name} scored", before, source.count) as tell:
                 done = score_shards(batches.scored, source, out, about, rows, tell)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from qualms.cli.bench.options import with_options
 from qualms.cli.options import Json, Overwrite
 from qualms.cli.own_images import Given, end, ready
 from qualms.cli.specs import chosen_methods
+from qualms.cli.status import say
 from qualms.cli.writing import complete, require_place
 from qualms.data import dataset_name
 from qualms.errors import QualmsError
@@ -79,6 +80,8 @@ def threshold(
     else:
         sure = CONFIDENCE if confidence is None else confidence
         made = Threshold.from_labels(scores, right, risk, sure, made_by=scorer.made_by)
+    for note in scored.notes.values():
+        say(note)
     with complete(out, found.rejected) as part:
         part.write_text(made.to_json() + "\n")
     accepted = made.accept(scores)

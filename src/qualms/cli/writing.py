@@ -14,6 +14,7 @@ from qualms.cli.status import say
 from qualms.data import Rejected
 from qualms.disk import require_writable, writing, written_whole
 from qualms.errors import QualmsError
+from qualms.methods.gradient_score import GradientScore
 from qualms.scored import Scored
 from qualms.scorer import Scorer
 from qualms.texts.table import TokenTable
@@ -123,6 +124,8 @@ def summary(
 ) -> str:
     """The last line: how many images were scored, accepted and not read, by what, and where that is."""
     told = f"{scored} image{'' if scored == 1 else 's'} scored by {', '.join(scorer.methods)}"
+    if scorer.settings.engine != "auto" and any(isinstance(m, GradientScore) for m in scorer.methods.values()):
+        told += f" ({scorer.settings.description})"
     if scorer.threshold is not None:
         first = next(iter(scorer.methods))
         told += f"; {accepted or 0} of {scored} accepted by {first}, at {scorer.threshold.rule} of {by}"

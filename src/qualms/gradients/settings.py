@@ -74,6 +74,15 @@ class Settings:
         return Sketch() if self.engine == "sketch" else None
 
     @property
+    def description(self) -> str:
+        """How gradient scores are computed, for people: exact, or how good an estimate they are."""
+        if self.sketch is not None:
+            return f"a sketch with {self.sketch.tangents} tangents"
+        if self.tolerance:
+            return f"standard error of at most {100 * self.tolerance:g} %"
+        return str(self.engine_name)
+
+    @property
     def engine_name(self) -> Engine:
         """The engine without its options."""
         return "sketch" if isinstance(self.engine, Sketch) else self.engine

@@ -284,7 +284,7 @@ class _FirstPhase:
 
 
 def _more(number: int) -> int:
-    """The next number of classes to try: 8, 12, 16, 24, 32, …; what was measured in vain is followed by twice as many."""
+    """The next number of classes to try: 8, 12, 16, 24, 32, …"""
     return number * 3 // 2 if number & (number - 1) == 0 else number * 4 // 3
 
 

@@ -80,10 +80,10 @@ class GradientScore(Method):
         if not passes.draws_classes(self):
             return None
         tolerance = passes.subject.settings.tolerance or 0.0
-        late = " and from the late layers, without those that were seen to add next to nothing" if self.layers else ""
+        late = ", skipping early layers with a negligible contribution" if self.layers else ""
         return (
-            f"{self.spec} is estimated from some of the {passes.logits.shape[1]} classes{late}, with a standard error "
-            f"of at most {tolerance:.3g} of each score; engine='exact' measures all of them."
+            f"{self.spec} is estimated from some of the {passes.logits.shape[1]} classes{late}; the standard error is "
+            f"at most {100 * tolerance:g} % of each score. Use engine='exact' for all classes and layers."
         )
 
     @property

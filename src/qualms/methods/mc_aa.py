@@ -44,6 +44,11 @@ class MCAA(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, a=NOISE, draws=whole(2))
 
+    @property
+    def extra_passes(self) -> float:
+        """A forward and a backward pass for the direction, and a forward pass for each draw."""
+        return 3.0 + self.draws
+
     def score(self, passes: Passes) -> Float[Tensor, " b"]:
         """One number for each input."""
         subject, inputs = passes.subject, count(passes.batch)

@@ -28,7 +28,7 @@ from qualms.gradients.settings import Settings
 from qualms.gradients.sketch.engine import sketch_totals
 from qualms.gradients.sketch.stable import Sample
 from qualms.gradients.smoothing import Smoothing
-from qualms.gradients.table import LayerTable, layer_table
+from qualms.gradients.table import LayerTable, late_layers, layer_table
 from qualms.methods.divergence import log_softmax
 from qualms.methods.few_classes import ClassSums, layer_sums_by_few_classes
 from qualms.methods.head import Head, required, with_head
@@ -262,7 +262,8 @@ class Passes:
         like = [m for m in foreseen if (m.smooth, m.layers) == (method.smooth, method.layers)]
         methods = dict.fromkeys(like if method in foreseen else [method])
         parts = {m: list[tuple[Tensor, Tensor]]() for m in methods}
-        for sample, logits in sketch_totals(self.job(wanted, method.smooth), method.layers, self.subject.learnt):
+        job, left_out = self._late_job(self.job(wanted, method.smooth), method.layers)
+        for sample, logits in sketch_totals(job, method.layers, self.subject.learnt):
             norms = sample.scale
             for m in methods:
                 columns = self._columns(m.direction, wanted)
@@ -276,7 +277,15 @@ class Passes:
                     parts[m].append(((weights * scale).sum(-1), own.weighted_error(scale, weights)))
         for m, blocks in parts.items():
             values, errors = (torch.cat(column) for column in zip(*blocks, strict=True))
-            self._estimated[m] = values, errors
+            self._estimated[m] = values, torch.hypot(errors, m.power * left_out * values)
+
+    def _late_job(self, job: Job, lam: float | None) -> tuple[Job, float]:
+        """The job without early layers that a tolerance allows to leave out, and the largest share that they add."""
+        late = late_layers(job, lam, self.subject.learnt)
+        while late is not None and late.early:
+            if late.confirm_blindly(job):
+                return late.job(job), late.share
+        return job, 0.0
 
     def _draw_classes(self, method: "GradientScore") -> None:
         """All scores that are sums over the same classes, from some of them."""

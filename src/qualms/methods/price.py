@@ -16,6 +16,7 @@ from qualms.gradients.job import Job
 from qualms.gradients.rows import Rows, logits_of
 from qualms.gradients.table import late_layers
 from qualms.methods.coherence import Coherence
+from qualms.methods.ensemble import Ensemble
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.heat import Heat
 from qualms.methods.method import Method
@@ -71,7 +72,7 @@ def warn_of_long_run(passes: Passes, methods: Iterable[Method], forward_seconds:
     Args:
         passes: the batch, of which the plain forward pass is done.
         methods: that will be asked.
-        forward_seconds: what that took for each input.
+        forward_seconds: what that took for each input, the first one's preparations included.
     """
     learnt, inputs, methods = passes.subject.learnt, len(passes.logits), list(methods)
     gradient = [m for m in methods if isinstance(m, GradientScore)]
@@ -79,13 +80,13 @@ def warn_of_long_run(passes: Passes, methods: Iterable[Method], forward_seconds:
     at_most = 4.0 * rows * passes.logits.shape[1] + sum(m.extra_passes for m in methods)
     if LONG in learnt.warned or at_most * inputs * forward_seconds < LONG_SECONDS:
         return
-    passes_each = price_of(passes, methods).forward_passes
-    if passes_each * inputs * forward_seconds > LONG_SECONDS:
+    price = price_of(passes, methods)
+    if price.seconds * inputs > LONG_SECONDS:
         learnt.warned.add(LONG)
-        minutes = passes_each * inputs * forward_seconds / 60
         warnings.warn(
-            f"these {inputs} inputs take about {passes_each:,.0f} forward passes each, {minutes:,.0f} minutes in all; "
-            "engine='auto' or a tolerance measures fewer classes, and scores without +smooth take a ninth.",
+            f"scoring {inputs} input{'' if inputs == 1 else 's'} will take about {price.seconds * inputs / 60:,.0f} "
+            f"minutes ({price.forward_passes:,.0f} forward passes each); engine='auto' or a tolerance measures fewer "
+            "classes, and scores without +smooth cost one ninth as much.",
             SlowWarning,
             stacklevel=2,
         )
@@ -97,6 +98,8 @@ def _count_beside(method: Method, passes: Passes) -> float:
         return 0.0
     if isinstance(method, Recommended):
         method = method.picked(passes)[0]
+    if isinstance(method, Ensemble):
+        return float(len(passes.subject.members))
     if isinstance(method, Heat):
         unit = method.unit(passes)
         if unit.log_ratio is None:

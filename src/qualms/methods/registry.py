@@ -95,7 +95,7 @@ def parse(spec: str) -> Method:
     name, *modifiers = re.split(r"\+(?![^(]*\))", spec.replace(" ", ""))
     base, arguments = _call(name, spec)
     if base in RENAMED:
-        warnings.warn(f"the method {base!r} is called {RENAMED[base]!r} now.", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"the method {base!r} is deprecated; use {RENAMED[base]!r}.", FutureWarning, stacklevel=2)
         base = RENAMED[base]
     if base not in BY_NAME:
         raise QualmsError(f"{base!r} in {spec!r} is not a method; {_close(base, BY_NAME)}")

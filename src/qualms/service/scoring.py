@@ -16,6 +16,7 @@ import torch
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
+from qualms.methods.price import Price
 from qualms.models.fingerprint import fingerprint
 from qualms.report.layers import has_layers, layer_sums
 from qualms.scored import Scored
@@ -56,13 +57,24 @@ class Served:
         """The first method."""
         return next(iter(self.scorer.methods.items()))
 
-    def warm_up(self) -> Scored | None:
-        """Score a grey image, so that what is wrong is told now, and the first request does not wait."""
+    @property
+    def gray_image(self) -> torch.Tensor | None:
+        """An image to try the network on; None where nobody says which size it takes."""
         fit = self.network.fit
         if fit is None:
             return None
         channels = len(self.network.normalisation.mean)
-        return self.score(torch.full((1, channels, *fit.size), 128, dtype=torch.uint8))
+        return torch.full((1, channels, *fit.size), 128, dtype=torch.uint8)
+
+    def price(self) -> Price | None:
+        """What an image costs, as counted."""
+        image = self.gray_image
+        return None if image is None else self.scorer.price(self.network.inputs(Images(NAME, image, None)))
+
+    def warm_up(self) -> Scored | None:
+        """Score a gray image, so that what is wrong is told now, and the first request does not wait."""
+        image = self.gray_image
+        return None if image is None else self.score(image)
 
     def score(self, pixels: torch.Tensor) -> Scored:
         """Scores of images of one size. Draws follow the pixels, so an image's company does not change its score."""

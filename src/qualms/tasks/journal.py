@@ -78,10 +78,7 @@ class Journal(AbstractContextManager["Journal"]):
         if not first:
             self._write(about)
         elif first != about:
-            other = next(k for k in {**first, **about} if first.get(k) != about.get(k))
-            raise QualmsError(
-                f"{path} holds a run with another {other} ({first.get(other)}, not {about.get(other)}); {advice}."
-            )
+            raise QualmsError(f"{path} holds a run with {_difference(first, about)}; {advice}.")
 
     def add(self, row: Kind) -> Kind:
         """Keep a row; it is on disk when this returns."""
@@ -148,6 +145,16 @@ def _read(file: IO[bytes], path: Path) -> list[Any]:
     if whole < len(content):  # only now: a file that somebody else wrote stays as it is
         file.truncate(whole)
     return rows
+
+
+def _difference(kept: dict[str, Any], asked: dict[str, Any]) -> str:
+    """The first thing in which two runs differ: `another seed (0, not 1)`, or `other methods (energy)`."""
+    what = next(k for k in {**kept, **asked} if kept.get(k) != asked.get(k))
+    one, other = kept.get(what), asked.get(what)
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return f"another {what} ({one}, not {other})"
+    changed = [k for k in {**one, **other} if one.get(k) != other.get(k)]
+    return f"other {what} ({', '.join(changed)})"
 
 
 def _rows(content: bytes, path: Path, whole: bool) -> list[Any]:

@@ -11,6 +11,7 @@ from qualms.cli.bench.output import rows_file, show
 from qualms.cli.images import tell_images, test_images, training_images
 from qualms.cli.network import chosen_network, published_network
 from qualms.cli.options import device_of, listed, telling
+from qualms.cli.price import say_price_of_groups
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA
@@ -84,6 +85,7 @@ def run_task(
         learns = any(TRAINING_DATA in method.needs for method in wanted.values())
         train = training_images(given.inside, given.root, network.fit, whole) if learns else None
         good, reasons = usable(network, images, wanted, train)
+        say_price_of_groups(network, [images, *others], good, given.engine, given.tolerance)
         how = {
             "seed": given.seed,
             "engine": given.engine,

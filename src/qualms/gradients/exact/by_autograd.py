@@ -24,6 +24,7 @@ from qualms.gradients.memory import require_room, saved_bytes
 from qualms.gradients.precision import accurate
 from qualms.gradients.rows import Rows, logits_of
 
+REPEATS = 8  # times that a gradient is computed at most, where those of all directions do not fit at once
 Gradient = dict[str, Tensor]  # along one direction, flat, by the parameter's name
 
 
@@ -39,6 +40,9 @@ def by_autograd(job: Job, on: Rows, kind: Kind, row_bytes: int | None = None) ->
         rows = on.take(slice(i * on.per_input, (i + 1) * on.per_input))
         graphs = Graphs(job.along_own(slice(i, i + 1)), rows, kept_rows)
         if kind == "gram":
+            some = -(-graphs.directions.number // REPEATS)
+            what = f"{some} of {graphs.directions.number} gradients of one input"
+            require_room(some * gradient_bytes, job.budget // 2, what)
             values = _inner_products(graphs, max(1, job.budget // 2 // gradient_bytes))
         else:
             values = _norms(graphs, kind)
