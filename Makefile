@@ -86,6 +86,7 @@ docs: $(DEV)
 results: $(DEV)
 	$(BIN)/python benchmarks/results_page.py
 	$(BIN)/python benchmarks/costs.py page
+	$(BIN)/python benchmarks/thousand.py page
 	$(BIN)/python benchmarks/segmentation.py page
 	$(BIN)/python benchmarks/text.py page
 

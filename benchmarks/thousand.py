@@ -1,8 +1,9 @@
 """A thousand classes: estimates against exact gradients on real ImageNet networks, and what scores cost there.
 
-    QUALMS_DATA=folder python benchmarks/thousand.py exact    # all 1000 classes of each image: half a minute each
+    QUALMS_DATA=folder python benchmarks/thousand.py exact    # all 1000 classes of each image: half a minute each on 2 cores
     QUALMS_DATA=folder python benchmarks/thousand.py compare  # the default on the same images
     QUALMS_DATA=folder python benchmarks/thousand.py speed    # forward passes an image, on an idle machine
+    python benchmarks/thousand.py page                        # fills docs/performance.md
 
 Rows go to benchmarks/results/thousand.jsonl as they come; images that have one are passed over. The weights are those
 of the packages in requirements-imagenet.txt.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import fill, table
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -26,12 +28,16 @@ from qualms.data import load
 from qualms.models import load_model, preprocessing_of
 
 ROWS = Path(__file__).parent / "results" / "thousand.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+TITLES = {"imagenet-efficientnet-lite0": "EfficientNet-Lite0", "imagenet-mobilenet-v2": "MobileNetV2"}
 NETWORKS = ("imagenet-efficientnet-lite0", "imagenet-mobilenet-v2")
 SUMS = ("regrad", "regrad+layers", "exgrad", "ungrad", "fisher", "isotropic")  # one pass serves them all
 SPEED = ("regrad+layers", "regrad+layers+smooth", "regrad", "exgrad", "fisher", "isotropic", "heat", "coherence")
+AIMS = dict(zip(SPEED, (4, 30, 35, 40, 40, 40, 6, 12), strict=True))  # forward passes an image, in batches of 16
 EVERY, EVERY_OTHER, INSIDE, OUTSIDE = 25, 50, 40, 20
 BATCH = 16
 AT_ONCE = 4  # images by all classes: what a chunk of the exact engine takes
+LAMBDA = 0.3  # of +layers
 STD = {"imagenet-efficientnet-lite0": (0.5, 0.5, 0.5), "imagenet-mobilenet-v2": (0.229, 0.224, 0.225)}
 
 
@@ -63,18 +69,32 @@ def add(**row: Any) -> None:
     print(row, flush=True)
 
 
-def measure_exact(name: str, model: nn.Module, specs: tuple[str, ...]) -> None:
-    """Each image by all of its classes."""
+def measure_exact(name: str, model: nn.Module) -> None:
+    """Each image by the norms of all classes and layers."""
     ids, x = images_of(name, model)
-    scorer = qualms.Scorer(model, list(specs), engine="exact", pixel_std=STD[name])
     done = {row["image"] for row in rows(row="exact", network=name)}
     left = [i for i, one in enumerate(ids) if one not in done]
     for start in range(0, len(left), AT_ONCE):
         some = left[start : start + AT_ONCE]
-        found = scorer(x[some], numbers=some)
-        for place, i in enumerate(some):
-            scores = {spec: float(values[place]) for spec, values in found.scores.items()}
-            add(row="exact", network=name, image=ids[i], scores=scores)
+        found = qualms.class_gradient_norms(model, x[some], engine="exact")
+        for norms, probs, i in zip(found.norms, found.probs, some, strict=True):
+            add(row="exact", network=name, image=ids[i], scores=sums(norms.double(), probs.double()))
+
+
+def sums(norms: Tensor, probs: Tensor) -> dict[str, float]:
+    """The scores of one image, written out once more: Σ_c w_c ‖g_c‖ⁿ from norms [c, l] and probabilities [c]."""
+    layers = norms.shape[1]
+    whole = norms.square().sum(1).sqrt()
+    weighted = norms @ torch.exp(LAMBDA * torch.arange(1 - layers, 1, dtype=torch.double))
+    found = {
+        "regrad": (probs.sqrt() * whole).sum(),
+        "regrad+layers": (probs.sqrt() * weighted).sum(),
+        "exgrad": (probs * whole).sum(),
+        "ungrad": whole.mean(),
+        "fisher": (probs * whole.square()).sum(),
+        "isotropic": (probs.square() * whole.square()).sum(),
+    }
+    return {spec: float(value) for spec, value in found.items()}
 
 
 def compare_default(name: str, model: nn.Module) -> None:
@@ -86,7 +106,8 @@ def compare_default(name: str, model: nn.Module) -> None:
     chosen = [i for i, one in enumerate(ids) if one in known]
     for spec in SUMS:
         scorer = qualms.Scorer(model, spec, pixel_std=STD[name])
-        parts = [scorer(x[i : i + 1], first=i) for i in chosen]
+        groups = [chosen[i : i + BATCH] for i in range(0, len(chosen), BATCH)]
+        parts = [scorer(x[group], numbers=group) for group in groups]
         have = torch.cat([part.scores[spec] for part in parts]).double()
         error = torch.cat([part.errors[spec] for part in parts]).double()
         want = torch.tensor([known[ids[i]][spec] for i in chosen], dtype=torch.double)
@@ -119,6 +140,33 @@ def measure_speed(name: str, model: nn.Module) -> None:
         add(row="speed", network=name, spec=spec, passes=passes, one=alone, counted=scorer.price(x).forward_passes)
 
 
+def fill_page() -> None:
+    """The last comparison of each network and score, and the aims at a thousand classes beside what was measured."""
+    compared = {(row["network"], row["spec"]): row for row in rows(row="compared")}
+    body = [
+        [
+            TITLES[network],
+            f"`{spec}`",
+            str(row["images"]),
+            f"{row['spearman']:.4f}",
+            f"{100 * row['error']:.1f}",
+            f"{100 * row['stated']:.1f}",
+            f"{100 * row['within_two']:.0f}",
+        ]
+        for (network, spec), row in compared.items()
+    ]
+    header = ["network", "score", "images", "Spearman", "mean error, %", "stated error, %", "within two of them, %"]
+    timed = {(row["network"], row["spec"]): row for row in rows(row="speed")}
+    aims = []
+    for (network, spec), row in timed.items():
+        most = AIMS[spec]
+        met = "yes" if row["passes"] <= most and row["one"] <= 2 * most else "**no**"
+        numbers = [f"{row['passes']:g} (at most {most})", f"{row['one']:g} (at most {2 * most})", f"{row['counted']:g}"]
+        aims.append([TITLES[network], f"`{spec}`", *numbers, met])
+    title = ["network", "score", "batches of 16", "one image", "counted", "met"]
+    fill(PAGE, {"thousand": table(header, body), "thousand-aims": table(title, aims)})
+
+
 def _seconds(run: Callable[[], Any]) -> float:
     times = []
     for _ in range(3):
@@ -129,11 +177,14 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def main(what: str) -> None:
-    """One of the three parts, for both networks."""
+    """One of the parts, for both networks."""
+    if what == "page":
+        fill_page()
+        return
     for name in NETWORKS:
         model = load_model(name)
         if what == "exact":
-            measure_exact(name, model, SUMS)
+            measure_exact(name, model)
         elif what == "compare":
             compare_default(name, model)
         else:

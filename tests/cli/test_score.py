@@ -56,7 +56,7 @@ def test_scores_of_a_folder_are_those_of_the_library(
     methods = ("regrad+layers(0.2)+smooth(0.02,4)", "entropy")
     assert run(monkeypatch, "score", "pictures/", *own("--methods", ",".join(methods), "--out", "out/scores.csv")) == 0
     told = capsys.readouterr()
-    assert told.out == f"6 images scored by {', '.join(methods)}: out/scores.csv\n"
+    assert told.out == f"6 images scored by {', '.join(methods)} (exact): out/scores.csv\n"
     assert "pictures: 6 images, pictures/ (folder)\n" in told.err
     found = rows(here / "out" / "scores.csv")
     assert list(found[0]) == ["id", "prediction", "confidence", *(f"score_{method}" for method in methods)]
