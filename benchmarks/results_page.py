@@ -43,7 +43,7 @@ NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "svhn": "SVHN", "cifar100": "C
 # The scores of the README's table: the tables' names, the specs, and when to pick them.
 PICKS = {
     "REGrad*": ("regrad+layers+smooth", "you want the paper's method: the default"),
-    "REGrad": ("regrad", "the default is too slow; the same without smoothing and layer weights"),
+    "REGrad": ("regrad", "the default is too slow and classes are few; the same without smoothing and layer weights"),
     "heat": ("heat", "you have a convolutional network and a few forward passes"),
     "coherence": ("coherence", "as above, for a second opinion"),
     "Entropy": ("entropy", "one forward pass is all you can afford"),

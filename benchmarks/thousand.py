@@ -1,8 +1,7 @@
-"""A thousand classes: estimates against exact gradients on real ImageNet networks, and what scores cost there.
+"""A thousand classes: estimates against exact gradients on real ImageNet networks, and the aims for what they cost.
 
-    QUALMS_DATA=folder python benchmarks/thousand.py exact    # all 1000 classes of each image: half a minute each on 2 cores
+    QUALMS_DATA=folder python benchmarks/thousand.py exact    # all 1000 classes of each image: half a minute each
     QUALMS_DATA=folder python benchmarks/thousand.py compare  # the default on the same images
-    QUALMS_DATA=folder python benchmarks/thousand.py speed    # forward passes an image, on an idle machine
     python benchmarks/thousand.py page                        # fills docs/performance.md
 
 Rows go to benchmarks/results/thousand.jsonl as they come; images that have one are passed over. The weights are those
@@ -12,9 +11,6 @@ of the packages in requirements-imagenet.txt.
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +24,21 @@ from qualms.data import load
 from qualms.models import load_model, preprocessing_of
 
 ROWS = Path(__file__).parent / "results" / "thousand.jsonl"
+COSTS = Path(__file__).parent / "results" / "costs.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TITLES = {"imagenet-efficientnet-lite0": "EfficientNet-Lite0", "imagenet-mobilenet-v2": "MobileNetV2"}
 NETWORKS = ("imagenet-efficientnet-lite0", "imagenet-mobilenet-v2")
-SUMS = ("regrad", "regrad+layers", "exgrad", "ungrad", "fisher", "isotropic")  # one pass serves them all
-SPEED = ("regrad+layers", "regrad+layers+smooth", "regrad", "exgrad", "fisher", "isotropic", "heat", "coherence")
-AIMS = dict(zip(SPEED, (4, 30, 35, 40, 40, 40, 6, 12), strict=True))  # forward passes an image, in batches of 16
+SUMS = ("regrad", "regrad+layers", "exgrad", "fisher", "isotropic")
+AIMS = {  # forward passes an image, in batches of 16; one image alone may take twice as many
+    "regrad+layers": 4,
+    "regrad+layers+smooth": 30,
+    "regrad": 35,
+    "exgrad": 40,
+    "fisher": 40,
+    "isotropic": 40,
+    "heat": 6,
+    "coherence": 12,
+}
 EVERY, EVERY_OTHER, INSIDE, OUTSIDE = 25, 50, 40, 20
 BATCH = 16
 AT_ONCE = 4  # images by all classes: what a chunk of the exact engine takes
@@ -125,21 +130,6 @@ def compare_default(name: str, model: nn.Module) -> None:
         )
 
 
-def measure_speed(name: str, model: nn.Module) -> None:
-    """Forward passes an image in batches of 16, and of one image, the second time that a scorer is asked."""
-    _, x = images_of(name, model)
-    with torch.no_grad():
-        forward = _seconds(lambda: model(x[:BATCH]))
-        forward_one = _seconds(lambda: model(x[:1]))
-    for spec in SPEED:
-        scorer = qualms.Scorer(model, spec, pixel_std=STD[name])
-        scorer(x[:BATCH])
-        scorer(x[:1])
-        passes = round(_seconds(partial(scorer, x[:BATCH])) / forward, 1)
-        alone = round(_seconds(partial(scorer, x[1:2])) / forward_one, 1)
-        add(row="speed", network=name, spec=spec, passes=passes, one=alone, counted=scorer.price(x).forward_passes)
-
-
 def fill_page() -> None:
     """The last comparison of each network and score, and the aims at a thousand classes beside what was measured."""
     compared = {(row["network"], row["spec"]): row for row in rows(row="compared")}
@@ -156,24 +146,22 @@ def fill_page() -> None:
         for (network, spec), row in compared.items()
     ]
     header = ["network", "score", "images", "Spearman", "mean error, %", "stated error, %", "within two of them, %"]
-    timed = {(row["network"], row["spec"]): row for row in rows(row="speed")}
+    costs = [json.loads(line) for line in COSTS.read_text().splitlines()]
+    timed = {(row["network"], row["method"]): row for row in costs}
     aims = []
-    for (network, spec), row in timed.items():
-        most = AIMS[spec]
-        met = "yes" if row["passes"] <= most and row["one"] <= 2 * most else "**no**"
-        numbers = [f"{row['passes']:g} (at most {most})", f"{row['one']:g} (at most {2 * most})", f"{row['counted']:g}"]
-        aims.append([TITLES[network], f"`{spec}`", *numbers, met])
-    title = ["network", "score", "batches of 16", "one image", "counted", "met"]
-    fill(PAGE, {"thousand": table(header, body), "thousand-aims": table(title, aims)})
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    for network, title in TITLES.items():
+        for spec, most in AIMS.items():
+            row = timed.get((network, spec))
+            if row is None:
+                continue
+            if "passes" not in row:
+                aims.append([title, f"`{spec}`", f"not run (at most {most})", "", f"{row['counted']:g}", "**no**"])
+                continue
+            met = "yes" if row["passes"] <= most and row["one"] <= 2 * most else "**no**"
+            batch, alone = f"{row['passes']:.3g} (at most {most})", f"{row['one']:.3g} (at most {2 * most})"
+            aims.append([title, f"`{spec}`", batch, alone, f"{row['counted']:g}", met])
+    heads = ["network", "score", "batches of 16", "one image", "counted", "met"]
+    fill(PAGE, {"thousand": table(header, body), "thousand-aims": table(heads, aims)})
 
 
 def main(what: str) -> None:
@@ -185,10 +173,8 @@ def main(what: str) -> None:
         model = load_model(name)
         if what == "exact":
             measure_exact(name, model)
-        elif what == "compare":
-            compare_default(name, model)
         else:
-            measure_speed(name, model)
+            compare_default(name, model)
 
 
 if __name__ == "__main__":

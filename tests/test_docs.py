@@ -148,8 +148,9 @@ def test_the_costs_in_the_readme_are_those_that_were_measured() -> None:
     at_thousand = {r["method"]: r for r in rows_of("costs.jsonl") if r["network"] == "imagenet-efficientnet-lite0"}
     for spec, cells in table.items():
         assert float(cells[head.index("cost, 10 classes")]) == round(measured[PAPER_NAMES.get(spec, spec)]), spec
-        row = at_thousand[spec]
-        assert float(cells[head.index("cost, 1000 classes")]) == round(row.get("passes", row.get("counted"))), spec
+        many, row = cells[head.index("cost, 1000 classes")], at_thousand[spec]
+        measured_there = row.get("passes", row.get("counted"))
+        assert many.strip() == ("" if measured_there is None else str(round(measured_there))), spec
 
 
 def test_the_table_of_segmentation_is_what_was_measured() -> None:
