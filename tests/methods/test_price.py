@@ -50,3 +50,11 @@ def test_a_long_run_is_told_of_before_it_starts_and_once(monkeypatch: pytest.Mon
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scorer(x)
+
+
+@pytest.mark.filterwarnings("ignore::qualms.SlowWarning")
+def test_inner_products_that_would_be_computed_over_and_over_are_an_error_that_says_what_they_take() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4000))
+    with pytest.raises(qualms.QualmsError, match=r"8 of 58 gradients of one input take about .* MiB.* larger `budget`"):
+        qualms.score(model, torch.randn(2, 8), "coherence", budget=2**22)
+    assert qualms.score(model, torch.randn(2, 8), "coherence", budget=2**28).isfinite().all()

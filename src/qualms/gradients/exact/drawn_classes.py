@@ -3,12 +3,11 @@
 Each class of each input has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c a guess at the length of its gradient up to a factor.
 Behind a linear classifier with rows w_c, all gradients but the classifier's own are ∇ log p_c = J_hᵀ(w_c - w̄), w̄ = Σ_k
 p_k w_k, and their lengths follow ‖w_c - w̄‖; the classifier's own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of
-its mean, and a part of ‖e_c - p‖²; for other models it is ‖e_c - p‖² alone. Among the classes of an image the ratio of
-‖g_c‖ to ℓ_c varies by 3 to 8 % with layer weights and by 11 to 17 % without (EfficientNet-Lite0 and MobileNetV2).
+its mean, and a part of ‖e_c - p‖²; for other models it is ‖e_c - p‖² alone. On ImageNet networks the ratio of ‖g_c‖
+to ℓ_c varies little among the classes of an image with layer weights, and two or three times as much without.
 
 Where that is too much, classes are drawn in two phases: many by ℓ_c, for which a late block alone is measured, and of
-those a few by the norms found there, for which all layers are. From the block's norm to the whole one the ratio varies
-by 7 to 11 %.
+those a few by the norms found there, for which all layers are: the ratio of the whole norm to the block's varies less.
 
 Of m classes that are measured, those whose size is at least an m-th of what is left are certain to be taken; the others
 enter with chances π_c proportional to their sizes, drawn systematically, in one walk over the classes in steps of equal
