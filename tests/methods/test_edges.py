@@ -48,8 +48,9 @@ def scores(situation: Situation, double: bool = False) -> dict[str, Tensor | str
 
 # In 32 bits the logits of a model have seven digits, and perturbed ones differ in fewer: what is left of them is right.
 FOLLOWS_LOGITS = {"perturb-x", "perturb-theta", "mc-aa", "ensemble", "quam", "negrad+smooth"}
-# A distance of zero: that of two unit vectors is rounded as they are, which differs from processor to processor.
-OF_ZERO = {"mahalanobis": 1e-12, "knn": 2 * torch.finfo(torch.float32).eps}
+# Behind so many layers all features are equal but for rounding, which differs from processor to processor: so do
+# distances between them, and what is divided by one.
+EQUAL_FEATURES = {"150 layers": ("knn", "fdbd")}
 KINKS = {"mc-aa"}  # the sign of a gradient that is zero but for rounding
 
 
@@ -69,10 +70,12 @@ def test_every_score_in_32_bits_is_that_in_64_or_an_error(name: str) -> None:
         assert have.isfinite().all(), spec
         assert want.isfinite().all(), spec
         base = spec.split("(")[0]
+        if base in EQUAL_FEATURES.get(name, ()):
+            continue
         if base in FOLLOWS_LOGITS:
             assert spec == "quam(3)" or base in KINKS or torch.allclose(have.double(), want, rtol=0.05, atol=1e-6), spec
         else:
-            atol = OF_ZERO.get(base, 1e-43)
+            atol = 1e-12 if spec == "mahalanobis" else 1e-43  # of a distance of zero
             torch.testing.assert_close(have, want.float(), rtol=2e-3, atol=atol, msg=lambda m, s=spec: f"{s}: {m}")
 
 
