@@ -14,7 +14,7 @@ from qualms.methods.method import TRAINING_DATA, Method
 from qualms.methods.passes import Passes
 from qualms.methods.training_features import training_features
 
-NEAREST = 1e-12  # to the mean, of the features' length
+NEAREST = 1e-6  # to the mean, of the features' length: what is nearer is rounding in 32 bits
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from qualms.parameters import check_parameters, whole
 
 AT_ONCE = 2**23  # inner products
 ROWS = 4096  # of the training features that are in double precision at once
+SAME = 1e-6  # unit vectors that are no farther apart are the same but for rounding in 32 bits
 EXTREME = 1e30  # a length whose inner products, or those of its inverse, may not fit 32 bits
 
 
@@ -67,7 +68,8 @@ def kth_distances(
         # Inner products tell who the neighbour is; how near it is they would tell with half the digits only.
         nearness = (part @ known.mT).div_(divisors).add_(shorter)  # ‖z - z'‖² is a constant minus twice that
         neighbour = nearness.topk(min(k, len(known)), dim=-1).indices[:, -1]
-        found.append((part - _unit(known[neighbour], lengths[neighbour])).double().norm(dim=-1))
+        apart = (part - _unit(known[neighbour], lengths[neighbour])).double().norm(dim=-1)
+        found.append(torch.where(apart > SAME, apart, 0.0))
     return torch.cat(found)
 
 
