@@ -149,6 +149,6 @@ def _job(model: nn.Module, batch: Batch, settings: Settings) -> Job:
 def _forward(piece: Piece) -> int:
     """Multiplications of the operation on one row."""
     if not isinstance(piece.gradient, Outer):
-        return piece.gradient.numel
+        return piece.gradient.work
     t, o, f, g = piece.gradient.sizes
     return t * o * f * g

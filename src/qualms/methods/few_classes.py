@@ -1,9 +1,10 @@
 """Scores that are sums over many classes, from as few classes of each input as a tolerance allows.
 
-Each input begins with as many classes as its logits say it needs. If the error that is then found is too large, twice
-as many are measured; and all rather than more than half, which leaves no error. Where all layers count alike, the norms
-of a late block tell first which classes to measure (two-phase sampling, Neyman, J. ASA 1938): many classes through the
-block, and few of them through the whole network. How an input is scored depends on itself and the seed alone.
+Each input begins with as many classes as its logits say it needs. If the error that is then found is too large, further
+classes are drawn and added to those before; and all are measured rather than more than half, which leaves no error.
+Where all layers count alike, the norms of a late block tell first which classes to measure (two-phase sampling, Neyman,
+J. ASA 1938): many classes through the block, and few of them through the whole network. How an input is scored depends
+on itself and the seed alone.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 from qualms.gradients.choice import ProxyBlock, proxy_block
 from qualms.gradients.directions import Directions
 from qualms.gradients.exact.drawn_classes import (
-    FIRST,
+    BLOCK_SPREAD,
     LATE_SPREAD,
     PROXY_SPREAD,
     STREAM,
@@ -25,6 +26,7 @@ from qualms.gradients.exact.drawn_classes import (
     ChosenClasses,
     DrawnClasses,
     Sizes,
+    Tally,
     class_lengths,
     class_sizes,
     estimate,
@@ -42,10 +44,15 @@ from qualms.random import generator
 if TYPE_CHECKING:
     from qualms.methods.gradient_score import GradientScore
 
+FIRST = 8  # classes that an input begins with at least
+FEWEST_MORE = 4  # classes that are added at least
 FOR_LAYERS = 12  # classes that tell what each layer adds
-WITHOUT_PROXY = 16  # classes: where so few are enough, a first phase does not pay
+WITHOUT_PROXY = 12  # classes: where so few are enough, a first phase does not pay
 FIRST_PHASE = 64  # classes that it has at least
 FIRST_PHASE_PART = 0.7  # of the tolerance, that its error may take
+IN_SECOND_PHASE = 10  # classes that it takes, usually
+SECOND = 1000  # sets its draws apart from those of all classes
+TINY = torch.finfo(torch.double).tiny
 Estimate = tuple[Float[Tensor, " b"], Float[Tensor, " b"]]  # scores and their standard errors
 
 
@@ -80,9 +87,9 @@ class ClassSums:
         return max(m.power for m in self.methods)
 
     @property
-    def spread(self) -> float:
-        """Of ‖g_c‖ over what the classifier's rows say of it, usually."""
-        return WHOLE_SPREAD if self.lam is None else LATE_SPREAD
+    def powers(self) -> Float[Tensor, "m 1"]:
+        """That of each method."""
+        return torch.tensor([[float(m.power)] for m in self.methods], dtype=torch.double)
 
     def estimate(self, logits: Float[Tensor, "b c"]) -> "dict[GradientScore, Estimate]":
         """The scores and their errors."""
@@ -91,17 +98,12 @@ class ClassSums:
         proxy = self.proxy(logits)
         if proxy is not None:
             for number, ready in self.first_phases(logits):
-                first = _FirstPhase.of(self, ready.nonzero().flatten(), number, proxy)
-                waiting[first.estimate(found)] = False
-        number, least = FIRST, torch.zeros_like(waiting, dtype=torch.long)
-        while bool(waiting.any()):
-            some = self._drawn(number, logits.shape[1])
-            index = self._ready(some, logits, waiting & (least <= number)).nonzero().flatten()
-            if len(index):
-                done = self._estimate_directly(index, some, found)
-                waiting[index[done]] = False
-                least[index] = 2 * number
-            number = _more(number)
+                index = ready.nonzero().flatten()
+                population = self._first_phase(index, number, proxy)
+                waiting[population.estimate(found)] = False
+        index = waiting.nonzero().flatten()
+        if len(index):
+            self._all_classes(index, logits[index]).estimate(found)
         return found
 
     def proxy(self, logits: Float[Tensor, "b c"]) -> ProxyBlock | None:
@@ -112,10 +114,12 @@ class ClassSums:
 
     def first_phases(self, logits: Float[Tensor, "b c"]) -> list[tuple[int, Bool[Tensor, " b"]]]:
         """How many classes a first phase has, and for which inputs; the others are measured directly."""
-        left = ~self._ready(self._drawn(WITHOUT_PROXY, logits.shape[1]), logits)
+        sizes = self.sizes(logits)
+        left = _expected(sizes, WITHOUT_PROXY, self.power * WHOLE_SPREAD) > self.tolerance
         found, number = [], FIRST_PHASE
         while 2 * number <= logits.shape[1] and bool(left.any()):
-            ready = self._ready(self._drawn(number, logits.shape[1]), logits, left, FIRST_PHASE_PART)
+            expected = _expected(sizes, number, self.power * BLOCK_SPREAD)
+            ready = left & (expected <= FIRST_PHASE_PART * self.tolerance)
             if bool(ready.any()):
                 found.append((number, ready))
             left = left & ~ready
@@ -128,164 +132,208 @@ class ClassSums:
         if self.proxy(logits) is not None:
             for number, ready in self.first_phases(logits):
                 before += number * int(ready.sum())
-                total += WITHOUT_PROXY * int(ready.sum())
+                total += IN_SECOND_PHASE * int(ready.sum())
                 waiting = waiting & ~ready
-        number = FIRST
-        while bool(waiting.any()):
-            some = self._drawn(number, logits.shape[1])
-            ready = self._ready(some, logits, waiting)
-            total += int(ready.sum()) * (logits.shape[1] if some is None else number)
-            waiting = waiting & ~ready
-            number = _more(number)
+        index = waiting.nonzero().flatten()
+        if len(index):
+            total += int(self._all_classes(index, logits[index]).first_numbers().sum())
         return total / len(logits), before / len(logits)
 
-    def part(self, index: Int[Tensor, " n"], directions: Directions, params: frozenset[str] | None = None) -> Job:
-        """The job for some of the inputs, along other directions, and by some of the parameters."""
+    def sizes(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+        """The sizes of the classes of each input."""
+        return _sizes(self.methods, self.head)(logits.double().softmax(-1))
+
+    def table(
+        self,
+        index: Int[Tensor, " n"],
+        directions: Directions,
+        params: frozenset[str] | None = None,
+        lam: float | None = None,
+    ) -> LayerTable:
+        """Norms for some of the inputs.
+
+        Args:
+            index: of the inputs.
+            directions: of the gradients.
+            params: the parameters that count; those of the job if not said.
+            lam: λ by which early layers may be left out; None if they may not.
+        """
         chosen = index.tolist()
         settings = self.job.settings
         if params is not None:
             settings = replace(settings, params=params.__contains__)
         numbers = [self.job.numbers[i] for i in chosen]
-        return replace(
-            self.job, batch=take(self.job.batch, chosen), numbers=numbers, settings=settings, directions=directions
-        )
-
-    def table(self, job: Job, index: Int[Tensor, " n"], lam: float | None = None) -> LayerTable:
-        """The norms of such a job."""
+        batch = take(self.job.batch, chosen)
+        job = replace(self.job, batch=batch, numbers=numbers, settings=settings, directions=directions)
         regrouped = None if self.regrouped is None else self.regrouped[index]
         return layer_table([job], self.learnt, regrouped=regrouped, lam=lam)
 
-    def _estimate_directly(
-        self, index: Int[Tensor, " n"], some: DrawnClasses | None, found: "dict[GradientScore, Estimate]"
-    ) -> Bool[Tensor, " n"]:
-        """Fills in the scores of some inputs, from some of the classes or all, and tells which are good enough."""
-        table = self.table(self.part(index, some or Directions(("classes",))), index, self.lam)
-        small = torch.ones_like(index, dtype=torch.bool)
+    def draw(self, number: int) -> DrawnClasses:
+        """So many classes of each input, by what the logits say of them as an engine runs them."""
+        return DrawnClasses(("drawn",), _sizes(self.methods, self.head), number, self.job.settings.seed)
+
+    def terms(self, table: LayerTable, classes: Int[Tensor, "n d"], whole: bool = True) -> Float[Tensor, "m n d"]:
+        """w_c ‖g_c‖ⁿ of the classes of a table, by each of m methods; of part of the network all layers count alike."""
+        norm = self.job.settings.norm
+        found = []
         for m in self.methods:
-            norms = total_norms(table.values.double(), m.layers, self.job.settings.norm)
-            terms = m.weights_at(table.logits)
-            if some is None:
-                value = (terms * norms**m.power).sum(-1)
-                error = torch.zeros_like(value)
-            else:
-                classes, chances = some.draw(table.logits)
-                value, error = estimate(terms.gather(-1, classes) * norms**m.power, chances, m.power * self.spread)
-            error = torch.hypot(error, m.power * table.left_out * value)
-            found[m][0][index], found[m][1][index] = value, error
-            small &= error <= self.tolerance * value.abs()
-        return small if some is not None else torch.ones_like(small)
+            norms = total_norms(table.values.double(), m.layers if whole else None, norm)
+            found.append(m.weights_at(table.logits).gather(-1, classes) * norms**m.power)
+        return torch.stack(found)
 
-    def _drawn(self, number: int, classes: int) -> DrawnClasses | None:
-        """So many of the classes; None for all of them, rather than more than half."""
-        sizes = _sizes(self.methods, self.head)
-        return None if 2 * number > classes else DrawnClasses(("drawn",), sizes, number, self.job.settings.seed)
+    def _all_classes(self, index: Int[Tensor, " n"], logits: Float[Tensor, "n c"]) -> "_Population":
+        """All classes of some inputs, to be drawn by what the logits say of them."""
+        return _Population(self, index, self.sizes(logits), WHOLE_SPREAD if self.lam is None else LATE_SPREAD)
 
-    def _ready(
-        self,
-        some: DrawnClasses | None,
-        logits: Float[Tensor, "b c"],
-        waiting: Bool[Tensor, " b"] | None = None,
-        part: float = 1.0,
-    ) -> Bool[Tensor, " b"]:
-        """Which inputs so many classes are expected to be enough for.
-
-        Args:
-            some: the classes; None for all of them.
-            logits: of the inputs.
-            waiting: the inputs in question; all if not said.
-            part: of the tolerance, that the error may take.
-        """
-        if waiting is None:
-            waiting = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-        if some is None:
-            return waiting
-        return waiting & (some.expected_error(logits, self.power, self.spread) <= part * self.tolerance)
+    def _first_phase(self, index: Int[Tensor, " n"], number: int, proxy: ProxyBlock) -> "_Population":
+        """So many classes of some inputs, to be drawn by what each adds to the sum over the proxy block alone."""
+        some = self.draw(number)
+        table = self.table(index, some, proxy.names)
+        classes, chances = some.draw(table.logits)
+        chances = chances.clamp_min(TINY)
+        terms = self.terms(table, classes, whole=False)
+        value, error = estimate(terms, chances, self.powers.to(chances) * BLOCK_SPREAD)
+        whole = value.abs().clamp_min(TINY)
+        shares = ((terms / chances).abs() / whole[..., None]).mean(0)
+        return _Population(self, index, shares, PROXY_SPREAD, classes, chances, error / whole)
 
 
 @dataclass(frozen=True)
-class _FirstPhase:
-    """Many classes of some inputs, with the norms of their gradients in a late block.
+class _Population:
+    """Classes of some inputs, of which as few are measured as the tolerance allows.
 
-    Then Σ_c w_c ‖g_c‖ⁿ is estimated from a few of these classes, drawn with chances proportional to what each adds to
-    the same sum of the block. The errors of the two phases are independent: their squares add up.
+    Args:
+        sums: what is wanted.
+        index: of the inputs.
+        sizes: s_c, in proportion to which classes are drawn; they sum to 1.
+        spread: of w_c ‖g_c‖ over s_c, usually.
+        classes: those of a first phase; None for all of them.
+        chances: with which they were drawn in it.
+        before: the relative error of that phase, by method. The errors of both are independent: their squares add up.
     """
 
     sums: ClassSums
-    index: Int[Tensor, " n"]  # of the inputs
-    classes: Int[Tensor, "n m"]
-    chances: Float[Tensor, "n m"]
-    shares: Float[Tensor, "n m"]  # of each class in the block's sum, the mean over methods
-    errors: "dict[GradientScore, Float[Tensor, ' n']]"  # relative ones, of this phase
-
-    @classmethod
-    def of(cls, sums: ClassSums, index: Int[Tensor, " n"], number: int, proxy: ProxyBlock) -> "_FirstPhase":
-        """Measure so many classes of the inputs at an index in a proxy block."""
-        some = DrawnClasses(("drawn",), _sizes(sums.methods, sums.head), number, sums.job.settings.seed)
-        table = sums.table(sums.part(index, some, proxy.names), index)
-        classes, chances = some.draw(table.logits)
-        norms = total_norms(table.values.double(), None, sums.job.settings.norm)
-        tiny = torch.finfo(torch.double).tiny
-        shares, errors = [], {}
-        for m in sums.methods:
-            terms = m.weights_at(table.logits).gather(-1, classes) * norms**m.power
-            value, error = estimate(terms, chances, m.power * sums.spread)
-            errors[m] = error / value.abs().clamp_min(tiny)
-            shares.append((terms / chances.clamp_min(tiny)).abs() / value.abs().clamp_min(tiny)[:, None])
-        return cls(sums, index, classes, chances, torch.stack(shares).mean(0), errors)
+    index: Int[Tensor, " n"]
+    sizes: Float[Tensor, "n c"]
+    spread: float
+    classes: Int[Tensor, "n c"] | None = None
+    chances: Float[Tensor, "n c"] | None = None
+    before: Float[Tensor, "m n"] | None = None
 
     def estimate(self, found: "dict[GradientScore, Estimate]") -> Int[Tensor, " k"]:
-        """Fills in the scores of these inputs; returns those whose error is small enough."""
-        largest = torch.stack(list(self.errors.values())).amax(0)
-        waiting = torch.ones_like(self.index, dtype=torch.bool)
-        least = torch.zeros_like(self.index)
-        number, power, tolerance = FIRST, self.sums.power, self.sums.tolerance
-        while bool(waiting.any()) and number <= self.classes.shape[1]:
-            chances = inclusion_chances(self.shares, number)
-            second = expected_error(self.shares, chances, number, power * PROXY_SPREAD)
-            enough = (torch.hypot(largest, second) <= tolerance) & (least <= number)
-            ready = (waiting & enough).nonzero().flatten()
-            if len(ready):
-                small = self._measure(ready, chances[ready], number, found)
-                waiting[ready[small]] = False
-                least[ready] = 2 * number
-            number = _more(number)
-        return self.index[~waiting]
+        """Fills in the scores of these inputs; returns the index of those whose error is small enough."""
+        tally = Tally.empty(len(self.sums.methods), self.sizes)
+        small = torch.zeros(len(self.index), dtype=torch.bool, device=self.index.device)
+        numbers, turn = self.first_numbers(), 0
+        while bool(numbers.any()):
+            following = torch.zeros_like(numbers)
+            for number in numbers[numbers > 0].unique().tolist():
+                some = (numbers == number).nonzero().flatten()
+                left_out = self._measure(some, number, turn, tally)
+                value, error, further = self._judge(some, tally, left_out)
+                for i, m in enumerate(self.sums.methods):
+                    found[m][0][self.index[some]], found[m][1][self.index[some]] = value[i], error[i]
+                small[some] = further == 0
+                following[some] = further.clamp_min(0)
+            numbers, turn = following, turn + 1
+        return self.index[small]
 
-    def _measure(
-        self,
-        ready: Int[Tensor, " k"],
-        chances: Float[Tensor, "k m"],
-        number: int,
-        found: "dict[GradientScore, Estimate]",
-    ) -> Bool[Tensor, " k"]:
-        """Measure so many of the classes in all layers, and tell which errors are small enough.
+    def first_numbers(self) -> Int[Tensor, " n"]:
+        """How many classes each input begins with: all rather than more than half; 0 if all are not enough."""
+        (inputs, classes), tolerance = self.sizes.shape, self.sums.tolerance
+        before = self.sizes.new_zeros(inputs) if self.before is None else self.before.amax(0)
+        found = torch.where(before <= tolerance, classes, 0) if self.before is not None else None
+        numbers = torch.full_like(self.index, classes) if found is None else found
+        number, left = FIRST, numbers > 0
+        while 2 * number <= classes and bool(left.any()):
+            expected = torch.hypot(before, _expected(self.sizes, number, self.sums.power * self.spread))
+            enough = left & (expected <= tolerance)
+            numbers[enough] = number
+            left = left & ~enough
+            number = _more(number)
+        return numbers
+
+    def _measure(self, some: Int[Tensor, " k"], number: int, turn: int, tally: Tally) -> float:
+        """Measure so many classes of some of these inputs; returns what layers that were left out may add."""
+        if number == self.sizes.shape[1]:
+            return self._measure_all(some, tally)
+        if self.classes is None and turn == 0:
+            drawn = self.sums.draw(number)
+            table = self.sums.table(self.index[some], drawn, lam=self.sums.lam)
+            classes, chances = drawn.draw(table.logits)
+            places, self.sizes[some] = classes, self.sums.sizes(table.logits)
+        else:
+            chances = inclusion_chances(torch.where(tally.certain[some], 0, self.sizes[some]), number)
+            phase = 0 if self.classes is None else SECOND
+            places = walk(chances, number, generator(self.sums.job.settings.seed, STREAM, phase + turn))
+            chances = chances.gather(-1, places)
+            classes = places if self.classes is None else self.classes[some].gather(-1, places)
+            table = self.sums.table(self.index[some], ChosenClasses(("drawn",), classes), lam=self.sums.lam)
+        terms = self._terms(some, table, classes, places)
+        tally.add(some, places, terms, chances, self.sums.powers.to(chances) * self.spread)
+        return table.left_out
+
+    def _measure_all(self, some: Int[Tensor, " k"], tally: Tally) -> float:
+        """The same with every class."""
+        places = torch.arange(self.sizes.shape[1], device=some.device).expand(len(some), -1)
+        classes = places if self.classes is None else self.classes[some]
+        directions = Directions(("classes",)) if self.classes is None else ChosenClasses(("drawn",), classes)
+        table = self.sums.table(self.index[some], directions, lam=self.sums.lam)
+        tally.replace(some, self._terms(some, table, classes, places))
+        return table.left_out
+
+    def _terms(
+        self, some: Int[Tensor, " k"], table: LayerTable, classes: Int[Tensor, "k d"], places: Int[Tensor, "k d"]
+    ) -> Float[Tensor, "m k d"]:
+        """What each class of a table stands for, if it is one of a first phase: itself and those not drawn in it.
 
         Args:
-            ready: which of the inputs of this phase.
-            chances: of their classes to be drawn again.
-            number: of classes.
-            found: where the scores are filled in.
+            some: of these inputs.
+            table: their norms.
+            classes: of the table.
+            places: of these classes in the population.
         """
-        sums, index = self.sums, self.index[ready]
-        places = walk(chances, number, generator(sums.job.settings.seed, STREAM + number))
-        again = chances.gather(-1, places)
-        classes = self.classes[ready].gather(-1, places)
-        before = self.chances[ready].gather(-1, places).clamp_min(torch.finfo(torch.double).tiny)
-        table = sums.table(sums.part(index, ChosenClasses(("drawn",), classes)), index)
-        small = torch.ones_like(index, dtype=torch.bool)
-        for m in sums.methods:
-            norms = total_norms(table.values.double(), m.layers, sums.job.settings.norm)
-            terms = m.weights_at(table.logits).gather(-1, classes) * norms**m.power / before
-            value, error = estimate(terms, again, m.power * PROXY_SPREAD)
-            error = torch.hypot(error, self.errors[m][ready] * value)
-            found[m][0][index], found[m][1][index] = value, error
-            small &= error <= sums.tolerance * value.abs()
-        return small
+        terms = self.sums.terms(table, classes)
+        return terms if self.chances is None else terms / self.chances[some].gather(-1, places)
+
+    def _judge(
+        self, some: Int[Tensor, " k"], tally: Tally, left_out: float
+    ) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k"], Int[Tensor, " k"]]:
+        """The sums, their errors, and how many further classes to measure: 0 for none, -1 if that would not help."""
+        classes, tolerance = self.sizes.shape[1], self.sums.tolerance
+        value, error = tally.total(some)
+        size = value.abs()
+        fixed = self.sums.powers.to(size) * left_out * size  # which further classes do not lower
+        if self.before is not None:
+            fixed = torch.hypot(fixed, self.before[:, some] * size)
+        whole = torch.hypot(error, fixed)
+        room = ((tolerance * size).square() - fixed.square()).clamp_min(TINY)
+        have = tally.number[some]
+        wanted = ((error.square() / room).amax(0) * have - have).clamp(FEWEST_MORE, 2 * FIRST)
+        further = torch.tensor([_at_least(x) for x in wanted.tolist()], device=some.device)
+        further[2 * (have + further) > classes] = classes
+        done = tally.whole[some]
+        helpless = done & (self.classes is not None)  # the first phase itself has too large an error
+        further = torch.where(done, torch.where(helpless, -1, 0), further)
+        return value, whole, torch.where((whole <= tolerance * size).all(0), 0, further)
+
+
+def _expected(sizes: Float[Tensor, "n c"], number: int, spread: float) -> Float[Tensor, " n"]:
+    """The relative standard error to expect of so many classes."""
+    return expected_error(sizes, inclusion_chances(sizes, number), number, spread)
 
 
 def _more(number: int) -> int:
-    """The next number of classes to try: 8, 12, 16, 24, 32, …"""
+    """The next number of classes to try: 4, 6, 8, 12, 16, 24, …"""
     return number * 3 // 2 if number & (number - 1) == 0 else number * 4 // 3
+
+
+def _at_least(wanted: float) -> int:
+    """The first of these numbers that is no smaller."""
+    number = FEWEST_MORE
+    while number < wanted:
+        number = _more(number)
+    return number
 
 
 def layer_sums_by_few_classes(

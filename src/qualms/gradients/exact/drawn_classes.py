@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qualms.gradients.directions import Directions, Logits, of_class, others, unit_sized
@@ -33,11 +33,11 @@ from qualms.gradients.precision import accurate
 from qualms.random import generator
 
 STREAM = 1_000_000_009  # sets the start of the walk apart from other draws
-FIRST = 8  # classes that are measured at least
 MIN_CLASSES = 25  # of a model: with fewer, all of them are measured
-LATE_SPREAD = 0.06  # of ‖g_c‖ / ℓ_c among an input's classes, usually: of the late layers, or with layer weights
-WHOLE_SPREAD = 0.15  # of the same, all layers alike
-PROXY_SPREAD = 0.09  # of ‖g_c‖ over its part in a late block, all layers alike
+LATE_SPREAD = 0.045  # of ‖g_c‖ / ℓ_c among an input's classes, usually: of the late layers, or with layer weights
+WHOLE_SPREAD = 0.12  # of the same, all layers alike
+BLOCK_SPREAD = 0.10  # of the same, a late block alone
+PROXY_SPREAD = 0.07  # of ‖g_c‖ over its part in a late block, all layers alike
 PRIOR_TERMS = 4  # that the usual spread counts for
 OWN_SHARE = 0.25  # of ‖e_c - p‖² in ℓ_c²
 Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]
@@ -200,12 +200,12 @@ def _place(classes: Int[Tensor, " b"], logits: Logits) -> Int[Tensor, "b r 1"]:
 
 
 def estimate(
-    terms: Float[Tensor, "b m"], chances: Float[Tensor, "b m"], spread: float = LATE_SPREAD
-) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+    terms: Float[Tensor, "*m b d"], chances: Float[Tensor, "b d"], spread: float | Float[Tensor, "m 1"] = LATE_SPREAD
+) -> tuple[Float[Tensor, "*m b"], Float[Tensor, "*m b"]]:
     """Σ_c t_c / π_c, the sum of the terms t_c of all classes from those that were drawn, and its standard error.
 
-    With m of them left to chance, its square is v Σ_c (1 - π_c), v the variance of t_c / π_c. That is the mean of the
-    one found, with m - 1 degrees of freedom, and the usual one, (spread · mean)², with PRIOR_TERMS; but never less than
+    With d of them left to chance, its square is v Σ_c (1 - π_c), v the variance of t_c / π_c. That is the mean of the
+    one found, with d - 1 degrees of freedom, and the usual one, (spread · mean)², with PRIOR_TERMS; but never less than
     the one found.
     """
     tiny = torch.finfo(chances.dtype).tiny
@@ -214,11 +214,76 @@ def estimate(
     total = doubt.sum(-1)
     drawn = (doubt > 0).sum(-1)
     mean = (doubt * each).sum(-1) / total.clamp_min(tiny)
-    squares = (doubt * (each - mean[:, None]).square()).sum(-1) / total.clamp_min(tiny) * drawn  # m - 1 degrees
+    squares = (doubt * (each - mean[..., None]).square()).sum(-1) / total.clamp_min(tiny) * drawn  # d - 1 degrees
     freedom = (drawn - 1).clamp_min(0) + PRIOR_TERMS
     usual = (spread * mean).square()
     variance = torch.maximum(squares / (drawn - 1).clamp_min(1), (squares + PRIOR_TERMS * usual) / freedom)
     return each.sum(-1), (total * variance).sqrt() * _widened(freedom)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Sums of terms by several methods, gathered in turns: each adds an estimate from further classes.
+
+    Classes that were certain to be taken in the first turn are counted as they are, and not drawn again. Of the others'
+    sum every turn gives an estimate; the turns are independent, and count by their numbers of classes.
+    """
+
+    certain: Bool[Tensor, "b c"]  # classes
+    known: Float[Tensor, "m b"]  # the sum of their terms
+    drawn: Float[Tensor, "m b"]  # estimates of the others' sum, times their numbers of classes, added up
+    squares: Float[Tensor, "m b"]  # of the errors of those
+    number: Int[Tensor, " b"]  # of classes drawn
+    whole: Bool[Tensor, " b"]  # all classes were measured
+
+    @classmethod
+    def empty(cls, methods: int, sizes: Float[Tensor, "b c"]) -> "Tally":
+        """Nothing measured yet."""
+        known, drawn, squares = sizes.new_zeros(3, methods, len(sizes))
+        number = torch.zeros(len(sizes), dtype=torch.long, device=sizes.device)
+        return cls(torch.zeros_like(sizes, dtype=torch.bool), known, drawn, squares, number, number > 0)
+
+    def add(
+        self,
+        some: Int[Tensor, " k"],
+        places: Int[Tensor, "k d"],
+        terms: Float[Tensor, "m k d"],
+        chances: Float[Tensor, "k d"],
+        spread: Float[Tensor, "m 1"],
+    ) -> None:
+        """One more turn of some inputs.
+
+        Args:
+            some: of the inputs, all in the same turn.
+            places: of the classes that were drawn.
+            terms: of these classes.
+            chances: with which they were drawn.
+            spread: as for `estimate`, of each method.
+        """
+        again = self.certain[some].gather(-1, places)
+        sure = chances >= 1
+        if bool((self.number[some] > 0).any()):
+            sure = torch.zeros_like(sure)
+        else:
+            self.certain[some] = torch.zeros_like(self.certain[some]).scatter(-1, places, sure)
+            self.known[:, some] = torch.where(sure, terms, 0).sum(-1)
+        number = (~sure).sum(-1)
+        value, error = estimate(torch.where(sure | again, 0, terms), chances, spread)
+        self.drawn[:, some] += number * value
+        self.squares[:, some] += (number * error).square()
+        self.number[some] += number
+
+    def replace(self, some: Int[Tensor, " k"], terms: Float[Tensor, "m k c"]) -> None:
+        """All classes of some inputs, measured."""
+        self.known[:, some] = terms.sum(-1)
+        self.drawn[:, some] = 0
+        self.squares[:, some] = 0
+        self.whole[some] = True
+
+    def total(self, some: Int[Tensor, " k"]) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k"]]:
+        """The sums of some inputs, and their standard errors."""
+        number = self.number[some].clamp_min(1)
+        return self.known[:, some] + self.drawn[:, some] / number, self.squares[:, some].sqrt() / number
 
 
 def _widened(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:

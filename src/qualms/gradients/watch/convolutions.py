@@ -14,15 +14,15 @@ from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.precision import accurate
 from qualms.gradients.watch.layout import Layout
-from qualms.gradients.watch.pieces import Outer
+from qualms.gradients.watch.pieces import Outer, Summed
 from qualms.gradients.watch.scales import channel_sum, row_layout
-from qualms.gradients.watch.windows import Geometry, pads, pixel_pairs, weight_gradient, windows
+from qualms.gradients.watch.windows import Geometry, depthwise_gradient, pads, pixel_pairs, weight_gradient, windows
 
 if TYPE_CHECKING:
     from qualms.gradients.watch.call import Call
 
 # From an operation's arguments and result to the gradient of its weight.
-WeightGradient = Callable[[Tensor, Tensor, Tensor, Geometry, Callable[[Tensor], Tensor], int], Outer]
+WeightGradient = Callable[[Tensor, Tensor, Tensor, Geometry, Callable[[Tensor], Tensor], int], Outer | Summed]
 
 
 def convolution_rule(space: int) -> Callable[..., Any]:
@@ -109,9 +109,17 @@ def _rule(
 
 def _windows_of_input(
     input: Tensor, weight: Tensor, out: Tensor, geometry: Geometry, image: Callable[[Tensor], Tensor], inputs: int
-) -> Outer:
+) -> Outer | Summed:
     """Σ_t δ_t ⊗ (a's window at t)."""
     kernel, groups, space = geometry.kernel, geometry.groups, len(geometry.kernel)
+    if groups == weight.shape[0] > 1 and weight.shape[1] == 1:
+
+        def filters(cotangents: list[Tensor | None]) -> Tensor:
+            (d,) = cotangents
+            assert d is not None
+            return depthwise_gradient(image(d), image(input), geometry, inputs)
+
+        return Summed(filters, weight.numel(), math.prod(out.shape[-space:]) * weight.numel())
     features, positions = weight.shape[0] // groups, math.prod(out.shape[-space:])
 
     def moving(d: Tensor) -> Tensor:

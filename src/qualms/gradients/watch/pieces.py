@@ -37,10 +37,16 @@ class Summed:
 
     write: Callable[[list[Tensor | None]], Tensor]
     numel: int  # of one input's gradient
+    products: int = 0  # multiplications that it takes, if more than it has numbers
+
+    @property
+    def work(self) -> int:
+        """Multiplications that one input's gradient takes, and its operation's forward pass as well."""
+        return max(self.numel, self.products)
 
     def bare(self) -> "Summed":
         """Its size alone."""
-        return Summed(_gone, self.numel)
+        return Summed(_gone, self.numel, self.products)
 
     @classmethod
     def over_rows(cls, layout: Layout, inputs: int, shape: torch.Size) -> "Summed":

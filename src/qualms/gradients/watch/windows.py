@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,11 +82,7 @@ def pixel_pairs(image: Float[Tensor, "n c *space"], geometry: Geometry, inputs: 
     products = torch.bmm(x, x.mT).reshape(inputs, per_input, *space, per_input, *space)
     positions = geometry.positions(space)
     total: Tensor | None = None
-    for offset in itertools.product(*(range(k) for k in geometry.kernel)):
-        cut = tuple(
-            slice(o * d, o * d + (p - 1) * s + 1, s)
-            for o, d, s, p in zip(offset, geometry.dilation, geometry.stride, positions, strict=True)
-        )
+    for cut in _shifts(geometry, positions):
         shifted = products[(slice(None), slice(None), *cut, slice(None), *cut)]
         total = shifted.clone() if total is None else total.add_(shifted)
     assert total is not None
@@ -105,6 +101,31 @@ def weight_gradient(
         accurate(cotangent), x, accurate(weight.detach()), None, *how, wanted
     )[1]
     return found
+
+
+def depthwise_gradient(
+    cotangent: Float[Tensor, "n c *positions"], image: Float[Tensor, "n c *space"], geometry: Geometry, inputs: int
+) -> Float[Tensor, "b c 1 *kernel"]:
+    """The gradient of each input's filters, one for each channel: Σ_t δ[c, t] a[c, t + k] for every offset k.
+
+    One product with a shifted image for each offset, in whatever memory format there is: a copy of all windows would be
+    as many times larger than the image.
+    """
+    x, d = _padded(accurate(image), geometry.around), accurate(cotangent)
+    sums = []
+    for cut in _shifts(geometry, d.shape[2:]):
+        sums.append((x[(slice(None), slice(None), *cut)] * d).flatten(2).sum(2))
+    of_rows = torch.stack(sums, dim=2).unflatten(0, (inputs, -1)).sum(1)
+    return of_rows.unflatten(2, (1, *geometry.kernel))
+
+
+def _shifts(geometry: Geometry, positions: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """For each offset in a window, the pixels of a padded image that the windows at all positions have there."""
+    for offset in itertools.product(*(range(k) for k in geometry.kernel)):
+        yield tuple(
+            slice(o * d, o * d + (p - 1) * s + 1, s)
+            for o, d, s, p in zip(offset, geometry.dilation, geometry.stride, positions, strict=True)
+        )
 
 
 def _padded(image: Tensor, around: list[tuple[int, int]]) -> Tensor:
