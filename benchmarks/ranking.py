@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients import directions
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.drawn_classes import FIRST
+from qualms.gradients.exact.drawn_classes import MIN_CLASSES
 from qualms.gradients.guard import untouched
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
@@ -72,7 +72,7 @@ def sketch(name: str, each: int) -> Iterator[Row]:
     exact = qualms.score(model, x, REGrad(LAMBDA[name]))
     with torch.no_grad():
         probs = model(x).double().softmax(-1)
-    if probs.shape[1] > 2 * FIRST:
+    if probs.shape[1] >= MIN_CLASSES:
         for tolerance in TOLERANCES:
             few = [qualms.score(model, x, REGrad(LAMBDA[name]), tolerance=tolerance, seed=seed) for seed in range(3)]
             yield _mean([_row("tolerance", name, f"tolerance {tolerance}", found, exact) for found in few])

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.choice import proxy_block
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.drawn_classes import DrawnClasses, class_sizes, estimate
-from qualms.gradients.guard import untouched
+from qualms.gradients.exact.drawn_classes import DrawnClasses, Tally, class_sizes, estimate
 from qualms.gradients.job import Job
 from qualms.gradients.learnt import Learnt
 from qualms.gradients.settings import Settings
-from qualms.methods import REGrad, few_classes
+from qualms.methods import REGrad
 from qualms.methods.few_classes import FIRST, ClassSums
 from tests import networks as net
 
@@ -60,14 +58,13 @@ def test_how_many_classes_a_pass_will_take_follows_the_tolerance() -> None:
 
     def needed(logits: Tensor, tolerance: float) -> float:
         job = Job(nn.Identity(), logits, [0], Settings(tolerance=tolerance), Directions(("classes",)))
-        whole, by_proxy = ClassSums(job, [REGrad(layers=0.3)], Learnt(), None, lam=0.3).classes_needed(logits)
-        assert by_proxy == 0  # layer weights need none
-        return whole
+        numbers = ClassSums(job, [REGrad(layers=0.3)], Learnt(), None, lam=0.3).first_numbers(logits)
+        return float(numbers.double().mean())
 
     assert needed(flat, 0.0) == needed(steep, 0.0) == CLASSES
     assert needed(flat, 0.9) == FIRST
-    assert needed(steep, 0.008) == 2 * FIRST < needed(flat, 0.008)
-    assert needed(torch.cat([flat, steep, steep]), 0.008) == (CLASSES + 4 * FIRST) / 3
+    assert needed(steep, 0.006) == 15 < needed(flat, 0.006)
+    assert needed(torch.cat([flat, steep, steep]), 0.006) == (CLASSES + 2 * 15) / 3
 
 
 @pytest.mark.slow
@@ -218,19 +215,8 @@ def deep(classes: int = 400) -> nn.Sequential:
     return nn.Sequential(*blocks, last).double()
 
 
-def test_the_proxy_block_is_a_late_one_and_no_model_without_such_has_one() -> None:
-    def found(model: nn.Module, x: Tensor) -> list[str] | None:
-        with untouched(model) as inner:
-            job = Job(inner, x, range(len(x)), Settings(), Directions(("classes",)))
-            proxy = proxy_block(job, Learnt())
-            return None if proxy is None else sorted(proxy.names)
-
-    assert found(deep(), torch.randn(3, 32).double()) == ["4.0.bias", "4.0.weight"]
-    assert found(classifier(), inputs()) is None  # the last block is most of it
-
-
 @pytest.mark.parametrize("spec", ["regrad", "fisher", "exgrad+smooth(0.1,2)"])
-def test_two_phases_have_the_right_mean_and_an_error_that_holds(spec: str) -> None:
+def test_sums_over_all_layers_have_the_right_mean_and_an_error_that_holds(spec: str) -> None:
     """Over 20 seeds: the true sum is within two standard errors nearly always, and they are not much too wide."""
     model, x = deep(), torch.randn(6, 32, generator=torch.Generator().manual_seed(2)).double()
     want = qualms.score(model, x, spec, engine="exact", seed=0)
@@ -247,22 +233,48 @@ def test_two_phases_have_the_right_mean_and_an_error_that_holds(spec: str) -> No
         assert (off.abs() <= 4 * error).all()
 
 
-def test_two_phases_measure_fewer_classes_in_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = deep(), torch.randn(4, 32).double()
-    seen: list[int] = []
-    model[1].register_full_backward_hook(lambda *_: seen.append(1))
+def test_classes_that_were_measured_count_when_more_are_needed() -> None:
+    """Turns add up: their mean is the sum, and their error falls as that of one draw of as many classes."""
+    noise = torch.Generator().manual_seed(0)
+    sizes = torch.rand(3, 120, generator=noise, dtype=torch.double) ** 20
+    sizes /= sizes.sum(-1, keepdim=True)
+    terms = sizes * (1 + 0.3 * torch.randn(3, 120, generator=noise, dtype=torch.double))
+    every, spread = torch.arange(3), torch.tensor([[0.3]]).double()
+    found = []
+    for seed in range(400):
+        tally = Tally.empty(1, sizes.clone())
+        for turn in range(2):
+            draws = torch.Generator().manual_seed(1000 * turn + seed)
+            classes, chances = tally.draw(every, 16, draws)
+            tally.add(every, classes, chances, terms.gather(-1, classes)[None], spread)
+        value, error = tally.total(every)
+        found.append(torch.stack([value[0], error[0]]))
+    assert tally.certain.any(-1).all()
+    assert (tally.number < 32).all()  # what is certain is measured once
+    value, error = torch.stack(found).unbind(1)
+    true = value.std(0)
+    assert ((value.mean(0) - terms.sum(-1)).abs() < 4 * true / 400**0.5).all()
+    told = error.square().mean(0).sqrt()
+    assert ((told / true > 0.8) & (told / true < 1.6)).all()
 
-    def passes() -> int:
-        seen.clear()
-        qualms.score(model, x, "regrad", tolerance=0.03)
-        return len(seen)
 
-    in_two = passes()
-    monkeypatch.setattr(few_classes, "proxy_block", lambda *_: None)
-    assert in_two < 0.8 * passes()
+def test_further_classes_are_drawn_only_where_the_error_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = classifier(), inputs()
+    turns: list[tuple[int, int]] = []
+    measure = ClassSums._measure
+
+    def watched(self: ClassSums, index: Tensor, number: int, turn: int, tally: Tally) -> float:
+        turns.append((turn, len(index)))
+        return measure(self, index, number, turn, tally)
+
+    monkeypatch.setattr(ClassSums, "_measure", watched)
+    scored = qualms.Scorer(model, "regrad", tolerance=0.04)(x)
+    assert (scored.errors["regrad"] <= 0.04 * scored.scores["regrad"]).all()
+    assert sum(inputs for turn, inputs in turns if turn == 0) == len(x)
+    assert 0 < sum(inputs for turn, inputs in turns if turn > 0) < len(x)
 
 
-def test_scores_in_two_phases_depend_on_the_input_and_the_seed_alone() -> None:
+def test_scores_of_many_classes_depend_on_the_input_and_the_seed_alone() -> None:
     model, x = deep(), torch.randn(5, 32).double()
     whole = qualms.score(model, x, "regrad", tolerance=0.03)
     for how in ({"batch_size": 2}, {"batch_size": 1}):

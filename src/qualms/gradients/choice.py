@@ -10,11 +10,10 @@ of two ways has fewer. So the same model has the same choice on every machine.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
-from qualms.gradients.blocks import heavy_blocks
 from qualms.gradients.directions import Directions
 from qualms.gradients.exact.by_features import count_multiplications
 from qualms.gradients.exact.drawn_classes import MIN_CLASSES
@@ -35,7 +34,6 @@ TOLERANCE = 0.03  # the standard error of estimates, as a share of the score
 PUSH_PASSES = 3.0  # of a tangent: a forward pass, and twice as much for the derivative
 PASSES_BESIDE = 2.0  # the recorded forward pass, and the plain one that it is compared with
 PLAIN_BACKWARD = 2.0  # by plain autograd, with the gradients of the weights
-PROXY_SHARE = 6  # a backward pass to a proxy block takes at most this part of a whole one
 
 
 def resolve_engine(settings: Settings, model: nn.Module, batch: Batch, classes: int, learnt: Learnt) -> Settings:
@@ -86,42 +84,6 @@ def pass_work(probe: Probe, directions: int, names: frozenset[str] | None = None
     late = [p for p in probe.pieces if names is None or not names.isdisjoint(roots(p.target, probe.weights))]
     work = sum(_forward(piece) + count_multiplications(piece, 1, directions) for piece in late)
     return work / max(1, forward)
-
-
-@dataclass(frozen=True)
-class ProxyBlock:
-    """A late block whose gradient norms tell classes apart nearly as those of all layers do, at a small price.
-
-    Args:
-        names: of its parameters.
-        behind: those of its parameters and of all that follows it, through which a backward pass goes.
-    """
-
-    names: frozenset[str]
-    behind: frozenset[str]
-
-
-def proxy_block(job: Job, learnt: Learnt) -> ProxyBlock | None:
-    """The earliest block before the classifier that a backward pass reaches at a sixth of its work, if there is one."""
-    job = replace(job, smoothing=None)
-    key = ("proxy block", job.shapes, tuple(job.selected))
-    return learnt.once(key, lambda: _find_proxy(job, learnt))
-
-
-def _find_proxy(job: Job, learnt: Learnt) -> ProxyBlock | None:
-    probe = look_at(job, learnt)
-    if isinstance(probe, Exception) or not probe.use_order.fixed:
-        return None
-    blocks = heavy_blocks(job.model, job.batch, job.selected)
-    whole = pass_work(probe, MIN_CLASSES)
-    found, behind = None, frozenset[str]()
-    for i in range(len(blocks) - 1, 0, -1):
-        behind = behind.union(blocks[i])
-        if PROXY_SHARE * pass_work(probe, MIN_CLASSES, behind) > whole:
-            break
-        found = ProxyBlock(frozenset(blocks[i]), behind)
-    # The classifier itself, the last block, tells no more than its rows do.
-    return None if found is None or found.names == frozenset(blocks[-1]) else found
 
 
 def choose_for_layers(settings: Settings, model: nn.Module, batch: Batch) -> Settings:

@@ -130,22 +130,17 @@ def _count_gradients(passes: Passes, methods: Sequence[GradientScore]) -> float:
         return rows * PUSH_PASSES * settings.sketch.tangents
     directions: float = wanted.size(classes)
     summed = [m for m in methods if passes.draws_classes(m)]
-    lam, before, proxy = subject.smallest_lambda(smooth), 0.0, None
+    lam = subject.smallest_lambda(smooth)
     if summed:
-        sums = passes.class_sums(summed, lam)
-        needed, before = sums.classes_needed(passes.logits)
-        proxy = sums.proxy(passes.logits)
-        directions = needed + wanted.size(classes) - classes
+        needed = passes.class_sums(summed, lam).first_numbers(passes.logits).double().mean()
+        directions = float(needed) + wanted.size(classes) - classes
     job: Job = passes.job(wanted, smooth)
     late = late_layers(job, lam, subject.learnt)
     whole = look_at(passes.job(wanted, None), subject.learnt)
     if settings.engine == "reference" or not isinstance(whole, Probe):
         return rows * (1 + PLAIN_BACKWARD * directions)
     work = pass_work(whole, round(directions), None if late is None else late.names)
-    counted = PASSES_BESIDE - 1 + (directions + 1) * work  # one more shows that rows are kept apart
-    if before and proxy is not None:
-        counted += 1 + (before + 1) * pass_work(whole, round(before), proxy.behind)
-    return rows * counted
+    return rows * (PASSES_BESIDE - 1 + (directions + 1) * work)  # one more shows that rows are kept apart
 
 
 @torch.no_grad()

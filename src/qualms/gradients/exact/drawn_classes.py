@@ -6,9 +6,6 @@ p_k w_k, and their lengths follow ‖w_c - w̄‖; the classifier's own follow �
 its mean, and a part of ‖e_c - p‖²; for other models it is ‖e_c - p‖² alone. On ImageNet networks the ratio of ‖g_c‖
 to ℓ_c varies little among the classes of an image with layer weights, and two or three times as much without.
 
-Where that is too much, classes are drawn in two phases: many by ℓ_c, for which a late block alone is measured, and of
-those a few by the norms found there, for which all layers are: the ratio of the whole norm to the block's varies less.
-
 Of m classes that are measured, those whose size is at least an m-th of what is left are certain to be taken; the others
 enter with chances π_c proportional to their sizes, drawn systematically, in one walk over the classes in steps of equal
 size, in an order and from a start that all inputs share, so that most of the noise is common to them. Then
@@ -35,9 +32,7 @@ from qualms.random import generator
 STREAM = 1_000_000_009  # sets the start of the walk apart from other draws
 MIN_CLASSES = 25  # of a model: with fewer, all of them are measured
 LATE_SPREAD = 0.045  # of ‖g_c‖ / ℓ_c among an input's classes, usually: of the late layers, or with layer weights
-WHOLE_SPREAD = 0.12  # of the same, all layers alike
-BLOCK_SPREAD = 0.10  # of the same, a late block alone
-PROXY_SPREAD = 0.07  # of ‖g_c‖ over its part in a late block, all layers alike
+WHOLE_SPREAD = 0.10  # of the same, all layers alike
 PRIOR_TERMS = 4  # that the usual spread counts for
 OWN_SHARE = 0.25  # of ‖e_c - p‖² in ℓ_c²
 Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]
@@ -229,6 +224,7 @@ class Tally:
     sum every turn gives an estimate; the turns are independent, and count by their numbers of classes.
     """
 
+    sizes: Float[Tensor, "b c"]  # s_c, by which classes are drawn
     certain: Bool[Tensor, "b c"]  # classes
     known: Float[Tensor, "m b"]  # the sum of their terms
     drawn: Float[Tensor, "m b"]  # estimates of the others' sum, times their numbers of classes, added up
@@ -241,31 +237,39 @@ class Tally:
         """Nothing measured yet."""
         known, drawn, squares = sizes.new_zeros(3, methods, len(sizes))
         number = torch.zeros(len(sizes), dtype=torch.long, device=sizes.device)
-        return cls(torch.zeros_like(sizes, dtype=torch.bool), known, drawn, squares, number, number > 0)
+        return cls(sizes, torch.zeros_like(sizes, dtype=torch.bool), known, drawn, squares, number, number > 0)
+
+    def draw(
+        self, some: Int[Tensor, " k"], number: int, noise: torch.Generator
+    ) -> tuple[Int[Tensor, "k d"], Float[Tensor, "k d"]]:
+        """Further classes of some inputs, and the chances with which they were drawn."""
+        chances = inclusion_chances(torch.where(self.certain[some], 0, self.sizes[some]), number)
+        classes = walk(chances, number, noise)
+        return classes, chances.gather(-1, classes)
 
     def add(
         self,
         some: Int[Tensor, " k"],
-        places: Int[Tensor, "k d"],
-        terms: Float[Tensor, "m k d"],
+        classes: Int[Tensor, "k d"],
         chances: Float[Tensor, "k d"],
+        terms: Float[Tensor, "m k d"],
         spread: Float[Tensor, "m 1"],
     ) -> None:
         """One more turn of some inputs.
 
         Args:
             some: of the inputs, all in the same turn.
-            places: of the classes that were drawn.
-            terms: of these classes.
+            classes: that were drawn.
             chances: with which they were drawn.
+            terms: of these classes.
             spread: as for `estimate`, of each method.
         """
-        again = self.certain[some].gather(-1, places)
+        again = self.certain[some].gather(-1, classes)
         sure = chances >= 1
         if bool((self.number[some] > 0).any()):
             sure = torch.zeros_like(sure)
         else:
-            self.certain[some] = torch.zeros_like(self.certain[some]).scatter(-1, places, sure)
+            self.certain[some] = torch.zeros_like(self.certain[some]).scatter(-1, classes, sure)
             self.known[:, some] = torch.where(sure, terms, 0).sum(-1)
         number = (~sure).sum(-1)
         value, error = estimate(torch.where(sure | again, 0, terms), chances, spread)
