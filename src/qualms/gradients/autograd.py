@@ -18,22 +18,36 @@ def row_gradients(
     row: Rows,
     selected: dict[str, Tensor],
     directions: Callable[[Float[Tensor, "1 c"]], Float[Tensor, "m 1 c"]],
+    reduce: Callable[[Tensor], Tensor] = accurate,
 ) -> tuple[Float[Tensor, "1 c"], dict[str, Float[Tensor, "m ..."]]]:
-    """The logits of one row, and each parameter's gradient along each direction; unused parameters are left out."""
+    """The logits of one row, and each parameter's gradient along each direction; unused parameters are left out.
+
+    Args:
+        model: under `untouched`.
+        row: a single one.
+        selected: the parameters, by name.
+        directions: from the logits to what is pulled back.
+        reduce: what is kept of a gradient: together gradients are as large as the weights, for each direction.
+    """
     with all_parameters_differentiable(model):
         logits = logits_of(model, row)
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
         parameters = list(selected.values())
-        found = [list(gradients_of(logits, parameters, d.to(logits.dtype))) for d in directions(logits.detach())]
+        found: list[list[Tensor | None]] = []
+        for direction in directions(logits.detach()):
+            of_direction = list(gradients_of(logits, parameters, direction.to(logits.dtype)))
+            for i, g in enumerate(of_direction):
+                of_direction[i] = None if g is None else reduce(g)
+            found.append(of_direction)
     logits = logits.detach()  # and no graph
     gradients = {}
     for i, (name, p) in enumerate(selected.items()):
         column = [of_direction[i] for of_direction in found]
         for of_direction in found:
-            of_direction[i] = None  # let go one by one: together they are as large as the weights
+            of_direction[i] = None  # let go one by one
         if any(g is not None for g in column):
-            gradients[name] = _stacked([accurate(torch.zeros_like(p) if g is None else g) for g in column])
+            gradients[name] = _stacked([reduce(torch.zeros_like(p)) if g is None else g for g in column])
     return logits, gradients
 
 

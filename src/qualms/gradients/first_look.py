@@ -1,5 +1,6 @@
 """What every engine looks at first: one row by plain autograd, and what its forward pass says of the model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.autograd import row_gradients
-from qualms.gradients.precision import Narrowest, close_logits
+from qualms.gradients.precision import Narrowest, accurate, close_logits
 from qualms.gradients.rows import Rows, in_channels_last, logits_of
 
 
@@ -18,14 +19,23 @@ class FirstRow:
 
     rows: Rows
     logits: Float[Tensor, "1 c"]
-    gradient: dict[str, Float[Tensor, "1 ..."]]  # along a random direction, by the parameter's name
+    gradient: dict[str, Float[Tensor, "1 ..."]]  # by name: along a random direction, or what is kept of it
     precision: torch.dtype  # that rounds most on the way to the logits
 
     @classmethod
-    def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor]) -> "FirstRow":
-        """Runs the row twice: a model that is random in evaluation mode has no gradient to speak of."""
+    def of(
+        cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], reduce: Callable[[Tensor], Tensor] = accurate
+    ) -> "FirstRow":
+        """Runs the row twice: a model that is random in evaluation mode has no gradient to speak of.
+
+        Args:
+            model: under `untouched`.
+            on: rows, of which the first is run.
+            selected: the parameters, by name.
+            reduce: what is kept of a gradient.
+        """
         first = on.take(slice(0, 1))
-        logits, gradient = row_gradients(model, first, selected, random_direction)
+        logits, gradient = row_gradients(model, first, selected, random_direction, reduce)
         return cls(first, logits, gradient, require_repeatable(model, first, logits))
 
 

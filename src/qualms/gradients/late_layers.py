@@ -23,7 +23,7 @@ from qualms.gradients.inputs import take
 from qualms.gradients.job import Job
 from qualms.gradients.layers import grouped, layer_weights
 from qualms.gradients.measured import Measured, added_up
-from qualms.gradients.precision import sum_of_squares
+from qualms.gradients.precision import accurate, sum_of_squares
 from qualms.gradients.rows import Rows
 from qualms.gradients.watch.forward import use_order
 
@@ -128,13 +128,13 @@ def _early_shares(job: Job, i: int, lam: float, order: Sequence[str]) -> tuple[F
         return torch.cat(tried)[:, :, 0]
 
     row = Rows(take(job.batch, slice(i, i + 1)))
-    _, gradients = row_gradients(job.model, row, job.selected, directions)
     norm = job.settings.norm
-    values = {name: _norm(g.flatten(1), norm)[None] for name, g in gradients.items()}
+    _, found = row_gradients(job.model, row, job.selected, directions, lambda g: _norm(accurate(g), norm))
+    values = {name: norms[None] for name, norms in found.items()}
     layers = _layers(job, [name for name in order if name in values])
     norms = _per_layer(Measured(values, torch.empty(0, 0), set()), layers, norm)[0]
     added = (norms * layer_weights(len(layers), lam).to(norms)).cumsum(-1)
-    return added / added[:, -1:].clamp_min(torch.finfo(torch.double).tiny), set(gradients)
+    return added / added[:, -1:].clamp_min(torch.finfo(torch.double).tiny), set(found)
 
 
 def _count_small(shares: Float[Tensor, "m l"], most: float) -> int:
@@ -151,7 +151,7 @@ def _per_layer(found: Measured, layers: list[list[str]], norm: str) -> Float[Ten
     return torch.stack([added_up((found.values.get(n, none) for n in names), norm) for names in layers], dim=-1)
 
 
-def _norm(g: Float[Tensor, "m p"], norm: str) -> Float[Tensor, " m"]:
+def _norm(g: Float[Tensor, "..."], norm: str) -> Float[Tensor, ""]:
     if norm == "l1":
-        return torch.linalg.vector_norm(g, 1, dim=1).double()
-    return sum_of_squares(g).double().sqrt()
+        return torch.linalg.vector_norm(g.flatten(), 1).double()
+    return sum_of_squares(g.reshape(1, -1)).double().sqrt().squeeze()

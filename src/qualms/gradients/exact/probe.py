@@ -12,7 +12,7 @@ from qualms.gradients.exact.measure import Kind, measure
 from qualms.gradients.first_look import FirstLook, FirstRow, random_direction
 from qualms.gradients.inputs import Unclear, count, tensors
 from qualms.gradients.memory import saved_bytes
-from qualms.gradients.precision import close_logits, same_norms, sum_of_squares
+from qualms.gradients.precision import accurate, close_logits, same_norms, sum_of_squares
 from qualms.gradients.rows import Rows, in_channels_last, wants_channels_last
 from qualms.gradients.watch.forward import recorded, require_uses_that_vary
 from qualms.gradients.watch.meetings import TwinPasses, largest_result
@@ -41,7 +41,7 @@ class Probe(FirstLook):
     @classmethod
     def of(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], budget: int) -> "Probe | Exception":
         """Runs the first one or two rows, by plain autograd and watched; the reason if the two do not agree."""
-        first = FirstRow.of(model, on, selected)
+        first = FirstRow.of(model, on, selected, lambda g: sum_of_squares(accurate(g).reshape(1, -1)).sqrt())
         if not first.gradient:
             require_uses_that_vary(model, on)
             return Unclear("the first input uses none of the selected parameters")
@@ -53,7 +53,7 @@ class Probe(FirstLook):
 
     @classmethod
     def _watch(cls, model: nn.Module, on: Rows, selected: dict[str, Tensor], first: FirstRow, budget: int) -> "Probe":
-        expected = {name: float(sum_of_squares(g.reshape(1, -1)).sqrt()) for name, g in first.gradient.items()}
+        expected = {name: float(norm) for name, norm in first.gradient.items()}
         # For one image alone convolutions are as fast in the plain format, and batch normalisation wants that one.
         channels_last = count(on.batch) > 1 and wants_channels_last(first.rows)
         probe, one = cls._watch_one(model, first, selected, expected, channels_last)
