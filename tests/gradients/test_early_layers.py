@@ -1,5 +1,7 @@
 """`tolerance`: early layers are left out as long as that cannot be seen in the score."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -145,3 +147,28 @@ def test_a_bad_tolerance_is_named() -> None:
     for bad in (-0.1, 1.0):
         with pytest.raises(qualms.QualmsError, match="tolerance"):
             qualms.score(net.mlp(), torch.randn(2, 3, 4, 4), tolerance=bad)
+
+
+def test_models_that_read_values_of_their_inputs_leave_out_early_layers_as_well() -> None:
+    """Their layers count in the order in which the model has them, whatever path an input takes."""
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.inner, self.extra = nn.Linear(3, 3), deep(), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.inner(x)
+            return z + self.extra(z) if bool((x > 2.5).any()) else z
+
+    torch.manual_seed(0)
+    model, x = Reading().double(), torch.randn(24, 12, dtype=torch.double)
+    assert 0 < int((x > 2.5).any(1).sum()) < 24
+    spec = "regrad+layers(0.6)"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", qualms.SlowWarning)
+        exact = qualms.score(model, x, spec)
+        have, error = qualms.score_with_error(model, x, spec, tolerance=0.02)
+    assert ((exact - have).abs() <= 0.02 * exact).all()
+    assert (have < exact * (1 - 1e-12)).any(), "nothing was left out"
+    assert (exact - have <= 2 * error + 1e-12 * exact).all()

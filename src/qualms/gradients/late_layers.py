@@ -10,7 +10,6 @@ layers alone are out of the ordinary can slip through.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -59,12 +58,13 @@ class LateLayers:
 
     @classmethod
     def of(cls, job: Job, lam: float) -> "LateLayers | None":
-        """Measured on the first input; None if no layer can be left out, or the order of layers is not fixed."""
+        """Measured on the first input; None if no layer can be left out, or the model hides what it uses."""
         order = use_order(job.model, Rows(take(job.batch, slice(0, 1))), job.selected)
-        if not order.fixed:
+        if not order.names:
             return None
-        shares, used = _early_shares(job, 0, lam, order.names)
-        layers = _layers(job, order.counted(used, job.selected))
+        norms = _row_norms(job, 0)
+        layers = list(grouped(job.model, order.counted(norms, job.selected), job.settings.granularity).values())
+        shares = _early_shares(norms, layers, lam, job.settings.norm)
         tolerance = job.settings.tolerance or 0.0
         early = _count_small(shares, tolerance / MARGIN)
         if early == 0:
@@ -100,7 +100,7 @@ class LateLayers:
     def _spot_check(self, job: Job, worst: int) -> bool:
         """Whether the early layers of one input add no more than the tolerance, by plain autograd."""
         self.unchecked = 0
-        shares, _ = _early_shares(job, worst, self.lam, [name for layer in self.layers for name in layer])
+        shares = _early_shares(_row_norms(job, worst), self.layers, self.lam, job.settings.norm)
         added = float(shares[:, self.early - 1].max())
         if added <= self.tolerance:
             self.share = max(self.share, added)
@@ -112,8 +112,8 @@ class LateLayers:
         return False
 
 
-def _early_shares(job: Job, i: int, lam: float, order: Sequence[str]) -> tuple[Float[Tensor, "m l"], set[str]]:
-    """The share that the layers up to each one add to Σ_l a_l ‖g_l‖ of one input, and the parameters that it uses.
+def _row_norms(job: Job, i: int) -> dict[str, Float[Tensor, "1 m"]]:
+    """Norms of the gradients of one input, by the parameters that it uses.
 
     Along the predicted class, all classes with random signs, and every direction of the job that is not a class.
     """
@@ -130,20 +130,28 @@ def _early_shares(job: Job, i: int, lam: float, order: Sequence[str]) -> tuple[F
     row = Rows(take(job.batch, slice(i, i + 1)))
     norm = job.settings.norm
     _, found = row_gradients(job.model, row, job.selected, directions, lambda g: _norm(accurate(g), norm))
-    values = {name: norms[None] for name, norms in found.items()}
-    layers = _layers(job, [name for name in order if name in values])
-    norms = _per_layer(Measured(values, torch.empty(0, 0), set()), layers, norm)[0]
-    added = (norms * layer_weights(len(layers), lam).to(norms)).cumsum(-1)
-    return added / added[:, -1:].clamp_min(torch.finfo(torch.double).tiny), set(found)
+    return {name: norms[None] for name, norms in found.items()}
+
+
+def _early_shares(
+    norms: dict[str, Float[Tensor, "1 m"]], layers: list[list[str]], lam: float, norm: str
+) -> Float[Tensor, "m l"]:
+    """The share that the layers up to each one add to Σ_l a_l ‖g_l‖ of one input.
+
+    Args:
+        norms: of its gradients, by the parameters that it uses.
+        layers: the parameters of each layer, in order of use.
+        lam: λ.
+        norm: of the gradients.
+    """
+    of_layers = _per_layer(Measured(norms, torch.empty(0, 0), set()), layers, norm)[0]
+    added = (of_layers * layer_weights(len(layers), lam).to(of_layers)).cumsum(-1)
+    return added / added[:, -1:].clamp_min(torch.finfo(torch.double).tiny)
 
 
 def _count_small(shares: Float[Tensor, "m l"], most: float) -> int:
     """How many of the first layers together add at most this share, along every direction."""
     return int((shares <= most).all(0).long().cumprod(0).sum())
-
-
-def _layers(job: Job, order: list[str]) -> list[list[str]]:
-    return list(grouped(job.model, order, job.settings.granularity).values())
 
 
 def _per_layer(found: Measured, layers: list[list[str]], norm: str) -> Float[Tensor, "b m l"]:
