@@ -40,7 +40,7 @@ AIMS = {  # forward passes an image, in batches of 16; one image alone may take 
     "coherence": 12,
 }
 TEXT, TEXT_TITLE, TEXT_AIMS = "minilm-150", "MiniLM-L6, 150 classes", {"regrad+layers": 10}
-EVERY, EVERY_OTHER, INSIDE, OUTSIDE = 25, 50, 40, 20
+EVERY, BETWEEN, EVERY_OTHER = 25, 250, 50
 BATCH = 16
 AT_ONCE = 4  # images by all classes: what a chunk of the exact engine takes
 LAMBDA = 0.3  # of +layers
@@ -48,15 +48,15 @@ STD = {"imagenet-efficientnet-lite0": (0.5, 0.5, 0.5), "imagenet-mobilenet-v2": 
 
 
 def images_of(name: str, model: nn.Module) -> tuple[list[str], Tensor]:
-    """40 validation images, every 25th, and 20 of other sets, every 50th, as the network takes them."""
+    """44 validation images (every 25th, four between) and 16 of other sets (every 50th), as the network takes them."""
     root = Path(os.environ["QUALMS_DATA"]) / "imagenet"
     said = preprocessing_of(name, model)
     assert said.normalisation is not None
     ids: list[str] = []
     pixels: list[Tensor] = []
-    for folder, every, most in (("val", EVERY, INSIDE), ("ood", EVERY_OTHER, OUTSIDE)):
+    for folder, places in (("val", (0, EVERY)), ("val", (EVERY // 2, BETWEEN)), ("ood", (0, EVERY_OTHER))):
         found = load(str(root / folder), None, "test", fit=said.fit)
-        chosen = list(range(0, len(found), every))[:most]
+        chosen = list(range(places[0], len(found), places[1]))
         ids += [found.ids[i] for i in chosen]
         pixels.append(said.normalisation.apply(found.pixels[chosen]))
     return ids, torch.cat(pixels)
