@@ -58,11 +58,11 @@ class LateLayers:
 
     @classmethod
     def of(cls, job: Job, lam: float) -> "LateLayers | None":
-        """Measured on the first input; None if no layer can be left out, or the model hides what it uses."""
+        """Measured on the first input; None if no layer can be left out, or the order of layers is not fixed."""
         order = use_order(job.model, Rows(take(job.batch, slice(0, 1))), job.selected)
-        if not order.names:
+        norms = _row_norms(job, 0) if order.fixed else {}
+        if not norms:
             return None
-        norms = _row_norms(job, 0)
         layers = list(grouped(job.model, order.counted(norms, job.selected), job.settings.granularity).values())
         shares = _early_shares(norms, layers, lam, job.settings.norm)
         tolerance = job.settings.tolerance or 0.0
@@ -100,7 +100,10 @@ class LateLayers:
     def _spot_check(self, job: Job, worst: int) -> bool:
         """Whether the early layers of one input add no more than the tolerance, by plain autograd."""
         self.unchecked = 0
-        shares = _early_shares(_row_norms(job, worst), self.layers, self.lam, job.settings.norm)
+        norms = _row_norms(job, worst)
+        if not norms:  # the input uses no parameter that counts
+            return True
+        shares = _early_shares(norms, self.layers, self.lam, job.settings.norm)
         added = float(shares[:, self.early - 1].max())
         if added <= self.tolerance:
             self.share = max(self.share, added)

@@ -29,6 +29,7 @@ class LayerTable:
     general: list[str]  # layers that no fast rule covered
     error: Tensor | None = None  # standard error, if the norms are sketched
     left_out: float = 0.0  # the largest share of Σ_l a_l ‖g_l‖ that layers which were left out were seen to add
+    early: int = 0  # how many layers were left out
 
 
 def layer_table(
@@ -78,8 +79,8 @@ def layer_table(
         columns.append(together if gram else together.to(dtype))
     values = torch.stack(columns, dim=1 if gram else -1)
     general = [layer for layer, names in groups.items() if not whole.general.isdisjoint(names)]
-    left_out = late.share if late is not None else 0.0
-    return LayerTable(values, whole.logits, list(groups), general, left_out=left_out)
+    left_out, early = (late.share, late.early) if late is not None else (0.0, 0)
+    return LayerTable(values, whole.logits, list(groups), general, left_out=left_out, early=early)
 
 
 def late_layers(job: Job, lam: float | None, learnt: Learnt) -> LateLayers | None:

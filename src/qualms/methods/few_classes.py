@@ -2,7 +2,9 @@
 
 Each input begins with as many classes as its logits say it needs. If the error that is then found is too large, further
 classes are drawn and added to those before; and all are measured rather than more than half, which leaves no error.
-How an input is scored depends on itself and the seed alone.
+Which classes are measured for an input depends on itself and the seed alone. As more are drawn only where the error
+looks large, sums come out a little too low; much too low where a few classes have gradients many times longer than
+their sizes say, and none of them is in the sample.
 """
 
 from collections.abc import Sequence
@@ -77,7 +79,7 @@ class ClassSums:
     @property
     def spread(self) -> float:
         """Of ‖g_c‖ over what the classifier's rows say of it, usually."""
-        return WHOLE_SPREAD if self.lam is None else LATE_SPREAD
+        return LATE_SPREAD if self.lam is not None and self.lam > 0 else WHOLE_SPREAD
 
     @property
     def powers(self) -> Float[Tensor, "m 1"]:
@@ -100,23 +102,34 @@ class ClassSums:
 
     def estimate(self, logits: Float[Tensor, "b c"]) -> "dict[GradientScore, Estimate]":
         """The scores and their errors."""
+        found = self._attempt(logits)
+        while found is None:
+            found = self._attempt(logits)
+        return {m: (values, errors) for m, values, errors in zip(self.methods, *found, strict=True)}
+
+    def _attempt(self, logits: Float[Tensor, "b c"]) -> tuple[Float[Tensor, "m b"], Float[Tensor, "m b"]] | None:
+        """The same; None if fewer early layers are left out at the end than at the start: terms must be of one kind."""
         values, errors = logits.new_zeros(2, len(self.methods), len(logits))
         tally = Tally.empty(len(self.methods), self.sizes(logits))
         numbers, turn = self.first_numbers(logits), 0
+        early: int | None = None
         while bool(numbers.any()):
             following = torch.zeros_like(numbers)
             for number in numbers[numbers > 0].unique().tolist():
                 index = (numbers == number).nonzero().flatten()
-                left_out = self._measure(index, number, turn, tally)
-                values[:, index], errors[:, index], following[index] = self._judge(index, tally, left_out)
+                table = self._measure(index, number, turn, tally)
+                early = table.early if early is None else early
+                if table.early != early:
+                    return None
+                values[:, index], errors[:, index], following[index] = self._judge(index, tally, table.left_out)
             numbers, turn = following, turn + 1
-        return {m: (values[i], errors[i]) for i, m in enumerate(self.methods)}
+        return values, errors
 
     def sizes(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
         """The sizes of the classes of each input."""
         return _sizes(self.methods, self.head)(logits.double().softmax(-1))
 
-    def _measure(self, index: Int[Tensor, " n"], number: int, turn: int, tally: Tally) -> float:
+    def _measure(self, index: Int[Tensor, " n"], number: int, turn: int, tally: Tally) -> LayerTable:
         """Measure so many classes of some inputs, in addition to those before.
 
         Args:
@@ -126,13 +139,13 @@ class ClassSums:
             tally: where their terms are added.
 
         Returns:
-            The share of a score that layers which were left out may add.
+            Their norms.
         """
         if number == tally.sizes.shape[1]:
             table = self._table(index, Directions(("classes",)))
             every = torch.arange(number, device=index.device).expand(len(index), -1)
             tally.replace(index, self._terms(table, every))
-            return table.left_out
+            return table
         if turn == 0:  # by the logits of the inputs as the engine runs them: alone, if they influence each other
             sizes = _sizes(self.methods, self.head)
             drawn = DrawnClasses(("drawn",), sizes, number, self.job.settings.seed)
@@ -143,7 +156,7 @@ class ClassSums:
             classes, chances = tally.draw(index, number, generator(self.job.settings.seed, STREAM, turn))
             table = self._table(index, ChosenClasses(("drawn",), classes))
         tally.add(index, classes, chances, self._terms(table, classes), self.powers.to(chances) * self.spread)
-        return table.left_out
+        return table
 
     def _table(self, index: Int[Tensor, " n"], directions: Directions) -> LayerTable:
         """The norms of some inputs along other directions than those of the job."""
@@ -174,7 +187,7 @@ class ClassSums:
         have = tally.number[index]
         wanted = ((error.square() / room).amax(0) * have - have).clamp(1).minimum(2.0 * have)
         further = (wanted / STEP).ceil().long() * STEP
-        further[2 * (have + further) > classes] = classes
+        further[2 * (have + further + tally.certain[index].sum(-1)) > classes] = classes
         done = tally.whole[index] | (whole <= tolerance * size).all(0)
         return value, whole, torch.where(done, 0, further)
 

@@ -120,7 +120,7 @@ def kept_numbers(piece: Piece, per_input: int, cotangents: int) -> int:
 def count_multiplications(piece: Piece, per_input: int, cotangents: int) -> int:
     """Multiplications that lead from one cotangent to one gradient."""
     if not isinstance(piece.gradient, Outer):
-        return piece.gradient.work
+        return max(piece.gradient.numel, per_input * piece.gradient.products)
     t, o, f, g = piece.gradient.sizes
     t *= per_input
     return g * t * o * (t if cheaper_by_pairs(t, o, f, cotangents) else f)

@@ -90,11 +90,6 @@ class DrawnClasses(Directions):
         """π_c: 1 for the classes that count most, proportional to the sizes of the others."""
         return inclusion_chances(self.sizes(logits.detach().double().softmax(-1)), self.number)
 
-    def expected_error(self, logits: Float[Tensor, "b c"], power: int, spread: float) -> Float[Tensor, " b"]:
-        """The relative standard error to expect of a sum over these classes (see `expected_error`)."""
-        sizes = self.sizes(logits.double().softmax(-1))
-        return expected_error(sizes, inclusion_chances(sizes, self.number), self.number, power * spread)
-
 
 @dataclass(frozen=True, eq=False)
 class ChosenClasses(Directions):
@@ -123,7 +118,7 @@ def inclusion_chances(sizes: Float[Tensor, "b c"], number: int) -> Float[Tensor,
     certain = ((ordered * to_draw >= left) & (to_draw > 0)).long().cumprod(-1).bool()
     taken = certain.sum(-1, keepdim=True)
     rest = torch.where(certain, 0, ordered).sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
-    chances = torch.where(certain, 1.0, (number - taken) * ordered / rest)
+    chances = torch.where(certain, 1.0, ((number - taken) * ordered / rest).clamp_max(1))
     return torch.zeros_like(chances).scatter(-1, order, chances)
 
 

@@ -119,7 +119,8 @@ def _windows_of_input(
             assert d is not None
             return depthwise_gradient(image(d), image(input), geometry, inputs)
 
-        return Summed(filters, weight.numel(), math.prod(out.shape[-space:]) * weight.numel())
+        images = math.prod(out.shape[: -space - 1]) // inputs
+        return Summed(filters, weight.numel(), images * math.prod(out.shape[-space:]) * weight.numel())
     features, positions = weight.shape[0] // groups, math.prod(out.shape[-space:])
 
     def moving(d: Tensor) -> Tensor:
