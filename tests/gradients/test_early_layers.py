@@ -199,7 +199,7 @@ def test_an_input_that_uses_no_parameter_that_counts_has_no_share_to_check() -> 
 
 
 def test_classes_that_were_measured_with_too_few_layers_are_measured_again() -> None:
-    """Few classes are added up in turns: a check that finds early layers to matter makes all of them anew."""
+    """Classes are added up in turns. A check in the second turn finds that early layers matter: all begin anew."""
 
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -208,11 +208,13 @@ def test_classes_that_were_measured_with_too_few_layers_are_measured_again() -> 
 
         def forward(self, x: Tensor) -> Tensor:
             far = (x[:, :1] > 0).double()
-            return self.late((x + (1e-9 + far) * self.early(x)).tanh())
+            z: Tensor = self.late((x + (1e-9 + far) * self.early(x)).tanh())
+            return z
 
     torch.manual_seed(0)
-    model, x = Gated().double(), torch.rand(40, 16, dtype=torch.double)
-    x[:4, 0] = -1
+    model, x = Gated().double(), torch.rand(1, 16, dtype=torch.double) + 0.1 * torch.rand(14, 16, dtype=torch.double)
+    x[:, 0] = 0.1
+    x[0, 0] = -0.1  # its early layer adds nothing
     spec = "regrad+layers(0.3)"
     exact = qualms.score(model, x, spec, engine="exact")
     have, error = qualms.score_with_error(model, x, spec, tolerance=0.01)
