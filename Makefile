@@ -16,7 +16,7 @@ SEEDS ?= 1 2 3 4 5 6 7 8 9 10
 
 FAST := not slow and not data and not browser and not ray and not serve
 
-.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel fuzz soak shuffle mutants licences audit check format bench-speed sweep clean
+.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel fuzz soak shuffle mutants licenses audit check format bench-speed sweep clean
 
 demo: $(APP)
 	$(BIN)/qualms demo
@@ -55,9 +55,9 @@ shuffle: $(SHUFFLE)
 mutants: $(MUTANTS)
 	PYTHONPATH=.mutants $(BIN)/python benchmarks/mutants.py metrics scale methods gradients
 
-# docs/licences.md: what all that the extras install is under.
-licences: $(MORE)
-	$(BIN)/python benchmarks/licences.py
+# docs/licenses.md: what all that the extras install is under.
+licenses: $(MORE)
+	$(BIN)/python benchmarks/licenses.py
 
 # Known vulnerabilities of what make installs. What PyPI was not asked about, or did not know, is a failure too.
 audit: $(AUDIT)

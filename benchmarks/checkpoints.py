@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qualms.data import DATASETS, Normalisation, load
+from qualms.data import DATASETS, Normalization, load
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
 from qualms.tasks.network import Network
@@ -26,7 +26,9 @@ from qualms.training import Recipe, fit
 def root() -> Path:
     """The folder with the data."""
     if "QUALMS_DATA" not in os.environ:
-        raise SystemExit("QUALMS_DATA is not set: name the folder with the datasets and checkpoints in it.")
+        raise SystemExit(
+            "QUALMS_DATA is not set: name the folder with the datasets and checkpoints in it."
+        )
     return Path(os.environ["QUALMS_DATA"])
 
 
@@ -35,7 +37,7 @@ class Checkpoint:
     """A trained network, images like those it was trained on, and images of other things."""
 
     name: str
-    network: str  # in the zoo, which knows its file and normalisation
+    network: str  # in the zoo, which knows its file and normalization
     known: str
     unknown: str
 
@@ -44,25 +46,27 @@ class Checkpoint:
         return load_model(self.network, root() / "weights" / str(ZOO[self.network].file))
 
     def inside(self, count: int) -> Tensor:
-        """`count` normalised test images of the network's own dataset, the same ones every time."""
-        return self._normalisation.apply(load(self.known, root()).subset(count).pixels)
+        """`count` normalized test images of the network's own dataset, the same ones every time."""
+        return self._normalization.apply(load(self.known, root()).subset(count).pixels)
 
     def outside(self, count: int) -> Tensor:
-        """As many of another dataset, normalised as the network's own."""
-        return self._normalisation.apply(load(self.unknown, root()).subset(count).pixels)
+        """As many of another dataset, normalized as the network's own."""
+        return self._normalization.apply(load(self.unknown, root()).subset(count).pixels)
 
     def accuracy(self, count: int) -> float:
         """On `count` images of its own test set."""
-        return Network(self.name, self.build(), self._normalisation).accuracy(load(self.known, root()).subset(count))
+        return Network(self.name, self.build(), self._normalization).accuracy(
+            load(self.known, root()).subset(count)
+        )
 
     @property
     def sigma(self) -> float | tuple[float, ...]:
-        """The noise of smoothing in normalised units, for each channel."""
-        return self._normalisation.in_model_units(SIGMA)
+        """The noise of smoothing in normalized units, for each channel."""
+        return self._normalization.in_model_units(SIGMA)
 
     @property
-    def _normalisation(self) -> Normalisation:
-        return ZOO[self.network].normalisation or DATASETS[self.known].normalisation
+    def _normalization(self) -> Normalization:
+        return ZOO[self.network].normalization or DATASETS[self.known].normalization
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class TrainedHere(Checkpoint):
         """The network, trained anew, in evaluation mode."""
         torch.manual_seed(0)
         model = ZOO[self.network].build(DATASETS[self.known].classes or 0)
-        fit(model, load(self.known, root(), "train"), self.recipe, self._normalisation, seed=0)
+        fit(model, load(self.known, root(), "train"), self.recipe, self._normalization, seed=0)
         return model.eval()
 
 
@@ -92,13 +96,17 @@ CHECKPOINTS = {
 
 
 def main() -> None:
-    """Print each network's accuracy, which shows that weights, architecture and normalisation belong together."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print each network's accuracy, which shows that weights, architecture and normalization belong together."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=10000, help="test images of each dataset")
     count = parser.parse_args().count
     print("| network | test images | accuracy, % |\n|---|---|---|")
     for checkpoint in CHECKPOINTS.values():
-        print(f"| {checkpoint.name} | {count} | {100 * checkpoint.accuracy(count):.2f} |", flush=True)
+        print(
+            f"| {checkpoint.name} | {count} | {100 * checkpoint.accuracy(count):.2f} |", flush=True
+        )
 
 
 if __name__ == "__main__":

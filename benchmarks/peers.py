@@ -44,14 +44,18 @@ def vmap_jacrev(model: nn.Module, x: Tensor) -> Tensor:
     return sum(j.flatten(2).square().sum(-1) for j in jacobians.values()).sqrt()
 
 
-def loop_in_batches(model: nn.Module, x: Tensor, draws: int, sigma: float = 0.02, lam: float = 0.3) -> Tensor:
+def loop_in_batches(
+    model: nn.Module, x: Tensor, draws: int, sigma: float = 0.02, lam: float = 0.3
+) -> Tensor:
     """REGrad* as anybody would write it: an input and its perturbed copies as one batch, one backward for each class.
 
     The gradient of a mean is the mean of the gradients, so no copy needs a backward pass of its own.
     """
     named = dict(model.named_parameters())
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in named))
-    factors = {layer: math.exp(lam * (place + 1 - len(layers))) for place, layer in enumerate(layers)}
+    factors = {
+        layer: math.exp(lam * (place + 1 - len(layers))) for place, layer in enumerate(layers)
+    }
     scores = []
     for one in x:
         noise = sigma * torch.randn(draws, *one.shape)
@@ -59,8 +63,14 @@ def loop_in_batches(model: nn.Module, x: Tensor, draws: int, sigma: float = 0.02
         total = torch.zeros(())
         for c, mean in enumerate(log_p.mean(0)):
             squares = dict.fromkeys(layers, torch.zeros(()))
-            for name, g in zip(named, torch.autograd.grad(mean, list(named.values()), retain_graph=True), strict=True):
-                squares[name.rpartition(".")[0]] = squares[name.rpartition(".")[0]] + g.square().sum()
+            for name, g in zip(
+                named,
+                torch.autograd.grad(mean, list(named.values()), retain_graph=True),
+                strict=True,
+            ):
+                squares[name.rpartition(".")[0]] = (
+                    squares[name.rpartition(".")[0]] + g.square().sum()
+                )
             norm = sum(factors[layer] * square.sqrt() for layer, square in squares.items())
             total = total + (log_p[0, c].detach() / 2).exp() * norm
         scores.append(total)
@@ -80,7 +90,9 @@ def backpack_l2(model: nn.Module, x: Tensor) -> Tensor:
     norms = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        twin = extend(copy.deepcopy(model).eval())  # it leaves hooks in the modules and results in the parameters
+        twin = extend(
+            copy.deepcopy(model).eval()
+        )  # it leaves hooks in the modules and results in the parameters
         log_p = twin(x).log_softmax(1)
         for of_class in log_p.sum(0):
             with backpack(BatchL2Grad(), retain_graph=True):
@@ -113,14 +125,17 @@ def fit_laplace(model: nn.Module, x: Tensor) -> Any:
     with torch.no_grad():
         labels = model(x).argmax(1)
     posterior: Any = Laplace(
-        copy.deepcopy(model), "classification", subset_of_weights="last_layer", hessian_structure="kron"
+        copy.deepcopy(model),
+        "classification",
+        subset_of_weights="last_layer",
+        hessian_structure="kron",
     )
     posterior.fit(DataLoader(TensorDataset(x, labels), batch_size=len(x)))
     return posterior
 
 
 def laplace_last_layer(model: nn.Module, x: Tensor) -> Tensor:
-    """laplace-torch's last-layer Laplace: [n, classes] probabilities, from the linearised model and the probit formula.
+    """laplace-torch's last-layer Laplace: [n, classes] probabilities, from the linearized model and the probit formula.
 
     The first call for a model also fits the posterior, on the inputs of that call; later calls only predict. A
     prediction holds the Jacobian of the last layer, classes² times features for each input.
@@ -142,8 +157,12 @@ class Peer:
 PEERS = {
     "vmap(jacrev)": Peer(vmap_jacrev, "norms of the gradients of log p_c for every class", True),
     "BackPACK": Peer(backpack_l2, "norms of the gradients of log p_c for every class", True),
-    "pytorch-ood GradNorm": Peer(pytorch_ood_gradnorm, "L1 norm of one gradient, to the uniform distribution", False),
-    "laplace-torch": Peer(laplace_last_layer, "probabilities under a posterior of the last layer", False),
+    "pytorch-ood GradNorm": Peer(
+        pytorch_ood_gradnorm, "L1 norm of one gradient, to the uniform distribution", False
+    ),
+    "laplace-torch": Peer(
+        laplace_last_layer, "probabilities under a posterior of the last layer", False
+    ),
 }
 
 _NO_TORCHVISION = (
@@ -178,7 +197,9 @@ def check(peer: Peer, model: nn.Module, x: Tensor, want: Tensor) -> tuple[bool, 
 
 def main() -> None:
     """Run every peer on every network, and compare with the reference engine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=4)
     count = parser.parse_args().inputs
     surprises = []
@@ -186,7 +207,9 @@ def main() -> None:
     for network, (build, shape) in NETWORKS.items():
         torch.manual_seed(0)
         model, x = build().eval(), torch.randn(count, *shape)
-        want = qualms.class_gradient_norms(model, x, engine="reference").norms.square().sum(-1).sqrt()
+        want = (
+            qualms.class_gradient_norms(model, x, engine="reference").norms.square().sum(-1).sqrt()
+        )
         for name, peer in PEERS.items():
             right, found = check(peer, model, x, want)
             print(f"| {network} | {name} | {found} | {'yes' if right else 'no'} |", flush=True)

@@ -5,7 +5,7 @@
 - smoothing: REGrad* with N antithetic draws against N = 100 plain ones, for N = 2 … 32.
 - sketch: `engine="sketch"` against `exact`, for k tangents and both ways of putting layers together.
 - tolerance: some classes of many instead of all of them. The guess of their spread and the number to begin with in
-  `gradients/exact/drawn_classes.py` were chosen by looking at the ResNet-56; what is found overrules them, and the
+  `gradients/engines/class_sampling.py` were chosen by looking at the ResNet-56; what is found overrules them, and the
   CIFAR-100 CNN, trained here, was not looked at.
 - heat: 16 contrasts of classes instead of all of them.
 
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients import directions
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.drawn_classes import MIN_CLASSES
-from qualms.gradients.guard import untouched
-from qualms.gradients.job import Job
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.engines.class_sampling import MIN_CLASSES
+from qualms.gradients.engines.sketch import sketch_totals
+from qualms.gradients.isolation import preserve_state
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch.engine import sketch_totals
-from qualms.gradients.sketch.stable import Sample
+from qualms.gradients.sketching.stable import Sample
 from qualms.methods.regrad import REGrad
 
 RESULTS = Path(__file__).parent / "results" / "ranking.jsonl"
@@ -62,7 +62,9 @@ def smoothing(name: str, each: int) -> Iterator[Row]:
         found = starred(draws, antithetic, seed=1)
         what = f"N = {draws}" if antithetic else f"N = {draws}, plain, other draws"
         yield _row("smoothing", name, what, found, judge)
-    yield _row("smoothing", name, "not smoothed", qualms.score(model, x, REGrad(LAMBDA[name])), judge)
+    yield _row(
+        "smoothing", name, "not smoothed", qualms.score(model, x, REGrad(LAMBDA[name])), judge
+    )
 
 
 def sketch(name: str, each: int) -> Iterator[Row]:
@@ -74,17 +76,24 @@ def sketch(name: str, each: int) -> Iterator[Row]:
         probs = model(x).double().softmax(-1)
     if probs.shape[1] >= MIN_CLASSES:
         for tolerance in TOLERANCES:
-            few = [qualms.score(model, x, REGrad(LAMBDA[name]), tolerance=tolerance, seed=seed) for seed in range(3)]
-            yield _mean([_row("tolerance", name, f"tolerance {tolerance}", found, exact) for found in few])
+            few = [
+                qualms.score(model, x, REGrad(LAMBDA[name]), tolerance=tolerance, seed=seed)
+                for seed in range(3)
+            ]
+            yield _mean(
+                [_row("tolerance", name, f"tolerance {tolerance}", found, exact) for found in few]
+            )
     for combine in ("quadrature", "sum"):
         of_tangents: dict[int, list[Row]] = {k: [] for k in TANGENTS}
         for seed in range(3 if combine == "quadrature" else 1):
             settings = Settings(qualms.Sketch(max(TANGENTS), combine), seed=seed)
-            with untouched(model) as inner:
-                job = Job(inner, x, range(len(x)), settings, Directions(("classes",)))
-                samples = [sample for sample, _ in sketch_totals(job, LAMBDA[name], Learnt())]
+            with preserve_state(model) as inner:
+                job = GradientRequest(inner, x, range(len(x)), settings, Directions(("classes",)))
+                samples = [sample for sample, _ in sketch_totals(job, LAMBDA[name], PlanCache())]
             for k in TANGENTS:
-                norms = torch.cat([Sample(sample.projections[:k], sample.law).scale for sample in samples])
+                norms = torch.cat(
+                    [Sample(sample.projections[:k], sample.law).scale for sample in samples]
+                )
                 score = (REGrad().weights(probs) * norms).sum(-1)
                 of_tangents[k].append(_row("sketch", name, f"k = {k}, {combine}", score, exact))
         for rows in of_tangents.values():
@@ -97,7 +106,13 @@ def smoothed_sketch(name: str, each: int) -> Iterator[Row]:
     model, x = _inputs(checkpoint, each)
     starred = REGrad(LAMBDA[name], qualms.Smoothing(checkpoint.sigma))
     exact = qualms.score(model, x, starred)
-    yield _row("sketch", name, "k = 16, quadrature, smoothed", qualms.score(model, x, starred, engine="sketch"), exact)
+    yield _row(
+        "sketch",
+        name,
+        "k = 16, quadrature, smoothed",
+        qualms.score(model, x, starred, engine="sketch"),
+        exact,
+    )
 
 
 def heat(name: str, each: int) -> Iterator[Row]:
@@ -148,13 +163,19 @@ STUDIES = (
 
 def main() -> None:
     """Run all studies."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--study", help="only the study of this name; the rows of others are kept")
     only = parser.parse_args().study
     torch.set_num_threads(2)
     RESULTS.parent.mkdir(exist_ok=True)
     start = time.monotonic()
-    known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() and only else []
+    known = (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()]
+        if RESULTS.exists() and only
+        else []
+    )
     rows: list[Row] = [row for row in known if row["part"] != only]
     for study, name, each in (s for s in STUDIES if only in (None, s[0].__name__)):
         for row in study(name, each):

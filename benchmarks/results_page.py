@@ -43,7 +43,10 @@ NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "svhn": "SVHN", "cifar100": "C
 # The scores of the README's table: the tables' names, the specs, and when to pick them.
 PICKS = {
     "REGrad*": ("regrad+layers+smooth", "you want the paper's method: the default"),
-    "REGrad": ("regrad", "the default is too slow and classes are few; the same without smoothing and layer weights"),
+    "REGrad": (
+        "regrad",
+        "the default is too slow and classes are few; the same without smoothing and layer weights",
+    ),
     "heat": ("heat", "you have a convolutional network and a few forward passes"),
     "coherence": ("coherence", "as above, for a second opinion"),
     "Entropy": ("entropy", "one forward pass is all you can afford"),
@@ -55,9 +58,14 @@ PICKS = {
 }
 MANY_CLASSES = "imagenet-efficientnet-lite0"  # whose costs stand beside those of a ResNet-18
 LOWEST = 0.7  # AUROC that the picture shows
-STEP = 1.03  # between neighbours of one forward pass
+STEP = 1.03  # between neighbors of one forward pass
 COSTS = (2, 10, 60, math.inf)  # the most that a group of them has
-COLOURS = {"the paper's": "#0072B2", "ours": "#D55E00", "others": "#555555", "sees training data": "#009E73"}
+COLORS = {
+    "the paper's": "#0072B2",
+    "ours": "#D55E00",
+    "others": "#555555",
+    "sees training data": "#009E73",
+}
 OURS = ("heat", "coherence", "fisher", "isotropic")
 Row = dict[str, Any]
 
@@ -95,7 +103,10 @@ def ranking_table(ranked: list[Ranked], others: list[str], pairs: list[str]) -> 
         mean, low, high = (100 * value for value in r.ahead)
         ahead = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]" if r.method != "Entropy" else ""
         area = f"{100 * r.auroc:.1f} [{100 * r.low:.1f}, {100 * r.high:.1f}]"
-        lift, cost = ("" if r.raulc is None else f"{r.raulc:.3f}"), ("" if r.cost is None else f"{r.cost:.1f}")
+        lift, cost = (
+            ("" if r.raulc is None else f"{r.raulc:.3f}"),
+            ("" if r.cost is None else f"{r.cost:.1f}"),
+        )
         name = f"{_name(r.method)}{' †' if needs_data(r.method) else ''}"
         body.append([name, area, ahead, f"{100 * r.aupr:.1f}", *best, lift, cost])
     head = ["method", "AUROC, mean of pairs [95 %]", "ahead of Entropy [95 %]", "AUPR"]
@@ -113,22 +124,37 @@ def readme_table(ranked: list[Ranked], ood: list[Row], many_classes: dict[str, s
         ood: the rows of table 1.
         many_classes: what they cost for 1000 classes, by spec.
     """
-    areas, known = by_pair(ood, "auroc"), list(dict.fromkeys(row["in"] for row in ood if row["row"] == "ood"))
+    areas, known = (
+        by_pair(ood, "auroc"),
+        list(dict.fromkeys(row["in"] for row in ood if row["row"] == "ood")),
+    )
     every = {r.method: r for r in ranked}
     cells: dict[str, list[float]] = {}
     for method in PICKS:
-        own = [[a for pair, a in areas[method].items() if pair.startswith(f"{data} →")] for data in known]
+        own = [
+            [a for pair, a in areas[method].items() if pair.startswith(f"{data} →")]
+            for data in known
+        ]
         cells[method] = [round(100 * statistics.fmean(found), 1) for found in own] + [
             round(100 * every[method].auroc, 1)
         ]
     best = [max(column) for column in zip(*cells.values(), strict=True)]
     body = []
     for method, (spec, when) in PICKS.items():
-        values = [f"**{v:.1f}**" if v == top else f"{v:.1f}" for v, top in zip(cells[method], best, strict=True)]
+        values = [
+            f"**{v:.1f}**" if v == top else f"{v:.1f}"
+            for v, top in zip(cells[method], best, strict=True)
+        ]
         cost = every[method].cost
         costs = ["" if cost is None else f"{cost:.0f}", many_classes.get(spec, "")]
         body.append([f"`{spec}`", *values, *costs, when])
-    head = ["score", *(NAMES[d] for d in known), "mean of pairs", "cost, 10 classes", "cost, 1000 classes"]
+    head = [
+        "score",
+        *(NAMES[d] for d in known),
+        "mean of pairs",
+        "cost, 10 classes",
+        "cost, 1000 classes",
+    ]
     return table([*head, "pick it when"], body)
 
 
@@ -148,15 +174,31 @@ def epistemic_table(rows: list[Row]) -> str:
     for method in dict.fromkeys(row["method"] for row in rows):
 
         def mean(key: str, scale: float = 100, form: str = ".0f", method: str = method) -> str:
-            values = [row[key] for row in rows if row["method"] == method and row.get(key) is not None]
+            values = [
+                row[key] for row in rows if row["method"] == method and row.get(key) is not None
+            ]
             return f"{scale * statistics.fmean(values):{form}}" if values else ""
 
         numbers = [mean("falls_with_size"), mean("rises_with_noise"), mean("rank", 1, ".2f")]
         numbers += [mean("partial", 1, ".2f"), mean("partial_to_noise", 1, ".2f")]
-        numbers += [mean("unknown_over_ambiguous"), mean("ambiguous_over_clear"), mean("unknown_over_clear")]
+        numbers += [
+            mean("unknown_over_ambiguous"),
+            mean("ambiguous_over_clear"),
+            mean("unknown_over_clear"),
+        ]
         body.append([_name(method), *numbers])
-    head = ["score", "falls with more data, %", "rises with label noise, %", "rank correlation with the ensemble"]
-    head += ["given its entropy", "given theirs", "unknown above ambiguous, %", "ambiguous above clear, %"]
+    head = [
+        "score",
+        "falls with more data, %",
+        "rises with label noise, %",
+        "rank correlation with the ensemble",
+    ]
+    head += [
+        "given its entropy",
+        "given theirs",
+        "unknown above ambiguous, %",
+        "ambiguous above clear, %",
+    ]
     head += ["unknown above clear, %"]
     return table(head, body) if rows else "Not run yet."
 
@@ -164,7 +206,8 @@ def epistemic_table(rows: list[Row]) -> str:
 def ungrad_table(rows: list[Row]) -> str:
     """Each variant of UNGrad on each network: AUROC of both other datasets and rAULC, the paper's row first."""
     networks_of = {
-        name: [row for row in rows if row["network"] == name] for name in dict.fromkeys(r["network"] for r in rows)
+        name: [row for row in rows if row["network"] == name]
+        for name in dict.fromkeys(r["network"] for r in rows)
     }
     first, body = ["the paper's UNGrad"], []
     for own in networks_of.values():
@@ -175,10 +218,15 @@ def ungrad_table(rows: list[Row]) -> str:
         cells = [variant]
         for own in networks_of.values():
             areas = [f"{100 * row['auroc'][variant]:.0f}" for row in own]
-            lift = "-" if variant == "L1 norm" else f"{own[0]['raulc'][variant]:.2f}"  # two mistakes among its images
+            lift = (
+                "-" if variant == "L1 norm" else f"{own[0]['raulc'][variant]:.2f}"
+            )  # two mistakes among its images
             cells.append(" / ".join([*areas, lift]))
         body.append(cells)
-    head = [f"{name}: {' / '.join([*(row['out'] for row in own), 'rAULC'])}" for name, own in networks_of.items()]
+    head = [
+        f"{name}: {' / '.join([*(row['out'] for row in own), 'rAULC'])}"
+        for name, own in networks_of.items()
+    ]
     return table(["variant", *head], [first, *body]) if rows else "Not run yet."
 
 
@@ -188,29 +236,44 @@ def picture(ranked: list[Ranked]) -> None:
     Names stand in a column beside methods of like cost. Those of one forward pass are drawn side by side.
     """
     drawn = [r for r in ranked if r.cost is not None and r.auroc > LOWEST]
-    plt.rcParams.update({"svg.hashsalt": "qualms", "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update(
+        {"svg.hashsalt": "qualms", "axes.spines.top": False, "axes.spines.right": False}
+    )
     figure, axes = plt.subplots(figsize=(10, 6.5), layout="constrained")
     groups: dict[int, list[Ranked]] = {}
     for r in drawn:
-        groups.setdefault(next(i for i, most in enumerate(COSTS) if float(r.cost or 0) <= most), []).append(r)
+        groups.setdefault(
+            next(i for i, most in enumerate(COSTS) if float(r.cost or 0) <= most), []
+        ).append(r)
     for group in groups.values():
         costs = [max(1.0, float(r.cost or 0)) for r in group]
         places = [STEP**i for i in range(len(group))] if max(costs) < COSTS[0] else costs
         names = 1.09 * max(places)
-        for r, x, at in zip(group, places, spaced([100 * r.auroc for r in group], 1.05), strict=True):
-            y, colour = 100 * r.auroc, COLOURS[_kind(r.method)]
+        for r, x, at in zip(
+            group, places, spaced([100 * r.auroc for r in group], 1.05), strict=True
+        ):
+            y, color = 100 * r.auroc, COLORS[_kind(r.method)]
             bars = [[100 * (r.auroc - r.low)], [100 * (r.high - r.auroc)]]
-            axes.errorbar(x, y, yerr=bars, fmt="o", color=colour, markersize=5, elinewidth=0.5, alpha=0.85)
-            axes.plot([x, names], [y, at], color=colour, linewidth=0.3, alpha=0.6)
-            axes.annotate(f" {r.method}", (names, at), va="center", fontsize=8, color=colour)
-    for kind, colour in COLOURS.items():
-        axes.plot([], [], "o", color=colour, label=kind)
+            axes.errorbar(
+                x, y, yerr=bars, fmt="o", color=color, markersize=5, elinewidth=0.5, alpha=0.85
+            )
+            axes.plot([x, names], [y, at], color=color, linewidth=0.3, alpha=0.6)
+            axes.annotate(f" {r.method}", (names, at), va="center", fontsize=8, color=color)
+    for kind, color in COLORS.items():
+        axes.plot([], [], "o", color=color, label=kind)
     axes.set(
-        xscale="log", xlim=(0.9, 500), xlabel="cost in forward passes", ylabel="mean AUROC over pairs of datasets, %"
+        xscale="log",
+        xlim=(0.9, 500),
+        xlabel="cost in forward passes",
+        ylabel="mean AUROC over pairs of datasets, %",
     )
     axes.set_ylim(100 * LOWEST, 100)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    below = ", ".join(f"{r.method} {100 * r.auroc:.1f}" for r in ranked if r.cost is not None and r.auroc <= LOWEST)
+    below = ", ".join(
+        f"{r.method} {100 * r.auroc:.1f}"
+        for r in ranked
+        if r.cost is not None and r.auroc <= LOWEST
+    )
     axes.set_title(f"below {100 * LOWEST:.0f} %: {below}" if below else "", fontsize=8, loc="left")
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(DOCS / "plots" / "scores.svg", metadata={"Date": None})
@@ -228,7 +291,13 @@ def spaced(values: list[float], gap: float) -> list[float]:
 def _kind(method: str) -> str:
     if method in OURS:
         return "ours"
-    return "sees training data" if needs_data(method) else "the paper's" if method in PAPERS else "others"
+    return (
+        "sees training data"
+        if needs_data(method)
+        else "the paper's"
+        if method in PAPERS
+        else "others"
+    )
 
 
 def _name(method: str) -> str:

@@ -30,14 +30,14 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from qualms.data import DATASETS, Fit, Images, load
+from qualms.data import DATASETS, Images, ImageTransform, load
 from qualms.methods import parse
 from qualms.models import load_model
+from qualms.result import Scored
 from qualms.scale.batch import BatchScorer
 from qualms.scale.cluster import cluster, score_on_ray
 from qualms.scale.shards import SIZE, score_shards
 from qualms.scale.source import PART, open_source
-from qualms.scored import Scored
 from qualms.scorer import Scorer
 from qualms.tasks.network import Network
 from qualms.tasks.scoring import scored_images
@@ -48,8 +48,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
 PHOTOS = 768
 # Images by method, so that each takes some seconds; a run of twice as many tells what an image costs beside the start.
 WORK = {"entropy": 6144, "coherence": 1024, "regrad": 192, "regrad+layers+smooth": 128}
-GROUPS = 8  # of rows that are stored together, in the smaller run; one is the least that a worker takes
-MANY, CORES, DAY, PRICE = 10**9, 64, 24, 0.04  # images, cores of a node, hours, dollars for an hour of a core
+GROUPS = (
+    8  # of rows that are stored together, in the smaller run; one is the least that a worker takes
+)
+MANY, CORES, DAY, PRICE = (
+    10**9,
+    64,
+    24,
+    0.04,
+)  # images, cores of a node, hours, dollars for an hour of a core
 Row = dict[str, Any]
 
 
@@ -62,19 +69,45 @@ def memory() -> Iterator[Row]:
         for kind in ("parquet", "npz"):
             for count in (1_000, 10_000, 100_000):
                 data = _parquet(folder, count) if kind == "parquet" else _npz(folder, count)
-                normal = DATASETS["digits"].normalisation
-                words = ["score", data, "--model", "digits-cnn", "--weights", "weights.pt", "--methods", "entropy"]
-                words += ["--mean", str(normal.mean[0]), "--std", str(normal.std[0]), "--out", f"{kind}-{count}/"]
+                normal = DATASETS["digits"].normalization
+                words = [
+                    "score",
+                    data,
+                    "--model",
+                    "digits-cnn",
+                    "--weights",
+                    "weights.pt",
+                    "--methods",
+                    "entropy",
+                ]
+                words += [
+                    "--mean",
+                    str(normal.mean[0]),
+                    "--std",
+                    str(normal.std[0]),
+                    "--out",
+                    f"{kind}-{count}/",
+                ]
                 began = time.monotonic()
                 pid = os.posix_spawn(
                     sys.executable,
-                    [sys.executable, "-c", f"import os, qualms.cli; os.chdir({place!r}); qualms.cli.main()", *words],
+                    [
+                        sys.executable,
+                        "-c",
+                        f"import os, qualms.cli; os.chdir({place!r}); qualms.cli.main()",
+                        *words,
+                    ],
                     {**os.environ, "OMP_NUM_THREADS": "1"},
                 )
                 _, status, usage = os.wait4(pid, 0)
                 assert status == 0
                 seconds = time.monotonic() - began
-                row = {"format": kind, "images": count, "mib": usage.ru_maxrss / 1024, "seconds": round(seconds, 1)}
+                row = {
+                    "format": kind,
+                    "images": count,
+                    "mib": usage.ru_maxrss / 1024,
+                    "seconds": round(seconds, 1),
+                }
                 yield {"part": "memory", **row}
 
 
@@ -82,14 +115,18 @@ def overlap() -> Iterator[Row]:
     """As below, where threads without work keep their core for a while, as is usual, and where they give it up."""
     for policy in ("active", "passive"):
         own = {**os.environ, "OMP_WAIT_POLICY": policy}
-        done = subprocess.run([sys.executable, __file__, "overlap once"], env=own, capture_output=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "overlap once"], env=own, capture_output=True, check=True
+        )
         yield {"part": "overlap", "policy": policy, **json.loads(done.stdout)}
 
 
 def overlap_once() -> dict[str, float]:
     """Milliseconds for an image: to read it, to score it, and for both as `qualms score` does it; the best of three."""
     torch.manual_seed(0)
-    network = Network("svhn-cnn", load_model("svhn-cnn"), DATASETS["svhn"].normalisation, Fit((32, 32)))
+    network = Network(
+        "svhn-cnn", load_model("svhn-cnn"), DATASETS["svhn"].normalization, ImageTransform((32, 32))
+    )
     scorer = Scorer(network.model, "entropy")
 
     def score(images: Images, place: int) -> Scored:
@@ -111,7 +148,9 @@ def overlap_once() -> dict[str, float]:
         def both() -> None:
             score_shards(score, source, Path(folder) / str(time.monotonic()), {})
 
-        found = {work.__name__: min(_seconds(work) for _ in range(3)) for work in (read, compute, both)}
+        found = {
+            work.__name__: min(_seconds(work) for _ in range(3)) for work in (read, compute, both)
+        }
         return {name: 1000 * seconds / PHOTOS for name, seconds in found.items()}
 
 
@@ -119,7 +158,7 @@ def workers() -> Iterator[Row]:
     """Images a second by one process without Ray and by workers of Ray, one thread each; bytes of a row of scores."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    network = Network("resnet20", load_model("cifar10-resnet20"), DATASETS["cifar10"].normalisation)
+    network = Network("resnet20", load_model("cifar10-resnet20"), DATASETS["cifar10"].normalization)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for count in (0, 1, 2):
@@ -129,9 +168,21 @@ def workers() -> Iterator[Row]:
                     batches = BatchScorer(network, Scorer(network.model, {spec: method}), "images")
                     _scored(folder, batches, 64, count)  # what is found out about a network once
                     once, twice = (_scored(folder, batches, m, count) for m in (n, 2 * n))
-                    bytes_ = sum(p.stat().st_size for p in twice[1].glob("shard*.parquet")) / (2 * n)
-                    row = {"workers": count, "method": spec, "images": n, "per_second": n / (twice[0] - once[0])}
-                    yield {"part": "workers", **row, "start": 2 * once[0] - twice[0], "bytes": bytes_}
+                    bytes_ = sum(p.stat().st_size for p in twice[1].glob("shard*.parquet")) / (
+                        2 * n
+                    )
+                    row = {
+                        "workers": count,
+                        "method": spec,
+                        "images": n,
+                        "per_second": n / (twice[0] - once[0]),
+                    }
+                    yield {
+                        "part": "workers",
+                        **row,
+                        "start": 2 * once[0] - twice[0],
+                        "bytes": bytes_,
+                    }
 
 
 def _scored(folder: Path, batches: BatchScorer, count: int, workers: int) -> tuple[float, Path]:
@@ -140,7 +191,9 @@ def _scored(folder: Path, batches: BatchScorer, count: int, workers: int) -> tup
     if not data.exists():
         pixels = np.random.default_rng(0).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
         rows = [{"bytes": _encoded(image, "PNG")} for image in pixels]
-        parquet.write_table(pyarrow.table({"image": rows}), data, row_group_size=max(32, count // GROUPS))
+        parquet.write_table(
+            pyarrow.table({"image": rows}), data, row_group_size=max(32, count // GROUPS)
+        )
     source, out = open_source(str(data), None, None), folder / str(time.monotonic())
     began = time.monotonic()
     if workers:
@@ -171,13 +224,17 @@ def _parquet(folder: Path, count: int) -> str:
     (folder / str(count)).mkdir()
     for start in range(0, count, 10_000):
         rows = [{"bytes": encoded[i % 1000]} for i in range(start, min(count, start + 10_000))]
-        parquet.write_table(pyarrow.table({"image": rows}), folder / str(count) / f"{start:06d}.parquet")
+        parquet.write_table(
+            pyarrow.table({"image": rows}), folder / str(count) / f"{start:06d}.parquet"
+        )
     return f"{count}/*.parquet"
 
 
 def _photos(folder: Path) -> str:
     (folder / "photos").mkdir()
-    photo = np.asarray(Image.fromarray(load("photos").pixels[0].permute(1, 2, 0).numpy()).resize((500, 375)))
+    photo = np.asarray(
+        Image.fromarray(load("photos").pixels[0].permute(1, 2, 0).numpy()).resize((500, 375))
+    )
     for i in range(PHOTOS):
         (folder / "photos" / f"{i}.jpg").write_bytes(_encoded(np.roll(photo, i, axis=1), "JPEG"))
     return str(folder / "photos")
@@ -197,11 +254,15 @@ def served(rows: list[Row]) -> str:
     """What the service answered, and the memory that it held during the last part."""
     cells = []
     for row in rows:
-        answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(row["statuses"].items()))
+        answers = ", ".join(
+            f"{count:,} x {status}" for status, count in sorted(row["statuses"].items())
+        )
         times = [f"{row[key]:.0f}" for key in ("per_second", "median_ms", "p99_ms")]
         cells.append([row["part"], f"{row['requests']:,}", answers, *times])
     held = [mb for n, mb in rows[-1]["memory_mb"] if n]
-    told = f"Memory of the whole service during the last part: {min(held):.0f} to {max(held):.0f} MiB."
+    told = (
+        f"Memory of the whole service during the last part: {min(held):.0f} to {max(held):.0f} MiB."
+    )
     header = ["requests", "in all", "answers", "a second", "median, ms", "99th percentile, ms"]
     return pages.table(header, cells) + f"\n\n{told}"
 
@@ -213,9 +274,14 @@ def plan(rates: dict[str, float], row: float) -> str:
         hours = MANY / rate / 3600  # of a core
         nodes = max(1, math.ceil(hours / CORES / DAY))
         took = hours / CORES / nodes
-        cells.append([f"`{method}`", f"{hours:,.0f}", f"{nodes}", f"{took:.1f}", f"{hours * PRICE:,.0f} $"])
+        cells.append(
+            [f"`{method}`", f"{hours:,.0f}", f"{nodes}", f"{took:.1f}", f"{hours * PRICE:,.0f} $"]
+        )
     told = f"Scores: {MANY * row / 2**30:,.0f} GiB, {row:.0f} bytes a row."
-    return pages.table(["method", "core hours", f"nodes of {CORES} cores", "hours", "price"], cells) + f"\n\n{told}"
+    return (
+        pages.table(["method", "core hours", f"nodes of {CORES} cores", "hours", "price"], cells)
+        + f"\n\n{told}"
+    )
 
 
 PARTS = {"memory": memory, "overlap": overlap, "workers": workers}
@@ -223,30 +289,48 @@ PARTS = {"memory": memory, "overlap": overlap, "workers": workers}
 
 def page(rows: list[Row]) -> None:
     """Fill the tables."""
-    peaks = [[r["format"], f"{r['images']:,}", f"{r['mib']:.0f}", f"{r['seconds']:.0f}"] for r in rows if "mib" in r]
-    times = [[r["policy"], *(f"{r[k]:.1f}" for k in ("read", "compute", "both"))] for r in rows if "both" in r]
+    peaks = [
+        [r["format"], f"{r['images']:,}", f"{r['mib']:.0f}", f"{r['seconds']:.0f}"]
+        for r in rows
+        if "mib" in r
+    ]
+    times = [
+        [r["policy"], *(f"{r[k]:.1f}" for k in ("read", "compute", "both"))]
+        for r in rows
+        if "both" in r
+    ]
     rates = {(r["method"], r["workers"]): r["per_second"] for r in rows if "workers" in r}
     speeds = [[f"`{m}`", *(_rounded(rates[m, count]) for count in (0, 1, 2))] for m in WORK]
     loads = [json.loads(line) for line in LOAD.read_text().splitlines()]
     parts = {
         "memory": pages.table(["format", "images", "most memory, MiB", "seconds"], peaks),
-        "overlap": pages.table(["OMP_WAIT_POLICY", "reading, ms an image", "scoring", "both together"], times),
-        "workers": pages.table(["method", "one process, images a second", "1 worker of Ray", "2 workers"], speeds),
+        "overlap": pages.table(
+            ["OMP_WAIT_POLICY", "reading, ms an image", "scoring", "both together"], times
+        ),
+        "workers": pages.table(
+            ["method", "one process, images a second", "1 worker of Ray", "2 workers"], speeds
+        ),
         "load": served(loads),
-        "plan": plan({m: rates[m, 2] / 2 for m in WORK}, max(r["bytes"] for r in rows if "bytes" in r)),
+        "plan": plan(
+            {m: rates[m, 2] / 2 for m in WORK}, max(r["bytes"] for r in rows if "bytes" in r)
+        ),
     }
     pages.fill(PAGE, parts)
 
 
 def main() -> None:
     """Run a part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=[*PARTS, "overlap once", "page"])
     part = parser.parse_args().part
     if part == "overlap once":
         print(json.dumps(overlap_once()))
         return
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
     if part == "page":
         page(rows)
         return

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.data.scenes import CLASSES, IGNORED, KINDS, NORMALISATION, UNKNOWN, Scenes, scenes
+from qualms.data.scenes import CLASSES, IGNORED, KINDS, NORMALIZATION, UNKNOWN, Scenes, scenes
 from qualms.metrics import pixel_metrics
 from qualms.models.fcn import FCN
 from qualms.training.segmentation import RECIPE, fit_scenes
@@ -37,7 +37,12 @@ RUNS = (  # methods that share passes, and tangents
 SEEDS = (0, 1, 2)
 LEARNT, TESTED = 1000, 50  # scenes for training, and for each test
 WRONG = "wrong"
-TITLES = {"digits": "8 and 9", "letters": "letters", "photos": "photographs", WRONG: "wrong predictions"}
+TITLES = {
+    "digits": "8 and 9",
+    "letters": "letters",
+    "photos": "photographs",
+    WRONG: "wrong predictions",
+}
 MEASURES = {"auroc": max, "aupr": max, "fpr95": min}  # and which is best
 Row = dict[str, Any]
 
@@ -46,7 +51,7 @@ def trained(seed: int) -> nn.Module:
     """The network with other weights to begin with, other scenes and another order of them for each seed."""
     torch.manual_seed(seed)
     model = FCN(len(CLASSES))
-    fit_scenes(model, scenes(LEARNT, "train", seed=seed), NORMALISATION, RECIPE, seed=seed)
+    fit_scenes(model, scenes(LEARNT, "train", seed=seed), NORMALIZATION, RECIPE, seed=seed)
     return model
 
 
@@ -59,7 +64,9 @@ def ranked(test: Scenes, prediction: Tensor, scores: Tensor, kind: str) -> Row:
     """What one score achieves on one set of scenes."""
     labels = test.labels
     if kind == WRONG:  # the same question, with another answer
-        labels = torch.where(labels == IGNORED, IGNORED, torch.where(prediction == labels, 0, UNKNOWN))
+        labels = torch.where(
+            labels == IGNORED, IGNORED, torch.where(prediction == labels, 0, UNKNOWN)
+        )
     counts = {"known": int((labels < UNKNOWN).sum()), "unknown": int((labels == UNKNOWN).sum())}
     return {"pixels": counts, **pixel_metrics(scores, labels, UNKNOWN)}
 
@@ -80,7 +87,7 @@ def rows(seed: int, done: set[tuple[str, str]]) -> Iterable[Row]:
         test = scenes(TESTED, "test", None if kind == WRONG else kind, seed=seed)
         start = time.monotonic()
         scorer = qualms.Scorer(model, methods, class_dim=1, engine=qualms.Sketch(tangents=tangents))
-        scored = scorer(NORMALISATION.apply(test.pixels))
+        scored = scorer(NORMALIZATION.apply(test.pixels))
         seconds = round((time.monotonic() - start) / len(test), 3)
         right, known = scored.prediction == test.labels, test.labels < UNKNOWN
         every = {
@@ -99,12 +106,16 @@ def fill(found: list[Row]) -> None:
     names = list(dict.fromkeys(row["method"] for row in found))
     order = sorted(names, key=lambda m: -sum(mean(found, kind, m, "auroc") for kind in KINDS))
     best = {
-        (kind, key): pick(mean(found, kind, m, key) for m in names) for kind in TITLES for key, pick in MEASURES.items()
+        (kind, key): pick(mean(found, kind, m, key) for m in names)
+        for kind in TITLES
+        for key, pick in MEASURES.items()
     }
 
     def cell(kind: str, method: str) -> str:
         texts = {key: f"{100 * mean(found, kind, method, key):.1f}" for key in MEASURES}
-        return "/".join(f"**{t}**" if t == f"{100 * best[kind, key]:.1f}" else t for key, t in texts.items())
+        return "/".join(
+            f"**{t}**" if t == f"{100 * best[kind, key]:.1f}" else t for key, t in texts.items()
+        )
 
     header = ["score", *TITLES.values()]
     parts = [
@@ -112,7 +123,9 @@ def fill(found: list[Row]) -> None:
         "AUROC/AUPR/FPR95 in %, means over the trainings, the best of each in bold:",
         pages.table(header, [[code(m), *(cell(kind, m) for kind in TITLES)] for m in order]),
         "The lowest and the highest AUROC of the trainings:",
-        pages.table(header, [[code(m), *(over_seeds(found, kind, m) for kind in TITLES)] for m in order]),
+        pages.table(
+            header, [[code(m), *(over_seeds(found, kind, m) for kind in TITLES)] for m in order]
+        ),
     ]
     pages.fill(PAGE, {"segmentation": "\n\n".join(parts)})
 
@@ -158,12 +171,16 @@ def over_seeds(found: list[Row], kind: str, method: str) -> str:
 
 def read() -> list[Row]:
     """What is on disk."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
 
 
 def main() -> None:
     """Run what has no row yet, or fill the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=("run", "page"), default="run")
     if parser.parse_args().what == "run":
         for seed in SEEDS:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 RESULTS = Path(__file__).parent / "results" / "serve_load.jsonl"
-SIZE = 32  # pixels a side, in colour
+SIZE = 32  # pixels a side, in color
 WAITING = 64  # requests that the service lets in
 BELOW, ABOVE = 0.6, 2.0  # parts of the capacity that are asked for
 PATIENCE = 120  # seconds for the start
@@ -42,7 +42,11 @@ def network() -> nn.Module:
     """Small, and the same in every process; its scores mean nothing."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10)
+        nn.Conv2d(3, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(256, 10),
     )
 
 
@@ -52,7 +56,9 @@ class Seen:
 
     statuses: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
-    memory: list[tuple[int, float]] = field(default_factory=list)  # requests answered, and megabytes then
+    memory: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # requests answered, and megabytes then
 
     def row(self, part: str, took: float) -> dict[str, Any]:
         """As it is written."""
@@ -74,17 +80,25 @@ class Connections:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self.free: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []  # and when it was used last
+        self.free: list[
+            tuple[float, asyncio.StreamReader, asyncio.StreamWriter]
+        ] = []  # and when it was used last
 
     async def post(self, body: bytes) -> str:
         """The status of the answer."""
         while self.free and self.free[0][0] < time.monotonic() - IDLE:
             self.free.pop(0)[-1].close()
-        reader, writer = self.free.pop()[1:] if self.free else await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = (
+            self.free.pop()[1:]
+            if self.free
+            else await asyncio.open_connection("127.0.0.1", self.port)
+        )
         head = f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
         status, *fields = (await reader.readuntil(b"\r\n\r\n")).decode().lower().splitlines()
-        length = next(int(field.partition(":")[2]) for field in fields if field.startswith("content-length:"))
+        length = next(
+            int(field.partition(":")[2]) for field in fields if field.startswith("content-length:")
+        )
         await reader.readexactly(length)
         self.free.append((time.monotonic(), reader, writer))
         return status.split()[1]
@@ -143,7 +157,9 @@ class Load:
             running.add(task)
             task.add_done_callback(running.discard)
             if number % max(1, requests // 20) == 0:
-                seen.memory.append((number, await asyncio.to_thread(self.memory)))  # not in the clients' way
+                seen.memory.append(
+                    (number, await asyncio.to_thread(self.memory))
+                )  # not in the clients' way
         await asyncio.gather(*running)
         took = time.perf_counter() - began
         seen.memory.append((requests, await asyncio.to_thread(self.memory)))
@@ -154,9 +170,20 @@ class Load:
 def started(port: int) -> subprocess.Popen[bytes]:
     """The service, once it is ready."""
     words = ["serve", "--model", "serve_load:network", "--methods", "entropy", "--size", str(SIZE)]
-    words += ["--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5", "--port", str(port), "--waiting", str(WAITING)]
+    words += [
+        "--mean",
+        "0.5,0.5,0.5",
+        "--std",
+        "0.5,0.5,0.5",
+        "--port",
+        str(port),
+        "--waiting",
+        str(WAITING),
+    ]
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    process = subprocess.Popen([sys.executable, "-m", "qualms", *words], env={**os.environ, "PYTHONPATH": paths})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qualms", *words], env={**os.environ, "PYTHONPATH": paths}
+    )
     for _ in range(2 * PATIENCE):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=PATIENCE):
@@ -176,7 +203,9 @@ async def measured(load: Load, requests: int) -> list[dict[str, Any]]:
     await load.closed("first", 50, 8)
     capacity = await load.closed("capacity: 32 at a time", some, WAITING // 2)
     above = await load.steady(f"at {ABOVE:.0%} of capacity", some, ABOVE * capacity["per_second"])
-    steady = await load.steady(f"at {BELOW:.0%} of capacity", requests, BELOW * capacity["per_second"])
+    steady = await load.steady(
+        f"at {BELOW:.0%} of capacity", requests, BELOW * capacity["per_second"]
+    )
     return [capacity, above, steady]
 
 
@@ -208,9 +237,13 @@ def main() -> None:
             "there were errors: the steady rate has only 200, and above capacity there is only 429 beside it"
         )
     memory = rows[-1]["memory_mb"]
-    print(f"memory: {memory[1][1]} MB after {memory[1][0]} requests, {memory[-1][1]} MB after {memory[-1][0]}")
+    print(
+        f"memory: {memory[1][1]} MB after {memory[1][0]} requests, {memory[-1][1]} MB after {memory[-1][0]}"
+    )
     if memory[-1][1] > GROWTH * memory[1][1]:
-        raise SystemExit("memory grew by more than a tenth over the steady part; look for what is kept")
+        raise SystemExit(
+            "memory grew by more than a tenth over the steady part; look for what is kept"
+        )
 
 
 if __name__ == "__main__":

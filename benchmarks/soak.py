@@ -42,7 +42,15 @@ MINUTES = 20.0
 RISE = 8.0  # megabytes, from the end of the warm-up to the end
 LEAST = 4  # rounds, one for each quarter
 MEGABYTE = 2**20
-FEW = ["regrad+layers+smooth(0.02, 2)", "exgrad+layers", "ungrad", "gradnorm", "entropy", "energy", "fisher"]
+FEW = [
+    "regrad+layers+smooth(0.02, 2)",
+    "exgrad+layers",
+    "ungrad",
+    "gradnorm",
+    "entropy",
+    "energy",
+    "fisher",
+]
 ENGINES: tuple[Any, ...] = ("exact", "sketch", qualms.Sketch(8, "sum"))
 AT_POSITIONS = ["regrad", "exgrad", "entropy"]
 TRAINING = (images(40), torch.arange(40) % 5)
@@ -56,17 +64,24 @@ def tasks(folder: Path) -> dict[str, Task]:
     inputs = {name: images() if NETWORKS[name].pictures else words() for name in NETWORKS}
     cnn, x, member = nets["cnn"], inputs["cnn"], made("cnn", seed=1)
     found: dict[str, Task] = {
-        f"cnn, {method.name}": partial(one_method, cnn, member, x, method) for method in qualms.list_methods()
+        f"cnn, {method.name}": partial(one_method, cnn, member, x, method)
+        for method in qualms.list_methods()
     }
     for name, net in nets.items():
         for engine in ENGINES:
-            found[f"{name}, {engine}"] = partial(qualms.compare, net, inputs[name], FEW, engine=engine)
+            found[f"{name}, {engine}"] = partial(
+                qualms.compare, net, inputs[name], FEW, engine=engine
+            )
     for name, net in nets.items():
         found[f"{name}, the cheaper engine"] = partial(by_auto, net, inputs[name])
         found[f"{name}, in a stream"] = partial(streamed, qualms.Scorer(net, FEW[:3]), inputs[name])
         found[f"{name}, made anew"] = partial(made_anew, name, inputs[name])
-    found["text, reference"] = partial(qualms.compare, nets["text"], inputs["text"], FEW, engine="reference")
-    found["ranked by a tolerance"] = partial(qualms.score, nets["vit"], inputs["vit"], "exgrad", tolerance=0.05)
+    found["text, reference"] = partial(
+        qualms.compare, nets["text"], inputs["text"], FEW, engine="reference"
+    )
+    found["ranked by a tolerance"] = partial(
+        qualms.score, nets["vit"], inputs["vit"], "exgrad", tolerance=0.05
+    )
     found["selected"] = partial(qualms.select, cnn, x, 2)
     found["language, at positions"] = partial(at_positions, language)
     found["a threshold"] = partial(with_threshold, cnn, x, folder / "threshold.json")
@@ -85,7 +100,9 @@ def errors(net: nn.Module, x: Tensor) -> dict[str, Task]:
         "no method": partial(refused, qualms.score, net, x, "nothing"),
         "no engine": partial(refused, qualms.score, net, x, engine="none"),
         "a model that raises": partial(refused, qualms.compare, raising, x, FEW),
-        "a model that raises, sketched": partial(refused, qualms.compare, raising, x, FEW, engine="sketch"),
+        "a model that raises, sketched": partial(
+            refused, qualms.compare, raising, x, FEW, engine="sketch"
+        ),
         "a stream that breaks off": partial(broken_off, net, x),
     }
 
@@ -126,7 +143,9 @@ def with_threshold(net: nn.Module, x: Tensor, file: Path) -> Any:
     """What is accepted by a threshold that was written and read."""
     scorer = qualms.Scorer(net, FEW[1])
     known = scorer(x)
-    qualms.Threshold.from_scores(known.scores[FEW[1]], coverage=0.5, made_by=scorer.made_by).save(file)
+    qualms.Threshold.from_scores(known.scores[FEW[1]], coverage=0.5, made_by=scorer.made_by).save(
+        file
+    )
     again = qualms.Scorer(net, FEW[1], threshold=qualms.Threshold.load(file))(x)
     return [again.accepted, again.percentile, again.prediction, again.confidence]
 
@@ -215,7 +234,9 @@ class Soak:
     def faults(self) -> list[str]:
         """What is not as it should be."""
         found = [f"{name} gave another result" for name in dict.fromkeys(self.changed)]
-        found += [f"memory rises by {mb:.1f} MB ({how})" for how, mb in self.rises.items() if mb > RISE]
+        found += [
+            f"memory rises by {mb:.1f} MB ({how})" for how, mb in self.rises.items() if mb > RISE
+        ]
         for what, counts in (("files", self.files), ("threads", self.threads)):
             second, last = quarters(counts)
             if max(last) > max(second):

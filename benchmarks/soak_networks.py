@@ -20,7 +20,7 @@ def words() -> Tensor:
 
 
 def cnn() -> nn.Module:
-    """Convolutions, batch normalisation and dropout, so that every method of the registry has what it asks for."""
+    """Convolutions, batch normalization and dropout, so that every method of the registry has what it asks for."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1),
         nn.BatchNorm2d(6),
@@ -40,7 +40,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
         self.relu = nn.ReLU(inplace=True)
 
@@ -57,7 +59,10 @@ class ResNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.blocks = nn.Conv2d(3, WIDTH, 3, stride=2), nn.Sequential(Block(WIDTH), Block(WIDTH))
+        self.stem, self.blocks = (
+            nn.Conv2d(3, WIDTH, 3, stride=2),
+            nn.Sequential(Block(WIDTH), Block(WIDTH)),
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +95,10 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.cell = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.embedding, self.cell = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.GRU(WIDTH, WIDTH, batch_first=True),
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -104,7 +112,10 @@ class Text(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.hidden = nn.Embedding(WORDS, WIDTH, padding_idx=0), nn.Linear(WIDTH, WIDTH)
+        self.embedding, self.hidden = (
+            nn.Embedding(WORDS, WIDTH, padding_idx=0),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -212,7 +212,9 @@ def peak_mib(peaks: dict[str, float], way: str) -> Iterator[None]:
         return int(next(line for line in lines if line.startswith(key)).split()[1])
 
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier ways have freed must not hide what this one needs
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # what earlier ways have freed must not hide what this one needs
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     yield
@@ -250,7 +252,8 @@ def run(job: Job) -> list[dict[str, object]]:
     # Memory that was given back for the peak of the first round has to be had anew in it, which takes time.
     usual = {way: median(found[1:] or found) for way, found in times.items()}
     return [
-        {**fields, "way": way, "inputs": n, "passes": usual[way] / unit, "peak_mib": peaks[way]} for way, n in job.ways
+        {**fields, "way": way, "inputs": n, "passes": usual[way] / unit, "peak_mib": peaks[way]}
+        for way, n in job.ways
     ]
 
 
@@ -263,16 +266,22 @@ def _smaller(job: Job, most: int | None) -> Job:
 
 def main() -> None:
     """Run all jobs, each in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", help="only jobs of this part; the rows of others are kept")
-    parser.add_argument("--inputs", type=int, help="at most so many for each way, to see that all of them run")
+    parser.add_argument(
+        "--inputs", type=int, help="at most so many for each way, to see that all of them run"
+    )
     parser.add_argument("--job", type=int, help="run one job in this process, and print its rows")
     arguments = parser.parse_args()
     if arguments.job is not None:
         print(json.dumps(run(_smaller(JOBS[arguments.job], arguments.inputs))))
         return
     RESULTS.parent.mkdir(exist_ok=True)
-    known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    known = (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
     rows = [row for row in known if arguments.part and row["part"] != arguments.part]
     start = time.monotonic()
     for number, job in enumerate(JOBS):

@@ -2,7 +2,7 @@
 
     QUALMS_DATA=folder python benchmarks/study.py score [NAME …]       (1000 inputs a side, float32, seed 0)
     QUALMS_DATA=folder python benchmarks/study.py smoothing [NAME …]   (how much noise, for networks behind a norm)
-    QUALMS_DATA=folder python benchmarks/study.py growth [NAME …]      (what the rule for normalisations looks at)
+    QUALMS_DATA=folder python benchmarks/study.py growth [NAME …]      (what the rule for normalizations looks at)
     python benchmarks/study.py page                                     (fills docs/heat.md from the rows)
 
 Rows go to `results/study.jsonl` as they come, one for each network, other dataset and method; what has a row is passed
@@ -27,11 +27,11 @@ from study_text import UNKNOWN, TextCnn, TextSubject, TextTransformer, known, un
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.guard import untouched
+from qualms.gradients.isolation import preserve_state
+from qualms.methods.context import BatchContext
+from qualms.methods.context import ModelContext as Inside
 from qualms.methods.heat import NOISE_INPUTS, growth
 from qualms.methods.noise import noise_inputs
-from qualms.methods.passes import Passes
-from qualms.methods.passes import Subject as Inside
 from qualms.metrics import aupr, auroc, interval, raulc
 
 RESULTS = Path(__file__).parent / "results" / "study.jsonl"
@@ -42,7 +42,19 @@ LOGITS = ("entropy", "msp", "max-logit", "energy", "gen", "gradnorm-huang", "sca
 TOGETHER = (
     LOGITS,
     tuple(method for method in WITH_DATA if method != "quam"),
-    *((method,) for method in ("heat", "heat-geometric", "odin", "clafr", "rankfeat", "gaia", "quam", "coherence")),
+    *(
+        (method,)
+        for method in (
+            "heat",
+            "heat-geometric",
+            "odin",
+            "clafr",
+            "rankfeat",
+            "gaia",
+            "quam",
+            "coherence",
+        )
+    ),
     ("regrad+layers",),
 )
 SIGMAS = (0.05, 0.1, 0.2, 0.4)  # in pixels
@@ -78,8 +90,15 @@ def images_case(subject: Subject) -> Case:
 
     sides = [("near", name) for name in subject.near] + [("far", name) for name in subject.far]
     others = {name: (side, outside(name)) for side, name in sides}
-    std = tuple(network.normalisation.std)
-    return Case(subject.name, network.model, std, inside, others, lambda: in_batches(*inside(LEARNT, "train")))
+    std = tuple(network.normalization.std)
+    return Case(
+        subject.name,
+        network.model,
+        std,
+        inside,
+        others,
+        lambda: in_batches(*inside(LEARNT, "train")),
+    )
 
 
 def text_case(subject: TextSubject) -> Case:
@@ -94,7 +113,14 @@ def text_case(subject: TextSubject) -> Case:
         return lambda count: unknown(name)[:count]
 
     others = {name: ("near" if name in NEAR_TEXTS else "far", outside(name)) for name in UNKNOWN}
-    return Case(subject.name, subject.build(), None, inside, others, lambda: in_batches(*inside(LEARNT, "train")))
+    return Case(
+        subject.name,
+        subject.build(),
+        None,
+        inside,
+        others,
+        lambda: in_batches(*inside(LEARNT, "train")),
+    )
 
 
 def in_batches(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -117,7 +143,10 @@ def scored(case: Case, methods: Sequence[str], count: int, **how: Any) -> Iterab
     scorer = qualms.Scorer(case.model, methods, pixel_std=case.pixel_std, **how)
     try:
         own = scorer(list(x.split(100)))
-        others = {name: (side, scorer(list(read(count).split(100)))) for name, (side, read) in case.others.items()}
+        others = {
+            name: (side, scorer(list(read(count).split(100))))
+            for name, (side, read) in case.others.items()
+        }
     except qualms.QualmsError as error:
         if len(methods) > 1:
             for method in methods:
@@ -127,14 +156,23 @@ def scored(case: Case, methods: Sequence[str], count: int, **how: Any) -> Iterab
         return
     seconds = round((time.monotonic() - start) / len(methods), 1)
     for method in methods:
-        row: Row = {"network": case.name, "method": method, "accuracy": float(correct.double().mean())}
+        row: Row = {
+            "network": case.name,
+            "method": method,
+            "accuracy": float(correct.double().mean()),
+        }
         inside = own.scores[method].numpy()
         row |= {"n": len(inside), "raulc": raulc(inside, correct.numpy()), "pairs": {}}
         row |= {"note": own.notes[method]} if method in own.notes else {}
         for name, (side, other) in others.items():
             out = other.scores[method].numpy()
             low, high = interval(auroc, inside, out)
-            ranks = {"auroc": auroc(inside, out), "low": low, "high": high, "aupr": aupr(inside, out)}
+            ranks = {
+                "auroc": auroc(inside, out),
+                "low": low,
+                "high": high,
+                "aupr": aupr(inside, out),
+            }
             row["pairs"][name] = {"side": side, "n": len(out), **ranks}
         yield row | {"seconds": seconds}
 
@@ -163,7 +201,10 @@ def smoothing(names: list[str], count: int = 100) -> None:
         case = CASES[name]()
         specs = [
             "regrad+layers",
-            *(f"regrad+layers+smooth({sigma},4)" for sigma in (TEXT_SIGMAS if case.pixel_std is None else SIGMAS)),
+            *(
+                f"regrad+layers+smooth({sigma},4)"
+                for sigma in (TEXT_SIGMAS if case.pixel_std is None else SIGMAS)
+            ),
         ]
         for spec in [s for s in (*specs, "entropy", "gen", "heat") if s not in done]:
             for row in scored(case, [spec], count):
@@ -195,9 +236,9 @@ def grown(names: list[str]) -> None:
     done = {row["network"] for row in read("growth")}
     for name in (n for n in names if n not in done):
         case = CASES[name]()
-        with untouched(case.model) as model:
-            passes = Passes(Inside(model), case.inside(1)[0])
-            noise = Passes(passes.subject, noise_inputs(passes, NOISE_INPUTS, "heat"))
+        with preserve_state(case.model) as model:
+            passes = BatchContext(Inside(model), case.inside(1)[0])
+            noise = BatchContext(passes.subject, noise_inputs(passes, NOISE_INPUTS, "heat"))
             lengths = noise.head.features.double().norm(dim=-1)
             row = {"growth": growth(noise), "spread": float(lengths.std() / lengths.mean())}
         keep({"part": "growth", "network": name, "method": "heat", **row, "seconds": 0})
@@ -205,7 +246,9 @@ def grown(names: list[str]) -> None:
 
 def read(part: str) -> list[Row]:
     """The rows of one part."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
     return [row for row in rows if row["part"] == part]
 
 
@@ -213,9 +256,18 @@ def keep(row: Row) -> None:
     """Write a row, and show it."""
     with RESULTS.open("a") as file:
         file.write(json.dumps(row) + "\n")
-    mean = {side: _mean([p["auroc"] for p in row.get("pairs", {}).values() if p["side"] == side]) for side in SIDES}
+    mean = {
+        side: _mean([p["auroc"] for p in row.get("pairs", {}).values() if p["side"] == side])
+        for side in SIDES
+    }
     print(
-        row["network"], row["method"], mean, row.get("raulc"), row["seconds"], row.get("refused", "")[:60], flush=True
+        row["network"],
+        row["method"],
+        mean,
+        row.get("raulc"),
+        row["seconds"],
+        row.get("refused", "")[:60],
+        flush=True,
     )
 
 
@@ -228,14 +280,25 @@ def _mean(values: list[float]) -> float | None:
 
 def main() -> None:
     """Run a part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["score", "smoothing", "growth", "page"])
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
     if given.part == "page":
-        order = ["heat", "heat-geometric", "coherence", "regrad+layers", *(m for some in TOGETHER for m in some)]
+        order = [
+            "heat",
+            "heat-geometric",
+            "coherence",
+            "regrad+layers",
+            *(m for some in TOGETHER for m in some),
+        ]
         networks = list(CASES)
-        rows = sorted(read("score"), key=lambda row: (networks.index(row["network"]), order.index(row["method"])))
+        rows = sorted(
+            read("score"),
+            key=lambda row: (networks.index(row["network"]), order.index(row["method"])),
+        )
         noisy = sorted(read("smoothing"), key=lambda row: networks.index(row["network"]))
         study_page.fill(rows, noisy, read("growth"))
     elif given.part in ("score", "growth"):

@@ -41,7 +41,9 @@ class Subject:
     def build(self) -> Network:
         """The network with its weights."""
         entry = ZOO[self.network]
-        normalisation = (entry.normalisation or DATASETS[self.known].normalisation).of_channels(entry.channels)
+        normalization = (entry.normalization or DATASETS[self.known].normalization).of_channels(
+            entry.channels
+        )
         if self.recipe is None:
             model: nn.Module = load_model(self.network, root() / "weights" / str(entry.file))
         else:
@@ -50,9 +52,15 @@ class Subject:
             file = WEIGHTS / f"{self.name.replace(' ', '-')}.pt"
             file.parent.mkdir(parents=True, exist_ok=True)
             fit(
-                model, self.images(self.known, "train"), self.recipe, normalisation, seed=0, checkpoint=file, tell=print
+                model,
+                self.images(self.known, "train"),
+                self.recipe,
+                normalization,
+                seed=0,
+                checkpoint=file,
+                tell=print,
             )
-        return Network(self.name, model.eval(), normalisation)
+        return Network(self.name, model.eval(), normalization)
 
     def images(self, dataset: str, split: str = "test") -> Images:
         """Images of a dataset in the size and the channels of this network."""
@@ -75,9 +83,27 @@ STUDY = {
         Subject("SVHN CNN, dropout", "svhn-cnn-4-dropout", "svhn", *HOUSE_NUMBERS),
         Subject("CIFAR-10 ResNet-20", "cifar10-resnet20", "cifar10", *OBJECTS),
         Subject("CIFAR-100 ResNet-56", "cifar100-resnet56", "cifar100", *MANY_OBJECTS),
-        Subject("MNIST paper's CNN", "mnist-cnn", "mnist", *DIGITS, Recipe(epochs=10, rate=0.01, drops=(7,))),
-        Subject("SVHN paper's CNN", "svhn-cnn", "svhn", *HOUSE_NUMBERS, Recipe(epochs=20, rate=0.02, drops=(10, 16))),
-        Subject("SVHN ResNet-20", "cifar10-resnet20", "svhn", *HOUSE_NUMBERS, Recipe(epochs=5, rate=0.1, drops=(3,))),
+        Subject(
+            "MNIST paper's CNN",
+            "mnist-cnn",
+            "mnist",
+            *DIGITS,
+            Recipe(epochs=10, rate=0.01, drops=(7,)),
+        ),
+        Subject(
+            "SVHN paper's CNN",
+            "svhn-cnn",
+            "svhn",
+            *HOUSE_NUMBERS,
+            Recipe(epochs=20, rate=0.02, drops=(10, 16)),
+        ),
+        Subject(
+            "SVHN ResNet-20",
+            "cifar10-resnet20",
+            "svhn",
+            *HOUSE_NUMBERS,
+            Recipe(epochs=5, rate=0.1, drops=(3,)),
+        ),
         Subject("MNIST ViT", "vit-tiny", "mnist", *DIGITS, TRANSFORMER.shortened(6)),
         Subject("SVHN ViT", "vit-tiny", "svhn", *HOUSE_NUMBERS, TRANSFORMER),
     )
@@ -86,11 +112,16 @@ STUDY = {
 
 def main() -> None:
     """Train what is missing, and print how much of its test set each network gets right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=list(STUDY))
     for name in parser.parse_args().names:
         subject = STUDY[name]
-        print(f"{name}: {100 * subject.build().accuracy(subject.images(subject.known)):.2f} %", flush=True)
+        print(
+            f"{name}: {100 * subject.build().accuracy(subject.images(subject.known)):.2f} %",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -39,10 +39,14 @@ def summary(rows: list[Row]) -> str:
         pairs = [pair for row in own for pair in row["pairs"].values()]
         if not pairs:
             continue
-        won = sum(leads(method, row["network"], other, rows) for row in own for other in row["pairs"])
+        won = sum(
+            leads(method, row["network"], other, rows) for row in own for other in row["pairs"]
+        )
         whole = len(own) == len(every)
         cells = [f"`{method}`" if whole else f"`{method}` ({len(own)} of {len(every)} networks)"]
-        cells += [both(p for p in pairs if side in (None, p["side"])) for side in (None, "near", "far")]
+        cells += [
+            both(p for p in pairs if side in (None, p["side"])) for side in (None, "near", "far")
+        ]
         cells += [f"{100 * mean(row['raulc'] for row in own):.1f}", f"{won} of {len(pairs)}"]
         lines.append((not whole, -mean(pair["auroc"] for pair in pairs), cells))
     header = ["score", "AUROC/AUPR", "near", "far", "rAULC", "best of all"]
@@ -51,22 +55,41 @@ def summary(rows: list[Row]) -> str:
 
 def leads(method: str, network: str, other: str, rows: list[Row]) -> bool:
     """Whether a method has the highest AUROC of all on one pair."""
-    found = {r["method"]: r["pairs"][other]["auroc"] for r in rows if r["network"] == network and "pairs" in r}
+    found = {
+        r["method"]: r["pairs"][other]["auroc"]
+        for r in rows
+        if r["network"] == network and "pairs" in r
+    }
     return found[method] == max(found.values())
 
 
 def against(rows: list[Row], ours: str = "heat") -> str:
     """By how much our score is ahead of each other one that needs no data, with intervals over networks."""
-    whole = {(r["network"], other): p["auroc"] for r in rows if r["method"] == ours for other, p in r["pairs"].items()}
+    whole = {
+        (r["network"], other): p["auroc"]
+        for r in rows
+        if r["method"] == ours
+        for other, p in r["pairs"].items()
+    }
     every, lines = networks_of(rows), []
-    for method in dict.fromkeys(row["method"] for row in rows if row["method"] not in (ours, *WITH_DATA)):
+    for method in dict.fromkeys(
+        row["method"] for row in rows if row["method"] not in (ours, *WITH_DATA)
+    ):
         own = {row["network"]: row for row in rows if row["method"] == method and "pairs" in row}
-        ahead = [[100 * (whole[n, o] - p["auroc"]) for o, p in own[n]["pairs"].items()] for n in every if n in own]
+        ahead = [
+            [100 * (whole[n, o] - p["auroc"]) for o, p in own[n]["pairs"].items()]
+            for n in every
+            if n in own
+        ]
         low, high = over_networks(ahead)
         pairs = [difference for some in ahead for difference in some]
         cells = [f"`{method}`", f"{mean(pairs):+.1f} [{low:+.1f}, {high:+.1f}]"]
-        lines.append([*cells, f"{sum(d > 0 for d in pairs)} of {len(pairs)}", f"{len(own)} of {len(every)}"])
-    return table([f"`{ours}` against", "AUROC, mean of pairs [95 %]", "pairs it wins", "networks"], lines)
+        lines.append(
+            [*cells, f"{sum(d > 0 for d in pairs)} of {len(pairs)}", f"{len(own)} of {len(every)}"]
+        )
+    return table(
+        [f"`{ours}` against", "AUROC, mean of pairs [95 %]", "pairs it wins", "networks"], lines
+    )
 
 
 def over_networks(groups: list[list[float]], resamples: int = 10_000) -> tuple[float, float]:
@@ -84,7 +107,9 @@ def by_network(rows: list[Row]) -> str:
     for method in dict.fromkeys(row["method"] for row in rows):
         of = {row["network"]: row for row in rows if row["method"] == method}
         cells = [
-            f"{100 * mean(p['auroc'] for p in of[c]['pairs'].values()):.1f}" if "pairs" in of.get(c, {}) else "-"
+            f"{100 * mean(p['auroc'] for p in of[c]['pairs'].values()):.1f}"
+            if "pairs" in of.get(c, {})
+            else "-"
             for c in columns
         ]
         body.append([f"`{method}`", *cells])
@@ -97,21 +122,51 @@ def noise(rows: list[Row]) -> str:
     for row in (r for r in rows if "pairs" in r):
         kl = [f"{row[key]:.3f}" if key in row else "" for key in ("kl_own", "kl_noise")]
         ranks = f"{100 * mean(p['auroc'] for p in row['pairs'].values()):.1f}"
-        body.append([row["network"], f"`{row['method']}`", str(row["n"]), ranks, f"{100 * row['raulc']:.1f}", *kl])
-    return table(["network", "score", "inputs a side", "AUROC", "rAULC", "KL, own inputs", "KL, noise"], body)
+        body.append(
+            [
+                row["network"],
+                f"`{row['method']}`",
+                str(row["n"]),
+                ranks,
+                f"{100 * row['raulc']:.1f}",
+                *kl,
+            ]
+        )
+    return table(
+        ["network", "score", "inputs a side", "AUROC", "rAULC", "KL, own inputs", "KL, noise"], body
+    )
 
 
 def networks(rows: list[Row], growth: list[Row]) -> str:
-    """What each network gets right, what it is tried on, and what the rule for normalisations sees."""
+    """What each network gets right, what it is tried on, and what the rule for normalizations sees."""
     body = []
     for name in networks_of(rows):
         row = next(r for r in rows if r["network"] == name and "pairs" in r)
-        sides = {side: [o for o, p in row["pairs"].items() if p["side"] == side] for side in ("near", "far")}
+        sides = {
+            side: [o for o, p in row["pairs"].items() if p["side"] == side]
+            for side in ("near", "far")
+        }
         least = min(p["n"] for p in row["pairs"].values())
-        cells = [name, f"{100 * row['accuracy']:.1f}", *(", ".join(found) for found in sides.values())]
+        cells = [
+            name,
+            f"{100 * row['accuracy']:.1f}",
+            *(", ".join(found) for found in sides.values()),
+        ]
         cells += [str(row["n"]) if least == row["n"] else f"{row['n']}, {least} of the smallest"]
-        body.append([*cells, *(f"{r['growth']:.2f} | {100 * r['spread']:.0f}" for r in growth if r["network"] == name)])
-    return table(["network", "% right", "near", "far", "inputs a side", "growth of ‖h‖", "its spread, %"], body)
+        body.append(
+            [
+                *cells,
+                *(
+                    f"{r['growth']:.2f} | {100 * r['spread']:.0f}"
+                    for r in growth
+                    if r["network"] == name
+                ),
+            ]
+        )
+    return table(
+        ["network", "% right", "near", "far", "inputs a side", "growth of ‖h‖", "its spread, %"],
+        body,
+    )
 
 
 def networks_of(rows: list[Row]) -> list[str]:
@@ -122,7 +177,11 @@ def networks_of(rows: list[Row]) -> list[str]:
 def both(pairs: Iterable[Row]) -> str:
     """Mean AUROC and AUPR of some pairs."""
     found = list(pairs)
-    return "/".join(f"{100 * mean(p[key] for p in found):.1f}" for key in ("auroc", "aupr")) if found else "-"
+    return (
+        "/".join(f"{100 * mean(p[key] for p in found):.1f}" for key in ("auroc", "aupr"))
+        if found
+        else "-"
+    )
 
 
 def mean(values: Iterable[float]) -> float:

@@ -3,7 +3,7 @@
 The known are five kinds of text: two books, children's stories, Python code, and Python's own reference. The unknown:
 quotations from literature (near), quotations on science and computing (near), and C headers (far). Books and quotations
 come from `QUALMS_DATA/lm/text`, the rest from the installed Python. Trained here, from seed 0: a transformer, with a
-normalisation before its classifier, and a convolutional network without one.
+normalization before its classifier, and a convolutional network without one.
 """
 
 import pydoc_data.topics
@@ -72,11 +72,14 @@ def unknown(name: str) -> Tensor:
 
 
 class TextTransformer(nn.Module):
-    """Bytes, positions, three blocks, a normalisation, the mean over positions, a linear layer."""
+    """Bytes, positions, three blocks, a normalization, the mean over positions, a linear layer."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(256, width), nn.Parameter(0.02 * torch.randn(LENGTH, width))
+        self.embed, self.position = (
+            nn.Embedding(256, width),
+            nn.Parameter(0.02 * torch.randn(LENGTH, width)),
+        )
         self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(3)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(KNOWN))
 
@@ -118,13 +121,13 @@ class TextSubject:
             model.load_state_dict(torch.load(file))
             return model.eval()
         x, y = known("train")
-        optimiser = torch.optim.Adam(model.parameters(), RATE)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
+        optimizer = torch.optim.Adam(model.parameters(), RATE)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         for _ in range(STEPS):
             index = torch.randint(0, len(x), (BATCH,))
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(model(x[index]), y[index]).backward()
-            optimiser.step()
+            optimizer.step()
             schedule.step()
         self.folder.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), file)

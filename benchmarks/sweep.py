@@ -56,7 +56,11 @@ def tried(library: str, name: str) -> Row:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", qualms.SlowWarning)
             have = qualms.class_gradient_norms(model, x)
-        slow = [str(w.message).partition("because ")[2] for w in caught if issubclass(w.category, qualms.SlowWarning)]
+        slow = [
+            str(w.message).partition("because ")[2]
+            for w in caught
+            if issubclass(w.category, qualms.SlowWarning)
+        ]
         row |= {"outcome": "one at a time", "reason": slow[0]} if slow else {"outcome": "batched"}
         row |= {"general": have.general} if not slow and have.general else {}
         row["error"] = relative_error(have, want)
@@ -105,7 +109,12 @@ def sweep(library: str, named: list[str]) -> None:
             try:
                 row = tried(library, name)
             except OutOfTimeError:
-                row = {"library": library, "name": name, "outcome": "not run", "reason": f"not done in {SECONDS} s"}
+                row = {
+                    "library": library,
+                    "name": name,
+                    "outcome": "not run",
+                    "reason": f"not done in {SECONDS} s",
+                }
         signal.alarm(0)
         known = [old for old in read() if (old["library"], old["name"]) != (library, name)] + [row]
         RESULTS.write_text("".join(json.dumps(row) + "\n" for row in known))
@@ -114,12 +123,22 @@ def sweep(library: str, named: list[str]) -> None:
 
 def read() -> list[Row]:
     """The rows so far."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
 
 
 def page(rows: list[Row]) -> str:
     """How many models fared how, and those that did not fare well, with the reason."""
-    header = ["library", "models", "compared", "largest relative error", "batched", "one at a time", "sketched"]
+    header = [
+        "library",
+        "models",
+        "compared",
+        "largest relative error",
+        "batched",
+        "one at a time",
+        "sketched",
+    ]
     body = []
     for library in dict.fromkeys(row["library"] for row in rows):
         here = [row for row in rows if row["library"] == library]
@@ -127,17 +146,34 @@ def page(rows: list[Row]) -> str:
         counts = Counter(row["outcome"] for row in here)
         sketched = sum(row["sketch"] == "runs" for row in compared)
         worst = max((row["error"] for row in compared), default=0.0)
-        numbers = [len(here), len(compared), f"{worst:.0e}", counts["batched"], counts["one at a time"], sketched]
+        numbers = [
+            len(here),
+            len(compared),
+            f"{worst:.0e}",
+            counts["batched"],
+            counts["one at a time"],
+            sketched,
+        ]
         body.append([library, *map(str, numbers)])
     inexact = [row for row in rows if row.get("error", 0) > EXACT]
     parts = [
         ("One at a time, because", grouped(rows, "one at a time", "reason")),
         ("Failed, because", grouped(rows, "failed", "reason")),
-        (f"Exact to no more than {EXACT:.0e}", [f"{row['name']} ({row['error']:.0e})" for row in inexact]),
-        ("Refused by the sketch", [", ".join(row["name"] for row in rows if row.get("sketch", "runs") != "runs")]),
+        (
+            f"Exact to no more than {EXACT:.0e}",
+            [f"{row['name']} ({row['error']:.0e})" for row in inexact],
+        ),
+        (
+            "Refused by the sketch",
+            [", ".join(row["name"] for row in rows if row.get("sketch", "runs") != "runs")],
+        ),
         ("Not compared, because", grouped(rows, "not run", "reason")),
     ]
-    found = [f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines) for title, lines in parts if any(lines)]
+    found = [
+        f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines)
+        for title, lines in parts
+        if any(lines)
+    ]
     return "\n\n".join([table(header, body), *found])
 
 
@@ -152,7 +188,9 @@ def grouped(rows: list[Row], outcome: str, field: str) -> list[str]:
 
 def main() -> None:
     """Sweep one library, or fill the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=[*LIBRARIES, "page"])
     parser.add_argument("names", nargs="*", help="only these models, again")
     arguments = parser.parse_args()

@@ -30,7 +30,15 @@ from qualms.metrics import auroc
 from qualms.metrics.groups import auroc_interval, lead_interval
 from qualms.models.language import LanguageModel
 from qualms.tasks.journal import Journal
-from qualms.tasks.text import SURPRISE, errors_found, running, span_means, spans, told_apart, with_baselines
+from qualms.tasks.text import (
+    SURPRISE,
+    errors_found,
+    running,
+    span_means,
+    spans,
+    told_apart,
+    with_baselines,
+)
 from qualms.tasks.windows import ScoredWindows, Windows, about, score_windows
 
 RESULTS = Path(__file__).parent / "results" / "text.jsonl"
@@ -75,16 +83,26 @@ def score() -> None:
     model = language()
     with Journal(TOKENS, about(model)) as journal:
         for run in RUNS:
-            key = {"part": "score", "seed": run.seed, "tangents": run.tangents, "params": run.params}
+            key = {
+                "part": "score",
+                "seed": run.seed,
+                "tangents": run.tangents,
+                "params": run.params,
+            }
             if {row["method"] for row in read(**key)} >= set(run.methods):
                 continue
             texts = {name: windows(name, model) for name in (KNOWN, *run.others)}
             found = {name: scored(model, text, run, journal) for name, text in texts.items()}
             every = {name: with_baselines(one) for name, one in found.items()}
-            named = every[KNOWN] if run == RUNS[0] else run.methods  # what tokens read say is the same in every run
+            named = (
+                every[KNOWN] if run == RUNS[0] else run.methods
+            )  # what tokens read say is the same in every run
             for method in named:
                 apart = {
-                    name: {"n": len(texts[name]), **by_span(every[KNOWN][method], every[name][method])}
+                    name: {
+                        "n": len(texts[name]),
+                        **by_span(every[KNOWN][method], every[name][method]),
+                    }
                     for name in run.others
                 }
                 row = {**key, "method": method, "n": len(texts[KNOWN]), "texts": apart}
@@ -105,19 +123,30 @@ def leads() -> None:
         return
     with Journal(TOKENS, about(model)) as journal:
         found = {
-            name: with_baselines(scored(model, windows(name, model), first, journal)) for name in (KNOWN, *first.others)
+            name: with_baselines(scored(model, windows(name, model), first, journal))
+            for name in (KNOWN, *first.others)
         }
         for other in first.others:
             for rival in (*LOGITS, SURPRISE):
-                row: Row = {"part": "leads", "seed": first.seed, "method": "regrad", "rival": rival, "text": other}
+                row: Row = {
+                    "part": "leads",
+                    "seed": first.seed,
+                    "method": "regrad",
+                    "rival": rival,
+                    "text": other,
+                }
                 for span in spans(WINDOW):
                     ours, theirs = (
                         tuple(span_means(found[name][method], span) for name in (KNOWN, other))
                         for method in ("regrad", rival)
                     )
                     areas = [auroc(a.ravel(), b.ravel()) for a, b in (ours, theirs)]
-                    low, high = lead_interval((list(ours[0]), list(ours[1])), (list(theirs[0]), list(theirs[1])))
-                    row[str(span)] = rounded({"lead": areas[0] - areas[1], "low": low, "high": high})
+                    low, high = lead_interval(
+                        (list(ours[0]), list(ours[1])), (list(theirs[0]), list(theirs[1]))
+                    )
+                    row[str(span)] = rounded(
+                        {"lead": areas[0] - areas[1], "low": low, "high": high}
+                    )
                 keep(row)
 
 
@@ -128,7 +157,9 @@ def tangents() -> None:
         texts = [windows(name, model, FEW) for name in (KNOWN, *TWO)]
 
         def values(k: int, seed: int) -> dict[str, np.ndarray]:
-            found = [scored(model, text, Run(GRADIENTS, seed, tangents=k), journal) for text in texts]
+            found = [
+                scored(model, text, Run(GRADIENTS, seed, tangents=k), journal) for text in texts
+            ]
             return {m: np.stack([one.scores[m] for one in found]) for m in GRADIENTS}
 
         for k in (8, 16, 32):
@@ -140,13 +171,31 @@ def tangents() -> None:
                     known, oz, science = few[method]
                     keep(
                         {"part": "tangents", "tangents": k, "seed": seed, "method": method}
-                        | {"n": few[method].size, "spearman": round(spearman(few[method], many[method]), 4)}
-                        | {"oz": auroc(known.ravel(), oz.ravel()), "science": auroc(known.ravel(), science.ravel())}
+                        | {
+                            "n": few[method].size,
+                            "spearman": round(spearman(few[method], many[method]), 4),
+                        }
+                        | {
+                            "oz": auroc(known.ravel(), oz.ravel()),
+                            "science": auroc(known.ravel(), science.ravel()),
+                        }
                     )
         if not read(part="tangents", tangents=128):
             for method, (known, oz, science) in values(128, 3).items():
-                areas = {"oz": auroc(known.ravel(), oz.ravel()), "science": auroc(known.ravel(), science.ravel())}
-                keep({"part": "tangents", "tangents": 128, "seed": 3, "method": method, "n": 3 * known.size, **areas})
+                areas = {
+                    "oz": auroc(known.ravel(), oz.ravel()),
+                    "science": auroc(known.ravel(), science.ravel()),
+                }
+                keep(
+                    {
+                        "part": "tangents",
+                        "tangents": 128,
+                        "seed": 3,
+                        "method": method,
+                        "n": 3 * known.size,
+                        **areas,
+                    }
+                )
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -186,7 +235,13 @@ def hybrid() -> None:
             for role, name in (("mix", chosen), ("single", best)):
                 area, low, high = on_half((mixed | plain)[name], found.right, 1)
                 keep(
-                    {"part": "hybrid", "seed": seed, "role": role, "method": name, "n": len(found.right) // 2}
+                    {
+                        "part": "hybrid",
+                        "seed": seed,
+                        "role": role,
+                        "method": name,
+                        "n": len(found.right) // 2,
+                    }
                     | rounded({"auroc": area, "low": low, "high": high})
                 )
 
@@ -194,7 +249,9 @@ def hybrid() -> None:
 def on_half(scores: np.ndarray, right: np.ndarray, half: int) -> tuple[float, float, float]:
     """AUROC of wrong next tokens with its interval, on every second window."""
     u, good = scores[half::2], right[half::2]
-    groups = ([one[ok == outcome] for one, ok in zip(u, good, strict=True)] for outcome in (True, False))
+    groups = (
+        [one[ok == outcome] for one, ok in zip(u, good, strict=True)] for outcome in (True, False)
+    )
     return auroc(u[good], u[~good]), *auroc_interval(*groups, paired=True)
 
 
@@ -228,7 +285,12 @@ def cost(rounds: int = 7) -> None:
         in_passes = {name: round(seconds / best["forward"], 1) for name, seconds in best.items()}
         each = round((best["regrad 32"] - best["regrad 8"]) / 24 / best["forward"], 2)
         keep(
-            {"part": "cost", "texts": texts, "tokens": WINDOW + 1, "forward_ms": round(1000 * best["forward"], 2)}
+            {
+                "part": "cost",
+                "texts": texts,
+                "tokens": WINDOW + 1,
+                "forward_ms": round(1000 * best["forward"], 2),
+            }
             | {"passes": in_passes, "per_tangent": each, "rounds": rounds}
         )
 
@@ -252,7 +314,9 @@ def rounded(values: Any) -> Row:
 
 def read(**key: Any) -> list[Row]:
     """The rows with these values."""
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    rows = (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
     return [row for row in rows if all(row.get(k) == v for k, v in key.items())]
 
 
@@ -267,8 +331,13 @@ def shown(row: Row) -> Iterator[str]:
     """What of a row fits a line."""
     for name, value in row.items():
         if name == "texts" and isinstance(value, dict):
-            areas = {text: [of["auroc"] for of in v.values() if isinstance(of, dict)] for text, v in value.items()}
-            yield str({text: [round(100 * area, 1) for area in some] for text, some in areas.items()})
+            areas = {
+                text: [of["auroc"] for of in v.values() if isinstance(of, dict)]
+                for text, v in value.items()
+            }
+            yield str(
+                {text: [round(100 * area, 1) for area in some] for text, some in areas.items()}
+            )
         else:
             yield f"{name}={value}"
 
@@ -278,7 +347,9 @@ COMMANDS = {"score": score, "leads": leads, "tangents": tangents, "hybrid": hybr
 
 def main() -> None:
     """Run a part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=[*COMMANDS, "page"])
     part = parser.parse_args().part
     if part == "page":

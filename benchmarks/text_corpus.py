@@ -12,13 +12,25 @@ from qualms.tasks.windows import Windows, cut
 
 WINDOW, COUNT = 128, 100  # tokens in a window, windows of each text
 KNOWN = "tinystories_sample"
-OTHERS = ("wizard_of_oz", "hamlet_gutenberg", "fortunes_science", "fortunes_literature", "tinystories_valid_excerpt")
+OTHERS = (
+    "wizard_of_oz",
+    "hamlet_gutenberg",
+    "fortunes_science",
+    "fortunes_literature",
+    "tinystories_valid_excerpt",
+)
 
 
 def documents(name: str) -> list[Document]:
     """Quotations end with a line `%`, held-out stories with their line; anything else is one document."""
     whole = (data() / "text" / f"{name}.txt").read_text(encoding="utf-8")
-    parts = whole.split("\n%\n") if "fortunes" in name else whole.splitlines() if "valid" in name else [whole]
+    parts = (
+        whole.split("\n%\n")
+        if "fortunes" in name
+        else whole.splitlines()
+        if "valid" in name
+        else [whole]
+    )
     plain = (" ".join(part.split()) for part in parts)
     once = {part.casefold(): part for part in plain if part}  # some stories are there twice
     return [Document(f"{name} {i}", part) for i, part in enumerate(once.values())]

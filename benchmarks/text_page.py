@@ -28,7 +28,11 @@ Row = dict[str, Any]
 def fill(rows: list[Row]) -> None:
     """Write the tables."""
     scores = [row for row in rows if row["part"] == "score"]
-    main = [row for row in scores if row["seed"] == 0 and not row["params"] and row["method"] != "regrad+layers"]
+    main = [
+        row
+        for row in scores
+        if row["seed"] == 0 and not row["params"] and row["method"] != "regrad+layers"
+    ]
     parts = {
         "text tokens": tokens(main),
         "text spans": spans(main),
@@ -45,7 +49,10 @@ def fill(rows: list[Row]) -> None:
 def tokens(rows: list[Row]) -> str:
     """AUROC with intervals, and AUPR, of single tokens."""
     texts = [name for name in TEXTS if name in rows[0]["texts"]]
-    lines = [[f"`{row['method']}`", *(with_interval(row["texts"][t]["1"]) for t in texts)] for row in rows]
+    lines = [
+        [f"`{row['method']}`", *(with_interval(row["texts"][t]["1"]) for t in texts)]
+        for row in rows
+    ]
     known, others = rows[0]["n"], {TEXTS[t]: rows[0]["texts"][t]["n"] for t in texts}
     counts = ", ".join(f"{name} {n}" for name, n in others.items())
     said = f"Windows of 128 tokens: {known} of the known stories, {counts}. AUROC with its 95 % interval / AUPR, %."
@@ -80,8 +87,12 @@ def leads(rows: list[Row]) -> str:
     for kind, name in {"1": "tokens", "8": "spans of 8", "32": "spans of 32"}.items():
         for rival in dict.fromkeys(row["rival"] for row in rows):
             own = {row["text"]: row[kind] for row in rows if row["rival"] == rival}
-            lines.append([name, f"`{rival}`", *(lead(own[text]) for text in TEXTS if text != CONTROL)])
-    return table(["by", "`regrad` over", *(name for text, name in TEXTS.items() if text != CONTROL)], lines)
+            lines.append(
+                [name, f"`{rival}`", *(lead(own[text]) for text in TEXTS if text != CONTROL)]
+            )
+    return table(
+        ["by", "`regrad` over", *(name for text, name in TEXTS.items() if text != CONTROL)], lines
+    )
 
 
 def lead(of: Row) -> str:
@@ -95,7 +106,9 @@ def errors(rows: list[Row]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: -row["errors"]["auroc"]):
         e = row["errors"]
-        lift, ratio = (f"{e[m]:.3f} [{e[m + '_low']:.3f}, {e[m + '_high']:.3f}]" for m in ("raulc", "prr"))
+        lift, ratio = (
+            f"{e[m]:.3f} [{e[m + '_low']:.3f}, {e[m + '_high']:.3f}]" for m in ("raulc", "prr")
+        )
         area = f"{100 * e['auroc']:.1f} [{100 * e['auroc_low']:.1f}, {100 * e['auroc_high']:.1f}]"
         lines.append([f"`{row['method']}`", area, lift, ratio])
     said = f"The likeliest next token is right at {100 * rows[0]['errors']['accuracy']:.1f} % of the known tokens."
@@ -104,10 +117,17 @@ def errors(rows: list[Row]) -> str:
 
 def seeds(rows: list[Row]) -> str:
     """Gradient scores by which weights count, over seeds."""
-    kinds = (("wizard_of_oz", "1"), ("wizard_of_oz", "8"), ("fortunes_science", "1"), ("fortunes_science", "8"))
+    kinds = (
+        ("wizard_of_oz", "1"),
+        ("wizard_of_oz", "8"),
+        ("fortunes_science", "1"),
+        ("fortunes_science", "8"),
+    )
     lines = []
     kinds_of = dict.fromkeys((row["method"], row["params"]) for row in rows)
-    for method, params in sorted(kinds_of, key=lambda kind: (kind[0] == "regrad+layers", bool(kind[1]))):
+    for method, params in sorted(
+        kinds_of, key=lambda kind: (kind[0] == "regrad+layers", bool(kind[1]))
+    ):
         own = [row for row in rows if (row["method"], row["params"]) == (method, params)]
         if method in ("entropy", "msp", "gen", "energy", "surprise", "perplexity"):
             continue
@@ -124,11 +144,25 @@ def tangents(rows: list[Row]) -> str:
     lines = []
     for k in sorted({row["tangents"] for row in rows}):
         own = [row for row in rows if row["tangents"] == k and row["method"] == "regrad"]
-        of = [spread((row["spearman"] for row in own), 1, 3) if k < 128 else "", spread(row["oz"] for row in own)]
-        fisher = [row["spearman"] for row in rows if row["tangents"] == k and row["method"] == "fisher" and k < 128]
+        of = [
+            spread((row["spearman"] for row in own), 1, 3) if k < 128 else "",
+            spread(row["oz"] for row in own),
+        ]
+        fisher = [
+            row["spearman"]
+            for row in rows
+            if row["tangents"] == k and row["method"] == "fisher" and k < 128
+        ]
         of += [spread(row["science"] for row in own), spread(fisher, 1, 3) if fisher else ""]
         lines.append([str(k), str(len(own)), *of])
-    head = ["tangents", "seeds", "`regrad`: Spearman with 128", "AUROC, Oz", "AUROC, science", "`fisher`: Spearman"]
+    head = [
+        "tangents",
+        "seeds",
+        "`regrad`: Spearman with 128",
+        "AUROC, Oz",
+        "AUROC, science",
+        "`fisher`: Spearman",
+    ]
     return f"{table(head, lines)}\n\n{rows[0]['n']} tokens." if rows else ""
 
 
@@ -143,7 +177,10 @@ def hybrid(rows: list[Row]) -> str:
         ]
         for r in rows
     ]
-    return table(["seed", "best of the", "chosen on one half", "AUROC of wrong ones on the other half, %"], lines)
+    return table(
+        ["seed", "best of the", "chosen on one half", "AUROC of wrong ones on the other half, %"],
+        lines,
+    )
 
 
 def cost(rows: list[Row]) -> str:
@@ -161,7 +198,14 @@ def cost(rows: list[Row]) -> str:
             p["all 16"],
             p["regrad+layers 16"],
         ]
-        lines.append([str(row["texts"]), f"{row['forward_ms']:.1f} ms", *map(str, told), str(row["per_tangent"])])
+        lines.append(
+            [
+                str(row["texts"]),
+                f"{row['forward_ms']:.1f} ms",
+                *map(str, told),
+                str(row["per_tangent"]),
+            ]
+        )
     scores = ["`entropy`", "`regrad`, k = 8", "16", "32", "four scores, 16", "`regrad+layers`, 16"]
     head = ["texts", "forward pass", "one by one", *scores]
     return table([*head, "each tangent"], lines)

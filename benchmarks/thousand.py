@@ -26,7 +26,10 @@ from qualms.models import load_model, preprocessing_of
 ROWS = Path(__file__).parent / "results" / "thousand.jsonl"
 COSTS = Path(__file__).parent / "results" / "costs.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-TITLES = {"imagenet-efficientnet-lite0": "EfficientNet-Lite0", "imagenet-mobilenet-v2": "MobileNetV2"}
+TITLES = {
+    "imagenet-efficientnet-lite0": "EfficientNet-Lite0",
+    "imagenet-mobilenet-v2": "MobileNetV2",
+}
 NETWORKS = ("imagenet-efficientnet-lite0", "imagenet-mobilenet-v2")
 SUMS = ("regrad", "regrad+layers", "exgrad", "fisher", "isotropic")
 AIMS = {  # forward passes an image, in batches of 16; one image alone may take twice as many
@@ -44,21 +47,28 @@ EVERY, BETWEEN, EVERY_OTHER = 25, 250, 50
 BATCH = 16
 AT_ONCE = 4  # images by all classes: what a chunk of the exact engine takes
 LAMBDA = 0.3  # of +layers
-STD = {"imagenet-efficientnet-lite0": (0.5, 0.5, 0.5), "imagenet-mobilenet-v2": (0.229, 0.224, 0.225)}
+STD = {
+    "imagenet-efficientnet-lite0": (0.5, 0.5, 0.5),
+    "imagenet-mobilenet-v2": (0.229, 0.224, 0.225),
+}
 
 
 def images_of(name: str, model: nn.Module) -> tuple[list[str], Tensor]:
     """44 validation images (every 25th, four between) and 16 of other sets (every 50th), as the network takes them."""
     root = Path(os.environ["QUALMS_DATA"]) / "imagenet"
     said = preprocessing_of(name, model)
-    assert said.normalisation is not None
+    assert said.normalization is not None
     ids: list[str] = []
     pixels: list[Tensor] = []
-    for folder, places in (("val", (0, EVERY)), ("val", (EVERY // 2, BETWEEN)), ("ood", (0, EVERY_OTHER))):
+    for folder, places in (
+        ("val", (0, EVERY)),
+        ("val", (EVERY // 2, BETWEEN)),
+        ("ood", (0, EVERY_OTHER)),
+    ):
         found = load(str(root / folder), None, "test", fit=said.fit)
         chosen = list(range(places[0], len(found), places[1]))
         ids += [found.ids[i] for i in chosen]
-        pixels.append(said.normalisation.apply(found.pixels[chosen]))
+        pixels.append(said.normalization.apply(found.pixels[chosen]))
     return ids, torch.cat(pixels)
 
 
@@ -84,7 +94,9 @@ def measure_exact(name: str, model: nn.Module) -> None:
         some = left[start : start + AT_ONCE]
         found = qualms.class_gradient_norms(model, x[some], engine="exact")
         for norms, probs, i in zip(found.norms, found.probs, some, strict=True):
-            add(row="exact", network=name, image=ids[i], scores=sums(norms.double(), probs.double()))
+            add(
+                row="exact", network=name, image=ids[i], scores=sums(norms.double(), probs.double())
+            )
 
 
 def sums(norms: Tensor, probs: Tensor) -> dict[str, float]:
@@ -149,7 +161,15 @@ def fill_page() -> None:
     cases = sum(row["images"] for row in compared.values())
     held = sum(row["images"] * row["within_two"] for row in compared.values())
     body.append(["all", "", str(cases), "", "", "", f"{100 * held / max(1, cases):.1f}"])
-    header = ["network", "score", "images", "Spearman", "mean error, %", "stated error, %", "within two of them, %"]
+    header = [
+        "network",
+        "score",
+        "images",
+        "Spearman",
+        "mean error, %",
+        "stated error, %",
+        "within two of them, %",
+    ]
     costs = [json.loads(line) for line in COSTS.read_text().splitlines()]
     timed = {(row["network"], row["method"]): row for row in costs}
     aims = []
@@ -160,10 +180,22 @@ def fill_page() -> None:
             if row is None:
                 continue
             if "passes" not in row:
-                aims.append([title, f"`{spec}`", f"not run (at most {most})", "", f"{row['counted']:g}", "**no**"])
+                aims.append(
+                    [
+                        title,
+                        f"`{spec}`",
+                        f"not run (at most {most})",
+                        "",
+                        f"{row['counted']:g}",
+                        "**no**",
+                    ]
+                )
                 continue
             met = "yes" if row["passes"] <= most and row["one"] <= 2 * most else "**no**"
-            batch, alone = f"{row['passes']:.3g} (at most {most})", f"{row['one']:.3g} (at most {2 * most})"
+            batch, alone = (
+                f"{row['passes']:.3g} (at most {most})",
+                f"{row['one']:.3g} (at most {2 * most})",
+            )
             aims.append([title, f"`{spec}`", batch, alone, f"{row['counted']:g}", met])
     heads = ["network", "score", "batches of 16", "one image", "counted", "met"]
     fill(PAGE, {"thousand": table(header, body), "thousand-aims": table(heads, aims)})

@@ -69,7 +69,11 @@ STAGES: dict[str, tuple[int, ...]] = {
 # What the tables do not suit, by class of configuration.
 ALL_HEADS = {"num_key_value_heads": 4}
 TURNS = {"rope_type": "default", "rope_theta": 10_000.0}
-FOUR = {"partial_rotary_factor": 0.5, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
+FOUR = {
+    "partial_rotary_factor": 0.5,
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 64,
+}
 ROPE = {"rope_parameters": TURNS}
 WINDOWS = {"patch_size": 2, "window_size": 2}
 FEW_TOKENS = {"mm_tokens_per_image": 4}
@@ -180,7 +184,9 @@ class OnlyLogits(nn.Module):
     def forward(self, **batch: Tensor) -> Tensor:
         """The first tensor of the output that has a number for each class."""
         found = self.model(**batch)
-        return next(t for t in found.values() if isinstance(t, Tensor) and t.shape == (len(t), CLASSES))
+        return next(
+            t for t in found.values() if isinstance(t, Tensor) and t.shape == (len(t), CLASSES)
+        )
 
 
 def inputs_for(model: nn.Module, config: Any, name: str) -> dict[str, Tensor]:
@@ -192,7 +198,10 @@ def inputs_for(model: nn.Module, config: Any, name: str) -> dict[str, Tensor]:
         batch |= make(config) if name.startswith(start) else {}
     batch = {field: value for field, value in batch.items() if field in taken}
     if "MultipleChoice" in name:
-        return {field: torch.stack([value.roll(i, 1) for i in range(CHOICES)], 1) for field, value in batch.items()}
+        return {
+            field: torch.stack([value.roll(i, 1) for i in range(CHOICES)], 1)
+            for field, value in batch.items()
+        }
     return batch
 
 
@@ -221,7 +230,11 @@ def patches(config: Any) -> dict[str, Tensor]:
     """Images cut up beforehand, of several shapes."""
     shapes = torch.tensor([[4, 4], [2, 8], [8, 2], [4, 3]])
     mask = (torch.arange(16) < shapes.prod(1)[:, None]).long()
-    return {"pixel_values": normal(16, 192) * mask[:, :, None], "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    return {
+        "pixel_values": normal(16, 192) * mask[:, :, None],
+        "pixel_attention_mask": mask,
+        "spatial_shapes": shapes,
+    }
 
 
 def entities(config: Any) -> dict[str, Tensor]:
@@ -240,7 +253,10 @@ def videos(config: Any) -> dict[str, Tensor]:
 Maker = Callable[[Any], dict[str, Tensor]]
 MAKERS: dict[str, Maker] = {
     "input_ids": texts,
-    "inputs": lambda config: {"inputs": texts(config)["input_ids"], "attention_mask": texts(config)["attention_mask"]},
+    "inputs": lambda config: {
+        "inputs": texts(config)["input_ids"],
+        "attention_mask": texts(config)["attention_mask"],
+    },
     "pixel_values": pixels,
     "pixel_values_videos": lambda config: {"pixel_values_videos": videos(config)["pixel_values"]},
     "input_values": lambda config: {"input_values": normal(1600)},
@@ -254,7 +270,9 @@ FURTHER: dict[str, Maker] = {
     "LayoutLM": lambda config: {"bbox": boxes()},
     "LayoutLMv3": pixels,
     "Lilt": lambda config: {"bbox": boxes()},
-    "Longformer": lambda config: {"global_attention_mask": (torch.arange(LENGTH) == 0).long().repeat(INPUTS, 1)},
+    "Longformer": lambda config: {
+        "global_attention_mask": (torch.arange(LENGTH) == 0).long().repeat(INPUTS, 1)
+    },
     "Luke": entities,
     "Siglip2": patches,
     "Vilt": lambda config: {"pixel_values": normal(2, 3, PIXELS, PIXELS)},
@@ -271,7 +289,11 @@ def lively(model: nn.Module) -> nn.Module:
     """In double precision, with weights as after training: scales that start at zero or one would hide a layer."""
     model = model.double().eval()
     for m in model.modules():
-        if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None and m.running_var is not None:
+        if (
+            isinstance(m, nn.modules.batchnorm._NormBase)
+            and m.running_mean is not None
+            and m.running_var is not None
+        ):
             m.running_mean.normal_(std=0.5)
             m.running_var.uniform_(0.5, 2)
     with torch.no_grad():

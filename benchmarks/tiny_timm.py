@@ -24,14 +24,21 @@ TIMM = (
     "test_vit", "vit_tiny_r_s16_p8_224", "vit_srelpos_small_patch16_224", "vitamin_small_224", "volo_d1_224",
     "ese_vovnet19b_slim_dw", "legacy_xception", "xception41p", "xcit_nano_12_p8_224",
 )  # fmt: skip
-SMALLER: tuple[dict[str, Any], ...] = ({"depth": 2}, {"depths": (1, 1, 1, 1)}, {"layers": (1, 1, 1, 1)}, {})
+SMALLER: tuple[dict[str, Any], ...] = (
+    {"depth": 2},
+    {"depths": (1, 1, 1, 1)},
+    {"layers": (1, 1, 1, 1)},
+    {},
+)
 
 
 @cache
 def imported_timm() -> Any:
     """Beside a CPU build of torch, torchvision's compiled operators do not load, and its Python asks for these two."""
     for operator in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float overlap) -> Tensor")
+        torch.library.define(
+            f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float overlap) -> Tensor"
+        )
     import timm
 
     return timm

@@ -1,5 +1,5 @@
 # %% [markdown]
-"""Active learning in a loop of your own: label what the model knows least, and compare with labelling at random.
+"""Active learning in a loop of your own: label what the model knows least, and compare with labeling at random.
 
     python examples/active_learning.py
 
@@ -17,23 +17,27 @@ from qualms.models import load_model
 from qualms.training import Recipe, fit
 
 CYCLES, MORE = 3, 20
-train, test, normalisation = load("digits", split="train"), load("digits"), DATASETS["digits"].normalisation
+train, test, normalization = (
+    load("digits", split="train"),
+    load("digits"),
+    DATASETS["digits"].normalization,
+)
 pool, validation = torch.arange(0, 800), train.take(slice(1000, 1400))
 recipe = Recipe(epochs=30, rate=0.05, batch=16, validate_every=5)
 
 
-def trained(labelled: Tensor, seed: int) -> nn.Module:
+def trained(labeled: Tensor, seed: int) -> nn.Module:
     """A fresh network, taught with the labels so far."""
     torch.manual_seed(seed)
     model = load_model("digits-cnn")
-    fit(model, train.take(labelled), recipe, normalisation, validation=validation, seed=seed)
+    fit(model, train.take(labeled), recipe, normalization, validation=validation, seed=seed)
     return model
 
 
 def judged(model: nn.Module) -> float:
     """Its accuracy on the test set."""
     with torch.no_grad():
-        return accuracy(model(normalisation.apply(test.pixels)), test.labels)
+        return accuracy(model(normalization.apply(test.pixels)), test.labels)
 
 
 # %% The loop: train, choose, label.
@@ -41,19 +45,22 @@ for choice in ("at random", "most uncertain", "uncertain and different"):
     lines = []
     for seed in range(2):
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
-        labelled, left = pool[order[:20]], pool[order[20:]]
+        labeled, left = pool[order[:20]], pool[order[20:]]
         shares = []
         for _ in range(CYCLES + 1):
-            model = trained(labelled, seed)
+            model = trained(labeled, seed)
             shares.append(judged(model))
-            inputs = normalisation.apply(train.take(left).pixels)
+            inputs = normalization.apply(train.take(left).pixels)
             if choice == "at random":
                 chosen = torch.arange(MORE)  # the pool is in random order already
             else:
                 spread = None if choice == "most uncertain" else 3
                 chosen = qualms.select(model, inputs, MORE, "regrad+layers", diversity=spread)
             keep = torch.ones(len(left), dtype=torch.bool).index_fill(0, chosen, False)
-            labelled, left = torch.cat([labelled, left[chosen]]), left[keep]
+            labeled, left = torch.cat([labeled, left[chosen]]), left[keep]
         lines.append(shares)
     means = torch.tensor(lines).mean(0)
-    print(f"{choice:24} accuracy after 20, 40, 60, 80 labels:", *(f"{100 * share:.1f} %" for share in means.tolist()))
+    print(
+        f"{choice:24} accuracy after 20, 40, 60, 80 labels:",
+        *(f"{100 * share:.1f} %" for share in means.tolist()),
+    )

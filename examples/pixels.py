@@ -14,7 +14,7 @@ import torch
 
 import qualms
 from qualms.data import Images
-from qualms.data.scenes import CLASSES, NORMALISATION, UNKNOWN, scenes
+from qualms.data.scenes import CLASSES, NORMALIZATION, UNKNOWN, scenes
 from qualms.metrics import pixel_metrics
 from qualms.models.fcn import FCN
 from qualms.report.maps import Maps, write_maps
@@ -22,18 +22,20 @@ from qualms.training.segmentation import RECIPE, fit_scenes
 
 torch.manual_seed(0)
 model = FCN(classes=len(CLASSES))
-fit_scenes(model, scenes(800, "train"), NORMALISATION, RECIPE.shortened(5))
+fit_scenes(model, scenes(800, "train"), NORMALIZATION, RECIPE.shortened(5))
 
 # %% Scores at every pixel: the classes are axis 1 of what the network returns.
 methods = ["entropy", "energy", "gen", "regrad", "fisher"]
 test = scenes(24, "test", unknown="letters")
-scored = qualms.Scorer(model, methods, class_dim=1)(NORMALISATION.apply(test.pixels))
+scored = qualms.Scorer(model, methods, class_dim=1)(NORMALIZATION.apply(test.pixels))
 known = test.labels < len(CLASSES)
 right = (scored.prediction == test.labels)[known].double().mean()
 print(f"{right:.1%} of {int(known.sum())} known pixels are predicted right")
 
 # %% How well does each score tell the pixels of letters from all others?
-print(f"\n{'score':10} {'AUROC':>7} {'AUPR':>7} {'FPR95':>7}   %, {int((test.labels == UNKNOWN).sum())} unknown pixels")
+print(
+    f"\n{'score':10} {'AUROC':>7} {'AUPR':>7} {'FPR95':>7}   %, {int((test.labels == UNKNOWN).sum())} unknown pixels"
+)
 for method in methods:
     found = pixel_metrics(scored.scores[method], test.labels, unknown=UNKNOWN)
     print(f"{method:10}", *(f"{100 * value:7.1f}" for value in found.values()))

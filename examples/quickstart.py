@@ -17,7 +17,10 @@ from qualms.training import RECIPES, fit
 
 KNOWN = 7
 torch.manual_seed(0)
-digits, normalisation = load("digits", split="train").fitted(1, 16), DATASETS["digits"].normalisation
+digits, normalization = (
+    load("digits", split="train").fitted(1, 16),
+    DATASETS["digits"].normalization,
+)
 
 
 def some(wanted: torch.Tensor) -> Images:
@@ -28,16 +31,37 @@ def some(wanted: torch.Tensor) -> Images:
 assert digits.labels is not None
 early = torch.arange(len(digits)) < 1000
 learnt, test, unknown = (
-    some(w) for w in (early & (digits.labels < KNOWN), ~early & (digits.labels < KNOWN), digits.labels >= KNOWN)
+    some(w)
+    for w in (
+        early & (digits.labels < KNOWN),
+        ~early & (digits.labels < KNOWN),
+        digits.labels >= KNOWN,
+    )
 )
 model = paper_cnn(channels=1, size=16, classes=KNOWN)
-fit(model, learnt, RECIPES["digits"].shortened(10), normalisation)
+fit(model, learnt, RECIPES["digits"].shortened(10), normalization)
 
 # %% How well does each score tell the digits it has learnt from those it has not?
-specs = ["regrad+layers+smooth", "regrad", "exgrad", "entropy", "energy", "gen", "coherence", "laplace"]
-x_learnt, x_test, x_unknown = (normalisation.apply(images.pixels) for images in (learnt, test, unknown))
-batches, std = list(x_learnt.split(256)), normalisation.std  # noise is in pixels from 0 to 1, and std scales it
-inside, outside = (qualms.compare(model, x, specs, train=batches, pixel_std=std) for x in (x_test, x_unknown))
+specs = [
+    "regrad+layers+smooth",
+    "regrad",
+    "exgrad",
+    "entropy",
+    "energy",
+    "gen",
+    "coherence",
+    "laplace",
+]
+x_learnt, x_test, x_unknown = (
+    normalization.apply(images.pixels) for images in (learnt, test, unknown)
+)
+batches, std = (
+    list(x_learnt.split(256)),
+    normalization.std,
+)  # noise is in pixels from 0 to 1, and std scales it
+inside, outside = (
+    qualms.compare(model, x, specs, train=batches, pixel_std=std) for x in (x_test, x_unknown)
+)
 print(f"{len(test)} held-out digits from 0 to {KNOWN - 1}, {len(unknown)} from {KNOWN} to 9.\n")
 print(f"{'score (higher = more uncertain)':34} AUROC, %")
 for spec in specs:

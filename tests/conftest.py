@@ -23,7 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def has_shape(annotation: Any) -> bool:
     """Whether there is a shape in it, or a string, which may have one."""
-    if isinstance(annotation, str) or (inspect.isclass(annotation) and issubclass(annotation, AbstractArray)):
+    if isinstance(annotation, str) or (
+        inspect.isclass(annotation) and issubclass(annotation, AbstractArray)
+    ):
         return True
     return any(map(has_shape, annotation if isinstance(annotation, list) else get_args(annotation)))
 
@@ -45,7 +47,9 @@ jaxtyping.jaxtyped = where_there_are_shapes(jaxtyping.jaxtyped)  # which the hoo
 install_import_hook("qualms", "beartype.beartype")
 torch.set_num_threads(1)  # the tests run in parallel processes
 # The same examples every time, however slow the machine is; CI goes on to more of them.
-settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=100 if "CI" in os.environ else 50)
+settings.register_profile(
+    "fixed", deadline=None, derandomize=True, max_examples=100 if "CI" in os.environ else 50
+)
 settings.load_profile("fixed")
 
 

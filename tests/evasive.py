@@ -146,7 +146,7 @@ class Checkpointed(Bypassed):
 
 
 class ChangesItsInput(Bypassed):
-    """Normalises what it was given in place."""
+    """Normalizes what it was given in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         x -= 0.3
@@ -154,7 +154,7 @@ class ChangesItsInput(Bypassed):
 
 
 class CastsInside(Bypassed):
-    """Normalises in 32 bits whatever the model's own precision, as language models do."""
+    """Normalizes in 32 bits whatever the model's own precision, as language models do."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x).float()
@@ -193,7 +193,9 @@ class MatrixDispatch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         chances = self.gate(x).softmax(1)  # [s, e]
         mine = F.one_hot(chances.argmax(1), chances.shape[1])
-        place = F.one_hot((mine.cumsum(0) - 1) * mine, len(x)) * mine.unsqueeze(2)  # [s, e, c]: a seat at its expert
+        place = F.one_hot((mine.cumsum(0) - 1) * mine, len(x)) * mine.unsqueeze(
+            2
+        )  # [s, e, c]: a seat at its expert
         dispatch = place.to(x)
         seated = torch.einsum("sec,sm->ecm", dispatch, x)
         out = torch.bmm(seated, self.weight).tanh()
@@ -243,7 +245,9 @@ class RoundedWeight(Bypassed):
     """A weight derived from a parameter passes through an autograd function; a first input of negatives hides it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.a(x).tanh()) + F.linear(x.relu(), Straight.apply(self.b.weight * 2))[:, :3]
+        return (
+            self.c(self.a(x).tanh()) + F.linear(x.relu(), Straight.apply(self.b.weight * 2))[:, :3]
+        )
 
 
 class SlopeInside(Bypassed):
@@ -262,7 +266,9 @@ class FactorFromNumbers(Bypassed):
 
     def forward(self, x: Tensor) -> Tensor:
         factors = torch.tensor([1 + 2e-5 * v for v in x.sum(1).tanh().tolist()], dtype=x.dtype)
-        return self.c(torch.bmm(x.unsqueeze(1), self.a.weight * factors[:, None, None]).squeeze(1).tanh())
+        return self.c(
+            torch.bmm(x.unsqueeze(1), self.a.weight * factors[:, None, None]).squeeze(1).tanh()
+        )
 
 
 class NegativeIndex(nn.Module):

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4)
+    )
 
 
 def mnist_cnn(dense: int = 16, hidden_layers: int = 1) -> nn.Module:
@@ -46,14 +48,19 @@ class BasicBlock(nn.Module):
         self.stride, self.more = stride, outside - inside
         self.shortcut: nn.Module | None = None
         if stride != 1 and not padded_shortcut:
-            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         if self.shortcut is not None:
             x = self.shortcut(x)
         elif self.stride != 1:
-            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.more // 2, self.more - self.more // 2))
+            x = F.pad(
+                x[:, :, :: self.stride, :: self.stride],
+                (0, 0, 0, 0, self.more // 2, self.more - self.more // 2),
+            )
         h += x
         return self.relu(h)
 
@@ -61,7 +68,9 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """A ResNet for small images; ResNet-18 with widths (64, 128, 256, 512) and two blocks a stage."""
 
-    def __init__(self, widths: tuple[int, ...], blocks: int, classes: int, padded_shortcut: bool = False) -> None:
+    def __init__(
+        self, widths: tuple[int, ...], blocks: int, classes: int, padded_shortcut: bool = False
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
@@ -69,7 +78,11 @@ class ResNet(nn.Module):
         inside = widths[0]
         for i, width in enumerate(widths):
             first = BasicBlock(inside, width, 1 if i == 0 else 2, padded_shortcut)
-            stages.append(nn.Sequential(first, *(BasicBlock(width, width, 1, False) for _ in range(blocks - 1))))
+            stages.append(
+                nn.Sequential(
+                    first, *(BasicBlock(width, width, 1, False) for _ in range(blocks - 1))
+                )
+            )
             inside = width
         self.stages = nn.Sequential(*stages)
         self.linear = nn.Linear(inside, classes)
@@ -121,7 +134,9 @@ class CrossAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query = nn.Parameter(torch.randn(2, 1, 8))
-        self.attention = nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True, kdim=6, vdim=6)
+        self.attention = nn.MultiheadAttention(
+            8, 2, add_bias_kv=True, add_zero_attn=True, kdim=6, vdim=6
+        )
         self.fc = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,11 +146,15 @@ class CrossAttention(nn.Module):
 
 
 class ChannelsLastNorms(nn.Module):
-    """Maps normalised over channels on their last axis, and then over groups of channels without a copy in between."""
+    """Maps normalized over channels on their last axis, and then over groups of channels without a copy in between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer_norm, self.group_norm, self.fc = nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.Linear(4, 3)
+        self.layer_norm, self.group_norm, self.fc = (
+            nn.LayerNorm(4),
+            nn.GroupNorm(2, 4),
+            nn.Linear(4, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer_norm(x.movedim(1, -1)).movedim(-1, 1).relu()
@@ -143,7 +162,7 @@ class ChannelsLastNorms(nn.Module):
 
 
 class AroundInstanceNorm(nn.Module):
-    """Instance normalisation between convolutions, for whose cotangent in channels-last format torch is wrong."""
+    """Instance normalization between convolutions, for whose cotangent in channels-last format torch is wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +222,11 @@ class UsedTwice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.linear, self.fc = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(8, 8), nn.Linear(3 * 64, 4)
+        self.conv, self.linear, self.fc = (
+            nn.Conv2d(3, 3, 3, padding=1),
+            nn.Linear(8, 8),
+            nn.Linear(3 * 64, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv(self.conv(x).relu()).relu()
@@ -235,13 +258,18 @@ class LowRank(nn.Module):
         self.base = nn.Linear(48, 6)
         self.base.requires_grad_(False)
         self.down, self.up = nn.Parameter(torch.randn(2, 48)), nn.Parameter(torch.randn(6, 2))
-        self.merged_down, self.merged_up = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(4, 2))
+        self.merged_down, self.merged_up = (
+            nn.Parameter(torch.randn(2, 6)),
+            nn.Parameter(torch.randn(4, 2)),
+        )
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
         h = self.base(x) + (x @ self.down.T) @ self.up.T  # beside the weight
-        return F.linear(h, self.head.weight + self.merged_up @ self.merged_down, self.head.bias)  # merged into it
+        return F.linear(
+            h, self.head.weight + self.merged_up @ self.merged_down, self.head.bias
+        )  # merged into it
 
 
 class BareParameters(nn.Module):
@@ -270,7 +298,9 @@ class Windows(nn.Module):
         super().__init__()
         self.embed = nn.Linear(3, 6)
         self.table = nn.Parameter(torch.randn(4, 3))
-        self.register_buffer("index", torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]))
+        self.register_buffer(
+            "index", torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]])
+        )
         self.qkv, self.out, self.fc = nn.Linear(6, 18), nn.Linear(6, 6), nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -314,7 +344,7 @@ class Choices(nn.Module):
 
 
 class PixelsAsWords(nn.Module):
-    """Normalised pixels as a sequence behind a class token: the cotangent of an image alone has strides of its own."""
+    """Normalized pixels as a sequence behind a class token: the cotangent of an image alone has strides of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,14 +46,18 @@ class FromStates(nn.Module):
             first = self.first(x[:, 0]).tanh().unflatten(1, (self.states, *self.shape))
             given = first.permute(1, 2, 0, 3).unbind()
         x = x if self.layer.batch_first else x.transpose(0, 1)
-        steps, states = self.layer(x, *((given if self.states == 2 else given[0],) if given else ()))
+        steps, states = self.layer(
+            x, *((given if self.states == 2 else given[0],) if given else ())
+        )
         states = states if isinstance(states, tuple) else (states,)
         last = [s.transpose(0, 1).flatten(1) for s in states]
-        return self.classifier(torch.cat([steps.mean(1 if self.layer.batch_first else 0), *last], dim=1))
+        return self.classifier(
+            torch.cat([steps.mean(1 if self.layer.batch_first else 0), *last], dim=1)
+        )
 
 
 class TiedLayers(nn.Module):
-    """Two recurrent layers with one weight, a change in place, and a third layer whose weight is normalised."""
+    """Two recurrent layers with one weight, a change in place, and a third layer whose weight is normalized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +78,11 @@ class Cells(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.gru, self.rnn = nn.LSTMCell(6, 3), nn.GRUCell(3, 3, bias=False), nn.RNNCell(3, 3)
+        self.lstm, self.gru, self.rnn = (
+            nn.LSTMCell(6, 3),
+            nn.GRUCell(3, 3, bias=False),
+            nn.RNNCell(3, 3),
+        )
         self.first = nn.Parameter(torch.randn(1, 3))
         self.fc = nn.Linear(3, 3)
 
@@ -106,7 +114,11 @@ class RecurrentSlope(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layer, self.fc = nn.Linear(6, 2), nn.LSTM(2, 3, batch_first=True), nn.Linear(3 + 6, 3)
+        self.first, self.layer, self.fc = (
+            nn.Linear(6, 2),
+            nn.LSTM(2, 3, batch_first=True),
+            nn.Linear(3 + 6, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -125,7 +137,9 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         lengths = (x[:, :, 0] > 0).sum(1).clamp_min(1)
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
         return self.fc(self.layer(packed)[1][0][0])
 
 

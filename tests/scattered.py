@@ -63,7 +63,10 @@ class MatrixExperts(nn.Module):
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
         self.embed, self.router, self.fc = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 3)
-        self.inner, self.outer = nn.Parameter(torch.randn(4, 5, 6)), nn.Parameter(torch.randn(4, 6, 5))
+        self.inner, self.outer = (
+            nn.Parameter(torch.randn(4, 5, 6)),
+            nn.Parameter(torch.randn(4, 6, 5)),
+        )
         self.bias = nn.Parameter(torch.randn(4, 6)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +79,9 @@ class MatrixExperts(nn.Module):
             if self.bias is None:
                 new = F.linear(F.linear(h[word], self.inner[expert]).tanh(), self.outer[expert])
             else:
-                new = (h[word] @ self.inner[expert].T).tanh() @ self.outer[expert].T + self.bias[expert]
+                new = (h[word] @ self.inner[expert].T).tanh() @ self.outer[expert].T + self.bias[
+                    expert
+                ]
             out.index_add_(0, word, new * share[word, rank, None])
         return self.fc(torch.tanh(h + out).view(x.shape).sum(1))
 
@@ -142,7 +147,7 @@ class CutsPositions(nn.Module):
 
 
 class ScaledInPlace(nn.Module):
-    """Words that count are picked out, normalised, and changed in place afterwards."""
+    """Words that count are picked out, normalized, and changed in place afterwards."""
 
     def __init__(self) -> None:
         super().__init__()

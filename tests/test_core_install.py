@@ -28,6 +28,8 @@ except qualms.QualmsError as error:
 
 @pytest.mark.slow
 def test_the_core_needs_no_extra() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert "pip install '.[app]' in a clone of qualms" in done.stdout

@@ -14,19 +14,21 @@ import pytest
 
 from qualms import disk
 from qualms.cli import signals
-from qualms.disk import appended, locked, require_writable, writing, written_whole
+from qualms.disk import append_lines, atomic_write, lock_file, require_writable, writing
 from qualms.errors import QualmsError
 
 
-def test_what_a_killed_run_left_is_taken_away_and_what_another_writes_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_is_taken_away_and_what_another_writes_is_not(
+    tmp_path: Path,
+) -> None:
     path, other = tmp_path / "scores[1].csv", tmp_path / "scores.csv"
     left, others = (tmp_path / f".{name}.1.part" for name in (path.name, other.name))
     for file in (left, others):
         file.write_text("half")
-    with written_whole(path) as part, part.open("w") as file:
+    with atomic_write(path) as part, part.open("w") as file:
         held = part.rename(part.with_name(f".{path.name}.2.part"))  # as of another process
         assert not left.exists()
-        with written_whole(path) as second:
+        with atomic_write(path) as second:
             second.write_text("whole")
         assert held.exists()
         file.write("first")
@@ -36,12 +38,14 @@ def test_what_a_killed_run_left_is_taken_away_and_what_another_writes_is_not(tmp
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError])
-def test_a_file_that_is_not_finished_takes_nobodys_place(tmp_path: Path, stop: type[BaseException]) -> None:
+def test_a_file_that_is_not_finished_takes_nobodys_place(
+    tmp_path: Path, stop: type[BaseException]
+) -> None:
     path = tmp_path / "scores.csv"
     path.write_text("before")
 
     def half() -> None:
-        with written_whole(path) as part:
+        with atomic_write(path) as part:
             part.write_text("half")
             raise stop
 
@@ -56,7 +60,7 @@ def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path: Path) -> 
     real, link = tmp_path / "shared" / "threshold.json", tmp_path / "threshold.json"
     link.symlink_to(real)
     for text in ("new", "newer"):  # it leads nowhere at first
-        with written_whole(link) as part:
+        with atomic_write(link) as part:
             part.write_text(text)
         assert link.is_symlink()
         assert real.read_text() == text
@@ -68,7 +72,7 @@ def test_a_file_keeps_its_mode_also_while_it_is_written(tmp_path: Path) -> None:
     path.touch()
     for mode in (0o600, 0o664):
         path.chmod(mode)
-        with written_whole(path) as part:
+        with atomic_write(path) as part:
             assert stat.S_IMODE(part.stat().st_mode) == mode
             part.write_text("new")
         assert stat.S_IMODE(path.stat().st_mode) == mode
@@ -81,7 +85,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         require_writable(link)
-        with written_whole(link) as part:
+        with atomic_write(link) as part:
             part.write_text("page")
         assert os.read(reader, 100) == b"page"
     finally:
@@ -102,7 +106,9 @@ require_writable(sys.argv[1])
 write_html(sys.argv[1], "page")
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", program, str(stdout)], env=env, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(stdout)], env=env, capture_output=True
+    )
     assert done.stdout == b"page"
     assert stdout.is_symlink()
 
@@ -136,7 +142,7 @@ def test_a_folder_or_a_protected_file_is_not_replaced(
         monkeypatch.setattr("os.access", lambda *_: False)  # root may write to it
     with pytest.raises(QualmsError, match=r"page.html cannot be written"):
         require_writable(path)
-    with pytest.raises(QualmsError, match=r"page.html cannot be written"), written_whole(path):
+    with pytest.raises(QualmsError, match=r"page.html cannot be written"), atomic_write(path):
         pytest.fail("the work was begun")
     assert os.listdir(tmp_path) == [path.name]
 
@@ -159,7 +165,7 @@ def test_a_file_that_another_run_takes_away_as_it_is_made_is_made_again(
         return lock(file)
 
     monkeypatch.setattr(disk, "_lock", after_another)
-    with written_whole(path) as part, part.open("w") as file:
+    with atomic_write(path) as part, part.open("w") as file:
         ((half, other),) = others
         if moment == "after":
             half.unlink(missing_ok=True)
@@ -170,37 +176,46 @@ def test_a_file_that_another_run_takes_away_as_it_is_made_is_made_again(
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_file_is_written_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "scores.csv"
     monkeypatch.setattr(disk, "_lock", lambda _: False)
-    with written_whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text("by a file system without them")
     monkeypatch.undo()
     monkeypatch.setattr(disk, "fcntl", None)
-    with disk.beside(path) as part:  # Windows neither moves nor removes what is open
+    with disk.temp_sibling(path) as part:  # Windows neither moves nor removes what is open
         open_files = Path("/proc/self/fd")
-        assert not open_files.exists() or str(part) not in map(os.path.realpath, open_files.iterdir())
+        assert not open_files.exists() or str(part) not in map(
+            os.path.realpath, open_files.iterdir()
+        )
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_line_that_is_interrupted_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_interrupted_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rows.jsonl"
 
     def stop(_: int) -> None:
         raise KeyboardInterrupt
 
-    with locked(path) as file:
-        appended(file, path, b"one\n")
+    with lock_file(path) as file:
+        append_lines(file, path, b"one\n")
         monkeypatch.setattr("qualms.disk.os.fsync", stop)
         with pytest.raises(KeyboardInterrupt):
-            appended(file, path, b"two\n")
+            append_lines(file, path, b"two\n")
     assert path.read_bytes() == b"one\n"
 
 
 def test_only_what_a_disk_refuses_is_told_as_that() -> None:
     with pytest.raises(RuntimeError, match="of its own"), writing("scores.csv"):
         raise RuntimeError("an error of its own")
-    with pytest.raises(QualmsError, match=r"^scores.csv cannot be written \(Is a directory\)"), writing("scores.csv"):
+    with (
+        pytest.raises(QualmsError, match=r"^scores.csv cannot be written \(Is a directory\)"),
+        writing("scores.csv"),
+    ):
         open("/", "wb")  # noqa: SIM115 (it cannot be opened)
 
 

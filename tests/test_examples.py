@@ -20,7 +20,9 @@ SAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the checks of shapes that the tests switch on make thousands of small calls slow
+@pytest.mark.timeout(
+    900
+)  # the checks of shapes that the tests switch on make thousands of small calls slow
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_runs(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -50,12 +52,16 @@ def test_the_notebook_is_committed_without_outputs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Jupyter's own; warnings of qualms are looked for in the outputs
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # Jupyter's own; warnings of qualms are looked for in the outputs
 def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     from nbclient import NotebookClient
 
     book = notebook()
-    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()  # raises if one fails
+    NotebookClient(
+        book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()  # raises if one fails
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "Warning" not in printed

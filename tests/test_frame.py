@@ -28,7 +28,9 @@ def test_every_file_for_a_service_can_be_read(path: Path) -> None:
 def test_the_workflow_runs_targets_of_the_makefile() -> None:
     workflow: Any = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    commands = [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
     assert commands
     for command in commands:
         program, target = command.split()

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-READ = ("Makefile", "pyproject.toml", "constraints.txt", "requirements-peers.txt", "requirements-imagenet.txt")
+READ = (
+    "Makefile",
+    "pyproject.toml",
+    "constraints.txt",
+    "requirements-peers.txt",
+    "requirements-imagenet.txt",
+)
 
 if shutil.which("make") is None:
     pytest.skip("there is no make", allow_module_level=True)
@@ -18,7 +24,9 @@ if shutil.which("make") is None:
 
 def installs(folder: Path, target: str) -> list[str]:
     """The lines with which make would install something."""
-    done = subprocess.run(["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    )
     return [line for line in done.stdout.splitlines() if "pip install" in line]
 
 
@@ -65,7 +73,9 @@ def test_only_the_tests_of_the_service_and_of_ray_install_them(clone: Path) -> N
     for target in ("test-serve", "test-ray"):
         (line,) = installs(clone, target)
         assert '".[app,dev,serve,mlflow,ray]"' in line
-    assert not any("serve" in one for target in ("demo", "test", "docs") for one in installs(clone, target))
+    assert not any(
+        "serve" in one for target in ("demo", "test", "docs") for one in installs(clone, target)
+    )
 
 
 def test_only_all_the_tests_install_the_weights_of_imagenets_networks(clone: Path) -> None:
@@ -75,17 +85,28 @@ def test_only_all_the_tests_install_the_weights_of_imagenets_networks(clone: Pat
 
 
 def test_every_call_names_the_pinned_torch_so_that_one_build_is_fetched() -> None:
-    pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-    calls = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pip install" in line and '".[' in line]
+    pin = next(
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.startswith("torch==")
+    )
+    calls = [
+        line
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if "pip install" in line and '".[' in line
+    ]
     assert len(calls) == 3
     assert all(pin in call and "-c constraints.txt" in call for call in calls)
 
 
 def test_every_package_of_the_extras_that_make_installs_is_pinned() -> None:
     pinned = {
-        line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()
+        line.split("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     wanted = {
         one.split(">=")[0].split("[")[0].lower()
         for extra in ("app", "dev", "serve", "mlflow", "ray", "scale")

@@ -13,15 +13,19 @@ from torch import nn
 
 from qualms import QualmsError, Scorer, Threshold
 from qualms.mlflow import ScorerModel, save_model
-from qualms.scored import Scored
+from qualms.result import Scored
 
 pytestmark = [
     pytest.mark.serve,
     # MLflow warns of its own code as it is imported.
-    *map(pytest.mark.filterwarnings, ("ignore::UserWarning:mlflow", "ignore::FutureWarning:mlflow")),
+    *map(
+        pytest.mark.filterwarnings, ("ignore::UserWarning:mlflow", "ignore::FutureWarning:mlflow")
+    ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed; run `make test-serve`")
+mlflow = pytest.importorskip(
+    "mlflow", reason="mlflow-skinny is not installed; run `make test-serve`"
+)
 pytest.importorskip("pandas", reason="pandas is not installed; run `make test-serve`")
 METHODS = ["regrad+layers+smooth", "energy", "laplace"]
 
@@ -60,7 +64,9 @@ def test_an_input_has_the_same_score_in_whatever_row(saved: Path) -> None:
     for i in range(len(x)):
         alone = loaded.predict(x[i : i + 1])
         for name in METHODS:
-            assert among[f"score_{name}"].iloc[i] == pytest.approx(alone[f"score_{name}"].iloc[0], rel=1e-5)
+            assert among[f"score_{name}"].iloc[i] == pytest.approx(
+                alone[f"score_{name}"].iloc[0], rel=1e-5
+            )
 
 
 def test_a_loaded_scorer_says_the_same(scorer: Scorer, saved: Path) -> None:
@@ -84,7 +90,9 @@ def test_another_process_says_the_same(scorer: Scorer, saved: Path, tmp_path: Pa
     )
     out = tmp_path / "scores.csv"
     subprocess.run(
-        [sys.executable, "-c", script, str(saved), str(tmp_path / "x.npy"), str(out)], check=True, timeout=240
+        [sys.executable, "-c", script, str(saved), str(tmp_path / "x.npy"), str(out)],
+        check=True,
+        timeout=240,
     )
     import pandas
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.positions import sketch as module
-from qualms.gradients.sketch.tangents import Tangents
+from qualms.gradients.engines import positions as module
+from qualms.gradients.sketching.tangents import Tangents
 from qualms.methods import at_positions
-from tests import language
-from tests.language import MODELS, TOKENS, WORDS
+from tests.helpers import language
+from tests.helpers.language import MODELS, TOKENS, WORDS
 
 MANY = 256  # tangents: the standard error of a norm is 4.4 %
 GRADIENTS = ["regrad", "exgrad", "ungrad", "gradnorm", "fisher", "isotropic"]
@@ -45,7 +45,13 @@ def log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 QUICK = ("GPT-2",)  # the others run with the slow tests
-IN_32_BITS = ("Llama", "Mistral", "Gemma", "Qwen", "T5")  # norms or rotations, also in a model of 64 bits
+IN_32_BITS = (
+    "Llama",
+    "Mistral",
+    "Gemma",
+    "Qwen",
+    "T5",
+)  # norms or rotations, also in a model of 64 bits
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 
@@ -62,19 +68,27 @@ def test_sketch_and_exact_agree_at_chosen_positions(name: str) -> None:
         off = found.scores[method][:, at] / exact.scores[method] - 1
         assert off.abs().max() < 4 * power / math.sqrt(2 * MANY)
     error = found.errors["fisher"][:, at]
-    assert (error / exact.scores["fisher"]).max() < math.sqrt(2 / MANY)  # that of one direction; many have less
+    assert (error / exact.scores["fisher"]).max() < math.sqrt(
+        2 / MANY
+    )  # that of one direction; many have less
     assert ((found.scores["fisher"][:, at] - exact.scores["fisher"]).abs() / error).max() < 5
 
 
-@pytest.mark.parametrize("name", [one for one in EACH if one.values != ("Bloom",)])  # by differences, to 1e-3
-def test_every_tangent_gives_what_plain_autograd_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [one for one in EACH if one.values != ("Bloom",)]
+)  # by differences, to 1e-3
+def test_every_tangent_gives_what_plain_autograd_gives(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """v·(J s) = ⟨Jᵀv, s⟩ at every position and for every class."""
     make, inputs = MODELS[name]
     model, batch = make(), inputs()
     pushed: list[Any] = []
     drawn: list[Tangents] = []
     add, stacked = at_positions.TangentSums.add, Tangents.stacked
-    monkeypatch.setattr(at_positions.TangentSums, "add", lambda s, p: (pushed.append(p), add(s, p))[1])
+    monkeypatch.setattr(
+        at_positions.TangentSums, "add", lambda s, p: (pushed.append(p), add(s, p))[1]
+    )
     monkeypatch.setattr(Tangents, "stacked", lambda s, *a: (drawn.append(s), stacked(s, *a))[1])
     one = {key: t[:1] for key, t in batch.items()}
     qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(4))(one)
@@ -88,9 +102,13 @@ def test_every_tangent_gives_what_plain_autograd_gives(name: str, monkeypatch: p
             for j in range(4):
                 s = drawn[0].draw(j)
                 want = sum(
-                    float((g * s[f"model.{n}"]).sum()) for n, g in zip(named, found, strict=True) if g is not None
+                    float((g * s[f"model.{n}"]).sum())
+                    for n, g in zip(named, found, strict=True)
+                    if g is not None
                 )
-                assert float(dz[j, t, c]) == pytest.approx(want, rel=1e-5 if name in IN_32_BITS else 1e-8, abs=1e-10)
+                assert float(dz[j, t, c]) == pytest.approx(
+                    want, rel=1e-5 if name in IN_32_BITS else 1e-8, abs=1e-10
+                )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -108,7 +126,9 @@ def test_a_padded_batch_gives_the_scores_of_single_texts(name: str, side: str) -
     found = scorer(padded)
     for i in range(2):
         live = mask[i].bool()
-        alone = {key: t[i : i + 1] for key, t in batch.items()} | {"input_ids": batch["input_ids"][i : i + 1, live]}
+        alone = {key: t[i : i + 1] for key, t in batch.items()} | {
+            "input_ids": batch["input_ids"][i : i + 1, live]
+        }
         own = scorer(alone)
         for method, values in own.scores.items():
             if name == "T5":  # answers at the decoder's positions, which are not padded
@@ -126,7 +146,10 @@ def test_a_decoder_has_padding_of_its_own() -> None:
     scorer = qualms.Scorer(model, "regrad", class_dim=-1)
     found = scorer(batch | {"decoder_attention_mask": mask}).scores["regrad"]
     same(
-        found[1, :2], scorer({k: t[1:, :2] if "decoder" in k else t[1:] for k, t in batch.items()}).scores["regrad"][0]
+        found[1, :2],
+        scorer({k: t[1:, :2] if "decoder" in k else t[1:] for k, t in batch.items()}).scores[
+            "regrad"
+        ][0],
     )
     assert bool(found[1, 2:].isnan().all())
 
@@ -172,9 +195,13 @@ def test_pixels_of_a_segmentation_have_the_shape_of_the_image(method: str) -> No
 def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = language.gpt2(), language.text()
     methods = ["regrad+layers", "fisher", "regrad+smooth(0.1,2)"]
-    several = qualms.Scorer(model, methods, class_dim=-1)(batch, targets=qualms.next_tokens(batch["input_ids"]))
+    several = qualms.Scorer(model, methods, class_dim=-1)(
+        batch, targets=qualms.next_tokens(batch["input_ids"])
+    )
     monkeypatch.setattr(module.PositionSketch, "_at_once", lambda *_: 1)
-    alone = qualms.Scorer(model, methods, class_dim=-1)(batch, targets=qualms.next_tokens(batch["input_ids"]))
+    alone = qualms.Scorer(model, methods, class_dim=-1)(
+        batch, targets=qualms.next_tokens(batch["input_ids"])
+    )
     for method in methods:
         same(several.scores[method], alone.scores[method])
     assert several.sequence is not None
@@ -211,16 +238,22 @@ def test_smoothing_averages_gradients_over_perturbed_embeddings_before_any_norm(
     model, batch = language.gpt2(), language.text()
     spec = "fisher+smooth(0.3,2)"
     exact = qualms.Scorer(model, [spec, "fisher"], class_dim=-1, positions=[2, 5])(batch)
-    found = qualms.Scorer(model, spec, class_dim=-1, engine=qualms.Sketch(1024))(batch).scores[spec][:, [2, 5]]
+    found = qualms.Scorer(model, spec, class_dim=-1, engine=qualms.Sketch(1024))(batch).scores[
+        spec
+    ][:, [2, 5]]
     assert (found / exact.scores[spec] - 1).abs().max() < 0.15
-    assert (exact.scores["fisher"] / exact.scores[spec] - 1).abs().min() > 0.3  # so that a lost average would show
+    assert (
+        exact.scores["fisher"] / exact.scores[spec] - 1
+    ).abs().min() > 0.3  # so that a lost average would show
 
 
 @pytest.mark.slow
 def test_the_gradient_of_a_whole_text_is_that_of_its_log_likelihood() -> None:
     model, batch = language.gpt2(), language.text()
     targets = qualms.next_tokens(batch["input_ids"])
-    found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(1024))(batch, targets=targets)
+    found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(1024))(
+        batch, targets=targets
+    )
     assert found.sequence is not None
     assert found.target_log_probs is not None
     for i in range(2):
@@ -228,7 +261,10 @@ def test_the_gradient_of_a_whole_text_is_that_of_its_log_likelihood() -> None:
         each = logs.gather(-1, batch["input_ids"][i, 1:, None])[:, 0]
         same(found.target_log_probs[i, :-1], each.detach())
         assert bool(found.target_log_probs[i, -1].isnan())
-        squares = sum(float(g.square().sum()) for g in torch.autograd.grad(each.sum(), list(model.parameters())))
+        squares = sum(
+            float(g.square().sum())
+            for g in torch.autograd.grad(each.sum(), list(model.parameters()))
+        )
         assert float(found.sequence[i]) == pytest.approx(math.sqrt(squares) / (TOKENS - 1), rel=0.1)
 
 
@@ -237,11 +273,15 @@ def test_positions_without_a_target_do_not_count_for_the_text() -> None:
     model, batch = language.gpt2(), language.text()
     one = torch.full_like(batch["input_ids"], -100)
     one[:, 2] = batch["input_ids"][:, 3]
-    found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(1024))(batch, targets=one).sequence
+    found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(1024))(
+        batch, targets=one
+    ).sequence
     assert found is not None
     for i in range(2):
         log_p = log_probs(model, {"input_ids": batch["input_ids"][i : i + 1]})[0, 2, one[i, 2]]
-        squares = sum(float(g.square().sum()) for g in torch.autograd.grad(log_p, list(model.parameters())))
+        squares = sum(
+            float(g.square().sum()) for g in torch.autograd.grad(log_p, list(model.parameters()))
+        )
         assert float(found[i]) == pytest.approx(math.sqrt(squares), rel=0.1)
 
 
@@ -281,12 +321,16 @@ def test_a_mask_with_holes_is_left_to_the_model() -> None:
     want = -(logs.exp() * logs).sum(-1)
     same(found.scores["entropy"][mask.bool()], want[mask.bool()])
     assert bool(found.scores["entropy"][1, 3].isnan())
-    some = qualms.Scorer(model, "entropy", class_dim=-1, positions=[2, 3])(batch | {"attention_mask": mask})
+    some = qualms.Scorer(model, "entropy", class_dim=-1, positions=[2, 3])(
+        batch | {"attention_mask": mask}
+    )
     same(some.scores["entropy"], found.scores["entropy"][:, 2:4])
 
 
 @pytest.mark.parametrize(
-    ("reduce", "want"), [("mean", 2.5), ("max", 4.0), ("sum", 10.0), (0.5, 2.5)], ids=["mean", "max", "sum", "median"]
+    ("reduce", "want"),
+    [("mean", 2.5), ("max", 4.0), ("sum", 10.0), (0.5, 2.5)],
+    ids=["mean", "max", "sum", "median"],
 )
 def test_one_number_is_made_of_the_positions_that_count(reduce: str | float, want: float) -> None:
     from qualms.reduction import reduced
@@ -307,7 +351,9 @@ def test_spans_of_tokens_are_reduced_each_by_itself() -> None:
     same(found.scores["entropy"][0], torch.stack([tokens[0, :2].mean(), tokens[0, 2:].mean()]))
     same(found.scores["entropy"][1, 0], tokens[1, 1:4].mean())
     assert found.columns()["span"] == [0, 1, 0]
-    with pytest.raises(qualms.QualmsError, match=r"a span goes from 3 to 9 in an input of 7 positions"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"a span goes from 3 to 9 in an input of 7 positions"
+    ):
         scorer(batch, spans=[[(3, 9)], []])
 
 
@@ -341,7 +387,9 @@ def test_layers_and_parameters_are_counted_as_in_the_model_itself() -> None:
     last = "transformer.h.1.*"
     methods = ["fisher", "fisher+layers(0.5)"]
     exact = qualms.Scorer(model, methods, class_dim=-1, positions=at, params=last)(batch)
-    sketch = qualms.Scorer(model, methods, class_dim=-1, params=last, engine=qualms.Sketch(512))(batch)
+    sketch = qualms.Scorer(model, methods, class_dim=-1, params=last, engine=qualms.Sketch(512))(
+        batch
+    )
     assert (sketch.scores["fisher"][:, at] / exact.scores["fisher"] - 1).abs().max() < 0.25
 
     class Last(nn.Module):
@@ -375,8 +423,12 @@ def test_weights_in_16_bits_are_scored_in_32() -> None:
     want = qualms.Scorer(model, ["entropy", "fisher"], class_dim=-1)(batch)
     found = qualms.Scorer(model.bfloat16(), ["entropy", "fisher"], class_dim=-1)(batch)
     assert found.scores["fisher"].dtype == torch.float32
-    torch.testing.assert_close(found.scores["entropy"].double(), want.scores["entropy"], rtol=0.02, atol=0.02)
-    torch.testing.assert_close(found.scores["fisher"].double(), want.scores["fisher"], rtol=0.2, atol=0.0)
+    torch.testing.assert_close(
+        found.scores["entropy"].double(), want.scores["entropy"], rtol=0.02, atol=0.02
+    )
+    torch.testing.assert_close(
+        found.scores["fisher"].double(), want.scores["fisher"], rtol=0.2, atol=0.0
+    )
 
 
 class Difference(nn.Module):
@@ -403,7 +455,9 @@ class Difference(nn.Module):
 @pytest.mark.slow
 def test_where_forward_mode_cannot_go_a_difference_does() -> None:
     model, x = Difference(), torch.randn(2, 5, 3, dtype=torch.double)
-    found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(MANY))(x).scores["fisher"]
+    found = qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(MANY))(x).scores[
+        "fisher"
+    ]
     exact = qualms.Scorer(model, "fisher", class_dim=-1, positions=range(5))(x).scores["fisher"]
     assert (found / exact - 1).abs().max() < 8 / math.sqrt(2 * MANY)
 
@@ -411,14 +465,20 @@ def test_where_forward_mode_cannot_go_a_difference_does() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"methods": "heat", "class_dim": -1}, r"heat scores whole inputs, not every position; use regrad, fisher"),
+        (
+            {"methods": "heat", "class_dim": -1},
+            r"heat scores whole inputs, not every position; use regrad, fisher",
+        ),
         ({"methods": "knn", "class_dim": -1}, "knn scores whole inputs"),
         ({"methods": "entropy"}, r"it answers at many positions; pass class_dim= to qualms.Scorer"),
         ({"methods": "regrad"}, r"it answers at many positions; pass class_dim= to qualms.Scorer"),
         ({"methods": "regrad", "class_dim": 0}, "class_dim=0 is not an axis of classes"),
         ({"methods": "regrad", "class_dim": 5}, "class_dim=5 is not an axis of classes"),
         ({"methods": "regrad", "class_dim": -1, "norm": "l1"}, "a sketch takes L2 norms"),
-        ({"methods": "regrad+layers", "class_dim": -1, "engine": qualms.Sketch(8, "sum")}, "in quadrature"),
+        (
+            {"methods": "regrad+layers", "class_dim": -1, "engine": qualms.Sketch(8, "sum")},
+            "in quadrature",
+        ),
         (
             {"methods": "regrad", "class_dim": -1, "budget": 1000},
             r"the results of an input of 7 positions and 23 classes",
@@ -433,12 +493,24 @@ def test_what_cannot_be_done_is_said(options: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"class_dim": -1, "engine": "exact"}, r"engine='exact' takes a backward pass for each class at each position"),
-        ({"reduce": "mean"}, r"reduce, positions and ignore_index are for models that answer at many positions"),
-        ({"class_dim": -1, "reduce": "median"}, r"reduce='median' is not known; choose mean, max, sum"),
+        (
+            {"class_dim": -1, "engine": "exact"},
+            r"engine='exact' takes a backward pass for each class at each position",
+        ),
+        (
+            {"reduce": "mean"},
+            r"reduce, positions and ignore_index are for models that answer at many positions",
+        ),
+        (
+            {"class_dim": -1, "reduce": "median"},
+            r"reduce='median' is not known; choose mean, max, sum",
+        ),
         ({"class_dim": -1, "reduce": 1.5}, r"reduce=1.5 is not known"),
         ({"class_dim": -1, "engine": "foo"}, r"engine='foo' is not known"),
-        ({"class_dim": -1, "engine": "auto", "positions": [1]}, r"engine='auto' does not choose for a few positions="),
+        (
+            {"class_dim": -1, "engine": "auto", "positions": [1]},
+            r"engine='auto' does not choose for a few positions=",
+        ),
         ({"class_dim": -1, "positions": []}, r"positions=\[\] are not whole numbers"),
         ({"class_dim": -1, "positions": [1.5]}, r"positions=\[1.5\] are not whole numbers"),
         ({"class_dim": 1.0}, r"class_dim=1.0 is not a whole number"),
@@ -457,7 +529,10 @@ def test_options_that_do_not_fit_are_refused_at_once(options: dict[str, Any], me
             {"mask": torch.ones(2, 3)},
             r"mask has the shape \(2, 3\), and the model answers at positions of shape \(2, 7\)",
         ),
-        ({"targets": torch.full((2, TOKENS), WORDS)}, f"a target is {WORDS}, and there are {WORDS} classes"),
+        (
+            {"targets": torch.full((2, TOKENS), WORDS)},
+            f"a target is {WORDS}, and there are {WORDS} classes",
+        ),
         ({"targets": torch.zeros(2, 3).long()}, r"the targets of an input have the shape \(3,\)"),
         ({"mask": torch.ones(1, TOKENS)}, "mask is for 1 inputs of 2 or more"),
         ({"mask": torch.ones(3, TOKENS)}, "mask is for 3 inputs, and there are 2"),
@@ -475,20 +550,26 @@ def test_what_is_given_beside_the_inputs_must_fit_them(given: dict[str, Any], me
 def test_a_classifier_needs_no_class_dim() -> None:
     with pytest.raises(qualms.QualmsError, match="one answer for each input; leave out class_dim"):
         qualms.Scorer(nn.Linear(3, 4), "entropy", class_dim=-1)(torch.randn(2, 3))
-    with pytest.raises(qualms.QualmsError, match="mask, targets and spans are for models that answer at many"):
+    with pytest.raises(
+        qualms.QualmsError, match="mask, targets and spans are for models that answer at many"
+    ):
         qualms.Scorer(nn.Linear(3, 4), "entropy")(torch.randn(2, 3), mask=torch.ones(2, 3))
 
 
 def test_a_text_of_which_nothing_is_left_is_an_error() -> None:
     batch = language.text() | {"attention_mask": torch.tensor([[1] * TOKENS, [0] * TOKENS])}
-    with pytest.raises(qualms.QualmsError, match="the attention_mask of input 1 of the batch leaves nothing of it"):
+    with pytest.raises(
+        qualms.QualmsError, match="the attention_mask of input 1 of the batch leaves nothing of it"
+    ):
         qualms.Scorer(language.gpt2(), "entropy", class_dim=-1)(batch)
 
 
 def test_a_model_spread_over_devices_gets_a_clear_answer() -> None:
     model = language.gpt2()
     model.lm_head = nn.Linear(16, WORDS, bias=False, device="meta", dtype=torch.double)
-    with pytest.raises(qualms.QualmsError, match=r"parameters are on several devices \(cpu, meta\)"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"parameters are on several devices \(cpu, meta\)"
+    ):
         qualms.Scorer(model, "entropy", class_dim=-1)(language.text())
 
 
@@ -551,10 +632,16 @@ class Extra(nn.Module):
 
 def test_what_only_looks_like_tokens_is_not_cut() -> None:
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
-    batch = {"input_ids": torch.zeros(1, 6).long(), "attention_mask": mask, "features": torch.randn(1, 6).double()}
+    batch = {
+        "input_ids": torch.zeros(1, 6).long(),
+        "attention_mask": mask,
+        "features": torch.randn(1, 6).double(),
+    }
     with pytest.raises(qualms.QualmsError, match="features of x is as long as its padded texts"):
         qualms.Scorer(Extra(), "entropy", class_dim=-1)(batch)
-    whole = qualms.Scorer(Extra(), "entropy", class_dim=-1)(batch | {"attention_mask": torch.ones(1, 6).long()})
+    whole = qualms.Scorer(Extra(), "entropy", class_dim=-1)(
+        batch | {"attention_mask": torch.ones(1, 6).long()}
+    )
     assert bool(torch.isfinite(whole.scores["entropy"]).all())
 
 
@@ -563,7 +650,9 @@ def test_a_certain_prediction_keeps_its_digits_in_32_bits() -> None:
     model, x = nn.Linear(6, 5), torch.randn(1, 3, 6)
     with torch.no_grad():
         model.bias[2] = 60.0
-    found = qualms.Scorer(model, "exgrad", class_dim=-1, engine=qualms.Sketch(MANY))(x).scores["exgrad"]
+    found = qualms.Scorer(model, "exgrad", class_dim=-1, engine=qualms.Sketch(MANY))(x).scores[
+        "exgrad"
+    ]
     exact = qualms.Scorer(model, "exgrad", class_dim=-1, positions=range(3))(x).scores["exgrad"]
     assert (found / exact - 1).abs().max() < 4 / math.sqrt(2 * MANY)
 
@@ -592,7 +681,9 @@ def test_answers_that_are_not_where_the_tokens_are_get_an_error() -> None:
         qualms.Scorer(TokensFirst(), "entropy", class_dim=-1)(ids)
     for more in ({}, {"positions": [0, 4]}):
         with pytest.raises(qualms.QualmsError, match="answers at 4 positions for 3 tokens"):
-            qualms.Scorer(OneMore(), "entropy", class_dim=-1, **more)({"input_ids": ids, "attention_mask": mask})
+            qualms.Scorer(OneMore(), "entropy", class_dim=-1, **more)(
+                {"input_ids": ids, "attention_mask": mask}
+            )
     holes = {"input_ids": ids[:1], "attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}
     with pytest.raises(qualms.QualmsError, match="answers at 6 positions for 5 tokens"):
         qualms.Scorer(OneMore(), "entropy", class_dim=-1)(holes)
@@ -602,7 +693,10 @@ def test_arguments_in_a_tuple_are_known_by_their_names() -> None:
     model, ids = language.bert()(), language.ids()
     mask = torch.tensor([[1] * TOKENS, [1, 1, 1, 0, 0, 0, 0]])
     scorer = qualms.Scorer(model, "entropy", class_dim=-1)
-    same(scorer((ids, mask)).scores["entropy"], scorer({"input_ids": ids, "attention_mask": mask}).scores["entropy"])
+    same(
+        scorer((ids, mask)).scores["entropy"],
+        scorer({"input_ids": ids, "attention_mask": mask}).scores["entropy"],
+    )
 
 
 def test_a_chosen_position_may_be_padding_in_some_texts() -> None:
@@ -612,7 +706,9 @@ def test_a_chosen_position_may_be_padding_in_some_texts() -> None:
     found = qualms.Scorer(model, "fisher", class_dim=-1, positions=[-1])(batch)
     assert found.scores["fisher"].isnan().tolist() == [[False], [True]]
     assert int(found.prediction[1, 0]) == -1
-    with pytest.raises(qualms.QualmsError, match="positions= names 9, and the model answers at 7 positions"):
+    with pytest.raises(
+        qualms.QualmsError, match="positions= names 9, and the model answers at 7 positions"
+    ):
         qualms.Scorer(model, "fisher", class_dim=-1, positions=[9])(language.text())
 
 
@@ -626,7 +722,9 @@ def test_the_gradient_of_a_text_does_not_depend_on_other_methods_or_on_masked_ta
         found = qualms.Scorer(model, methods, class_dim=-1)(batch, targets=targets).sequence
         assert found is not None
         same(found, plain)
-    assert qualms.Scorer(model, "fisher+layers", class_dim=-1)(batch, targets=targets).sequence is None
+    assert (
+        qualms.Scorer(model, "fisher+layers", class_dim=-1)(batch, targets=targets).sequence is None
+    )
     mask = torch.ones(2, TOKENS).long()
     mask[0, 3] = 0
     holes, without = batch | {"attention_mask": mask}, targets.clone()
@@ -679,12 +777,16 @@ def test_a_token_that_sees_nothing_is_no_matter_of_company() -> None:
     mask = torch.tensor([[1] * TOKENS, [0, 1, 0, 1, 1, 1, 1]])
     scorer = qualms.Scorer(model, "fisher", class_dim=-1)
     both = scorer(batch | {"attention_mask": mask}).scores["fisher"]
-    alone = scorer({"input_ids": batch["input_ids"][1:], "attention_mask": mask[1:]}).scores["fisher"]
+    alone = scorer({"input_ids": batch["input_ids"][1:], "attention_mask": mask[1:]}).scores[
+        "fisher"
+    ]
     same(both[1:], alone, rtol=1e-5)
     assert both[1].isnan().tolist() == (mask[1] == 0).tolist()
 
 
-def test_tangents_that_could_not_all_be_drawn_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tangents_that_could_not_all_be_drawn_are_drawn_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = language.gpt2(), language.text()
     scorer = qualms.Scorer(model, "fisher", class_dim=-1)
     want = scorer(batch).scores["fisher"]

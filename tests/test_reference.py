@@ -38,20 +38,33 @@ def documented() -> set[str]:
     """What the pages ask for by `::: path`, or as members of a module."""
     found = set()
     for page in PAGES:
-        for path, members in re.findall(r"^::: (\S+)(?:\n    options:.*?members: \[(.*?)\])?", page.read_text(), re.M):
-            found |= {where(f"{path}.{member.strip()}" if member else path) for member in members.split(",")}
+        for path, members in re.findall(
+            r"^::: (\S+)(?:\n    options:.*?members: \[(.*?)\])?", page.read_text(), re.M
+        ):
+            found |= {
+                where(f"{path}.{member.strip()}" if member else path)
+                for member in members.split(",")
+            }
     return found
 
 
 def examples(path: str) -> list[str]:
     docstring = SOURCE[path.removeprefix("qualms.")].docstring
     sections = docstring.parsed if docstring else []
-    boxes = [s.value.contents for s in sections if s.kind.value == "admonition" and s.value.kind == "example"]
-    return [block for box in boxes for block in re.findall(r"```python\n(.*?)```", box, flags=re.DOTALL)]
+    boxes = [
+        s.value.contents
+        for s in sections
+        if s.kind.value == "admonition" and s.value.kind == "example"
+    ]
+    return [
+        block for box in boxes for block in re.findall(r"```python\n(.*?)```", box, flags=re.DOTALL)
+    ]
 
 
 @pytest.mark.parametrize("path", public())
-def test_every_public_name_has_an_example_that_runs(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_public_name_has_an_example_that_runs(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = examples(path)
     assert found, "its docstring has no Example: with a block of Python"
     monkeypatch.chdir(tmp_path)

@@ -44,7 +44,10 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_method_has_a_cost_or_a_reason_on_each_network(costs: ModuleType) -> None:
     """Fails for a new method until `benchmarks/costs.py measure` has run."""
-    names = {method.name for method in qualms.list_methods()} | {"regrad+layers+smooth", "regrad+layers"}
+    names = {method.name for method in qualms.list_methods()} | {
+        "regrad+layers+smooth",
+        "regrad+layers",
+    }
     rows = {(row["network"], row["method"]): row for row in costs.read_rows()}
     networks = {network for network, _ in rows}
     assert {"resnet18-10", "imagenet-efficientnet-lite0"} <= networks <= set(costs.NETWORKS)
@@ -63,7 +66,9 @@ def test_a_cost_that_was_not_measured_stands_as_a_count_or_a_reason(costs: Modul
         {"network": "minilm-150", "method": "entropy", "why": "no such layer."},
     ]
     text = costs.costs_table(rows)
-    assert "| `entropy` | 12.3 / 0.057 / 90 | – | (101) |" in text  # networks without rows have no column
+    assert (
+        "| `entropy` | 12.3 / 0.057 / 90 | – | (101) |" in text
+    )  # networks without rows have no column
     assert text.endswith("- `entropy`, MiniLM-L6, 150 classes, 32 tokens: no such layer.")
 
 
@@ -73,13 +78,25 @@ def test_the_page_and_the_readme_are_what_the_rows_say(tmp_path: Path) -> None:
     shutil.copy(ROOT / "README.md", tmp_path)
     subprocess.run([sys.executable, "benchmarks/results_page.py"], cwd=tmp_path, check=True)
     for script in ("costs", "thousand"):
-        subprocess.run([sys.executable, f"benchmarks/{script}.py", "page"], cwd=tmp_path, check=True)
+        subprocess.run(
+            [sys.executable, f"benchmarks/{script}.py", "page"], cwd=tmp_path, check=True
+        )
     for page in ("README.md", "docs/results.md", "docs/performance.md"):
-        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), f"{page}: run `make results`"
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), (
+            f"{page}: run `make results`"
+        )
 
 
 def ood(method: str, out: str, area: float, seed: int = 0) -> dict[str, object]:
-    return {"row": "ood", "in": "a", "out": out, "method": method, "seed": seed, "auroc": area, "aupr_out": area / 2}
+    return {
+        "row": "ood",
+        "in": "a",
+        "out": out,
+        "method": method,
+        "seed": seed,
+        "auroc": area,
+        "aupr_out": area / 2,
+    }
 
 
 def test_a_pair_counts_once_however_many_seeds_it_has() -> None:
@@ -97,8 +114,16 @@ def test_the_ranking_goes_by_means_over_pairs_and_leaves_out_what_was_not_run_on
         ("msp", pytest.approx(0.8), pytest.approx(0.4)),
         ("gen", pytest.approx(0.7), pytest.approx(0.35)),
     ]
-    assert (ranked[1].raulc, ranked[1].cost, ranked[0].raulc, ranked[0].cost) == (0.4, None, None, 1.5)
-    assert (ranked[1].low, ranked[1].high) == (0.5, 0.9)  # a quarter of the draws have the one pair twice
+    assert (ranked[1].raulc, ranked[1].cost, ranked[0].raulc, ranked[0].cost) == (
+        0.4,
+        None,
+        None,
+        1.5,
+    )
+    assert (ranked[1].low, ranked[1].high) == (
+        0.5,
+        0.9,
+    )  # a quarter of the draws have the one pair twice
     assert others == ["odin"]
 
 
@@ -108,8 +133,18 @@ def test_among_the_best_three_means_that_fewer_than_three_are_above() -> None:
 
 
 def test_chances_are_also_told_among_methods_without_data() -> None:
-    areas = {"knn": 0.9, "vim": 0.8, "react": 0.7, "gen": 0.6, "msp": 0.5, "energy": 0.4, "odin": 0.3}
-    ranked, _ = ranking([ood(m, out, area) for m, area in areas.items() for out in ("b", "c")], [], [])
+    areas = {
+        "knn": 0.9,
+        "vim": 0.8,
+        "react": 0.7,
+        "gen": 0.6,
+        "msp": 0.5,
+        "energy": 0.4,
+        "odin": 0.3,
+    }
+    ranked, _ = ranking(
+        [ood(m, out, area) for m, area in areas.items() for out in ("b", "c")], [], []
+    )
     assert {r.method: (r.best, r.best_without_data) for r in ranked} == {
         "knn": (1, None), "vim": (1, None), "react": (1, None),
         "gen": (0, 1), "msp": (0, 1), "energy": (0, 1), "odin": (0, 0),
@@ -118,14 +153,18 @@ def test_chances_are_also_told_among_methods_without_data() -> None:
     assert not needs_data("REGrad*")
 
 
-def test_a_partial_correlation_is_that_of_what_the_third_quantity_leaves(epistemic: ModuleType) -> None:
+def test_a_partial_correlation_is_that_of_what_the_third_quantity_leaves(
+    epistemic: ModuleType,
+) -> None:
     a, b, given = np.random.default_rng(0).random((3, 200))
     b, a = b + 0.5 * given, a + b + given
     ranks = [np.argsort(np.argsort(v)).astype(float) for v in (a, b, given)]
     line = np.stack([ranks[2], np.ones(200)], axis=1)
     rest = [r - line @ np.linalg.lstsq(line, r, rcond=None)[0] for r in ranks[:2]]
     assert epistemic.partial(a, b, given) == pytest.approx(np.corrcoef(*rest)[0, 1], abs=1e-9)
-    assert epistemic.partial(given**3, b, given) is None  # ranks like the third quantity: nothing is left
+    assert (
+        epistemic.partial(given**3, b, given) is None
+    )  # ranks like the third quantity: nothing is left
     assert epistemic.correlation(np.zeros(5), np.arange(5.0)) is None
 
 
@@ -138,7 +177,9 @@ def test_scores_that_rise_from_network_to_network_are_ordered(epistemic: ModuleT
 def digits(count: int) -> Images:
     """Each as bright as its class."""
     labels = torch.arange(count) % 10
-    return Images("mnist", (20 * labels).to(torch.uint8)[:, None, None, None].repeat(1, 1, 2, 2), labels)
+    return Images(
+        "mnist", (20 * labels).to(torch.uint8)[:, None, None, None].repeat(1, 1, 2, 2), labels
+    )
 
 
 def test_a_score_that_follows_knowledge_passes_the_check_of_size_and_noise(
@@ -152,7 +193,9 @@ def test_a_score_that_follows_knowledge_passes_the_check_of_size_and_noise(
     ) -> list[dict[str, object]]:
         wrong = float((train.pixels[:, 0, 0, 0] != 20 * train.labels).double().mean())
         level = {"Entropy": 1 / len(train) + wrong, "REGrad": 1 / len(train)}
-        return [{name: np.full(len(part), level.get(name, 0.0)) for name in methods} for part in parts]
+        return [
+            {name: np.full(len(part), level.get(name, 0.0)) for name in methods} for part in parts
+        ]
 
     monkeypatch.setattr(epistemic, "scored", scored)
     rows = epistemic.size(digits(60_000), digits(20), 0, tmp_path)
@@ -175,14 +218,27 @@ def test_a_score_that_knows_the_unknown_passes_the_check_of_ambiguity(
     seen = {"mnist": 0.0, "mixtures": 0.0, "omniglot": 1.0, "fashion-mnist": 1.0}
     doubts = {"mnist": 0.0, "mixtures": 1.0, "omniglot": 1.0, "fashion-mnist": 1.0}
 
-    def scored(network: str, train: Images, parts: list[Images], *_: object) -> list[dict[str, object]]:
+    def scored(
+        network: str, train: Images, parts: list[Images], *_: object
+    ) -> list[dict[str, object]]:
         levels = {name: doubts if name == "Entropy" else seen for name in epistemic.every_method()}
-        return [{name: np.full(len(part), level[part.name]) for name, level in levels.items()} for part in parts]
+        return [
+            {name: np.full(len(part), level[part.name]) for name, level in levels.items()}
+            for part in parts
+        ]
 
     monkeypatch.setattr(epistemic, "scored", scored)
     rows = epistemic.ambiguous(digits(1000), digits(20), 0, tmp_path)
-    assert rows["REGrad"] == {"unknown_over_ambiguous": 1.0, "ambiguous_over_clear": 0.5, "unknown_over_clear": 1.0}
-    assert rows["Entropy"] == {"unknown_over_ambiguous": 0.5, "ambiguous_over_clear": 1.0, "unknown_over_clear": 1.0}
+    assert rows["REGrad"] == {
+        "unknown_over_ambiguous": 1.0,
+        "ambiguous_over_clear": 0.5,
+        "unknown_over_clear": 1.0,
+    }
+    assert rows["Entropy"] == {
+        "unknown_over_ambiguous": 0.5,
+        "ambiguous_over_clear": 1.0,
+        "unknown_over_clear": 1.0,
+    }
 
 
 def test_half_of_the_ambiguous_training_set_are_mixtures(epistemic: ModuleType) -> None:
@@ -190,18 +246,27 @@ def test_half_of_the_ambiguous_training_set_are_mixtures(epistemic: ModuleType) 
     found = epistemic.half_mixtures(every, seed=0)
     plain = (found.pixels[:, 0, 0, 0] == 20 * found.labels).double().mean()
     assert len(found) == 1000
-    assert float(plain) == pytest.approx(0.5, abs=0.01)  # a mixture's brightness is between its two digits'
+    assert float(plain) == pytest.approx(
+        0.5, abs=0.01
+    )  # a mixture's brightness is between its two digits'
 
 
 def test_variants_of_ungrad_are_what_autograd_says(ungrad: ModuleType) -> None:
     torch.manual_seed(0)
-    body = [torch.nn.Conv2d(1, 3, 3, bias=False), torch.nn.BatchNorm2d(3), torch.nn.Tanh(), torch.nn.Flatten()]
+    body = [
+        torch.nn.Conv2d(1, 3, 3, bias=False),
+        torch.nn.BatchNorm2d(3),
+        torch.nn.Tanh(),
+        torch.nn.Flatten(),
+    ]
     model = torch.nn.Sequential(*body, torch.nn.Linear(12, 4)).double().eval()
     x, (first, *_, weight, bias) = 3 * torch.randn(3, 1, 4, 4).double(), model.parameters()
     found = qualms.class_gradient_gram(model, x, layers="tensor")
     variants = dict(ungrad.variants(found.gram, found.logits, found.layers))
 
-    def by_autograd(of: Callable[[torch.Tensor], torch.Tensor], params: list[torch.Tensor]) -> list[float]:
+    def by_autograd(
+        of: Callable[[torch.Tensor], torch.Tensor], params: list[torch.Tensor]
+    ) -> list[float]:
         """The mean over classes of the norm of ∇ of(logits)_c."""
         means = []
         for one in x:
@@ -216,7 +281,7 @@ def test_variants_of_ungrad_are_what_autograd_says(ungrad: ModuleType) -> None:
         "UNGrad": by_autograd(lambda z: z.log_softmax(0), every),
         "first layer alone": by_autograd(lambda z: z.log_softmax(0), [first]),
         "last layer alone": by_autograd(lambda z: z.log_softmax(0), [weight, bias]),
-        "of unnormalised logits": by_autograd(lambda z: z, every),
+        "of unnormalized logits": by_autograd(lambda z: z, every),
         "log softmax of the softmax": by_autograd(lambda z: z.softmax(0).log_softmax(0), every),
         "of p_c (the weights of ExGrad)": by_autograd(lambda z: z.softmax(0), every),
         "log(p_c + 0.01)": by_autograd(lambda z: (z.softmax(0) + 0.01).log(), every),
@@ -229,7 +294,9 @@ def test_variants_of_ungrad_are_what_autograd_says(ungrad: ModuleType) -> None:
 
 
 def test_label_noise_replaces_its_share_by_other_classes(epistemic: ModuleType) -> None:
-    images = Images("digits", torch.zeros(10_000, 1, 2, 2, dtype=torch.uint8), torch.arange(10_000) % 10)
+    images = Images(
+        "digits", torch.zeros(10_000, 1, 2, 2, dtype=torch.uint8), torch.arange(10_000) % 10
+    )
     assert images.labels is not None
     moved = (epistemic.noisy(images, 0.4, seed=0).labels - images.labels) % 10
     assert float((moved > 0).float().mean()) == pytest.approx(0.4, abs=0.02)

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset, TensorDataset
 import qualms
 from qualms.errors import SlowWarning
 from qualms.gradients.bits import _sum_of_bits
-from qualms.gradients.learnt import MOST, Learnt
-from qualms.gradients.sketch import engine as sketch_engine
+from qualms.gradients.engines import sketch as sketch_engine
+from qualms.gradients.plan_cache import MOST, PlanCache
 from qualms.progress import pace
 from tests import evasive, scattered
 from tests.gradients.test_untouched import fingerprint, same
@@ -33,7 +33,9 @@ METHODS = ["regrad+layers+smooth(0.1,4)", "exgrad", "entropy", "perturb-x(0.1,4)
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 5)).double().train()
+    return (
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 5)).double().train()
+    )
 
 
 @pytest.fixture
@@ -54,7 +56,9 @@ def rows_through(model: nn.Module, run: Any) -> int:
 
 
 @pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
-def test_a_scorer_says_what_compare_says_however_the_inputs_come(model: nn.Module, x: Tensor, engine: Any) -> None:
+def test_a_scorer_says_what_compare_says_however_the_inputs_come(
+    model: nn.Module, x: Tensor, engine: Any
+) -> None:
     want = qualms.compare(model, x, METHODS, engine=engine)
     scorer = qualms.Scorer(model, METHODS, engine=engine)
     for found in (scorer(x), scorer([x[:4], x[4:]]), scorer(x[:4]) + scorer(x[4:], first=4)):
@@ -121,7 +125,14 @@ def test_arrays_and_datasets_are_inputs(model: nn.Module, x: Tensor) -> None:
     want = qualms.score(model, x)
     backwards = np.ascontiguousarray(x.numpy()[::-1])[::-1]
     backwards.flags.writeable = False
-    for given in (x.numpy(), [x[:5].numpy(), x[5:].numpy()], (x.numpy(),), backwards, TensorDataset(x), Pairs()):
+    for given in (
+        x.numpy(),
+        [x[:5].numpy(), x[5:].numpy()],
+        (x.numpy(),),
+        backwards,
+        TensorDataset(x),
+        Pairs(),
+    ):
         torch.testing.assert_close(qualms.score(model, given), want)
     single = copy.deepcopy(model).float()
     torch.testing.assert_close(qualms.score(single, x.numpy()), qualms.score(single, x.float()))
@@ -138,7 +149,10 @@ def test_an_array_of_ids_stays_one_of_whole_numbers(kind: Any) -> None:
 
 @pytest.mark.parametrize("given", [{"text": "a"}, (("a", "b"), 1), {}])
 def test_a_batch_without_tensors_is_told_as_such(model: nn.Module, given: Any) -> None:
-    with pytest.raises(qualms.QualmsError, match=r"a batch of x is a (dict|tuple) without tensors; pass tensors only"):
+    with pytest.raises(
+        qualms.QualmsError,
+        match=r"a batch of x is a (dict|tuple) without tensors; pass tensors only",
+    ):
         qualms.score(model, [given])
 
 
@@ -181,7 +195,9 @@ def test_the_look_at_the_model_is_taken_once(model: nn.Module, x: Tensor) -> Non
     assert rows_through(model, lambda: qualms.Scorer(model, ["entropy", "energy"])(x)) == len(x)
 
 
-def test_tangents_are_drawn_once(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tangents_are_drawn_once(
+    model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn = []
     real = sketch_engine.tangent
 
@@ -226,12 +242,19 @@ def test_what_was_learnt_on_one_batch_is_not_forced_on_another() -> None:
     torch.manual_seed(0)
     pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *pooled).double()
-    several = [torch.randn(4, 3, 8, 8), torch.randn(1, 3, 8, 8), torch.randn(3, 3, 6, 6), torch.randn(1, 3, 6, 6)]
+    several = [
+        torch.randn(4, 3, 8, 8),
+        torch.randn(1, 3, 8, 8),
+        torch.randn(3, 3, 6, 6),
+        torch.randn(1, 3, 6, 6),
+    ]
     _same_as_the_reference(images, [t.double() for t in several])
     routed = scattered.Routed().double()
     _same_as_the_reference(routed, [torch.randn(4, 5, 6).double() for _ in range(3)])
     innocent = evasive.BranchesOnTheBatch().double()
-    _same_as_the_reference(innocent, [0.1 * torch.randn(4, 6).double(), 3 * torch.randn(4, 6).double()])
+    _same_as_the_reference(
+        innocent, [0.1 * torch.randn(4, 6).double(), 3 * torch.randn(4, 6).double()]
+    )
 
 
 def _same_as_the_reference(model: nn.Module, batches: list[Tensor]) -> None:
@@ -246,13 +269,17 @@ def test_auto_settles_on_an_engine_once(model: nn.Module, x: Tensor) -> None:
     assert scorer.settings.engine == "auto"
     assert scorer.choose_engine(x).engine == "exact"
     assert scorer.settings.engine == "exact"
-    assert qualms.Scorer(model, "entropy").choose_engine(x).engine == "auto"  # there is nothing to choose
+    assert (
+        qualms.Scorer(model, "entropy").choose_engine(x).engine == "auto"
+    )  # there is nothing to choose
 
 
 def test_slowness_is_told_once_and_with_its_reason(x: Tensor) -> None:
     torch.manual_seed(0)
     scorer = qualms.Scorer(evasive.Mixing().double(), "exgrad")
-    with pytest.warns(SlowWarning, match="one at a time, which is exact but slow, because an input.s gradient dep"):
+    with pytest.warns(
+        SlowWarning, match="one at a time, which is exact but slow, because an input.s gradient dep"
+    ):
         scorer(torch.randn(4, 5, 6).double())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -289,7 +316,9 @@ def test_a_threshold_accepts_by_the_first_method(model: nn.Module, x: Tensor) ->
         assert torch.equal(found[3:].accepted, found.accepted[3:])
 
 
-def test_a_sketch_tells_its_standard_errors_and_others_have_none(model: nn.Module, x: Tensor) -> None:
+def test_a_sketch_tells_its_standard_errors_and_others_have_none(
+    model: nn.Module, x: Tensor
+) -> None:
     methods = ["regrad+layers", "confounding-label", "entropy"]
     found = qualms.Scorer(model, methods, engine=qualms.Sketch(32))(x)
     for name in methods[:2]:
@@ -304,12 +333,18 @@ def test_a_sketch_tells_its_standard_errors_and_others_have_none(model: nn.Modul
 
 def test_a_table_of_it(model: nn.Module, x: Tensor) -> None:
     names = ["ant", "bee", "cat", "dog", "eel"]
-    scorer = qualms.Scorer(model, ["regrad", "entropy"], threshold=3.0, class_names=names, engine="sketch")
+    scorer = qualms.Scorer(
+        model, ["regrad", "entropy"], threshold=3.0, class_names=names, engine="sketch"
+    )
     found = scorer(x[:3])
     table = found.to_arrow()
     scores = ["score_regrad", "error_regrad", "score_entropy"]
     assert table.column_names == ["id", "prediction", "confidence", *scores, "accepted"]
-    assert table["prediction"].to_pylist() == [names[c] for c in found.prediction.tolist()] == found.predicted_names
+    assert (
+        table["prediction"].to_pylist()
+        == [names[c] for c in found.prediction.tolist()]
+        == found.predicted_names
+    )
     assert table["score_entropy"].to_pylist() == found.scores["entropy"].tolist()
     assert qualms.Scorer(model, "entropy")(x[:3]).to_arrow().column_names == [
         "id",
@@ -319,7 +354,9 @@ def test_a_table_of_it(model: nn.Module, x: Tensor) -> None:
     ]
 
 
-def test_a_data_frame_where_there_is_pandas(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_frame_where_there_is_pandas(
+    model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = qualms.Scorer(model, "entropy")(x, first=5)
     if importlib.util.find_spec("pandas") is not None:
         assert found.to_pandas().index.tolist() == list(range(5, 16))
@@ -342,13 +379,21 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "a mask of as many entries": lambda: found[[True, False]],
         "or a list of positions": lambda: found[[11]],
         "two parts differ": lambda: found + qualms.Scorer(model, "msp")(x),
-        "two parts differ in": lambda: found + qualms.Scorer(model, "entropy", class_names=list("abcde"))(x),
+        "two parts differ in": lambda: (
+            found + qualms.Scorer(model, "entropy", class_names=list("abcde"))(x)
+        ),
         "an input has the number -1": lambda: qualms.Scorer(model)(x, first=-1),
         "an input has the number 0.5": lambda: qualms.Scorer(model)(x, numbers=[0.5]),  # type: ignore[list-item]
-        "there are 2 numbers for 11 inputs or more": lambda: qualms.Scorer(model)(x, numbers=[3, 4]),
-        "there are 12 numbers for 11 inputs;": lambda: qualms.Scorer(model, "entropy")(x, numbers=range(12)),
+        "there are 2 numbers for 11 inputs or more": lambda: qualms.Scorer(model)(
+            x, numbers=[3, 4]
+        ),
+        "there are 12 numbers for 11 inputs;": lambda: qualms.Scorer(model, "entropy")(
+            x, numbers=range(12)
+        ),
         "there is no Scored": lambda: qualms.Scored.concatenated([]),
-        "there are 2 class_names and 5 logits": lambda: qualms.Scorer(model, "msp", class_names=["a", "b"])(x),
+        "there are 2 class_names and 5 logits": lambda: qualms.Scorer(
+            model, "msp", class_names=["a", "b"]
+        )(x),
         "threshold is a str": lambda: qualms.Scorer(model, threshold="3"),  # type: ignore[arg-type]
         "methods is empty": lambda: qualms.Scorer(model, []),
         "a method is a int": lambda: qualms.Scorer(model, [3]),  # type: ignore[list-item]
@@ -362,9 +407,13 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.usefixtures("as_users_meet_it")
 @pytest.mark.parametrize("function", ["score", "compare", "select", "score_with_error"])
-def test_a_typo_is_told_by_the_name_of_the_function_that_was_called(function: str, model: nn.Module, x: Tensor) -> None:
+def test_a_typo_is_told_by_the_name_of_the_function_that_was_called(
+    function: str, model: nn.Module, x: Tensor
+) -> None:
     second: Any = {"compare": ["entropy"], "select": 2}.get(function, "entropy")
-    with pytest.raises(TypeError, match=rf"^{function}\(\) got an unexpected keyword argument 'sead'"):
+    with pytest.raises(
+        TypeError, match=rf"^{function}\(\) got an unexpected keyword argument 'sead'"
+    ):
         getattr(qualms, function)(model, x, second, sead=3)
 
 
@@ -387,7 +436,12 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.a, self.b, self.c, self.head = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head((self.a(x) if x.sum() > 0 else self.c(self.b(x))).tanh())
@@ -406,7 +460,9 @@ class TwoKinds(nn.Module):
 
 @pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
 def test_models_that_view_their_input_are_scored(engine: Any) -> None:
-    found = qualms.compare(Merged(), torch.randn(5, 4, 6), ["regrad+layers", "entropy", "coherence"], engine=engine)
+    found = qualms.compare(
+        Merged(), torch.randn(5, 4, 6), ["regrad+layers", "entropy", "coherence"], engine=engine
+    )
     assert all(len(scores) == 5 for scores in found.values())
 
 
@@ -421,28 +477,38 @@ def test_another_path_in_an_earlier_batch_does_not_change_a_score(engine: Any) -
     ):
         scorer = qualms.Scorer(model, methods, engine=engine)
         for batch in batches:
-            torch.testing.assert_close(scorer(batch).scores, qualms.compare(model, batch, methods, engine=engine))
+            torch.testing.assert_close(
+                scorer(batch).scores, qualms.compare(model, batch, methods, engine=engine)
+            )
 
 
 def test_weights_that_change_unseen_are_noticed(x: Tensor) -> None:
-    """Fused optimisers, and whoever writes to `.data`, change weights without torch counting it."""
+    """Fused optimizers, and whoever writes to `.data`, change weights without torch counting it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4))
     images = torch.randn(6, 3, 4, 4)
     methods = ["laplace(1,8)", "regrad"]
     scorer = qualms.Scorer(model, methods, train=[images])
     scorer(images)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     model(images).logsumexp(1).sum().backward()
-    optimiser.step()
-    torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
+    optimizer.step()
+    torch.testing.assert_close(
+        scorer(images).scores, qualms.compare(model, images, methods, train=[images])
+    )
     model[0].weight.data.mul_(1.0005)
-    torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
+    torch.testing.assert_close(
+        scorer(images).scores, qualms.compare(model, images, methods, train=[images])
+    )
     with torch.no_grad():
         model[3].weight.copy_(model[3].weight.flip(1))  # the same numbers in other places
-    torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
+    torch.testing.assert_close(
+        scorer(images).scores, qualms.compare(model, images, methods, train=[images])
+    )
     model[1] = nn.ReLU()
-    torch.testing.assert_close(scorer(images).scores, qualms.compare(model, images, methods, train=[images]))
+    torch.testing.assert_close(
+        scorer(images).scores, qualms.compare(model, images, methods, train=[images])
+    )
 
 
 @pytest.mark.slow
@@ -465,7 +531,7 @@ for call in range(130):
 assert resident() - before < 20 * 2**20, resident() - before
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
-    learnt = Learnt()
+    learnt = PlanCache()
     for i in range(20):
         learnt.keep(("probe", i), i)
         learnt.get(("probe", 0))
@@ -527,7 +593,11 @@ def test_entries_that_change_places_are_noticed() -> None:
         swapped = weights.clone().flatten()
         swapped[[i, j]] = swapped[[j, i]]
         assert _sum_of_bits(swapped.view(3, 1000)) != before
-    assert _sum_of_bits(weights.clone()) == before == _sum_of_bits(torch.cat([torch.zeros(1), weights.flatten()])[1:])
+    assert (
+        _sum_of_bits(weights.clone())
+        == before
+        == _sum_of_bits(torch.cat([torch.zeros(1), weights.flatten()])[1:])
+    )
 
 
 def test_a_way_of_pushing_that_later_inputs_cannot_take_is_looked_for_again() -> None:
@@ -558,28 +628,38 @@ def test_a_way_of_pushing_that_later_inputs_cannot_take_is_looked_for_again() ->
 
 
 def test_coherence_says_what_a_model_hides_from_it() -> None:
-    with pytest.raises(qualms.QualmsError, match="coherence needs to see in which order the model uses its layers"):
+    with pytest.raises(
+        qualms.QualmsError, match="coherence needs to see in which order the model uses its layers"
+    ):
         qualms.score(evasive.Hidden().double(), torch.randn(3, 5, 6).double(), "coherence")
 
 
 # A threshold belongs to what made its scores.
 
 
-def test_a_threshold_that_knows_its_scorer_is_refused_by_any_other(model: nn.Module, x: Tensor) -> None:
+def test_a_threshold_that_knows_its_scorer_is_refused_by_any_other(
+    model: nn.Module, x: Tensor
+) -> None:
     def made(**how: Any) -> qualms.Scorer:
-        return qualms.Scorer(how.pop("model", model), how.pop("methods", "regrad+layers+smooth(0.1,4)"), **how)
+        return qualms.Scorer(
+            how.pop("model", model), how.pop("methods", "regrad+layers+smooth(0.1,4)"), **how
+        )
 
     scorer = made(layers="tensor", params="0.*")
     scores = next(iter(scorer(x).scores.values()))
     threshold = qualms.Threshold.from_scores(scores, 0.5, made_by=scorer.made_by)
-    same = made(layers="tensor", params=lambda name: name.startswith("0."), threshold=threshold)  # the same parameters
+    same = made(
+        layers="tensor", params=lambda name: name.startswith("0."), threshold=threshold
+    )  # the same parameters
     assert int(same(x).accepted.sum()) == 6
     other = copy.deepcopy(model)
     with torch.no_grad():
         other[3].bias += 1e-6
     how: dict[str, Any] = {"layers": "tensor", "params": "0.*", "threshold": threshold}
     for differs, change in {
-        r"method REGrad\(.*sigma=0\.1.*, not REGrad\(.*sigma=0\.2": {"methods": "regrad+layers+smooth(0.2,4)"},
+        r"method REGrad\(.*sigma=0\.1.*, not REGrad\(.*sigma=0\.2": {
+            "methods": "regrad+layers+smooth(0.2,4)"
+        },
         "method REGrad.*, not Entropy": {"methods": ["entropy", "regrad"]},
         r"engine exact, not Sketch\(tangents=16": {"engine": "sketch"},
         "layers tensor, not module": {"layers": "module"},
@@ -589,14 +669,18 @@ def test_a_threshold_that_knows_its_scorer_is_refused_by_any_other(model: nn.Mod
         "seed 0, not 1": {"seed": 1},
         "network .*, not ": {"model": other},
     }.items():
-        with pytest.raises(qualms.QualmsError, match=f"was set on scores that were made otherwise: {differs}"):
+        with pytest.raises(
+            qualms.QualmsError, match=f"was set on scores that were made otherwise: {differs}"
+        ):
             made(**{**how, **change})
 
 
 def test_weights_that_change_part_from_their_threshold(model: nn.Module, x: Tensor) -> None:
     scorer = qualms.Scorer(model, "entropy")
     threshold = qualms.Threshold.from_scores(scorer(x).scores["entropy"], made_by=scorer.made_by)
-    held = qualms.Scorer(model, "entropy", threshold=threshold, engine="sketch", seed=3)  # which entropy does not ask
+    held = qualms.Scorer(
+        model, "entropy", threshold=threshold, engine="sketch", seed=3
+    )  # which entropy does not ask
     assert held(x).accepted.any()
     with torch.no_grad():
         model[0].weight *= 2
@@ -614,14 +698,22 @@ def test_an_engine_that_is_yet_to_be_chosen_is_compared_when_it_is(x: Tensor) ->
     few = qualms.Scorer(model, "regrad", tolerance=0.03).made_by
     auto.choose_engine(x)
     assert auto.made_by == few
-    assert qualms.Scorer(model, "regrad", threshold=qualms.Threshold(1.0, 0, "given", few))(x).accepted is not None
-    for differs, wrong in {"engine Sketch": by["sketch"], "tolerance 0.0, not 0.03": by["exact"]}.items():
+    assert (
+        qualms.Scorer(model, "regrad", threshold=qualms.Threshold(1.0, 0, "given", few))(x).accepted
+        is not None
+    )
+    for differs, wrong in {
+        "engine Sketch": by["sketch"],
+        "tolerance 0.0, not 0.03": by["exact"],
+    }.items():
         later = qualms.Scorer(model, "regrad", threshold=qualms.Threshold(1.0, 0, "given", wrong))
         with pytest.raises(qualms.QualmsError, match=f"made otherwise: {differs}"):
             later(x)
 
 
-def test_scores_that_need_no_engine_have_one_provenance_before_and_after_a_batch(model: nn.Module, x: Tensor) -> None:
+def test_scores_that_need_no_engine_have_one_provenance_before_and_after_a_batch(
+    model: nn.Module, x: Tensor
+) -> None:
     for methods in ("heat", "entropy", ["heat", "regrad"], "perturb-x"):
         scorer = qualms.Scorer(model, methods)
         before = scorer.made_by
@@ -629,7 +721,9 @@ def test_scores_that_need_no_engine_have_one_provenance_before_and_after_a_batch
         assert scorer.made_by == before
 
 
-def test_percentiles_are_by_the_scores_that_the_threshold_was_set_on(model: nn.Module, x: Tensor) -> None:
+def test_percentiles_are_by_the_scores_that_the_threshold_was_set_on(
+    model: nn.Module, x: Tensor
+) -> None:
     known = qualms.score(model, x, "entropy")
     threshold = qualms.Threshold.from_scores(known, 0.5)
     found = qualms.Scorer(model, ["entropy", "energy"], threshold=threshold)(x)
@@ -663,10 +757,13 @@ def test_noise_in_pixels_is_put_into_the_units_of_the_inputs() -> None:
         for m, p in ((spec, std), (qualms.methods.REGrad(smooth=own), None))
     ]
     assert torch.equal(*spread)
-    assert "sigma=(0.4, 0.2, 0.5)" in qualms.Scorer(model, spec, pixel_std=std, engine="exact").made_by.method
+    assert (
+        "sigma=(0.4, 0.2, 0.5)"
+        in qualms.Scorer(model, spec, pixel_std=std, engine="exact").made_by.method
+    )
 
 
-def test_normalised_images_without_a_scale_are_warned_of_once() -> None:
+def test_normalized_images_without_a_scale_are_warned_of_once() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
     pixels = torch.rand(4, 3, 4, 4)
@@ -674,14 +771,20 @@ def test_normalised_images_without_a_scale_are_warned_of_once() -> None:
     with pytest.warns(qualms.UnitsWarning) as told:
         scorer([4 * pixels - 2, 4 * pixels - 2, 5 * pixels])
     assert len(told) == 1
-    assert re.search(r"from -1.98 to .*noise of regrad\+smooth\(0\.02,2\).*pass pixel_std=", str(told[0].message))
+    assert re.search(
+        r"from -1.98 to .*noise of regrad\+smooth\(0\.02,2\).*pass pixel_std=", str(told[0].message)
+    )
     with pytest.warns(qualms.UnitsWarning, match="noise of perturb-x"):
         qualms.select(model, 4 * pixels, 1, "perturb-x(0.1,2)")
     silent: list[tuple[Any, Tensor, Any]] = [
         ("regrad+smooth(0.02,2)", pixels, None),  # in pixels
         ("regrad+smooth(0.02,2)", 4 * pixels, 1.0),  # as they should be
         ("regrad", 4 * pixels, None),  # without noise
-        (qualms.methods.REGrad(smooth=qualms.Smoothing(0.1, 2)), 4 * pixels, None),  # set by whoever made it
+        (
+            qualms.methods.REGrad(smooth=qualms.Smoothing(0.1, 2)),
+            4 * pixels,
+            None,
+        ),  # set by whoever made it
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -700,7 +803,9 @@ def test_a_scale_that_is_none_is_told(model: nn.Module) -> None:
 # How far it is.
 
 
-def test_a_terminal_shows_count_total_and_rate(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_count_total_and_rate(
+    model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

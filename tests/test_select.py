@@ -18,14 +18,19 @@ from tests.gradients.test_untouched import fingerprint, same
 SPECS = (
     "confounding-label",
     "regrad+layers(0.4)",
-    *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("regrad", "exgrad", "ungrad", "gradnorm")),
+    *(
+        pytest.param(spec, marks=pytest.mark.slow)
+        for spec in ("regrad", "exgrad", "ungrad", "gradnorm")
+    ),
     pytest.param("regrad+layers+smooth(0.3,4)", marks=pytest.mark.slow),
 )
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4)).double()
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4)
+    ).double()
 
 
 def inputs(n: int, seed: int = 1) -> Tensor:
@@ -37,7 +42,9 @@ def true_features(model: nn.Module, x: Tensor, spec: str) -> Tensor:
     method: Any = parse(spec)
     parameters = list(model.parameters())
     layers = len(parameters) // 2
-    a = layer_weights(layers, method.layers or 0.0).repeat_interleave(2)  # weight and bias of each layer
+    a = layer_weights(layers, method.layers or 0.0).repeat_interleave(
+        2
+    )  # weight and bias of each layer
 
     def gradients_and_probs(one: Tensor) -> tuple[Tensor, Tensor]:
         z = model(one[None])[0]
@@ -48,10 +55,14 @@ def true_features(model: nn.Module, x: Tensor, spec: str) -> Tensor:
             "exgrad": log_p,
             "ungrad": log_p,
             "gradnorm": log_p.mean(0, keepdim=True),
-            "confounding-label": nn.functional.binary_cross_entropy_with_logits(z, torch.ones_like(z)).reshape(1),
+            "confounding-label": nn.functional.binary_cross_entropy_with_logits(
+                z, torch.ones_like(z)
+            ).reshape(1),
         }[method.name]
         found = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
-        return torch.stack([torch.cat([w * g.flatten() for w, g in zip(a, gs, strict=True)]) for gs in found]), p
+        return torch.stack(
+            [torch.cat([w * g.flatten() for w, g in zip(a, gs, strict=True)]) for gs in found]
+        ), p
 
     rows = []
     for number, one in enumerate(x):
@@ -60,7 +71,9 @@ def true_features(model: nn.Module, x: Tensor, spec: str) -> Tensor:
             copies = list(one + method.smooth.noise((6,), number, seed=0).double())
         smoothed = torch.stack([gradients_and_probs(copy)[0] for copy in copies]).mean(0)
         p = gradients_and_probs(one)[1]
-        weights = {"regrad": p.sqrt(), "exgrad": p, "ungrad": torch.full_like(p, 1 / 4)}.get(method.name, torch.ones(1))
+        weights = {"regrad": p.sqrt(), "exgrad": p, "ungrad": torch.full_like(p, 1 / 4)}.get(
+            method.name, torch.ones(1)
+        )
         rows.append((weights[:, None] * smoothed).flatten())
     return torch.stack(rows)
 
@@ -92,7 +105,9 @@ def test_settings_reach_the_score() -> None:
 def test_distances_between_features_are_those_between_the_gradients(spec: str) -> None:
     model, pool = network(), inputs(12)
     want = torch.pdist(true_features(model, pool, spec))
-    features = gradient_features(model, pool, range(12), parse(spec), Settings(qualms.Sketch(DIVERSITY_TANGENTS * 4)))
+    features = gradient_features(
+        model, pool, range(12), parse(spec), Settings(qualms.Sketch(DIVERSITY_TANGENTS * 4))
+    )
     error = (torch.pdist(features.double()) / want - 1).abs()
     expected = 1 / math.sqrt(2 * DIVERSITY_TANGENTS * 4)
     assert error.mean() < 1.2 * expected
@@ -105,7 +120,9 @@ def test_candidates_keep_their_own_numbers_which_decide_their_draws() -> None:
     everything = gradient_features(model, pool, range(12), method, settings)
     some = [9, 2, 3, 11]
     for read in (pool, list(pool.split(5)), list(pool.split(1))):
-        torch.testing.assert_close(gradient_features(model, read, some, method, settings), everything[some])
+        torch.testing.assert_close(
+            gradient_features(model, read, some, method, settings), everything[some]
+        )
 
 
 @pytest.mark.slow
@@ -120,7 +137,10 @@ def test_inputs_of_different_lengths_are_taken() -> None:
 
     torch.manual_seed(0)
     model = Words()
-    pool = [{"input_ids": torch.randint(20, (4, length)), "labels": torch.zeros(4)} for length in (3, 7, 3)]
+    pool = [
+        {"input_ids": torch.randint(20, (4, length)), "labels": torch.zeros(4)}
+        for length in (3, 7, 3)
+    ]
     method, settings = parse("regrad+smooth"), Settings(qualms.Sketch(4))
     whole = gradient_features(model, pool, range(12), method, settings)
     one_by_one = [gradient_features(model, pool, [i], method, settings) for i in range(12)]
@@ -129,7 +149,10 @@ def test_inputs_of_different_lengths_are_taken() -> None:
 
 
 def _settings(more: dict[str, Any]) -> Settings:
-    return Settings(qualms.Sketch(8), **{"granularity" if key == "layers" else key: v for key, v in more.items()})
+    return Settings(
+        qualms.Sketch(8),
+        **{"granularity" if key == "layers" else key: v for key, v in more.items()},
+    )
 
 
 @pytest.mark.parametrize("more", [{"params": "4.*"}, {"layers": "tensor"}, {"seed": 3}], ids=str)
@@ -138,19 +161,33 @@ def test_settings_reach_the_features(more: dict[str, Any], monkeypatch: pytest.M
     model, pool, spec = network(), inputs(40), "regrad+layers(2)"
     candidates = qualms.select(model, pool, 40, spec, **more)
     features = gradient_features(model, pool, candidates.tolist(), parse(spec), _settings(more))
-    other = gradient_features(model, pool, candidates.tolist(), parse(spec), Settings(qualms.Sketch(8)))
+    other = gradient_features(
+        model, pool, candidates.tolist(), parse(spec), Settings(qualms.Sketch(8))
+    )
     picked = qualms.select(model, pool, 20, spec, diversity=2, **more).tolist()
-    assert picked == candidates[k_center(features, 20)].tolist() != candidates[k_center(other, 20)].tolist()
+    assert (
+        picked
+        == candidates[k_center(features, 20)].tolist()
+        != candidates[k_center(other, 20)].tolist()
+    )
 
 
 def test_k_center_picks_the_farthest_point_each_time() -> None:
     points = torch.randn(25, 3, generator=torch.Generator().manual_seed(0))
     picked = [0]
     for _ in range(9):
-        gaps = [min(math.dist(points[i].tolist(), points[j].tolist()) for j in picked) for i in range(25)]
+        gaps = [
+            min(math.dist(points[i].tolist(), points[j].tolist()) for j in picked)
+            for i in range(25)
+        ]
         picked.append(max(range(25), key=gaps.__getitem__))
     assert k_center(points, 10) == picked
-    assert k_center(torch.ones(4, 2), 4) == [0, 1, 2, 3]  # duplicates: each once, the more uncertain first
+    assert k_center(torch.ones(4, 2), 4) == [
+        0,
+        1,
+        2,
+        3,
+    ]  # duplicates: each once, the more uncertain first
 
 
 @pytest.mark.parametrize("spec", ["regrad", "exgrad+layers", "gradnorm"])
@@ -182,15 +219,17 @@ def test_near_duplicates_of_one_uncertain_input_do_not_take_all_labels() -> None
 
 def test_every_cluster_of_uncertain_inputs_gets_a_label() -> None:
     model = network()
-    centres = inputs(5)
-    pool = centres.repeat(8, 1) + 1e-3 * inputs(40, seed=3)
+    centers = inputs(5)
+    pool = centers.repeat(8, 1) + 1e-3 * inputs(40, seed=3)
     picked = qualms.select(model, pool, 5, diversity=8)
     assert sorted(int(i) % 5 for i in picked) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("diversity", [None, 3])
-def test_the_batch_size_does_not_matter(diversity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_size_does_not_matter(
+    diversity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("qualms.selection.DIVERSITY_TANGENTS", 8)
     model, pool = network(), inputs(30)
     want = qualms.select(model, pool, 6, diversity=diversity)
@@ -214,16 +253,22 @@ def test_the_model_leaves_as_it_came(diversity: int | None) -> None:
 
 def test_a_one_shot_iterator_is_enough_without_diversity() -> None:
     model, pool = network(), inputs(20)
-    assert qualms.select(model, iter(pool.split(6)), 4).tolist() == qualms.select(model, pool, 4).tolist()
+    assert (
+        qualms.select(model, iter(pool.split(6)), 4).tolist()
+        == qualms.select(model, pool, 4).tolist()
+    )
     with pytest.raises(
-        qualms.QualmsError, match="read only once, and diversity reads it twice; pass a list or a loader"
+        qualms.QualmsError,
+        match="read only once, and diversity reads it twice; pass a list or a loader",
     ):
         qualms.select(model, iter(pool.split(6)), 4, diversity=2)
 
 
 @pytest.mark.parametrize("spec", ["entropy", "perturb-x", "coherence", "gradnorm-huang"])
 def test_diversity_needs_a_gradient_score(spec: str) -> None:
-    with pytest.raises(qualms.QualmsError, match=f"diversity needs a gradient score.* {spec} is not one"):
+    with pytest.raises(
+        qualms.QualmsError, match=f"diversity needs a gradient score.* {spec} is not one"
+    ):
         qualms.select(network(), inputs(10), 2, spec, diversity=2)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from qualms.gradients.norms import ClassGradientNorms
+from qualms.gradients.api import ClassGradientNorms
 from qualms.methods.clafr import unreconstructed
 
 

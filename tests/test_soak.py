@@ -24,7 +24,12 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.slow
 def test_mixed_scoring_leaves_nothing_behind_and_gives_the_same_each_time() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--minutes", "0"]  # a few rounds all the same
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "soak.py"),
+        "--minutes",
+        "0",
+    ]  # a few rounds all the same
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr

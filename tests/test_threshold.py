@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import qualms
 from qualms import Threshold
-from qualms.threshold import MadeBy
+from qualms.threshold import Provenance
 
 
 def test_coverage_accepts_at_least_that_share_and_no_more_than_needed() -> None:
@@ -32,8 +32,13 @@ def test_coverage_with_ties(values: list[int], coverage: float) -> None:
     assert fewer.float().mean() < coverage
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=40), st.floats(0, 0.9))
-def test_risk_is_kept_and_nothing_larger_would_keep_it(pairs: list[tuple[int, bool]], risk: float) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=40),
+    st.floats(0, 0.9),
+)
+def test_risk_is_kept_and_nothing_larger_would_keep_it(
+    pairs: list[tuple[int, bool]], risk: float
+) -> None:
     scores = torch.tensor([float(s) for s, _ in pairs])
     correct = torch.tensor([c for _, c in pairs])
     t = Threshold.from_labels(scores, correct, risk)
@@ -83,7 +88,7 @@ def test_errors(tmp_path: Path) -> None:
 # With a confidence.
 
 
-def labelled(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def labeled(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of n inputs, and whether each is right: the higher the score, the less often."""
     scores = torch.rand(n, generator=generator, dtype=torch.double)
     return scores, torch.rand(n, generator=generator, dtype=torch.double) >= 0.4 * scores**3
@@ -99,7 +104,7 @@ def test_the_risk_is_exceeded_less_often_than_the_confidence_allows() -> None:
     generator, risk, confidence = torch.Generator().manual_seed(0), 0.05, 0.9
     exceeded, plug_in, accepted = 0, 0, []
     for _ in range(400):
-        scores, right = labelled(800, generator)
+        scores, right = labeled(800, generator)
         plug_in += true_risk(Threshold.from_labels(scores, right, risk).value) > risk
         try:
             t = Threshold.from_labels(scores, right, risk, confidence)
@@ -110,7 +115,9 @@ def test_the_risk_is_exceeded_less_often_than_the_confidence_allows() -> None:
     assert plug_in > 0.3 * 400
     assert exceeded <= (1 - confidence) * 400
     assert len(accepted) > 380
-    assert sum(accepted) / len(accepted) > 0.4  # it would be easy to keep any promise by accepting nothing
+    assert (
+        sum(accepted) / len(accepted) > 0.4
+    )  # it would be easy to keep any promise by accepting nothing
 
 
 def test_scores_that_tell_nothing_are_rarely_lucky() -> None:
@@ -130,7 +137,7 @@ def test_equal_scores_keep_the_promise_too() -> None:
     generator = torch.Generator().manual_seed(1)
     exceeded = 0
     for _ in range(300):
-        scores, right = labelled(400, generator)
+        scores, right = labeled(400, generator)
         coarse = (10 * scores).ceil() / 10
         try:
             t = Threshold.from_labels(coarse, right, 0.05, 0.9)
@@ -142,18 +149,28 @@ def test_equal_scores_keep_the_promise_too() -> None:
 
 def test_too_few_inputs_are_told_how_many_it_takes() -> None:
     right = torch.ones(300, dtype=torch.bool)
-    assert int(Threshold.from_labels(torch.arange(300.0), right, 0.01, 0.95).accept(torch.arange(300.0)).sum()) == 299
+    assert (
+        int(
+            Threshold.from_labels(torch.arange(300.0), right, 0.01, 0.95)
+            .accept(torch.arange(300.0))
+            .sum()
+        )
+        == 299
+    )
     with pytest.raises(
-        qualms.QualmsError, match=r"at most 1 % wrong .* at confidence 95 % takes 300 .* there are 299; add 1"
+        qualms.QualmsError,
+        match=r"at most 1 % wrong .* at confidence 95 % takes 300 .* there are 299; add 1",
     ):
         Threshold.from_labels(torch.arange(299.0), right[:299], 0.01, 0.95)
     right[[5, 280]] = False
     with pytest.raises(
-        qualms.QualmsError, match=r"takes about \d+ labelled inputs, as 2 of the 299 most certain are wrong"
+        qualms.QualmsError,
+        match=r"takes about \d+ labeled inputs, as 2 of the 299 most certain are wrong",
     ):
         Threshold.from_labels(torch.arange(300.0), right, 0.01, 0.95)
     with pytest.raises(
-        qualms.QualmsError, match=r"cannot be had: of the \d+ most certain of 300 labelled inputs \d+ are wrong"
+        qualms.QualmsError,
+        match=r"cannot be had: of the \d+ most certain of 300 labeled inputs \d+ are wrong",
     ):
         Threshold.from_labels(torch.arange(300.0), torch.arange(300) % 3 > 0, 0.01, 0.95)
     with pytest.raises(qualms.QualmsError, match="all have one score"):
@@ -166,7 +183,9 @@ def test_too_few_inputs_are_told_how_many_it_takes() -> None:
 
 
 def test_percentiles_of_many_scores_are_good_to_a_tenth_of_a_percent() -> None:
-    scores = torch.randn(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.double) ** 3
+    scores = (
+        torch.randn(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.double) ** 3
+    )
     t = Threshold.from_scores(scores)
     assert len(t.reference) == 1001
     at = torch.tensor([-100.0, -1.0, 0.0, 0.5, 4.0, 100.0], dtype=torch.double)
@@ -177,13 +196,17 @@ def test_percentiles_of_many_scores_are_good_to_a_tenth_of_a_percent() -> None:
 
 
 def test_what_made_it_is_saved_and_files_of_the_old_form_are_read(tmp_path: Path) -> None:
-    made_by = MadeBy("Entropy()", "0123", seed=3)
+    made_by = Provenance("Entropy()", "0123", seed=3)
     t = Threshold.from_scores(torch.rand(50), 0.9, made_by=made_by)
     t.save(tmp_path / "t.json")
     assert Threshold.load(tmp_path / "t.json") == t
     (tmp_path / "old.json").write_text('{"value": 1.5, "samples": 7, "rule": "coverage 0.9"}\n')
     assert Threshold.load(tmp_path / "old.json") == Threshold(1.5, 7, "coverage 0.9")
-    for broken in ('{"value": 1, "samples": 7, "rule": "", "made_by": {"nobody": 1}}', "[1]", '{"value": "x"}'):
+    for broken in (
+        '{"value": 1, "samples": 7, "rule": "", "made_by": {"nobody": 1}}',
+        "[1]",
+        '{"value": "x"}',
+    ):
         (tmp_path / "bad.json").write_text(broken)
         with pytest.raises(qualms.QualmsError, match="is not a threshold file"):
             Threshold.load(tmp_path / "bad.json")

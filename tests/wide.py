@@ -10,7 +10,12 @@ class Wide(nn.Module):
 
     def __init__(self, bias: bool = True, certain: float = 0.0) -> None:
         super().__init__()
-        self.a, self.norm, self.b, self.c = nn.Linear(6, 12), nn.LayerNorm(12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.a, self.norm, self.b, self.c = (
+            nn.Linear(6, 12),
+            nn.LayerNorm(12),
+            nn.Linear(12, 12),
+            nn.Linear(12, 3),
+        )
         self.fc = nn.Linear(3, 40, bias=bias)
         self.register_buffer("certain", torch.zeros(40).index_fill(0, torch.tensor(7), certain))
 
@@ -19,7 +24,9 @@ class Wide(nn.Module):
         return self.c(self.b(h).tanh().mean(1)).tanh()  # one layer is used twice
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.features(x), self.fc.weight, self.certain if self.fc.bias is None else self.fc.bias)
+        return F.linear(
+            self.features(x), self.fc.weight, self.certain if self.fc.bias is None else self.fc.bias
+        )
 
 
 class WideInOtherWays(Wide):
@@ -39,7 +46,9 @@ class WideInOtherWays(Wide):
         if self.form == "view":
             return self.fc(h.unsqueeze(1)).squeeze(1)
         if self.form == "features-used-again":
-            return self.fc(h) + h.sum(1, keepdim=True) * self.certain.index_fill(0, torch.tensor(3), 1.0)
+            return self.fc(h) + h.sum(1, keepdim=True) * self.certain.index_fill(
+                0, torch.tensor(3), 1.0
+            )
         if self.form == "derived-weight":
             return h @ (self.matrix * self.norm.weight.sum())
         raise ValueError(self.form)

@@ -32,13 +32,28 @@ def networks(seed: int = 0) -> dict[str, nn.Module]:
         return {
             "softmax regression": nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double(),
             "ReLU network": nn.Sequential(
-                nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
+                nn.Flatten(),
+                nn.Linear(64, 32),
+                nn.ReLU(),
+                nn.Linear(32, 32),
+                nn.ReLU(),
+                nn.Linear(32, 10),
             ).double(),
             "tanh network": nn.Sequential(
-                nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)
+                nn.Flatten(),
+                nn.Linear(64, 32),
+                nn.Tanh(),
+                nn.Linear(32, 32),
+                nn.Tanh(),
+                nn.Linear(32, 10),
             ).double(),
             "CNN": nn.Sequential(
-                nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10)
+                nn.Conv2d(1, 8, 3),
+                nn.ReLU(),
+                nn.Conv2d(8, 8, 3),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(128, 10),
             ).double(),
         }
 
@@ -47,20 +62,26 @@ def trained(seed: int = 0, steps: int = 150) -> tuple[dict[str, nn.Module], Tens
     """Each network after some steps of Adam on 500 digits, and 40 digits that it has not seen."""
     (x, y), models = digits(), networks(seed)
     for model in models.values():
-        optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         for _ in range(steps):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[:500]), y[:500]).backward()
-            optimiser.step()
+            optimizer.step()
     return models, x[1000:1040]
 
 
 def mean_length(parameters: int, sigma: float) -> float:
     """E‖Δθ‖ for Δθ ~ N(0, σ²I): σ √2 Γ((d+1)/2) / Γ(d/2)."""
-    return sigma * math.sqrt(2) * math.exp(math.lgamma((parameters + 1) / 2) - math.lgamma(parameters / 2))
+    return (
+        sigma
+        * math.sqrt(2)
+        * math.exp(math.lgamma((parameters + 1) / 2) - math.lgamma(parameters / 2))
+    )
 
 
-def reverse_divergence(model: nn.Module, x: Tensor, sigma: float, draws: int, seed: int = 0) -> Tensor:
+def reverse_divergence(
+    model: nn.Module, x: Tensor, sigma: float, draws: int, seed: int = 0
+) -> Tensor:
     """E_Δθ KL( p(θ) ‖ p(θ + Δθ) ), the direction of the proposition; the same directions of Δθ for every σ."""
     log_p = model(x).log_softmax(-1).detach()
     total = torch.zeros(len(x), dtype=torch.double)
@@ -92,12 +113,16 @@ def first_order(model: nn.Module, x: Tensor) -> float:
     left = []
     for one in x[:5].split(1):
         log_p = model(one).log_softmax(-1)
-        gradient = torch.autograd.grad((log_p.exp().detach() * log_p).sum(), list(model.parameters()))
+        gradient = torch.autograd.grad(
+            (log_p.exp().detach() * log_p).sum(), list(model.parameters())
+        )
         left.append(torch.cat([g.flatten() for g in gradient]).norm())
     return float((torch.stack(left) / qualms.score(model, x[:5], "ungrad")).max())
 
 
-def sweep(model: nn.Module, x: Tensor, sigmas: tuple[float, ...] = SIGMAS, draws: int = 100) -> dict[str, list[float]]:
+def sweep(
+    model: nn.Module, x: Tensor, sigmas: tuple[float, ...] = SIGMAS, draws: int = 100
+) -> dict[str, list[float]]:
     """At each σ, over the inputs: how the divergence compares with the bound and with its second-order value.
 
     `share` is the median of divergence / bound, `worst` its maximum, `broken` the share of inputs above the bound;
@@ -106,7 +131,9 @@ def sweep(model: nn.Module, x: Tensor, sigmas: tuple[float, ...] = SIGMAS, draws
     """
     scores = gradient_scores(model, x)
     size = sum(p.numel() for p in model.parameters())
-    rows: dict[str, list[float]] = {k: [] for k in ("share", "worst", "broken", "second", "forward")}
+    rows: dict[str, list[float]] = {
+        k: [] for k in ("share", "worst", "broken", "second", "forward")
+    }
     for sigma in sigmas:
         kl = reverse_divergence(model, x, sigma, draws)
         against = kl / (scores["exgrad"] * mean_length(size, sigma))
@@ -115,14 +142,19 @@ def sweep(model: nn.Module, x: Tensor, sigmas: tuple[float, ...] = SIGMAS, draws
         rows["worst"].append(float(against.max()))
         rows["broken"].append(float((against > 1).double().mean()))
         rows["second"].append(float((kl / second).median()))
-        rows["forward"].append(float((qualms.score(model, x, PerturbTheta(sigma, draws)) / second).median()))
+        rows["forward"].append(
+            float((qualms.score(model, x, PerturbTheta(sigma, draws)) / second).median())
+        )
     return rows
 
 
 def sandwich(model: nn.Module, x: Tensor) -> dict[str, float]:
     """The extremes over inputs of ExGrad² / T, at most 1, and of REGrad² / T, between 1 and the number of classes."""
     scores = gradient_scores(model, x)
-    low, high = scores["exgrad"].square() / scores["trace"], scores["regrad"].square() / scores["trace"]
+    low, high = (
+        scores["exgrad"].square() / scores["trace"],
+        scores["regrad"].square() / scores["trace"],
+    )
     return {
         "exgrad_least": float(low.min()),
         "exgrad_most": float(low.max()),
@@ -137,6 +169,8 @@ def ranking(model: nn.Module, x: Tensor, sigma: float, draws: int = 100) -> dict
     others = gradient_scores(model, x) | {"entropy": qualms.score(model, x, "entropy")}
     places = perturbed.argsort().argsort().double()
     return {
-        name: float(torch.corrcoef(torch.stack([places, values.argsort().argsort().double()]))[0, 1])
+        name: float(
+            torch.corrcoef(torch.stack([places, values.argsort().argsort().double()]))[0, 1]
+        )
         for name, values in others.items()
     }

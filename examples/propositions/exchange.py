@@ -29,10 +29,14 @@ def network(inputs: int, width: int, classes: int, seed: int = 0) -> nn.Sequenti
     """Linear, tanh, linear, with random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, classes)).double()
+        return nn.Sequential(
+            nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, classes)
+        ).double()
 
 
-def weights_for_input(inputs: int, width: int, size: float, zeros: float = 0.0, seed: int = 0) -> dict[str, float]:
+def weights_for_input(
+    inputs: int, width: int, size: float, zeros: float = 0.0, seed: int = 0
+) -> dict[str, float]:
     """Δx given: ΔW = W Δx xᵀ / ‖x‖² has the same effect, exactly and for Δx of any size, wherever x is not 0.
 
     `elementwise` is the residual of the paper's condition ΔW_jk x_k = W_jk Δx_k, which has no solution at the
@@ -63,7 +67,9 @@ def input_for_weights(inputs: int, width: int, draws: int = 200, seed: int = 0) 
     return float((missed.square().sum(1) / wanted.square().sum(1)).mean().sqrt())
 
 
-def convolution(channels: int = 8, side: int = 8, kernel: int = 3, seed: int = 0) -> dict[str, float]:
+def convolution(
+    channels: int = 8, side: int = 8, kernel: int = 3, seed: int = 0
+) -> dict[str, float]:
     """Both directions where the first layer is a convolution, whose few weights serve every position.
 
     Least-squares residuals of Δkernel * x = kernel * Δx for random Δx (`weights_for_input`) and for random Δkernel
@@ -88,7 +94,9 @@ def _matrix(linear: Callable[[Tensor], Tensor], size: int) -> Tensor:
     return torch.stack([linear(e).flatten() for e in torch.eye(size, dtype=torch.double)], 1)
 
 
-def same_output(model: nn.Module, x: Tensor, size: float = 1e-3, steps: int = 20, seed: int = 0) -> dict[str, float]:
+def same_output(
+    model: nn.Module, x: Tensor, size: float = 1e-3, steps: int = 20, seed: int = 0
+) -> dict[str, float]:
     """Δθ on every layer given: Gauss-Newton steps for the smallest Δx with the same log-probabilities.
 
     `rank` is that of ∂ log p / ∂x; a Δx exists for every small Δθ where it is C - 1. `residual` is relative to the
@@ -119,7 +127,9 @@ def first_layer_rank(model: nn.Module, x: Tensor, first: str) -> int:
     """The least rank over inputs of ∂ log p / ∂(first layer): with C - 1, its weights can move p in every direction."""
     found = qualms.class_gradient_gram(model, x, params=first)
     probs = found.logits.softmax(-1)
-    apart = torch.eye(probs.shape[-1], dtype=probs.dtype) - probs[:, None]  # log p moves by (e_c - p)ᵀ J Δθ
+    apart = (
+        torch.eye(probs.shape[-1], dtype=probs.dtype) - probs[:, None]
+    )  # log p moves by (e_c - p)ᵀ J Δθ
     gram = apart @ found.gram.sum(1) @ apart.mT
     return int(torch.linalg.matrix_rank(gram, rtol=1e-10, hermitian=True).min())
 
@@ -149,13 +159,17 @@ def expectations(
     norms = inputs**0.5 * torch.logspace(-decades / 2, decades / 2, count, dtype=torch.double)
     weight, head, x = draw(width, inputs) / inputs**0.5, draw(5, width), draw(count, inputs)
     x = x / x.norm(dim=1, keepdim=True) * norms[:, None]
-    weight = weight * torch.logspace(0, -1, width, dtype=torch.double)[:, None]  # features of unequal strength
+    weight = (
+        weight * torch.logspace(0, -1, width, dtype=torch.double)[:, None]
+    )  # features of unequal strength
     model = FirstLayerOnly(weight, lambda h: h.tanh() @ head.T)
 
     changes = sigma * draw(draws, width, inputs)
     with torch.no_grad():
         log_p = model(x).log_softmax(-1)
-        by_weight = torch.stack([(x @ (weight + c).T).tanh() @ head.T for c in changes], 1).log_softmax(-1)
+        by_weight = torch.stack(
+            [(x @ (weight + c).T).tanh() @ head.T for c in changes], 1
+        ).log_softmax(-1)
         shifts = torch.einsum("iw,nwj,bj->bni", torch.linalg.pinv(weight), changes, x)
         by_input = model(x[:, None] + shifts).log_softmax(-1)
     kl_weight, kl_input = expected_kl(by_weight, log_p), expected_kl(by_input, log_p)

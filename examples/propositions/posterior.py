@@ -17,11 +17,17 @@ from qualms.methods.perturb_theta import PerturbTheta
 from qualms.random import generator
 
 SIZES = (24, 96, 384, 1536, 6144, 24576)
-FEATURES = torch.stack([torch.ones(12), torch.linspace(1, 4, 12)], 1).double()  # an intercept, and x off centre
+FEATURES = torch.stack(
+    [torch.ones(12), torch.linspace(1, 4, 12)], 1
+).double()  # an intercept, and x off center
 TRUE_WEIGHTS = torch.tensor([-2.0, 1.0], dtype=torch.double)
-PROBES = torch.stack([torch.ones(21), torch.linspace(-2, 8, 21)], 1).double()  # where U is asked for: also off the data
+PROBES = torch.stack(
+    [torch.ones(21), torch.linspace(-2, 8, 21)], 1
+).double()  # where U is asked for: also off the data
 AS_GIVEN = torch.eye(2, dtype=torch.double)
-STANDARDISED = torch.tensor([[1.0, -2.5], [0.0, 1.0]], dtype=torch.double) / torch.tensor([1.0, 0.94])  # mean 0, sd 1
+STANDARDIZED = torch.tensor([[1.0, -2.5], [0.0, 1.0]], dtype=torch.double) / torch.tensor(
+    [1.0, 0.94]
+)  # mean 0, sd 1
 
 
 @dataclass(frozen=True)
@@ -49,14 +55,23 @@ class Posterior:
         return step ** self.grid.shape[1] * abs(float(self.root.det()))
 
 
-def log_joint(theta: Tensor, features: Tensor, ones: Tensor, trials: Tensor, prior_sd: float) -> Tensor:
+def log_joint(
+    theta: Tensor, features: Tensor, ones: Tensor, trials: Tensor, prior_sd: float
+) -> Tensor:
     """log p(D|θ) + log p(θ) of a logistic regression with N(0, s²I) prior, from counts at each distinct input."""
     z = theta @ features.T
-    return (ones * logsigmoid(z) + (trials - ones) * logsigmoid(-z)).sum(-1) - (theta**2).sum(-1) / (2 * prior_sd**2)
+    return (ones * logsigmoid(z) + (trials - ones) * logsigmoid(-z)).sum(-1) - (theta**2).sum(
+        -1
+    ) / (2 * prior_sd**2)
 
 
 def posterior(
-    features: Tensor, ones: Tensor, trials: Tensor, prior_sd: float, span: float = 8, side: int = 161
+    features: Tensor,
+    ones: Tensor,
+    trials: Tensor,
+    prior_sd: float,
+    span: float = 8,
+    side: int = 161,
 ) -> Posterior:
     """The mode by damped Newton steps, and both densities on a grid that reaches `span` deviations each way."""
     theta = torch.zeros(features.shape[1], dtype=torch.double)
@@ -80,7 +95,12 @@ def posterior(
 
 
 def fitted(
-    size: int, seed: int, chance: Tensor | None = None, view: Tensor = AS_GIVEN, span: float = 8, side: int = 161
+    size: int,
+    seed: int,
+    chance: Tensor | None = None,
+    view: Tensor = AS_GIVEN,
+    span: float = 8,
+    side: int = 161,
 ) -> Posterior:
     """The posterior after `size` labels, drawn with the model's own probabilities or with `chance` instead.
 
@@ -100,7 +120,9 @@ def distance(p: Tensor, q: Tensor) -> float:
 def uncertainty(found: Posterior, density: Tensor, probes: Tensor) -> Tensor:
     """U at each probe: Σ_θ density · KL( p(y|x,θ) ‖ p(y|x,θ*) )."""
     z, at_mode = found.weights @ probes.T, probes @ found.mode
-    kl = z.sigmoid() * (logsigmoid(z) - logsigmoid(at_mode)) + (-z).sigmoid() * (logsigmoid(-z) - logsigmoid(-at_mode))
+    kl = z.sigmoid() * (logsigmoid(z) - logsigmoid(at_mode)) + (-z).sigmoid() * (
+        logsigmoid(-z) - logsigmoid(-at_mode)
+    )
     return density @ kl
 
 
@@ -118,13 +140,21 @@ def growing_data(sizes: tuple[int, ...] = SIZES, datasets: int = 6) -> dict[str,
     `level` is U itself, both averaged over the probes; `rank` is the least Spearman correlation of the two U in any of
     the datasets.
     """
-    rows: dict[str, list[float]] = {"laplace": [], "density": [], "gap": [], "level": [], "rank": []}
+    rows: dict[str, list[float]] = {
+        "laplace": [],
+        "density": [],
+        "gap": [],
+        "level": [],
+        "rank": [],
+    }
     for size in sizes:
         found = [fitted(size, seed) for seed in range(datasets)]
         exact = torch.stack([uncertainty(f, f.exact, PROBES) for f in found])
         laplace = torch.stack([uncertainty(f, f.laplace, PROBES) for f in found])
         rows["laplace"].append(sum(distance(f.exact, f.laplace) for f in found) / datasets)
-        rows["density"].append(sum(float((f.exact - f.laplace).abs().max()) / f.cell() for f in found) / datasets)
+        rows["density"].append(
+            sum(float((f.exact - f.laplace).abs().max()) / f.cell() for f in found) / datasets
+        )
         rows["gap"].append(float(((laplace - exact).abs() / exact).mean()))
         rows["level"].append(float(exact.mean()))
         rows["rank"].append(min(rank_agreement(a, b) for a, b in zip(laplace, exact, strict=True)))
@@ -159,7 +189,9 @@ def isotropic(
         rows["rank"].append(rank_agreement(equal, exact))
         rows["place"].append(1 + int((exact < exact[middle]).sum()))
         rows["place_equal"].append(1 + int((equal < equal[middle]).sum()))
-        rows["rank_laplace"].append(rank_agreement(by_perturbation(found, probes, None, draws), exact))
+        rows["rank_laplace"].append(
+            rank_agreement(by_perturbation(found, probes, None, draws), exact)
+        )
     return rows
 
 
@@ -199,7 +231,9 @@ def separable(sizes: tuple[int, ...] = SIZES, prior_sd: float = 10.0) -> dict[st
     rows: dict[str, list[float]] = {"laplace": [], "mode": [], "ratio": []}
     for size in sizes:
         trials = torch.full((4,), size / 4, dtype=torch.double)
-        found = posterior(features, trials * (features[:, 0] > 0), trials, prior_sd, span=40, side=8001)
+        found = posterior(
+            features, trials * (features[:, 0] > 0), trials, prior_sd, span=40, side=8001
+        )
         probe = torch.tensor([[0.1]], dtype=torch.double)
         exact, laplace = (uncertainty(found, d, probe) for d in (found.exact, found.laplace))
         rows["laplace"].append(distance(found.exact, found.laplace))
@@ -208,8 +242,10 @@ def separable(sizes: tuple[int, ...] = SIZES, prior_sd: float = 10.0) -> dict[st
     return rows
 
 
-def growing_dimension(power: float, dimensions: tuple[int, ...] = (4, 16, 64, 256)) -> dict[str, list[float]]:
-    """d weights and n = 32 dᵖ labels, n/d on each of the one-hot inputs: the posterior factorises and d is no obstacle.
+def growing_dimension(
+    power: float, dimensions: tuple[int, ...] = (4, 16, 64, 256)
+) -> dict[str, list[float]]:
+    """d weights and n = 32 dᵖ labels, n/d on each of the one-hot inputs: the posterior factorizes and d is no obstacle.
 
     `hellinger` is the distance between the posterior and its Laplace Gaussian, from 1 - H² = (1 - H₁²)ᵈ, exactly; it
     bounds the total variation on both sides, H² ≤ TV ≤ H sqrt(2 - H²). `gap` is the relative error of U, at any input.
@@ -220,7 +256,9 @@ def growing_dimension(power: float, dimensions: tuple[int, ...] = (4, 16, 64, 25
         trials = torch.tensor([round(32 * d ** (power - 1))], dtype=torch.double)
         found = posterior(one, (0.75 * trials).round(), trials, prior_sd=10.0, span=12, side=4001)
         affinity = float((found.exact * found.laplace).sqrt().sum())
-        exact, laplace = (uncertainty(found, density, one) for density in (found.exact, found.laplace))
+        exact, laplace = (
+            uncertainty(found, density, one) for density in (found.exact, found.laplace)
+        )
         rows["size"].append(float(trials) * d)
         rows["hellinger"].append(math.sqrt(max(0.0, 1 - affinity**d)))
         rows["gap"].append(float((laplace - exact).abs() / exact))
@@ -238,6 +276,8 @@ def misspecified(sizes: tuple[int, ...] = SIZES, datasets: int = 6) -> dict[str,
     for size in sizes:
         found = [fitted(size, seed, chance) for seed in range(datasets)]
         rows["laplace"].append(sum(distance(f.exact, f.laplace) for f in found) / datasets)
-        rows["error"].append(sum(0.9 - float((middle @ f.mode).sigmoid()) for f in found) / datasets)
+        rows["error"].append(
+            sum(0.9 - float((middle @ f.mode).sigmoid()) for f in found) / datasets
+        )
         rows["level"].append(sum(float(uncertainty(f, f.exact, middle)) for f in found) / datasets)
     return rows

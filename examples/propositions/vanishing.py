@@ -20,7 +20,9 @@ DISTANCES = (1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 def clusters(count: int, seed: int, spread: float = 0.4) -> tuple[Tensor, Tensor]:
     """Three round clusters, each a class of its own."""
     y = torch.arange(count) % 3
-    return CENTRES[y] + spread * torch.randn(count, 2, generator=generator(seed, 1), dtype=torch.double), y
+    return CENTRES[y] + spread * torch.randn(
+        count, 2, generator=generator(seed, 1), dtype=torch.double
+    ), y
 
 
 def perceptron(inputs: int, width: int, classes: int, seed: int) -> nn.Sequential:
@@ -34,21 +36,27 @@ def perceptron(inputs: int, width: int, classes: int, seed: int) -> nn.Sequentia
 
 
 def train(
-    model: nn.Module, x: Tensor, y: Tensor, steps: int, optimiser: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    steps: int,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.optim.Optimizer:
-    """Adam on all the data at once; the optimiser comes back, to go on with."""
-    optimiser = optimiser or torch.optim.Adam(model.parameters(), lr=0.01)
+    """Adam on all the data at once; the optimizer comes back, to go on with."""
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
-        optimiser.step()
-    return optimiser
+        optimizer.step()
+    return optimizer
 
 
 def mean_gradient(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """The norm of the gradient of the mean of log p(y|x) over the training data: what an optimum makes 0."""
     loss = nn.functional.cross_entropy(model(x), y)
-    return float(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).norm())
+    return float(
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).norm()
+    )
 
 
 def label_norms(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -71,20 +79,24 @@ def training_goes_on(steps: tuple[int, ...] = STEPS, seed: int = 0) -> dict[str,
     (x, y), (fresh, label) = clusters(300, seed), clusters(90, seed + 1)
     shift = torch.randn(fresh.shape, generator=generator(seed, 2), dtype=torch.double)
     near = fresh + 0.2 * shift / shift.norm(dim=1, keepdim=True)
-    model, done, optimiser = perceptron(2, 32, 3, seed), 0, None
+    model, done, optimizer = perceptron(2, 32, 3, seed), 0, None
     rows: dict[str, list[float]] = {key: [] for key in ("label", "near", *SCORES, "weights")}
     for goal in steps:
-        optimiser = train(model, x, y, goal - done, optimiser)
+        optimizer = train(model, x, y, goal - done, optimizer)
         done = goal
         rows["label"].append(float(label_norms(model, fresh, label).median()))
         rows["near"].append(float(label_norms(model, near, label).median()))
         for name, values in qualms.compare(model, fresh, SCORES).items():
             rows[name].append(float(values.median()))
-        rows["weights"].append(float(torch.cat([p.detach().flatten() for p in model.parameters()]).norm()))
+        rows["weights"].append(
+            float(torch.cat([p.detach().flatten() for p in model.parameters()]).norm())
+        )
     return rows
 
 
-def ambiguous(sizes: tuple[int, ...] = AMBIGUOUS_SIZES, flips: float = 0.3, seed: int = 0) -> dict[str, list[float]]:
+def ambiguous(
+    sizes: tuple[int, ...] = AMBIGUOUS_SIZES, flips: float = 0.3, seed: int = 0
+) -> dict[str, list[float]]:
     """The labels of class 0 are class 1 instead with probability 0.3, however much data there is.
 
     At fresh points of that cluster: `mean`, the norm of the gradient averaged over the training data (what training
@@ -92,7 +104,9 @@ def ambiguous(sizes: tuple[int, ...] = AMBIGUOUS_SIZES, flips: float = 0.3, seed
     `error`, how far p is from the true (0.7, 0.3, 0). `clean` is ExGrad at the cluster whose labels are sure.
     """
     truth = torch.tensor([1 - flips, flips, 0.0], dtype=torch.double)
-    rows: dict[str, list[float]] = {key: [] for key in ("mean", "label", "exgrad", "least", "error", "clean")}
+    rows: dict[str, list[float]] = {
+        key: [] for key in ("mean", "label", "exgrad", "least", "error", "clean")
+    }
     for size in sizes:
         x, y = clusters(size, seed)
         flipped = (y == 0) & (torch.rand(size, generator=generator(seed, 3)) < flips)
@@ -118,7 +132,9 @@ def too_small(seed: int = 0) -> dict[str, float]:
     """
     y = torch.arange(200) % 2
     corner = torch.tensor([[2.0, 2.0], [2.0, -2.0], [-2.0, -2.0], [-2.0, 2.0]], dtype=torch.double)
-    x = corner[torch.arange(200) % 4] + 0.3 * torch.randn(200, 2, generator=generator(seed, 4), dtype=torch.double)
+    x = corner[torch.arange(200) % 4] + 0.3 * torch.randn(
+        200, 2, generator=generator(seed, 4), dtype=torch.double
+    )
     model = perceptron(2, 0, 2, seed)
     train(model, x, y, 800)
     return {"mean": mean_gradient(model, x, y), "label": float(label_norms(model, x, y).median())}
@@ -128,8 +144,8 @@ def wrong_labels(steps: int = 500, share: float = 0.1, seed: int = 0) -> dict[st
     """A wide network learns by heart 200 points in 10 dimensions, a tenth of them mislabelled.
 
     Medians of ‖g_y‖ at the mislabelled points for the wrong label (`wrong`) and for the true one (`true`), at the
-    correctly labelled points (`right`), at points 1 away from the mislabelled ones for the learnt label (`near_wrong`),
-    against the same around the correctly labelled (`near_right`).
+    correctly labeled points (`right`), at points 1 away from the mislabelled ones for the learnt label (`near_wrong`),
+    against the same around the correctly labeled (`near_right`).
     """
     noise = generator(seed, 5)
     y = torch.arange(200) % 2
@@ -141,7 +157,11 @@ def wrong_labels(steps: int = 500, share: float = 0.1, seed: int = 0) -> dict[st
     train(model, x, given, steps)
     shift = torch.randn(x.shape, generator=noise, dtype=torch.double)
     near = x + shift / shift.norm(dim=1, keepdim=True)
-    at, at_true, around = label_norms(model, x, given), label_norms(model, x, y), label_norms(model, near, given)
+    at, at_true, around = (
+        label_norms(model, x, given),
+        label_norms(model, x, y),
+        label_norms(model, near, given),
+    )
     return {
         "wrong": float(at[wrong].median()),
         "true": float(at_true[wrong].median()),
@@ -152,7 +172,7 @@ def wrong_labels(steps: int = 500, share: float = 0.1, seed: int = 0) -> dict[st
 
 
 def far_away(distances: tuple[float, ...] = DISTANCES, seed: int = 0) -> dict[str, list[float]]:
-    """Inputs in 60 directions, at multiples of the clusters' distance from the centre: nothing like them was ever seen.
+    """Inputs in 60 directions, at multiples of the clusters' distance from the center: nothing like them was ever seen.
 
     `exgrad` and `regrad` are medians there, `below` the share of directions in which ExGrad is below its median at
     fresh points of the clusters (`known`).
@@ -162,7 +182,12 @@ def far_away(distances: tuple[float, ...] = DISTANCES, seed: int = 0) -> dict[st
     known = qualms.score(model, clusters(90, seed + 1)[0], "exgrad").median()
     angle = torch.arange(60, dtype=torch.double) * 2 * torch.pi / 60
     circle = 3 * torch.stack([angle.cos(), angle.sin()], 1)
-    rows: dict[str, list[float]] = {"exgrad": [], "regrad": [], "below": [], "known": [float(known)]}
+    rows: dict[str, list[float]] = {
+        "exgrad": [],
+        "regrad": [],
+        "below": [],
+        "known": [float(known)],
+    }
     for distance in distances:
         scores = qualms.compare(model, distance * circle, ["exgrad", "regrad"])
         rows["exgrad"].append(float(scores["exgrad"].median()))

@@ -8,7 +8,8 @@ from qualms.version import __version__
 
 if TYPE_CHECKING:
     from qualms import data, methods, metrics, models
-    from qualms.gradients.norms import (
+    from qualms.functional import compare, score, score_with_error
+    from qualms.gradients.api import (
         ClassGradientGram,
         ClassGradientNorms,
         class_gradient_gram,
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
     from qualms.gradients.smoothing import Smoothing
     from qualms.methods.registry import list_methods
     from qualms.positions import next_tokens
-    from qualms.scored import Scored
+    from qualms.result import Scored
     from qualms.scorer import Scorer
-    from qualms.scores import compare, score, score_with_error
     from qualms.selection import select
     from qualms.threshold import Threshold
 
@@ -53,20 +53,20 @@ __all__ = [
 
 # Where each name is, to be imported when it is first asked for: whoever wants only the version does not wait for torch.
 _MODULES = {
-    "ClassGradientGram": "qualms.gradients.norms",
-    "ClassGradientNorms": "qualms.gradients.norms",
-    "Scored": "qualms.scored",
+    "ClassGradientGram": "qualms.gradients.api",
+    "ClassGradientNorms": "qualms.gradients.api",
+    "Scored": "qualms.result",
     "Scorer": "qualms.scorer",
     "Sketch": "qualms.gradients.settings",
     "Smoothing": "qualms.gradients.smoothing",
     "Threshold": "qualms.threshold",
-    "class_gradient_gram": "qualms.gradients.norms",
-    "class_gradient_norms": "qualms.gradients.norms",
-    "compare": "qualms.scores",
+    "class_gradient_gram": "qualms.gradients.api",
+    "class_gradient_norms": "qualms.gradients.api",
+    "compare": "qualms.functional",
     "list_methods": "qualms.methods.registry",
     "next_tokens": "qualms.positions",
-    "score": "qualms.scores",
-    "score_with_error": "qualms.scores",
+    "score": "qualms.functional",
+    "score_with_error": "qualms.functional",
     "select": "qualms.selection",
 }
 _PACKAGES = ("data", "methods", "metrics", "models")

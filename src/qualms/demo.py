@@ -12,9 +12,9 @@ from qualms.data import DATASETS, Images, load
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, METHODS, parse
 from qualms.models.cnn import paper_cnn
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.report.content import Content, Group
-from qualms.report.layers import layers_of
+from qualms.report.layer_chart import layers_of
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import LeftOutRow
@@ -28,7 +28,7 @@ EPOCHS = 10
 TRAININGS = 3  # the first is the network, the others its ensemble
 EACH = 96  # images of each kind
 TIMED = 16  # images on which methods are timed
-NORMALISATION = DATASETS["digits"].normalisation
+NORMALIZATION = DATASETS["digits"].normalization
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Scene:
     unknown: list[Images]
 
 
-def prepare(seed: int = 0, tell: Tell | None = None) -> Scene:
+def prepare(seed: int = 0, tell: ProgressFn | None = None) -> Scene:
     """Train the network and gather the images."""
     train, test = (load("data:digits", split=split).fitted(1, SIZE) for split in ("train", "test"))
     learnt, known = (_classes(images, range(KNOWN), "digits 0 to 6") for images in (train, test))
@@ -52,10 +52,16 @@ def prepare(seed: int = 0, tell: Tell | None = None) -> Scene:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + number)
             models.append(paper_cnn(channels=1, size=SIZE, classes=KNOWN))
-        fit(models[-1], learnt, RECIPES["digits"].shortened(EPOCHS), NORMALISATION, seed=seed + number)
+        fit(
+            models[-1],
+            learnt,
+            RECIPES["digits"].shortened(EPOCHS),
+            NORMALIZATION,
+            seed=seed + number,
+        )
         if tell is not None:
             tell("networks trained", number + 1, TRAININGS)
-    network = Network("the paper's CNN", models[0], NORMALISATION, members=tuple(models[1:]))
+    network = Network("the paper's CNN", models[0], NORMALIZATION, members=tuple(models[1:]))
     others = [held_back, load("data:letters"), load("data:photos")]
     shown = [images.fitted(1, SIZE).subset(EACH, seed) for images in others]
     return Scene(network, learnt, known.subset(2 * EACH, seed), shown)
@@ -63,20 +69,30 @@ def prepare(seed: int = 0, tell: Tell | None = None) -> Scene:
 
 def every_method() -> dict[str, Method]:
     """Methods by spec: the paper's REGrad* first, then all others at their defaults; noise in pixels from 0 to 1."""
-    return {spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *(kind.name for kind in METHODS))}
+    return {
+        spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *(kind.name for kind in METHODS))
+    }
 
 
-def evaluate(scene: Scene, seed: int = 0, tell: Tell | None = None) -> tuple[Content, list[LeftOutRow]]:
+def evaluate(
+    scene: Scene, seed: int = 0, tell: ProgressFn | None = None
+) -> tuple[Content, list[LeftOutRow]]:
     """What the report shows, and a row with the reason for each method that the network does not allow."""
     network, journal = scene.network, Journal(None, {})
     methods, reasons = usable(network, scene.known, every_method(), scene.train)
     groups = []
     for images in (scene.known, *scene.unknown):
-        found = score_images(network, images, methods, journal, seed=seed, train=scene.train, tell=tell)
+        found = score_images(
+            network, images, methods, journal, seed=seed, train=scene.train, tell=tell
+        )
         labels = found.labels if images is scene.known else None
-        groups.append(Group(images.name, images, found.scores, found.predicted, labels, found.confidence))
+        groups.append(
+            Group(images.name, images, found.scores, found.predicted, labels, found.confidence)
+        )
     few = scene.known.take(slice(0, TIMED))
-    timed = runtime(network, few, methods, journal, seed=seed, train=scene.train, rounds=3, tell=tell)
+    timed = runtime(
+        network, few, methods, journal, seed=seed, train=scene.train, rounds=3, tell=tell
+    )
     about = {
         "Network": f"{network.name}, trained on {len(scene.train)} images of the {scene.train.name}",
         "Seed": str(seed),
@@ -103,4 +119,6 @@ def _classes(images: Images, wanted: range, name: str) -> Images:
 def _joined(a: Images, b: Images) -> Images:
     assert a.labels is not None
     assert b.labels is not None
-    return Images(a.name, torch.cat([a.pixels, b.pixels]), torch.cat([a.labels, b.labels]), a.classes)
+    return Images(
+        a.name, torch.cat([a.pixels, b.pixels]), torch.cat([a.labels, b.labels]), a.classes
+    )

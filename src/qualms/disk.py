@@ -16,9 +16,7 @@ try:
 except ImportError:  # a system without locks
     fcntl = None  # type: ignore[assignment]
 
-TRIES = (
-    10  # to lock a new file. Then it is the file system that has no locks, so that no other run takes it away either
-)
+TRIES = 10  # to lock a new file. Then it is the file system that has no locks, so that no other run takes it away either
 
 
 @contextmanager
@@ -27,15 +25,19 @@ def writing(what: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        refused = error if isinstance(error, OSError) else error.__context__  # torch puts an error of its own over it
+        refused = (
+            error if isinstance(error, OSError) else error.__context__
+        )  # torch puts an error of its own over it
         if not isinstance(refused, OSError):
             raise
         why = os.strerror(refused.errno) if refused.errno else str(refused)
-        raise QualmsError(f"{what} cannot be written ({why}); put that right, or choose another place.") from None
+        raise QualmsError(
+            f"{what} cannot be written ({why}); put that right, or choose another place."
+        ) from None
 
 
 def require_writable(path: str | Path, called: str | None = None) -> None:
-    """An error, before there is any work to lose, if `written_whole` could not write there. Its folder is made.
+    """An error, before there is any work to lose, if `atomic_write` could not write there. Its folder is made.
 
     Args:
         path: the file.
@@ -46,12 +48,12 @@ def require_writable(path: str | Path, called: str | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         place = _place(path)
         if place is not None:
-            with beside(place, called or str(path)):
+            with temp_sibling(place, called or str(path)):
                 pass
 
 
 @contextmanager
-def written_whole(path: Path, called: str | None = None) -> Iterator[Path]:
+def atomic_write(path: Path, called: str | None = None) -> Iterator[Path]:
     """An empty file beside `path`, to be filled: it takes the place of `path` if all goes well, and is gone if not.
 
     What is written is on the disk before it takes that place, so that a machine that stops leaves no half of a file.
@@ -68,9 +70,11 @@ def written_whole(path: Path, called: str | None = None) -> Iterator[Path]:
     if place is None:
         yield path
         return
-    with beside(place, called) as part:
+    with temp_sibling(place, called) as part:
         with writing(called):
-            if place.exists() and _mode(part) != _mode(place):  # what is private is so while it is written, too
+            if place.exists() and _mode(part) != _mode(
+                place
+            ):  # what is private is so while it is written, too
                 part.chmod(_mode(place))
         yield part
         with writing(called):
@@ -80,7 +84,7 @@ def written_whole(path: Path, called: str | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def beside(path: Path, called: str | None = None) -> Iterator[Path]:
+def temp_sibling(path: Path, called: str | None = None) -> Iterator[Path]:
     """An empty file beside `path`, which is gone in the end. What runs that were killed left there is taken away."""
     _take_away(path)
     with writing(called or path):
@@ -88,24 +92,28 @@ def beside(path: Path, called: str | None = None) -> Iterator[Path]:
     try:
         yield part
     finally:
-        with suppress(OSError):  # its folder may have become read-only: what went wrong is told already
+        with suppress(
+            OSError
+        ):  # its folder may have become read-only: what went wrong is told already
             part.unlink(missing_ok=True)
         if held is not None:
             held.close()
 
 
-def appended(file: IO[bytes], path: Path, line: bytes) -> None:
+def append_lines(file: IO[bytes], path: Path, line: bytes) -> None:
     """Add a line to the end of an open file, on the disk when this returns; a line that does not fit is not begun.
 
     Args:
-        file: of `locked`.
+        file: of `lock_file`.
         path: where it was when it was opened. It is an error if it is there no longer: the line would be lost with it.
         line: what to add.
     """
     with writing(path):
         end = os.fstat(file.fileno()).st_size
         if not _is_at(file, path):
-            raise QualmsError(f"{path} was removed while a run was writing to it; run the same command again.")
+            raise QualmsError(
+                f"{path} was removed while a run was writing to it; run the same command again."
+            )
         try:
             while line:
                 line = line[file.write(line) :]
@@ -116,7 +124,7 @@ def appended(file: IO[bytes], path: Path, line: bytes) -> None:
             raise
 
 
-def locked(path: Path) -> IO[bytes]:
+def lock_file(path: Path) -> IO[bytes]:
     """A file, open for reading and for writing at its end, and for nobody else who asks for it this way."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +140,9 @@ def _place(path: Path) -> Path | None:
     """The file to be replaced, behind all links; None if what is there is no file, and is to be written to as it is."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if path.exists() and not os.access(path, os.W_OK):  # a file may be replaced all the same, but is protected
+    if path.exists() and not os.access(
+        path, os.W_OK
+    ):  # a file may be replaced all the same, but is protected
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     place = Path(os.path.realpath(path))
     return None if path.exists() and not place.is_file() else place

@@ -54,7 +54,7 @@ class ProbabilitiesWarning(UserWarning):
 
 
 class UnitsWarning(UserWarning):
-    """Noise is given as for pixels from 0 to 1, and the inputs are images in other units, such as normalised ones.
+    """Noise is given as for pixels from 0 to 1, and the inputs are images in other units, such as normalized ones.
 
     `pixel_std=` says what the pixels were divided by, so that `+smooth(0.02)` is 0.02 of a pixel's range, as in the
     paper; `pixel_std=1` takes the noise as it is.
@@ -66,8 +66,8 @@ class UnitsWarning(UserWarning):
         from qualms.models.cnn import mnist_cnn
 
         pixels = torch.rand(1, 1, 28, 28)
-        normalised = (pixels - 0.13) / 0.31
-        print(qualms.score(mnist_cnn(), normalised, pixel_std=0.31))
+        normalized = (pixels - 0.13) / 0.31
+        print(qualms.score(mnist_cnn(), normalized, pixel_std=0.31))
         ```
     """
 

@@ -10,7 +10,7 @@ import torch
 
 from qualms.data.images import number_of
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import batches
+from qualms.gradients.batch import batches
 from qualms.scorer import Scorer
 from qualms.version import __version__
 
@@ -53,9 +53,13 @@ class ScorerModel:
             return self.scorer(inputs).to_pandas()
         # Draws follow an input's numbers as the network gets them, so that its score depends neither on its row nor on
         # whether it came in 64 bits, as tables do.
-        x = cast(torch.Tensor, next(batches(inputs, self.scorer.model)))  # of one array, one batch of one tensor
+        x = cast(
+            torch.Tensor, next(batches(inputs, self.scorer.model))
+        )  # of one array, one batch of one tensor
         rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
-        return replace(self.scorer(x, numbers=[number_of(row) for row in rows]), ids=range(len(x))).to_pandas()
+        return replace(
+            self.scorer(x, numbers=[number_of(row) for row in rows]), ids=range(len(x))
+        ).to_pandas()
 
 
 def _load_pyfunc(path: str) -> ScorerModel:

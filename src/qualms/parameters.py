@@ -24,7 +24,9 @@ def check_parameters(owner: Any, called: str, **rules: Rule) -> None:
         try:
             converted = rule.convert(value)
         except (ValueError, OverflowError):
-            raise QualmsError(f"{called} has {parameter} {value!r}; it must be {rule.allowed}.") from None
+            raise QualmsError(
+                f"{called} has {parameter} {value!r}; it must be {rule.allowed}."
+            ) from None
         object.__setattr__(owner, parameter, converted)
 
 
@@ -83,7 +85,9 @@ def _noise(value: Any) -> float | tuple[float, ...]:
     return tuple(_positive(one) for one in value)
 
 
-FINITE_OR_NONE = Rule("a finite number, or None", lambda value: None if value is None else _finite(value))
+FINITE_OR_NONE = Rule(
+    "a finite number, or None", lambda value: None if value is None else _finite(value)
+)
 POSITIVE = Rule("a positive number", _positive)
 NOT_NEGATIVE = Rule("a number, 0 or more", _not_negative)
 SHARE = Rule("a number above 0 and below 1", _share)

@@ -9,22 +9,29 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.gradients.batch import Batch
 from qualms.gradients.directions import Directions
-from qualms.gradients.inputs import Batch
-from qualms.gradients.job import Job
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.engines.positions import PositionSketch, plain_logits
+from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.positions.alone import Alone, live_positions, named
 from qualms.gradients.positions.reading import AtPositions, inside
-from qualms.gradients.positions.sketch import PositionSketch, plain_logits
-from qualms.gradients.precision import accurate
+from qualms.gradients.precision import at_least_float32
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Engine, Sketch
-from qualms.methods.at_positions import NOWHERE, TangentSums, blocks, groups_of, logit_scores, require_positions
+from qualms.methods.at_positions import (
+    NOWHERE,
+    TangentSums,
+    blocks,
+    groups_of,
+    logit_scores,
+    require_positions,
+)
+from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
-from qualms.methods.passes import Passes, Subject
 from qualms.reduction import Reduce, Spans, reduced, require_reduction
-from qualms.scored import Scored, require_names
+from qualms.result import Scored, require_names
 
 LIKELIEST = 5  # classes that are kept at every position
 # What is found, by what it is (score, error, probs, classes, target, sequence) and by method; positions are its axes.
@@ -36,7 +43,7 @@ def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tens
 
     Args:
         ids: the tokens.
-        mask: which of them are not padding, as tokenisers give it.
+        mask: which of them are not padding, as tokenizers give it.
 
     Example:
         ```python
@@ -49,7 +56,9 @@ def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tens
     following = torch.full_like(ids, NOWHERE)
     following[:, :-1] = ids[:, 1:]
     if mask is not None:
-        following[:, :-1] = torch.where(mask[:, 1:].bool() & mask[:, :-1].bool(), following[:, :-1], NOWHERE)
+        following[:, :-1] = torch.where(
+            mask[:, 1:].bool() & mask[:, :-1].bool(), following[:, :-1], NOWHERE
+        )
     return following
 
 
@@ -64,14 +73,24 @@ class Positions:
 
     @classmethod
     def read(
-        cls, class_dim: int | None, reduce: Reduce, chosen: Sequence[int] | None, ignore_index: int | None
+        cls,
+        class_dim: int | None,
+        reduce: Reduce,
+        chosen: Sequence[int] | None,
+        ignore_index: int | None,
     ) -> "Positions | None":
         """None for a model that gives one answer for each input."""
         require_reduction(reduce)
         if class_dim is not None and not isinstance(class_dim, int):
-            raise QualmsError(f"class_dim={class_dim!r} is not a whole number; use -1 for language models.")
-        if chosen is not None and (not chosen or not all(isinstance(place, int) for place in chosen)):
-            raise QualmsError(f"positions={list(chosen)!r} are not whole numbers, one or more; count them row by row.")
+            raise QualmsError(
+                f"class_dim={class_dim!r} is not a whole number; use -1 for language models."
+            )
+        if chosen is not None and (
+            not chosen or not all(isinstance(place, int) for place in chosen)
+        ):
+            raise QualmsError(
+                f"positions={list(chosen)!r} are not whole numbers, one or more; count them row by row."
+            )
         if class_dim is not None:
             return cls(class_dim, reduce, None if chosen is None else tuple(chosen), ignore_index)
         if (reduce, chosen, ignore_index) != (None, None, None):
@@ -81,7 +100,9 @@ class Positions:
     def engine(self, asked: Engine | Sketch | None) -> Engine | Sketch:
         """The engine: at all positions the sketch, at a few any."""
         if self.chosen is not None and asked == "auto":
-            raise QualmsError("engine='auto' does not choose for a few positions=; use exact, or sketch.")
+            raise QualmsError(
+                "engine='auto' does not choose for a few positions=; use exact, or sketch."
+            )
         if self.chosen is not None:
             return asked or "exact"
         if asked in ("exact", "reference"):
@@ -96,7 +117,7 @@ MANY = "for models that answer at many positions; pass class_dim=."
 
 
 @dataclass(frozen=True)
-class Given:
+class PositionTargets:
     """What is given beside the inputs: which positions count, their true classes, and spans of tokens."""
 
     mask: Any = None
@@ -108,43 +129,59 @@ class Given:
         if at is None and any(given is not None for given in (self.mask, self.targets, self.spans)):
             raise QualmsError(f"mask, targets and spans are {MANY}")
         if at is not None and self.spans is not None and at.reduce is None:
-            raise QualmsError("spans need reduce=, what to make of a span's scores: mean, max, sum or a quantile.")
-        if at is not None and at.chosen is not None and (self.spans is not None or self.targets is not None):
-            raise QualmsError("spans and targets are for scores at all positions; leave out positions=.")
+            raise QualmsError(
+                "spans need reduce=, what to make of a span's scores: mean, max, sum or a quantile."
+            )
+        if (
+            at is not None
+            and at.chosen is not None
+            and (self.spans is not None or self.targets is not None)
+        ):
+            raise QualmsError(
+                "spans and targets are for scores at all positions; leave out positions=."
+            )
 
     def require_all(self, inputs: int) -> None:
         """An error if it is for more inputs than there are."""
-        for called, given in (("mask", self.mask), ("targets", self.targets), ("spans", self.spans)):
+        for called, given in (
+            ("mask", self.mask),
+            ("targets", self.targets),
+            ("spans", self.spans),
+        ):
             if given is not None and len(given) > inputs:
                 raise QualmsError(
                     f"{called} is for {len(given)} inputs, and there are {inputs}; give an entry for each."
                 )
 
-    def part(self, start: int, end: int) -> "Given":
+    def part(self, start: int, end: int) -> "PositionTargets":
         """What belongs to some of the inputs."""
 
         def cut(called: str, given: Any) -> Any:
             if given is not None and len(given) < end:
-                raise QualmsError(f"{called} is for {len(given)} inputs of {end} or more; give an entry for each.")
+                raise QualmsError(
+                    f"{called} is for {len(given)} inputs of {end} or more; give an entry for each."
+                )
             return None if given is None else given[start:end]
 
         mask, targets = cut("mask", self.mask), cut("targets", self.targets)
         goals = None if targets is None else torch.as_tensor(targets)
         if goals is not None and goals.is_floating_point():
             raise QualmsError(f"targets are {goals.dtype} numbers; give classes, as whole numbers.")
-        return Given(None if mask is None else torch.as_tensor(mask).bool(), goals, cut("spans", self.spans))
+        return PositionTargets(
+            None if mask is None else torch.as_tensor(mask).bool(), goals, cut("spans", self.spans)
+        )
 
 
 @dataclass(frozen=True)
 class PositionScores:
     """A model that answers at many positions, and the methods that score them."""
 
-    subject: Subject
+    subject: ModelContext
     methods: Mapping[str, Method]
     at: Positions
     class_names: tuple[str, ...] | None = None
 
-    def of_batch(self, batch: Batch, numbers: Sequence[int], given: Given) -> Scored:
+    def of_batch(self, batch: Batch, numbers: Sequence[int], given: PositionTargets) -> Scored:
         """The scores of each input; NaN, and class -1, at positions that are masked."""
         if self.at.chosen is None:
             require_positions(self.methods)
@@ -155,16 +192,28 @@ class PositionScores:
             alone = Alone.of(batch, i)
             if self.at.chosen is None:
                 targets = self._targets(given, batch, i)
-                parts.append(self._everywhere(alone, number, None if targets is None else alone.own(targets)))
+                parts.append(
+                    self._everywhere(alone, number, None if targets is None else alone.own(targets))
+                )
             else:
                 parts.append(self._at_some(alone, number, self.at.chosen, notes))
-        found = self._masked({key: torch.stack([part[key] for part in parts]) for key in parts[0]}, batch, given)
+        found = self._masked(
+            {key: torch.stack([part[key] for part in parts]) for key in parts[0]}, batch, given
+        )
         scores = {name: found["score", name] for name in self.methods}
         errors = {name: found["error", name] for name in self.methods}
-        estimated = tuple(name for name, method in self.methods.items() if self._estimates(method, errors[name]))
+        estimated = tuple(
+            name for name, method in self.methods.items() if self._estimates(method, errors[name])
+        )
         if self.at.reduce is not None:
-            scores = {name: reduced(values, self.at.reduce, given.spans) for name, values in scores.items()}
-            errors = {name: torch.full_like(s, torch.nan if name in estimated else 0.0) for name, s in scores.items()}
+            scores = {
+                name: reduced(values, self.at.reduce, given.spans)
+                for name, values in scores.items()
+            }
+            errors = {
+                name: torch.full_like(s, torch.nan if name in estimated else 0.0)
+                for name, s in scores.items()
+            }
         return Scored(
             scores,
             errors,
@@ -183,15 +232,26 @@ class PositionScores:
         sketched = self.subject.settings.sketch is not None and isinstance(method, GradientScore)
         return sketched or bool((errors > 0).any())
 
-    def _targets(self, given: Given, batch: Batch, i: int) -> Int[Tensor, "..."] | None:
+    def _targets(self, given: PositionTargets, batch: Batch, i: int) -> Int[Tensor, "..."] | None:
         """The targets of one input, none where its positions are masked."""
         if given.targets is None:
             return None
         found = given.targets[i]
         live = live_positions(batch, tuple(found.shape))
-        for keep in (None if given.mask is None else given.mask[i], None if live is None else live[i]):
-            found = found if keep is None or keep.shape != found.shape else found.masked_fill(~keep, NOWHERE)
-        return found if self.at.ignore_index is None else found.masked_fill(found == self.at.ignore_index, NOWHERE)
+        for keep in (
+            None if given.mask is None else given.mask[i],
+            None if live is None else live[i],
+        ):
+            found = (
+                found
+                if keep is None or keep.shape != found.shape
+                else found.masked_fill(~keep, NOWHERE)
+            )
+        return (
+            found
+            if self.at.ignore_index is None
+            else found.masked_fill(found == self.at.ignore_index, NOWHERE)
+        )
 
     def _logits(self, alone: Alone) -> Float[Tensor, "... c"]:
         """The logits of one input, at its own positions."""
@@ -211,13 +271,15 @@ class PositionScores:
                 f"shape {tuple(shape)}; give one target for each position."
             )
         goals = None if targets is None else targets.flatten().to(flat.device)
-        dtype, size = accurate(flat).dtype, (flat.shape[0], flat.shape[1])
+        dtype, size = at_least_float32(flat).dtype, (flat.shape[0], flat.shape[1])
         found: Found = _likeliest(flat)
         scores = logit_scores(self.methods, flat, self.subject)
         if goals is not None:
             found["target", ""] = _log_probs(flat, goals)
         sketches = {
-            (smooth, lam): PositionSketch.of(self._job(alone, number, smooth), self.subject.learnt, flat, held)
+            (smooth, lam): PositionSketch.of(
+                self._job(alone, number, smooth), self.subject.learnt, flat, held
+            )
             for smooth, lam in groups_of(self.methods)
             for held in [TangentSums.held(size, smooth.draws + 1 if smooth else 1)]
         }
@@ -225,8 +287,16 @@ class PositionScores:
         del logits, flat  # passes of the sketch have logits of their own
         text: float | None = None
         for (smooth, lam), methods in groups_of(self.methods).items():
-            plain_norms = smooth is None and lam is None  # those that the gradient of a text is measured by
-            sums = TangentSums(methods, size, smooth.draws + 1 if smooth else 1, goals if plain_norms else None, like)
+            plain_norms = (
+                smooth is None and lam is None
+            )  # those that the gradient of a text is measured by
+            sums = TangentSums(
+                methods,
+                size,
+                smooth.draws + 1 if smooth else 1,
+                goals if plain_norms else None,
+                like,
+            )
             for pushed in sketches[smooth, lam].pushed(lam):
                 sums.add(pushed)
                 del pushed  # before the next pass begins
@@ -236,12 +306,16 @@ class PositionScores:
         for name in self.methods:
             found["score", name] = scores[name].to(dtype)
             found.setdefault(("error", name), torch.zeros_like(found["score", name]))
-        found = {key: alone.put_back(t.unflatten(0, shape), _missing(t)) for key, t in found.items()}
+        found = {
+            key: alone.put_back(t.unflatten(0, shape), _missing(t)) for key, t in found.items()
+        }
         if goals is not None and (None, None) in sketches:
             found["sequence", ""] = torch.tensor(torch.nan if text is None else text, dtype=dtype)
         return found
 
-    def _at_some(self, alone: Alone, number: int, at: tuple[int, ...], notes: dict[str, str]) -> Found:
+    def _at_some(
+        self, alone: Alone, number: int, at: tuple[int, ...], notes: dict[str, str]
+    ) -> Found:
         """At a few positions, each as a classifier of its own."""
         logits = self._logits(alone)
         flat, parts = logits.flatten(0, -2), list[Found]()
@@ -249,21 +323,37 @@ class PositionScores:
         length = len(flat) if alone.kept is None else alone.length
         beyond = [place for place in at if not -length <= place < length]
         if beyond:
-            raise QualmsError(f"positions= names {beyond[0]}, and the model answers at {length} positions.")
+            raise QualmsError(
+                f"positions= names {beyond[0]}, and the model answers at {length} positions."
+            )
         model, how = self.subject.model, self.subject.settings
         how = replace(how, params=inside(model, how.params))
         for place in at:
             own = _index(alone, place % length)
             found = _likeliest(flat[[own or 0]])
-            if own is None or (live is not None and not bool(live[0, own])):  # padding, or a hole in the mask
+            if own is None or (
+                live is not None and not bool(live[0, own])
+            ):  # padding, or a hole in the mask
                 found = {key: torch.full_like(t, _missing(t)) for key, t in found.items()}
                 gap = found["probs", ""][:, 0]
-                parts.append(found | {(kind, name): gap for kind in ("score", "error") for name in self.methods})
+                parts.append(
+                    found
+                    | {(kind, name): gap for kind in ("score", "error") for name in self.methods}
+                )
                 continue
-            reads, *members = (AtPositions(one, self.at.class_dim, [own]) for one in (model, *self.subject.members))
-            learnt = self.subject.learnt.once(("position", own), Learnt)
-            subject = replace(self.subject, model=reads, settings=how, members=tuple(members), learnt=learnt, fitted={})
-            passes = Passes(subject, alone.batch, [number])
+            reads, *members = (
+                AtPositions(one, self.at.class_dim, [own]) for one in (model, *self.subject.members)
+            )
+            learnt = self.subject.learnt.once(("position", own), PlanCache)
+            subject = replace(
+                self.subject,
+                model=reads,
+                settings=how,
+                members=tuple(members),
+                learnt=learnt,
+                fitted={},
+            )
+            passes = BatchContext(subject, alone.batch, [number])
             for name, method in self.methods.items():
                 found["score", name] = method.score(passes).detach().to(passes.dtype)
                 found["error", name] = method.error(passes).detach().to(passes.dtype)
@@ -272,17 +362,32 @@ class PositionScores:
             parts.append(found)
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
-    def _job(self, alone: Alone, number: int, smooth: Any) -> Job:
+    def _job(self, alone: Alone, number: int, smooth: Any) -> GradientRequest:
         model, how = self.subject.model, self.subject.settings
         how = replace(how, params=inside(model, how.params))
-        return Job(AtPositions(model, self.at.class_dim), alone.batch, [number], how, Directions(()), smooth)
+        return GradientRequest(
+            AtPositions(model, self.at.class_dim),
+            alone.batch,
+            [number],
+            how,
+            Directions(()),
+            smooth,
+        )
 
-    def _masked(self, found: Found, batch: Batch, given: Given) -> Found:
-        shape, chosen, ignored = found["classes", ""].shape[:-1], self.at.chosen, self.at.ignore_index
+    def _masked(self, found: Found, batch: Batch, given: PositionTargets) -> Found:
+        shape, chosen, ignored = (
+            found["classes", ""].shape[:-1],
+            self.at.chosen,
+            self.at.ignore_index,
+        )
         live = torch.ones(shape, dtype=torch.bool, device=found["classes", ""].device)
         counted = None if given.targets is None or ignored is None else given.targets != ignored
         of_batch = None if chosen is not None else live_positions(batch, tuple(shape[1:]))
-        for called, mask in (("mask", given.mask), ("targets", counted), ("attention_mask", of_batch)):
+        for called, mask in (
+            ("mask", given.mask),
+            ("targets", counted),
+            ("attention_mask", of_batch),
+        ):
             if mask is None:
                 continue
             here = mask if chosen is None else mask.flatten(1)[:, list(chosen)]
@@ -297,7 +402,9 @@ class PositionScores:
 
 def _hidden(values: Tensor, live: Tensor) -> Tensor:
     keep = live if values.ndim == live.ndim else live.unsqueeze(-1)
-    return torch.where(keep, values, torch.full((), _missing(values), dtype=values.dtype, device=values.device))
+    return torch.where(
+        keep, values, torch.full((), _missing(values), dtype=values.dtype, device=values.device)
+    )
 
 
 def _missing(values: Tensor) -> float:
@@ -318,8 +425,11 @@ def _likeliest(logits: Float[Tensor, "t c"]) -> Found:
     tops = []
     for some in blocks(*logits.shape):
         tops.append(logits[some].double().softmax(-1).topk(min(LIKELIEST, logits.shape[1])))
-    dtype = accurate(logits[:1]).dtype
-    probs, classes = torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])
+    dtype = at_least_float32(logits[:1]).dtype
+    probs, classes = (
+        torch.cat([top.values for top in tops]),
+        torch.cat([top.indices for top in tops]),
+    )
     return {("probs", ""): probs.to(dtype), ("classes", ""): classes}
 
 
@@ -327,9 +437,13 @@ def _log_probs(logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]) -> Floa
     """log p of the targets, NaN where there is none."""
     wrong = targets[(targets != NOWHERE) & ((targets < 0) | (targets >= logits.shape[1]))]
     if len(wrong):
-        raise QualmsError(f"a target is {int(wrong[0])}, and there are {logits.shape[1]} classes; count them from 0.")
+        raise QualmsError(
+            f"a target is {int(wrong[0])}, and there are {logits.shape[1]} classes; count them from 0."
+        )
     parts = [
         log_softmax(logits[some].double()).gather(-1, targets[some].clamp_min(0)[:, None])[:, 0]
         for some in blocks(*logits.shape)
     ]
-    return torch.where(targets >= 0, torch.cat(parts), torch.nan).to(accurate(logits[:1]).dtype)
+    return torch.where(targets >= 0, torch.cat(parts), torch.nan).to(
+        at_least_float32(logits[:1]).dtype
+    )

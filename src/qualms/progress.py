@@ -5,9 +5,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-Tell = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
-FIRST_SIZES = (1, 3, 12, 16)  # of the batches that come before the usual ones of 32, and add up to one of them
-Progress = bool | Callable[[int], None]  # a count on the terminal, or a function that is told how many are done
+ProgressFn = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
+FIRST_SIZES = (
+    1,
+    3,
+    12,
+    16,
+)  # of the batches that come before the usual ones of 32, and add up to one of them
+Progress = (
+    bool | Callable[[int], None]
+)  # a count on the terminal, or a function that is told how many are done
 
 
 @dataclass
@@ -34,7 +41,9 @@ class Count:
             self.progress(done)
         elif self.shown:
             of = f" of {self.total}" if self.total is not None else ""
-            self._print(f"{done}{of} inputs scored{pace(done, self.total, time.monotonic() - self.began)}")
+            self._print(
+                f"{done}{of} inputs scored{pace(done, self.total, time.monotonic() - self.began)}"
+            )
 
     def end(self) -> None:
         """All are done."""

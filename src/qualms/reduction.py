@@ -18,10 +18,14 @@ def require_reduction(reduce: Any) -> None:
     """An error if nothing can be reduced so."""
     quantile = isinstance(reduce, float) and 0 < reduce < 1
     if not (reduce is None or reduce in ("mean", "max", "sum") or quantile):
-        raise QualmsError(f"reduce={reduce!r} is not known; choose mean, max, sum, or a quantile above 0 and below 1.")
+        raise QualmsError(
+            f"reduce={reduce!r} is not known; choose mean, max, sum, or a quantile above 0 and below 1."
+        )
 
 
-def reduced(values: Float[Tensor, "n ..."], reduce: str | float, spans: Spans | None = None) -> Float[Tensor, "n ..."]:
+def reduced(
+    values: Float[Tensor, "n ..."], reduce: str | float, spans: Spans | None = None
+) -> Float[Tensor, "n ..."]:
     """One number for each input, [n]; with spans, one for each of them, [n, s], NaN beyond an input's last.
 
     Positions that are NaN, since they are masked, do not count; where no other is left, the number is NaN.
@@ -40,7 +44,9 @@ def reduced(values: Float[Tensor, "n ..."], reduce: str | float, spans: Spans | 
             "end) for each text."
         )
     if not all(len(span) == 2 for of_input in spans for span in of_input):
-        raise QualmsError("a span is not a pair of numbers; give (start, end) of each, in a list for each text.")
+        raise QualmsError(
+            "a span is not a pair of numbers; give (start, end) of each, in a list for each text."
+        )
     longest = max((len(of_input) for of_input in spans), default=0)
     found = values.new_full((len(values), longest), math.nan)
     for i, of_input in enumerate(spans):

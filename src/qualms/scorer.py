@@ -11,23 +11,35 @@ from typing import Any
 from torch import nn
 
 from qualms.errors import QualmsError, UnitsWarning
-from qualms.gradients.choice import resolve_engine
-from qualms.gradients.guard import eager, state_on_entry, untouched, usable
-from qualms.gradients.inputs import Batch, batches, count, numbered_batches, take, tensors
+from qualms.gradients.batch import (
+    Batch,
+    batch_tensors,
+    batches,
+    num_samples,
+    numbered_batches,
+    take_samples,
+)
+from qualms.gradients.engines.choice import resolve_engine
+from qualms.gradients.isolation import (
+    preserve_state,
+    state_on_entry,
+    unwrap_compiled,
+    validate_model,
+)
 from qualms.gradients.layers import Granularity, Norm, Params, selected_parameters
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.methods.chosen import Methods, PixelStd, by_name, in_pixels, noisy_specs
+from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import LOGITS, in_range
-from qualms.methods.passes import Passes, Subject
 from qualms.methods.price import LONG, Price, price_of, warn_of_long_run
 from qualms.methods.registry import DEFAULT
 from qualms.models.fingerprint import fingerprint
-from qualms.positions import Given, Positions, PositionScores
+from qualms.positions import Positions, PositionScores, PositionTargets
 from qualms.reduction import Reduce, Spans
-from qualms.scored import Scored, require_names
-from qualms.threshold import MadeBy, Threshold
+from qualms.result import Scored, require_names
+from qualms.threshold import Provenance, Threshold
 
 MARGIN = 0.05  # beyond [0, 1], by which resized pixels may overshoot
 
@@ -114,7 +126,9 @@ class Scorer:
         ignore_index: int | None = None,
     ) -> None:
         self.model = model
-        self.methods = {name: in_pixels(method, pixel_std) for name, method in by_name(methods).items()}
+        self.methods = {
+            name: in_pixels(method, pixel_std) for name, method in by_name(methods).items()
+        }
         self._unscaled = noisy_specs(methods) if pixel_std is None else ()
         self._at = Positions.read(class_dim, reduce, positions, ignore_index)
         engine = engine or "auto" if self._at is None else self._at.engine(engine)
@@ -124,7 +138,7 @@ class Scorer:
         self.threshold = _threshold(threshold)
         self.class_names = None if class_names is None else tuple(class_names)
         self._train, self._members = train, tuple(models)
-        self._learnt, self._fitted = Learnt(), dict[Any, Any]()
+        self._learnt, self._fitted = PlanCache(), dict[Any, Any]()
         self._state: tuple[Any, ...] | None = None  # of the model at the last batch
         self._require_own_threshold()
 
@@ -150,7 +164,9 @@ class Scorer:
             targets: the true class at each position, -100 where there is none (see `next_tokens`).
             spans: with `reduce`, (start, end) of the spans of each text, in tokens; one number for each span.
         """
-        return Scored.concatenated(self.stream(x, first, numbers, mask=mask, targets=targets, spans=spans))
+        return Scored.concatenated(
+            self.stream(x, first, numbers, mask=mask, targets=targets, spans=spans)
+        )
 
     def stream(
         self,
@@ -163,17 +179,21 @@ class Scorer:
         spans: Spans | None = None,
     ) -> Iterator[Scored]:
         """The scores of each batch as it comes, so that a long run can keep what it has; arguments as for a call."""
-        usable(self.model)
+        validate_model(self.model)
         for number in (first, *(numbers or ())):
             if not isinstance(number, int) or number < 0:
-                raise QualmsError(f"an input has the number {number!r}; numbers are whole, 0 or more.")
-        given = Given(mask, targets, spans)
+                raise QualmsError(
+                    f"an input has the number {number!r}; numbers are whole, 0 or more."
+                )
+        given = PositionTargets(mask, targets, spans)
         given.require_use(self._at)
         end = 0
-        for start, batch in numbered_batches(batches, eager(self.model)):
-            end = start + count(batch)
+        for start, batch in numbered_batches(batches, unwrap_compiled(self.model)):
+            end = start + num_samples(batch)
             if numbers is not None and len(numbers) < end:
-                raise QualmsError(f"there are {len(numbers)} numbers for {end} inputs or more; number every input.")
+                raise QualmsError(
+                    f"there are {len(numbers)} numbers for {end} inputs or more; number every input."
+                )
             own = range(first + start, first + end) if numbers is None else numbers[start:end]
             if self._at is None:
                 yield self._scored(batch, own)
@@ -184,82 +204,119 @@ class Scorer:
             yield replace(scored, class_names=self.class_names, threshold=self.threshold)
         given.require_all(end)
         if numbers is not None and len(numbers) > end:
-            raise QualmsError(f"there are {len(numbers)} numbers for {end} inputs; number every input once.")
+            raise QualmsError(
+                f"there are {len(numbers)} numbers for {end} inputs; number every input once."
+            )
 
     @property
-    def made_by(self) -> MadeBy:
+    def made_by(self) -> Provenance:
         """What makes the scores of the first method, for a `Threshold` to remember."""
         if self._undecided:
-            raise QualmsError("engine='auto' has not chosen an engine yet; call choose_engine, or score a batch.")
+            raise QualmsError(
+                "engine='auto' has not chosen an engine yet; call choose_engine, or score a batch."
+            )
         return self._made_by(self.settings)
 
-    def _made_by(self, how: Settings) -> MadeBy:
-        model, method = eager(usable(self.model)), next(iter(self.methods.values()))
+    def _made_by(self, how: Settings) -> Provenance:
+        model, method = (
+            unwrap_compiled(validate_model(self.model)),
+            next(iter(self.methods.values())),
+        )
         network = "+".join(map(fingerprint, (model, *self._members)))
         said = repr(method) if self._at is None else f"{method!r} at {self._at}"
         if method.needs == (LOGITS,):
-            return MadeBy(said, network)
+            return Provenance(said, network)
         counted = None if how.params is None else _digest(selected_parameters(model, how.params))
-        engine, tolerance = repr(how.sketch) if how.sketch else how.engine_name, float(how.tolerance or 0.0)
+        engine, tolerance = (
+            repr(how.sketch) if how.sketch else how.engine_name,
+            float(how.tolerance or 0.0),
+        )
         if not isinstance(method, GradientScore) and engine in ("auto", "exact"):
             engine, tolerance = "exact", 0.0  # it asks no engine, or always the exact one
-        return MadeBy(said, network, engine, how.granularity, how.norm, counted, tolerance, how.seed)
+        return Provenance(
+            said, network, engine, how.granularity, how.norm, counted, tolerance, how.seed
+        )
 
     def choose_engine(self, x: Any) -> Settings:
         """How scores are computed; what `auto` leaves open is decided on the first batch: here, that of `x`."""
-        usable(self.model)
-        batch = next(batches(x, eager(self.model)))
+        validate_model(self.model)
+        batch = next(batches(x, unwrap_compiled(self.model)))
         with self._subject(batch) as subject:
-            self._choose_engine(Passes(subject, batch))
+            self._choose_engine(BatchContext(subject, batch))
         return self.settings
 
     def price(self, x: Any) -> Price:
         """What the scores of one input like those of `x` cost: counted, after a look at the first of them."""
-        usable(self.model)
-        batch = take(next(batches(x, eager(self.model))), slice(0, 1))
+        validate_model(self.model)
+        batch = take_samples(next(batches(x, unwrap_compiled(self.model))), slice(0, 1))
         if self._at is not None:
-            raise QualmsError("a price is counted for one score an input; leave out class_dim, or score a few inputs.")
+            raise QualmsError(
+                "a price is counted for one score an input; leave out class_dim, or score a few inputs."
+            )
         with self._subject(batch) as subject:
-            passes = Passes(subject, batch)
+            passes = BatchContext(subject, batch)
             self._choose_engine(passes)
             subject.learnt.warned.add(LONG)  # who asks for the price need not be warned of it
             return price_of(passes, self.methods.values())
 
     def _scored(self, batch: Batch, numbers: Sequence[int]) -> Scored:
         with self._subject(batch) as subject:
-            passes = Passes(subject, batch, numbers)
-            start, inputs = time.perf_counter(), len(passes.logits)  # which runs the plain forward pass
+            passes = BatchContext(subject, batch, numbers)
+            start, inputs = (
+                time.perf_counter(),
+                len(passes.logits),
+            )  # which runs the plain forward pass
             each_forward = (time.perf_counter() - start) / inputs
             self._choose_engine(passes)
             warn_of_long_run(passes, self.methods.values(), each_forward)
-            each = {method: method.score(passes) for method in dict.fromkeys(self.methods.values())}  # equal ones once
-            found = {name: in_range(each[method], passes.dtype, name, numbers) for name, method in self.methods.items()}
-            errors = {name: method.error(passes).detach().to(passes.dtype) for name, method in self.methods.items()}
+            each = {
+                method: method.score(passes) for method in dict.fromkeys(self.methods.values())
+            }  # equal ones once
+            found = {
+                name: in_range(each[method], passes.dtype, name, numbers)
+                for name, method in self.methods.items()
+            }
+            errors = {
+                name: method.error(passes).detach().to(passes.dtype)
+                for name, method in self.methods.items()
+            }
             said = {name: method.note(passes) for name, method in self.methods.items()}
             probs = passes.probs.detach()
-            gradients = {name: m for name, m in self.methods.items() if isinstance(m, GradientScore)}
+            gradients = {
+                name: m for name, m in self.methods.items() if isinstance(m, GradientScore)
+            }
             estimated = tuple(name for name, m in gradients.items() if passes.estimates(m))
         require_names(self.class_names, probs.shape[1])
         notes = {name: note for name, note in said.items() if note is not None}
-        return Scored(found, errors, probs, numbers, self.class_names, self.threshold, estimated, notes)
+        return Scored(
+            found, errors, probs, numbers, self.class_names, self.threshold, estimated, notes
+        )
 
     @contextmanager
-    def _subject(self, batch: Batch) -> Iterator[Subject]:
+    def _subject(self, batch: Batch) -> Iterator[ModelContext]:
         """The model as it came, with what is known of it; anew if its weights have changed."""
-        with untouched(self.model) as inner:
+        with preserve_state(self.model) as inner:
             state = state_on_entry(inner)
             new = self._state != state
             if new:
-                self._learnt, self._fitted, self._state = Learnt(), {}, state
+                self._learnt, self._fitted, self._state = PlanCache(), {}, state
             if new:
                 self._require_own_threshold()
             self._warn_of_units(batch)
-            more = (self._train, self._members, self._gradient_methods(), self._learnt, self._fitted)
-            yield Subject(inner, self.settings, *more, compares=self._at is None and self._compares())
+            more = (
+                self._train,
+                self._members,
+                self._gradient_methods(),
+                self._learnt,
+                self._fitted,
+            )
+            yield ModelContext(
+                inner, self.settings, *more, compares=self._at is None and self._compares()
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""
-        return {**vars(self), "_learnt": Learnt(), "_fitted": {}, "_state": None}
+        return {**vars(self), "_learnt": PlanCache(), "_fitted": {}, "_state": None}
 
     def _require_own_threshold(self) -> None:
         """An error if the threshold belongs to other scores; what `auto` leaves open is compared later."""
@@ -274,11 +331,13 @@ class Scorer:
     @property
     def _undecided(self) -> bool:
         """Whether it is still open how the scores of the first method are computed."""
-        return self.settings.engine == "auto" and isinstance(next(iter(self.methods.values())), GradientScore)
+        return self.settings.engine == "auto" and isinstance(
+            next(iter(self.methods.values())), GradientScore
+        )
 
     def _warn_of_units(self, batch: Batch) -> None:
         """Warn once if noise is meant for pixels, and the inputs are images in other units."""
-        x = tensors(batch)[0]
+        x = batch_tensors(batch)[0]
         if not self._unscaled or x.ndim != 4 or not x.is_floating_point():
             return
         low, high = (float(end) for end in x.aminmax())
@@ -292,19 +351,26 @@ class Scorer:
             )
 
     def _gradient_methods(self) -> tuple[GradientScore, ...]:
-        return tuple(method for method in self.methods.values() if isinstance(method, GradientScore))
+        return tuple(
+            method for method in self.methods.values() if isinstance(method, GradientScore)
+        )
 
     def _compares(self) -> bool:
         """Whether the exact engine will run on the inputs themselves, for which the logits serve as a check."""
         exact = self.settings.engine_name in ("exact", "auto")
-        return any(m.always_exact or (exact and isinstance(m, GradientScore)) for m in self.methods.values())
+        return any(
+            m.always_exact or (exact and isinstance(m, GradientScore))
+            for m in self.methods.values()
+        )
 
-    def _choose_engine(self, passes: Passes) -> None:
+    def _choose_engine(self, passes: BatchContext) -> None:
         """Settles what `auto` leaves open, by counted work, if any score asks for it."""
         if self.settings.engine != "auto" or not self._gradient_methods():
             return
         subject, classes = passes.subject, passes.logits.shape[1]
-        self.settings = resolve_engine(self.settings, subject.model, passes.batch, classes, subject.learnt)
+        self.settings = resolve_engine(
+            self.settings, subject.model, passes.batch, classes, subject.learnt
+        )
         subject.settings = self.settings
         self._require_own_threshold()
 
@@ -319,5 +385,7 @@ def _threshold(threshold: Threshold | float | None) -> Threshold | None:
     if threshold is None or isinstance(threshold, Threshold):
         return threshold
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
-        raise QualmsError(f"threshold is a {type(threshold).__name__}; pass a number, or a qualms.Threshold.")
+        raise QualmsError(
+            f"threshold is a {type(threshold).__name__}; pass a number, or a qualms.Threshold."
+        )
     return Threshold(float(threshold), 0, "given")

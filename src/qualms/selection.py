@@ -16,24 +16,29 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from qualms.errors import QualmsError
+from qualms.functional import score
+from qualms.gradients.batch import (
+    Batch,
+    batch_tensors,
+    num_samples,
+    numbered_batches,
+    take_samples,
+    with_tensors,
+)
 from qualms.gradients.directions import Directions
-from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import Batch, count, numbered_batches, take, tensors, with_tensors
-from qualms.gradients.job import Job
+from qualms.gradients.engines.sketch import sketch_totals
+from qualms.gradients.isolation import preserve_state
 from qualms.gradients.layers import Granularity, Norm, Params
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Engine, Settings, Sketch
-from qualms.gradients.sketch.engine import sketch_totals
 from qualms.methods.chosen import PixelStd, in_pixels
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, parse
 from qualms.progress import Progress
-from qualms.scores import score
 
-DIVERSITY_TANGENTS = (
-    64  # a distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err independently
-)
+DIVERSITY_TANGENTS = 64  # a distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err independently
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -122,7 +127,9 @@ def select(
     settings = Settings(Sketch(DIVERSITY_TANGENTS), layers, "l2", params, budget, batch_size, seed)
     features = gradient_features(model, pool, candidates.tolist(), chosen, settings)
     if not bool(features.any()):
-        raise QualmsError(f"the gradients of {chosen.name} are zero, so none differ; use another score for diversity.")
+        raise QualmsError(
+            f"the gradients of {chosen.name} are zero, so none differ; use another score for diversity."
+        )
     return candidates[k_center(features, k)]
 
 
@@ -138,18 +145,26 @@ def _check(pool: Any, k: int, method: Method, diversity: int | float | None, nor
     if diversity is None:
         return
     if not isinstance(diversity, (int, float)) or not 1 <= diversity < math.inf:
-        raise QualmsError(f"diversity is {diversity}; it is how many candidates there are for each pick, 1 or more.")
+        raise QualmsError(
+            f"diversity is {diversity}; it is how many candidates there are for each pick, 1 or more."
+        )
     if isinstance(pool, Iterator):
-        raise QualmsError("the pool can be read only once, and diversity reads it twice; pass a list or a loader.")
+        raise QualmsError(
+            "the pool can be read only once, and diversity reads it twice; pass a list or a loader."
+        )
     if norm != "l2":
-        raise QualmsError(f"diversity measures L2 distances between gradients, not {norm}; leave norm out.")
+        raise QualmsError(
+            f"diversity measures L2 distances between gradients, not {norm}; leave norm out."
+        )
     require_gradients(method)
 
 
 def require_gradients(method: Method) -> None:
     """An error for methods that have no gradients by which inputs could differ."""
     if not isinstance(method, GradientScore):
-        raise QualmsError(f"diversity needs a gradient score, such as {DEFAULT!r}, and {method.name} is not one.")
+        raise QualmsError(
+            f"diversity needs a gradient score, such as {DEFAULT!r}, and {method.name} is not one."
+        )
 
 
 def _check_size(k: int, inputs: int) -> None:
@@ -167,10 +182,10 @@ def gradient_features(
     """
     numbers: list[int] = []
     parts: list[Tensor] = []
-    learnt, directions = Learnt(), Directions((method.direction,))
-    with untouched(model) as inner:
+    learnt, directions = PlanCache(), Directions((method.direction,))
+    with preserve_state(model) as inner:
         for some, batch in _gathered(pool, inner, set(chosen)):
-            job = Job(inner, batch, some, settings, directions, method.smooth)
+            job = GradientRequest(inner, batch, some, settings, directions, method.smooth)
             for sample, logits in sketch_totals(job, method.layers, learnt):
                 weights = method.weights_at(logits)
                 projections = weights * sample.projections / math.sqrt(len(sample.projections))
@@ -184,14 +199,17 @@ def _gathered(pool: Any, model: nn.Module, chosen: set[int]) -> Iterator[tuple[l
     """The chosen inputs with their numbers, those of equal shapes in one batch."""
     found: dict[Any, list[tuple[list[int], Batch]]] = {}
     for first, batch in numbered_batches(pool, model):
-        here = [i for i in range(count(batch)) if first + i in chosen]
+        here = [i for i in range(num_samples(batch)) if first + i in chosen]
         if here:
-            part = take(batch, here)
-            shapes = tuple(t.shape[1:] for t in tensors(part))
+            part = take_samples(batch, here)
+            shapes = tuple(t.shape[1:] for t in batch_tensors(part))
             found.setdefault(shapes, []).append(([first + i for i in here], part))
     for parts in found.values():
-        columns = zip(*(tensors(part) for _, part in parts), strict=True)
-        yield [n for numbers, _ in parts for n in numbers], with_tensors(parts[0][1], map(torch.cat, columns))
+        columns = zip(*(batch_tensors(part) for _, part in parts), strict=True)
+        yield (
+            [n for numbers, _ in parts for n in numbers],
+            with_tensors(parts[0][1], map(torch.cat, columns)),
+        )
 
 
 def k_center(features: Float[Tensor, "n f"], k: int) -> list[int]:

@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+SWITCHES = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
 AXE = Path(__file__).parents[2] / ".axe" / "node_modules" / "axe-core" / "axe.min.js"
 
 
@@ -22,7 +27,9 @@ def browser() -> Iterator[Any]:
     if found is None:
         pytest.skip("there is no chromium on the path")
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=found, args=[*SWITCHES, "--disable-sync", "--no-first-run"])
+        chromium = driver.chromium.launch(
+            executable_path=found, args=[*SWITCHES, "--disable-sync", "--no-first-run"]
+        )
         yield chromium
         chromium.close()
 
@@ -34,13 +41,23 @@ def look(browser: Any) -> Iterator[Callable[..., Any]]:
     contexts = []
 
     def opened(path: Path, width: int = 1200, scheme: str = "light", **options: Any) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, **options)
+        context = browser.new_context(
+            viewport={"width": width, "height": 800}, color_scheme=scheme, **options
+        )
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
         page.on("dialog", lambda dialog: troubles.append(f"dialog: {dialog.message}"))
-        page.on("console", lambda said: troubles.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("request", lambda asked: None if _own(asked.url, path) else troubles.append(f"asks for {asked.url}"))
+        page.on(
+            "console",
+            lambda said: troubles.append(said.text) if said.type in ("error", "warning") else None,
+        )
+        page.on(
+            "request",
+            lambda asked: (
+                None if _own(asked.url, path) else troubles.append(f"asks for {asked.url}")
+            ),
+        )
         page.goto(path.as_uri())
         return page
 

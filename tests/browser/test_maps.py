@@ -11,8 +11,8 @@ import torch
 from qualms import Threshold
 from qualms.report.maps import Maps, write_maps
 from tests.browser.test_page import WIDTHS, percent
-from tests.report.contents import LONG
-from tests.report.map_contents import IGNORED, UNKNOWN, bare, full
+from tests.helpers.map_contents import IGNORED, UNKNOWN, bare, full
+from tests.helpers.report_contents import LONG
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Any]
@@ -59,7 +59,10 @@ def check(page: Any, maps: Maps, method: str, share: float) -> None:
         assert ((drawn[..., 0] == 255) == (scores[image] > value)).all()
         assert ((drawn[..., 3] == 0) == (maps.labels[image] == IGNORED)).all()
         flagged = (scores[image] > value).sum() / np.isfinite(scores[image]).sum()
-        assert scene.locator(".flagged-here").inner_text() == f"{percent(flagged)} of its pixels flagged"
+        assert (
+            scene.locator(".flagged-here").inner_text()
+            == f"{percent(flagged)} of its pixels flagged"
+        )
 
 
 def test_the_threshold_moved_by_keyboard_flags_the_right_pixels(opened: Open) -> None:
@@ -91,7 +94,9 @@ def test_another_method_shows_other_scores(opened: Open) -> None:
 
 
 def test_a_higher_score_is_lighter(opened: Open) -> None:
-    drawn = np.array(opened().locator("[data-scene='0'] .scores").evaluate(PIXELS)).reshape(16, 24, 4)
+    drawn = np.array(opened().locator("[data-scene='0'] .scores").evaluate(PIXELS)).reshape(
+        16, 24, 4
+    )
     scores = FULL.scores["exact"][0]
     there = np.isfinite(scores)
     light = drawn[..., :3].sum(-1)[there][np.argsort(scores[there])]
@@ -122,7 +127,9 @@ def test_no_number_of_the_table_is_broken_or_cut(opened: Open, width: int) -> No
       return text.getClientRects().length > 1 || cell.scrollWidth > cell.clientWidth;
     }).length"""
     assert page.evaluate(broken) == 0
-    heads = page.eval_on_selector_all("#methods thead th", "all => all.map((e) => e.scrollWidth - e.clientWidth)")
+    heads = page.eval_on_selector_all(
+        "#methods thead th", "all => all.map((e) => e.scrollWidth - e.clientWidth)"
+    )
     assert max(heads) == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from qualms import Threshold, metrics
 from qualms.report.content import Content
 from qualms.report.page import write_page
-from tests.report.contents import LONG, NASTY, bare, full, group
+from tests.helpers.report_contents import LONG, NASTY, bare, full, group
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Any]
@@ -32,7 +32,11 @@ def opened(look: Open, report: Path, tmp_path: Path) -> Open:
     """Write a report and look at it."""
 
     def written(content: Content = FULL, **options: Any) -> Any:
-        path = report if content is FULL else write_page(content, tmp_path / "report.html", resamples=10)
+        path = (
+            report
+            if content is FULL
+            else write_page(content, tmp_path / "report.html", resamples=10)
+        )
         page = look(path, **options)
         page.locator("#ridge-rows .ridge").first.wait_for()
         return page
@@ -47,7 +51,10 @@ def percent(share: float) -> str:
 def told(page: Any, name: str) -> float:
     """A number of the threshold's, which must also be what is shown."""
     found = page.locator(f"#{name}")
-    value, text = float(found.get_attribute("data-value")), found.evaluate("e => e.firstChild.textContent")
+    value, text = (
+        float(found.get_attribute("data-value")),
+        found.evaluate("e => e.firstChild.textContent"),
+    )
     assert text == (f"{value:.4g}" if name == "threshold" else percent(value))
     return value
 
@@ -82,7 +89,15 @@ def test_the_line_moved_by_keyboard_shows_the_right_numbers(opened: Open) -> Non
     page = opened()
     field, line = page.locator("#coverage"), page.locator("#line")
     assert field.input_value() == "95"
-    steps = (["Home"], 7 * ["ArrowRight"], 4 * ["PageUp"], ["ArrowLeft"], ["PageUp"], ["End"], 2 * ["PageDown"])
+    steps = (
+        ["Home"],
+        7 * ["ArrowRight"],
+        4 * ["PageUp"],
+        ["ArrowLeft"],
+        ["PageUp"],
+        ["End"],
+        2 * ["PageDown"],
+    )
     for method in ("exact", "tied", "wide", "flat"):
         choose(page, method)
         check_numbers(page, FULL, method)
@@ -150,9 +165,19 @@ def test_another_method_changes_drawings_numbers_and_images(opened: Open) -> Non
     page = opened()
 
     def state() -> list[Any]:
-        drawn = [page.locator(f"#{i}").inner_html() for i in ("ridge-rows", "roc", "lift", "pictures")]
-        captions = [page.locator(f"#{i}").inner_text() for i in ("ridges-summary", "roc-summary", "layers-said")]
-        return [*drawn, *captions, told(page, "threshold"), page.locator("#gallery .chosen").inner_text()]
+        drawn = [
+            page.locator(f"#{i}").inner_html() for i in ("ridge-rows", "roc", "lift", "pictures")
+        ]
+        captions = [
+            page.locator(f"#{i}").inner_text()
+            for i in ("ridges-summary", "roc-summary", "layers-said")
+        ]
+        return [
+            *drawn,
+            *captions,
+            told(page, "threshold"),
+            page.locator("#gallery .chosen").inner_text(),
+        ]
 
     choose(page, "exact")
     first = state()
@@ -165,7 +190,9 @@ def test_another_method_changes_drawings_numbers_and_images(opened: Open) -> Non
 def test_the_default_comes_first_with_its_badge_and_ties_are_tinted(opened: Open) -> None:
     page = opened()
     assert page.locator("#method option:checked").inner_text() == "exact (default)"
-    assert page.locator("tr", has=page.locator(".badge")).locator(".pick").all_inner_texts() == ["exact"]
+    assert page.locator("tr", has=page.locator(".badge")).locator(".pick").all_inner_texts() == [
+        "exact"
+    ]
     tinted = page.locator("tr.tied .pick").all_inner_texts()
     assert tinted[:2] == ["exact", "wide"]
     assert "flat" not in tinted
@@ -190,7 +217,11 @@ def test_the_table_sorts_by_any_column(opened: Open) -> None:
     heading.locator("button").focus()
     page.keyboard.press("Enter")
     names = page.locator("#methods tbody:not(#folded) .pick")
-    lift = {m: metrics.raulc(s, content.known.correct) for m, s in content.known.scores.items() if m != "flat"}
+    lift = {
+        m: metrics.raulc(s, content.known.correct)
+        for m, s in content.known.scores.items()
+        if m != "flat"
+    }
     assert heading.get_attribute("aria-sort") == "descending"
     assert names.all_inner_texts() == sorted(lift, key=lambda m: -lift[m])
     page.keyboard.press("Enter")
@@ -204,8 +235,13 @@ def test_the_header_of_the_table_stays_in_sight(opened: Open) -> None:
     scores = {f"m{i}": np.arange(30.0) for i in range(40)}
     page = opened(Content("t", replace(bare().known, scores=scores)))
     page.locator("#methods tbody tr").nth(30).scroll_into_view_if_needed()
-    page.locator("#methods tbody tr").nth(20).evaluate("e => e.scrollIntoView({block: 'center', behavior: 'instant'})")
-    bar, head = page.locator(".bar").bounding_box(), page.locator("#methods thead th").first.bounding_box()
+    page.locator("#methods tbody tr").nth(20).evaluate(
+        "e => e.scrollIntoView({block: 'center', behavior: 'instant'})"
+    )
+    bar, head = (
+        page.locator(".bar").bounding_box(),
+        page.locator("#methods thead th").first.bounding_box(),
+    )
     assert head["y"] == pytest.approx(bar["y"] + bar["height"], abs=2)
 
 
@@ -221,9 +257,14 @@ def test_more_columns_show_what_the_narrow_table_leaves_out(opened: Open) -> Non
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("content", [FULL, bare()], ids=["full", "bare"])
-def test_nothing_overflows_and_the_table_is_not_clipped(opened: Open, content: Content, width: int) -> None:
+def test_nothing_overflows_and_the_table_is_not_clipped(
+    opened: Open, content: Content, width: int
+) -> None:
     groups = [replace(g, scores={**g.scores, LONG: g.scores["exact"]}) for g in content.groups]
-    page = opened(replace(content, title=LONG, known=groups[0], unknown=groups[1:], about={LONG: LONG}), width=width)
+    page = opened(
+        replace(content, title=LONG, known=groups[0], unknown=groups[1:], about={LONG: LONG}),
+        width=width,
+    )
     choose(page, LONG)
     page.keyboard.press("Home")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -245,13 +286,18 @@ def test_nothing_overflows_and_the_table_is_not_clipped(opened: Open, content: C
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("content", [FULL, bare()], ids=["full", "bare"])
-def test_axe_finds_no_barrier(opened: Open, axe: str, content: Content, width: int, scheme: str) -> None:
+def test_axe_finds_no_barrier(
+    opened: Open, axe: str, content: Content, width: int, scheme: str
+) -> None:
     page = opened(content, width=width, scheme=scheme, bypass_csp=True)
     page.evaluate(axe)
     for change in ("0", "document.querySelectorAll('#more, #unfold').forEach((e) => e.click())"):
         page.evaluate(change)
         found = page.evaluate("axe.run()")
-        said = [(v["id"], v["help"], [n["html"][:150] for n in v["nodes"]][:3]) for v in found["violations"]]
+        said = [
+            (v["id"], v["help"], [n["html"][:150] for n in v["nodes"]][:3])
+            for v in found["violations"]
+        ]
         assert said == []
 
 
@@ -272,8 +318,12 @@ def test_every_image_says_what_it_is(opened: Open) -> None:
     page = opened()
     alts = page.eval_on_selector_all("#pictures img", "all => all.map(i => i.alt)")
     assert len(alts) == 3 * 2 * 8
-    assert all(", predicted " in alt and ", score " in alt and "\N{NO-BREAK SPACE}%" in alt for alt in alts)
-    assert page.eval_on_selector_all("img", "all => all.every(i => i.complete && i.naturalWidth === 8)")
+    assert all(
+        ", predicted " in alt and ", score " in alt and "\N{NO-BREAK SPACE}%" in alt for alt in alts
+    )
+    assert page.eval_on_selector_all(
+        "img", "all => all.every(i => i.complete && i.naturalWidth === 8)"
+    )
     known = FULL.known
     index = int(np.argmin(known.scores["exact"]))
     caption = page.locator("#pictures li").first.inner_text().splitlines()
@@ -315,7 +365,11 @@ def test_the_edge_of_an_image_follows_the_line(opened: Open) -> None:
 
 def test_layers_have_a_bar_for_each_group_where_the_method_has_layers(opened: Open) -> None:
     page = opened()
-    assert page.locator(".layer h3").all_inner_texts() == ["Conv 5×5 · conv1", "Conv 3×3 · conv2", "Linear · fc"]
+    assert page.locator(".layer h3").all_inner_texts() == [
+        "Conv 5×5 · conv1",
+        "Conv 3×3 · conv2",
+        "Linear · fc",
+    ]
     assert page.locator(".layer").first.locator(".who").all_inner_texts() == ["digits", "letters"]
     choose(page, "wide")
     assert page.locator(".layer").count() == 0
@@ -339,7 +393,9 @@ def test_the_scores_are_downloaded_with_the_decision(opened: Open, tmp_path: Pat
     for row, (g, i) in zip(rows, groups, strict=True):
         assert row["group"] == g.name
         assert row["id"] == (g.images.ids[i] if g.images.ids else str(i))
-        assert [float(row[f"score_{m}"]) for m in FULL.methods] == [float(g.scores[m][i]) for m in FULL.methods]
+        assert [float(row[f"score_{m}"]) for m in FULL.methods] == [
+            float(g.scores[m][i]) for m in FULL.methods
+        ]
         assert g.confidence is not None
         assert float(row["confidence"]) == g.confidence[i]
         assert row["accepted"] == ("true" if g.scores["exact"][i] <= threshold.value else "false")
@@ -389,21 +445,25 @@ def test_names_that_look_like_markup_are_shown_as_they_are(opened: Open) -> None
     assert page.locator("script").count() == 2
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-def test_a_report_of_known_images_alone_works(opened: Open, labelled: bool) -> None:
-    page = opened(Content("Alone", group("digits", 30, 0, labelled=labelled)))
-    assert page.locator("#accuracy").count() == labelled
+@pytest.mark.parametrize("labeled", [False, True])
+def test_a_report_of_known_images_alone_works(opened: Open, labeled: bool) -> None:
+    page = opened(Content("Alone", group("digits", 30, 0, labeled=labeled)))
+    assert page.locator("#accuracy").count() == labeled
     answer = page.locator("#answer").inner_text()
-    assert ("predictions are right, against" if labelled else "images of digits and flags 1; without labels") in answer
+    assert (
+        "predictions are right, against"
+        if labeled
+        else "images of digits and flags 1; without labels"
+    ) in answer
     choose(page, "flat")
     assert told(page, "covered") == 1
     text = page.locator("body").inner_text()
     assert not any(word in text for word in ("NaN", "undefined", "Infinity", "null"))
     assert page.locator("#layers, #learning, #roc").count() == 0
     assert page.locator("#worst li").count() == (
-        int((~group("digits", 30, 0, labelled=True).correct).sum()) if labelled else 0
+        int((~group("digits", 30, 0, labeled=True).correct).sum()) if labeled else 0
     )
-    assert ("have no labels" in page.locator("#worst").inner_text()) != labelled
+    assert ("have no labels" in page.locator("#worst").inner_text()) != labeled
 
 
 @pytest.mark.parametrize("part", ["layers", "cycles", "unknown", "confidence"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.service import services
+from tests.helpers import services
 
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed; run `make test-serve`")
 
@@ -60,7 +60,10 @@ def opened(browser: Any) -> Iterator[Open]:
         own = (address, "data:", f"blob:{address}")
         page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
         page.on("dialog", lambda dialog: troubles.append(f"dialog: {dialog.message}"))
-        page.on("request", lambda asked: None if asked.url.startswith(own) else troubles.append(asked.url))
+        page.on(
+            "request",
+            lambda asked: None if asked.url.startswith(own) else troubles.append(asked.url),
+        )
         page.goto(address)
         return page
 
@@ -86,15 +89,21 @@ def scored(page: Any, file: Path) -> None:
 
 def percent(share: float) -> str:
     return (
-        "over 99.9\N{NO-BREAK SPACE}%" if 0.9995 < share < 1 else f"{round(100 * share + 1e-9, 1):g}\N{NO-BREAK SPACE}%"
+        "over 99.9\N{NO-BREAK SPACE}%"
+        if 0.9995 < share < 1
+        else f"{round(100 * share + 1e-9, 1):g}\N{NO-BREAK SPACE}%"
     )
 
 
 @pytest.mark.parametrize("decision", ["accepted", "abstain"])
-def test_the_page_shows_what_the_service_answers(opened: Open, usual: str, files: list[Path], decision: str) -> None:
+def test_the_page_shows_what_the_service_answers(
+    opened: Open, usual: str, files: list[Path], decision: str
+) -> None:
     ask = services.client()
     answers = [
-        ask.post("/v1/score?layers=true", files=[("images", (f.name, f.read_bytes()))]).json()["results"][0]
+        ask.post("/v1/score?layers=true", files=[("images", (f.name, f.read_bytes()))]).json()[
+            "results"
+        ][0]
         for f in files
     ]
     number = next(i for i, answer in enumerate(answers) if answer["decision"] == decision)
@@ -104,14 +113,20 @@ def test_the_page_shows_what_the_service_answers(opened: Open, usual: str, files
     assert page.locator("#confidence").text_content() == percent(want["confidence"])
     assert page.locator("#decision").text_content() == decision
     assert page.locator("#percentile").text_content() == percent(want["percentile"] / 100)
-    assert page.locator("#answer").text_content().startswith("Accepted: " if decision == "accepted" else "Abstain. ")
+    assert (
+        page.locator("#answer")
+        .text_content()
+        .startswith("Accepted: " if decision == "accepted" else "Abstain. ")
+    )
     assert want["class_name"] in page.locator("#answer").text_content()
     here, limit = (page.locator(f"#{mark}").bounding_box()["x"] for mark in ("here", "limit"))
     assert (here <= limit) == (decision == "accepted")
     rows = page.locator("#scores tbody tr")
     assert [row.split("\t")[0] for row in rows.all_inner_texts()] == list(want["scores"])
     bars = page.locator("#bars .share").all_inner_texts()
-    assert [bar.split("\n")[-1] for bar in bars] == [percent(layer["share"]) for layer in want["layers"]]
+    assert [bar.split("\n")[-1] for bar in bars] == [
+        percent(layer["share"]) for layer in want["layers"]
+    ]
     assert page.locator("#histogram path").count() > 0
 
 
@@ -154,7 +169,9 @@ def test_the_token_is_asked_for_where_there_is_one(
     assert page.get_by_role("alert").is_hidden()
 
 
-def test_what_is_refused_is_told(opened: Open, usual: str, files: list[Path], tmp_path: Path) -> None:
+def test_what_is_refused_is_told(
+    opened: Open, usual: str, files: list[Path], tmp_path: Path
+) -> None:
     page = opened(usual)
     scored(page, files[0])
     (tmp_path / "text.png").write_text("not an image")
@@ -186,7 +203,9 @@ def test_the_page_says_how_far_the_start_is_and_can_be_used_once_it_is_over(
 
 def test_a_name_is_only_text(opened: Open, usual: str) -> None:
     page = opened(usual)
-    page.set_input_files("#file", {"name": NASTY, "mimeType": "image/png", "buffer": b"not an image"})
+    page.set_input_files(
+        "#file", {"name": NASTY, "mimeType": "image/png", "buffer": b"not an image"}
+    )
     page.get_by_role("alert").wait_for(state="visible")
     assert NASTY in page.locator("#answer").text_content()
     assert page.locator("img[src='x']").count() == 0
@@ -206,7 +225,13 @@ def test_what_there_is_nothing_to_say_of_is_left_out(
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_axe_finds_no_barrier(
-    opened: Open, serving: Callable[..., str], files: list[Path], axe: str, path: str, width: int, scheme: str
+    opened: Open,
+    serving: Callable[..., str],
+    files: list[Path],
+    axe: str,
+    path: str,
+    width: int,
+    scheme: str,
 ) -> None:
     address = serving(token=services.TOKEN)
     page = opened(address, width, scheme)
@@ -221,7 +246,9 @@ def test_axe_finds_no_barrier(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_is_wider_than_the_page(opened: Open, usual: str, tmp_path: Path, width: int) -> None:
+def test_nothing_is_wider_than_the_page(
+    opened: Open, usual: str, tmp_path: Path, width: int
+) -> None:
     page = opened(usual, width)
     wide = tmp_path / f"{'a-long-name-' * 12}.png"
     Image.fromarray(np.zeros((40, 900), np.uint8)).save(wide)

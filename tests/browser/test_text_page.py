@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 
 from qualms import Threshold
-from qualms.report.texts import write_text_page
+from qualms.report.text_page import write_text_page
 from qualms.texts.document import ScoredDocument
 from qualms.texts.spans import worst_span
-from tests.report.scored_texts import LIKELY, METHODS, NASTY, PAPER, STORY, cut, noise, scored, some
+from tests.helpers.scored_texts import (
+    LIKELY,
+    METHODS,
+    NASTY,
+    PAPER,
+    STORY,
+    cut,
+    noise,
+    scored,
+    some,
+)
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Any]
@@ -24,7 +34,9 @@ WIDTHS = (1440, 768, 360)
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page that most tests look at, written once."""
-    return write_text_page(SOME, tmp_path_factory.mktemp("texts") / "texts.html", "Some texts", {"Model": "made up"})
+    return write_text_page(
+        SOME, tmp_path_factory.mktemp("texts") / "texts.html", "Some texts", {"Model": "made up"}
+    )
 
 
 @pytest.fixture
@@ -33,7 +45,10 @@ def opened(look: Open, written: Path, tmp_path: Path) -> Open:
 
     def written_and_opened(documents: Sequence[ScoredDocument] = SOME, **options: Any) -> Any:
         new = documents is not SOME
-        page = look(write_text_page(documents, tmp_path / "t.html", "Texts", {}) if new else written, **options)
+        page = look(
+            write_text_page(documents, tmp_path / "t.html", "Texts", {}) if new else written,
+            **options,
+        )
         for number in range(len(documents)):
             page.locator(f"#document-{number}").scroll_into_view_if_needed()
             page.locator(f"#document-{number} .t").first.wait_for()
@@ -49,7 +64,9 @@ def values(method: str, documents: Sequence[ScoredDocument] = SOME) -> np.ndarra
 
 
 def classes(page: Any, number: int) -> list[list[str]]:
-    found = page.eval_on_selector_all(f"#document-{number} .t", "all => all.map((e) => e.className)")
+    found = page.eval_on_selector_all(
+        f"#document-{number} .t", "all => all.map((e) => e.className)"
+    )
     return [each.split() for each in found]
 
 
@@ -69,7 +86,9 @@ def check_shades(page: Any, method: str, share: float) -> None:
     assert marked == (every > threshold.value).sum()
     assert page.locator("#marked").inner_text().split() == [str(marked), "of", str(len(every))]
     told = page.locator("#said").text_content()
-    assert told.endswith(f": {marked} token{'s' * (marked != 1)} with a score above {threshold.value:.4g}")
+    assert told.endswith(
+        f": {marked} token{'s' * (marked != 1)} with a score above {threshold.value:.4g}"
+    )
     assert page.locator("#share").get_attribute("aria-valuetext") == told
 
 
@@ -92,7 +111,9 @@ def test_texts_are_shown_as_they_are(opened: Open) -> None:
     for number, each in enumerate(SOME):
         body = page.locator(f"#document-{number} .text")
         assert body.evaluate("e => e.textContent") == each.document.text
-        tokens = page.eval_on_selector_all(f"#document-{number} .t", "all => all.map((e) => e.textContent)")
+        tokens = page.eval_on_selector_all(
+            f"#document-{number} .t", "all => all.map((e) => e.textContent)"
+        )
         assert tokens == each.tokens[1:]
         assert body.evaluate("e => getComputedStyle(e).whiteSpaceCollapse") == "preserve"
 
@@ -150,12 +171,19 @@ def test_the_worst_span_is_outlined_and_quoted(opened: Open) -> None:
             assert span is not None
             marked = page.locator(f"#document-{number} mark.worst")
             assert marked.count() == 1
-            assert marked.evaluate("e => e.textContent") == "".join(each.tokens[1:][span.start : span.end])
-            assert f"worst span {span.score:.4g}" in page.locator(f"#document-{number} .numbers").inner_text()
+            assert marked.evaluate("e => e.textContent") == "".join(
+                each.tokens[1:][span.start : span.end]
+            )
+            assert (
+                f"worst span {span.score:.4g}"
+                in page.locator(f"#document-{number} .numbers").inner_text()
+            )
             assert page.locator(f"#row-{number} .worst-score").inner_text() == f"{span.score:.4g}"
     page.select_option("#method", label="regrad")
     first = max(NAMES, key=lambda name: worst(name, "regrad"))
-    quoted = page.locator(f"#document-{NAMES.index(first)} mark.worst").evaluate("e => e.textContent")
+    quoted = page.locator(f"#document-{NAMES.index(first)} mark.worst").evaluate(
+        "e => e.textContent"
+    )
     answer = page.locator("#answer").inner_text()
     assert first in answer
     assert " ".join(quoted.split()) in answer
@@ -185,10 +213,22 @@ def test_pointing_at_a_token_shows_what_the_model_expected(opened: Open) -> None
     assert note.locator(".head code").inner_text() == each.tokens[1 + index].replace(" ", "␣")
     assert f"score {score:.4g}" in text
     assert f"higher than {round(rank, 1):g} % of all tokens" in text
-    assert f"next came {each.tokens[2 + index].replace(' ', '␣')}: {round(100 * np.exp(log), 1):g} %" in text
+    assert (
+        f"next came {each.tokens[2 + index].replace(' ', '␣')}: {round(100 * np.exp(log), 1):g} %"
+        in text
+    )
     assert f"log p −{-log:.4g}" in text
-    assert note.locator(".likely code").all_inner_texts() == ["␣the", "␣dog", ".", "↵", NASTY.replace(" ", "␣")]
-    shown = [each.replace("\N{NO-BREAK SPACE}", " ") for each in note.locator(".likely .much").all_inner_texts()]
+    assert note.locator(".likely code").all_inner_texts() == [
+        "␣the",
+        "␣dog",
+        ".",
+        "↵",
+        NASTY.replace(" ", "␣"),
+    ]
+    shown = [
+        each.replace("\N{NO-BREAK SPACE}", " ")
+        for each in note.locator(".likely .much").all_inner_texts()
+    ]
     assert shown == ["50 %", "25 %", "12.5 %", "6.3 %", "< 0.1 %"]
     page.mouse.move(5, 5)
     note.wait_for(state="hidden")
@@ -238,7 +278,9 @@ def test_tokens_are_reached_by_keyboard_alone(opened: Open) -> None:
     assert span is not None
     page.locator("article .jump").first.focus()
     page.keyboard.press("Tab")
-    focused = "[document.activeElement.token, document.activeElement.getAttribute('aria-describedby')]"
+    focused = (
+        "[document.activeElement.token, document.activeElement.getAttribute('aria-describedby')]"
+    )
     assert page.evaluate(focused) == [span.start, "tip"]
     note = page.locator("#tip")
     assert f"score {scores[span.start]:.4g}" in note.inner_text()
@@ -300,7 +342,9 @@ def test_a_click_on_the_strip_goes_there(opened: Open) -> None:
     page = opened([long], reduced_motion="reduce")
     box = page.locator("article .strip").bounding_box()
     page.locator("article .strip").click(position={"x": 0.5 * box["width"], "y": 2})
-    assert page.evaluate("document.activeElement.token") == pytest.approx((len(long.ids) - 1) / 2, abs=3)
+    assert page.evaluate("document.activeElement.token") == pytest.approx(
+        (len(long.ids) - 1) / 2, abs=3
+    )
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -331,10 +375,17 @@ def test_nothing_is_wider_than_the_page(opened: Open, width: int) -> None:
 def test_axe_finds_no_barrier(opened: Open, axe: str, width: int, scheme: str) -> None:
     page = opened(width=width, scheme=scheme, bypass_csp=True)
     page.evaluate(axe)
-    for change in (lambda: None, lambda: slide(page, 50), lambda: page.locator("article .jump").first.click()):
+    for change in (
+        lambda: None,
+        lambda: slide(page, 50),
+        lambda: page.locator("article .jump").first.click(),
+    ):
         change()
         found = page.evaluate("axe.run()")
-        said = [(v["id"], v["help"], [n["html"][:150] for n in v["nodes"]][:3]) for v in found["violations"]]
+        said = [
+            (v["id"], v["help"], [n["html"][:150] for n in v["nodes"]][:3])
+            for v in found["violations"]
+        ]
         assert said == []
 
 
@@ -342,9 +393,9 @@ def test_axe_finds_no_barrier(opened: Open, axe: str, width: int, scheme: str) -
 def test_the_text_is_legible_on_every_shade(opened: Open, scheme: str) -> None:
     page = opened(scheme=scheme)
     ratio = """(e) => {
-      const paint = (colour, under) => {
+      const paint = (color, under) => {
         const c = new OffscreenCanvas(1, 1).getContext("2d");
-        for (const each of [under, colour]) { c.fillStyle = each; c.fillRect(0, 0, 1, 1); }
+        for (const each of [under, color]) { c.fillStyle = each; c.fillRect(0, 0, 1, 1); }
         return [...c.getImageData(0, 0, 1, 1).data].slice(0, 3);
       };
       const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);

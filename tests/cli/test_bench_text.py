@@ -10,7 +10,7 @@ import pytest
 from qualms.cli import main
 
 pytest.importorskip("transformers")
-from tests.tiny_llama import LEARNT, write_language_model
+from tests.helpers.tiny_llama import LEARNT, write_language_model
 
 OTHER = "Quarks, bosons & 3.14159: the gauge symmetry SU(2) x U(1) breaks at 246 GeV; cf. eq. (7). "
 
@@ -31,7 +31,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     """The exit code of `qualms bench text`."""
-    monkeypatch.setattr(sys, "argv", ["qualms", "bench", "text", "--model", "hf:lm", "--device", "cpu", *words])
+    monkeypatch.setattr(
+        sys, "argv", ["qualms", "bench", "text", "--model", "hf:lm", "--device", "cpu", *words]
+    )
     try:
         main()
     except SystemExit as end:
@@ -43,7 +45,15 @@ def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ("--window", "16", "--count", "6", "--tangents", "2", "--out", "rows.jsonl")
-    command = ("--id", "known.txt", "--ood", "other.txt,more.jsonl", "--methods", "regrad,entropy,heat", *few)
+    command = (
+        "--id",
+        "known.txt",
+        "--ood",
+        "other.txt,more.jsonl",
+        "--methods",
+        "regrad,entropy,heat",
+        *few,
+    )
     assert run(monkeypatch, *command) == 0
     out = capsys.readouterr().out
     assert "known → other: 6 and 6 windows of 16 tokens, %" in out
@@ -66,10 +76,19 @@ def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
     ("words", "said"),
     [
         (("--id", "known.txt"), "text needs --ood"),
-        (("--id", "known.txt", "--ood", "known.txt"), "--ood names known.txt, which is what the network knows"),
-        (("--id", "known.txt", "--ood", "other.txt", "--methods", ","), "--methods names no method"),
+        (
+            ("--id", "known.txt", "--ood", "known.txt"),
+            "--ood names known.txt, which is what the network knows",
+        ),
+        (
+            ("--id", "known.txt", "--ood", "other.txt", "--methods", ","),
+            "--methods names no method",
+        ),
         (("--id", "known.txt", "--ood", "gone.txt"), "there is no gone.txt"),
-        (("--id", "known.txt", "--ood", "short.txt", "--window", "30"), "no document of short has 30 tokens"),
+        (
+            ("--id", "known.txt", "--ood", "short.txt", "--window", "30"),
+            "no document of short has 30 tokens",
+        ),
         (("--id", "known.txt", "--ood", "other.txt", "--window", "40"), "reads 32 tokens at most"),
     ],
 )

@@ -47,8 +47,13 @@ def test_training_prints_the_accuracy_and_writes_the_weights(
 ) -> None:
     assert run(monkeypatch, "train", "digits", "--epochs", "2", "--count", "300") == 0
     out = capsys.readouterr().out
-    assert re.match(r"digits-cnn on digits: \d+\.\d\d % of 360 test images right after epoch [12] of 2", out)
-    assert torch.load(here / "runs" / "digits-digits-cnn-seed0.pt", weights_only=True)["network"] == "digits-cnn"
+    assert re.match(
+        r"digits-cnn on digits: \d+\.\d\d % of 360 test images right after epoch [12] of 2", out
+    )
+    assert (
+        torch.load(here / "runs" / "digits-digits-cnn-seed0.pt", weights_only=True)["network"]
+        == "digits-cnn"
+    )
 
 
 def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
@@ -56,7 +61,18 @@ def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
 ) -> None:
     torch.manual_seed(0)
     np.savez(here / "noise.npz", x=torch.randint(0, 256, (40, 8, 8), dtype=torch.uint8).numpy())
-    command = ("bench", "ood", "--id", "digits", "--ood", "noise.npz", "--weights", weights, "--count", "40")
+    command = (
+        "bench",
+        "ood",
+        "--id",
+        "digits",
+        "--ood",
+        "noise.npz",
+        "--weights",
+        weights,
+        "--count",
+        "40",
+    )
     more = ("--methods", "regrad+layers(0.2),entropy,mc-dropout", "--out", "rows.jsonl")
     assert run(monkeypatch, *command, *more) == 0
     out = capsys.readouterr().out
@@ -76,16 +92,50 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
     here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ("--weights", weights, "--count", "40")
-    assert run(monkeypatch, "bench", "calibration", "--id", "digits", *few, "--methods", "entropy,gen") == 0
+    assert (
+        run(monkeypatch, "bench", "calibration", "--id", "digits", *few, "--methods", "entropy,gen")
+        == 0
+    )
     assert "| paper's rAULC |" in capsys.readouterr().out
-    assert run(monkeypatch, "bench", "runtime", "--id", "digits", "--count", "32", "--methods", "entropy,regrad") == 0
+    assert (
+        run(
+            monkeypatch,
+            "bench",
+            "runtime",
+            "--id",
+            "digits",
+            "--count",
+            "32",
+            "--methods",
+            "entropy,regrad",
+        )
+        == 0
+    )
     assert "| paper's, Entropy = 1 (ResNet-18, CIFAR-10) |" in capsys.readouterr().out
-    np.savez(here / "noise.npz", x=np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8))
+    np.savez(
+        here / "noise.npz", x=np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
+    )
     assert run(monkeypatch, "bench", "ablation", "--id", "digits", "--ood", "noise.npz", *few) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("UNGrad+layers+smooth", "REGrad*", "λ → ∞", "σ = 0.05"))
-    small = ("--start", "10", "--more", "10", "--cycles", "1", "--epochs", "2", "--pool", "40", "--validation", "20")
-    assert run(monkeypatch, "bench", "active", "--id", "digits", "--methods", "random,entropy", *small) == 0
+    small = (
+        "--start",
+        "10",
+        "--more",
+        "10",
+        "--cycles",
+        "1",
+        "--epochs",
+        "2",
+        "--pool",
+        "40",
+        "--validation",
+        "20",
+    )
+    assert (
+        run(monkeypatch, "bench", "active", "--id", "digits", "--methods", "random,entropy", *small)
+        == 0
+    )
     out = capsys.readouterr().out
     assert "| Random " in out
     assert "20 to 20" in out
@@ -95,16 +145,37 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
     ("words", "told"),
     [
         (("bench", "ood", "--id", "digits"), "ood needs --ood"),
-        (("bench", "calibration", "--id", "digits"), "digits-cnn has no weights; train it with `qualms train`"),
+        (
+            ("bench", "calibration", "--id", "digits"),
+            "digits-cnn has no weights; train it with `qualms train`",
+        ),
         (("bench", "calibration", "--id", "nowhere"), "no published network for 'nowhere'"),
-        (("bench", "calibration", "--id", "cifar10"), "put cifar10_akamaster_resnet20-12fca82f.th into"),
+        (
+            ("bench", "calibration", "--id", "cifar10"),
+            "put cifar10_akamaster_resnet20-12fca82f.th into",
+        ),
         (("bench", "runtime", "--id", "digits", "--methods", "regard"), "did you mean regrad"),
-        (("bench", "runtime", "--id", "digits", "--mean", "0.5"), "--mean and --std belong together"),
-        (("bench", "runtime", "--id", "digits", "--device", "cud"), "there is no device 'cud' here"),
+        (
+            ("bench", "runtime", "--id", "digits", "--mean", "0.5"),
+            "--mean and --std belong together",
+        ),
+        (
+            ("bench", "runtime", "--id", "digits", "--device", "cud"),
+            "there is no device 'cud' here",
+        ),
         (("bench", "active", "--id", "folder"), "active learning needs a dataset with a name"),
-        (("bench", "ood", "--id", "digits", "--ood", "digits"), "--ood names digits, which is what the network knows"),
-        (("bench", "active", "--id", "digits", "--methods", "mc-dropout"), "no method can be used: mc-dropout"),
-        (("bench", "active", "--id", "digits", "--methods", "entropy", "--diversity", "2"), "needs a gradient score"),
+        (
+            ("bench", "ood", "--id", "digits", "--ood", "digits"),
+            "--ood names digits, which is what the network knows",
+        ),
+        (
+            ("bench", "active", "--id", "digits", "--methods", "mc-dropout"),
+            "no method can be used: mc-dropout",
+        ),
+        (
+            ("bench", "active", "--id", "digits", "--methods", "entropy", "--diversity", "2"),
+            "needs a gradient score",
+        ),
         (("reproduce", "table1"), "nothing of table1 can be computed: "),
         (("reproduce", "table9"), "there is no table 'table9'"),
         (("reproduce", "table1", "--preset", "gpu"), "there is no preset 'gpu'"),
@@ -136,7 +207,11 @@ def test_what_a_user_can_put_right_is_told_in_one_sentence(
     ],
 )
 def test_an_option_that_a_task_does_not_look_at_is_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, option: str
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+    option: str,
 ) -> None:
     assert run(monkeypatch, "bench", task, "--id", "digits", option, "3") == 2
     assert f"No such option: {option}" in capsys.readouterr().err
@@ -147,14 +222,20 @@ def test_an_option_that_a_task_does_not_look_at_is_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("bench", "nothing", "--id", "digits"), "there is no task 'nothing'; choose one of ood, calibration, "),
+        (
+            ("bench", "nothing", "--id", "digits"),
+            "there is no task 'nothing'; choose one of ood, calibration, ",
+        ),
         (("bench", "calibrate"), "there is no task 'calibrate'; did you mean calibration?"),
         (("reprodcue", "table1"), "there is no command 'reprodcue'; did you mean reproduce?"),
         (("xyzzy",), "there is no command 'xyzzy'; choose one of demo, score, "),
     ],
 )
 def test_a_name_that_is_mistyped_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
 ) -> None:
     assert run(monkeypatch, *words) == 2
     err = capsys.readouterr().err
@@ -162,10 +243,14 @@ def test_a_name_that_is_mistyped_is_told_in_one_line(
     assert err.count("\n") == 1
 
 
-def test_bench_lists_its_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_lists_its_tasks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, "bench", "--help") == 0
     out = capsys.readouterr().out
-    assert all(f" {task} " in out for task in ("ood", "calibration", "ablation", "runtime", "active"))
+    assert all(
+        f" {task} " in out for task in ("ood", "calibration", "ablation", "runtime", "active")
+    )
 
 
 def test_a_command_without_its_packages_says_what_to_install(
@@ -189,9 +274,20 @@ def test_test_images_are_never_learnt_from(
     assert images.labels is not None
     for name, keys in (("alone.npz", ("x", "y")), ("both.npz", ("x_test", "y_test"))):
         arrays = dict(zip(keys, (images.pixels.numpy(), images.labels.numpy()), strict=True))
-        more = {"x_train": load("digits", split="train").pixels.numpy()} if name == "both.npz" else {}
+        more = (
+            {"x_train": load("digits", split="train").pixels.numpy()} if name == "both.npz" else {}
+        )
         np.savez(here / name, **arrays, **more)
-    command = ("bench", "calibration", "--model", "digits-cnn", "--weights", weights, "--count", "32")
+    command = (
+        "bench",
+        "calibration",
+        "--model",
+        "digits-cnn",
+        "--weights",
+        weights,
+        "--count",
+        "32",
+    )
     assert run(monkeypatch, *command, "--methods", "laplace,entropy", "--id", "alone.npz") == 0
     assert re.search(r"- laplace: .*training", capsys.readouterr().out)
     assert run(monkeypatch, *command, "--methods", "laplace,entropy", "--id", "both.npz") == 0
@@ -208,7 +304,7 @@ def test_training_images_are_read_only_for_methods_that_learn_from_them(
         asked.append(args[2])
         return load(*args, **more)
 
-    monkeypatch.setattr("qualms.cli.images.load", noted)
+    monkeypatch.setattr("qualms.cli.image_options.load", noted)
     command = ("bench", "calibration", "--id", "digits", "--weights", weights, "--count", "32")
     assert run(monkeypatch, *command, "--methods", "entropy") == 0
     assert asked == ["test"]
@@ -222,7 +318,18 @@ def test_datasets_whose_folders_have_one_name_are_told_apart(
     for value, folder in enumerate(("a", "b")):
         (here / folder).mkdir()
         np.savez(here / folder / "set.npz", x=np.full((20, 8, 8), 200 * value, np.uint8))
-    command = ("bench", "ood", "--id", "digits", "--weights", weights, "--count", "20", "--methods", "entropy")
+    command = (
+        "bench",
+        "ood",
+        "--id",
+        "digits",
+        "--weights",
+        weights,
+        "--count",
+        "20",
+        "--methods",
+        "entropy",
+    )
     assert run(monkeypatch, *command, "--ood", "a/set.npz,b/set.npz,b/set.npz") == 0
     out = capsys.readouterr().out
     assert re.findall(r"digits → (\S+):", out) == ["a/set.npz", "b/set.npz"]
@@ -236,7 +343,18 @@ def test_a_network_of_other_classes_is_refused(
         "from qualms.models.cnn import paper_cnn\n\ndef hundred():\n    return paper_cnn(1, 8, 100)\n"
     )
     assert (
-        run(monkeypatch, "bench", "calibration", "--id", "digits", "--model", "mine:hundred", "--methods", "msp") == 1
+        run(
+            monkeypatch,
+            "bench",
+            "calibration",
+            "--id",
+            "digits",
+            "--model",
+            "mine:hundred",
+            "--methods",
+            "msp",
+        )
+        == 1
     )
     assert "mine:hundred tells 100 classes apart, and digits has 10" in capsys.readouterr().err
 
@@ -247,8 +365,22 @@ def test_images_are_resized_to_what_the_network_takes(
     (here / "larger.py").write_text(
         "from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(3, 16)\n"
     )
-    normal = ("--size", "16", "--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5", "--methods", "msp", "--count", "40")
-    assert run(monkeypatch, "bench", "calibration", "--id", "digits", "--model", "larger:net", *normal) == 0
+    normal = (
+        "--size",
+        "16",
+        "--mean",
+        "0.5,0.5,0.5",
+        "--std",
+        "0.5,0.5,0.5",
+        "--methods",
+        "msp",
+        "--count",
+        "40",
+    )
+    assert (
+        run(monkeypatch, "bench", "calibration", "--id", "digits", "--model", "larger:net", *normal)
+        == 0
+    )
     assert "40 images" in capsys.readouterr().out
 
 
@@ -268,7 +400,10 @@ def test_a_defect_is_told_in_one_sentence_too(
 
     monkeypatch.setattr(methods, "list_methods", broken)
     assert run(monkeypatch, "methods") == 3
-    assert capsys.readouterr().err == "qualms: something went wrong, RuntimeError: a nut; --debug shows where.\n"
+    assert (
+        capsys.readouterr().err
+        == "qualms: something went wrong, RuntimeError: a nut; --debug shows where.\n"
+    )
     assert run(monkeypatch, "methods", "--no-such-option") == 2
 
 
@@ -303,12 +438,18 @@ def test_a_bar_counts_from_the_start_and_tells_the_time_left_from_the_first_imag
     now = iter((0.0, 0.0, 2.0, 6.0))
     monkeypatch.setattr(options.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(options.Progress, "update", lambda *_, description="", **__: shown.append(description))
+    monkeypatch.setattr(
+        options.Progress, "update", lambda *_, description="", **__: shown.append(description)
+    )
     with options.telling("images", done=7, total=13) as tell:
         tell("images", 8, 13)
         tell("images", 11, 13)
     counted = [text for text in shown if text]
-    assert counted == ["7/13 images", "8/13 images, 2.0 s each, 0:10 left", "11/13 images, 1.5 s each, 0:03 left"]
+    assert counted == [
+        "7/13 images",
+        "8/13 images, 2.0 s each, 0:10 left",
+        "11/13 images, 1.5 s each, 0:03 left",
+    ]
 
 
 def test_a_log_file_gets_a_line_every_half_minute(
@@ -327,7 +468,9 @@ def test_a_log_file_gets_a_line_every_half_minute(
     ]
 
 
-def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import qualms
 
     assert run(monkeypatch, "--version") == 0
@@ -337,11 +480,12 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_without_its_extra_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "qualms.cli.app")
+    monkeypatch.delitem(sys.modules, "qualms.cli.main")
     monkeypatch.setitem(sys.modules, "typer", None)
     assert run(monkeypatch, "--version") == 1
     assert (
-        capsys.readouterr().err == "qualms: the command line needs typer; pip install '.[app]' in a clone of qualms.\n"
+        capsys.readouterr().err
+        == "qualms: the command line needs typer; pip install '.[app]' in a clone of qualms.\n"
     )
 
 
@@ -350,11 +494,25 @@ def test_commas_inside_brackets_do_not_part_specs() -> None:
 
 
 @pytest.mark.slow
-def test_the_networks_own_normalisation_is_used(
+def test_the_networks_own_normalization_is_used(
     here: Path, monkeypatch: pytest.MonkeyPatch, weights: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ("bench", "calibration", "--id", "digits", "--weights", weights, "--methods", "msp", "--count", "9")
+    command = (
+        "bench",
+        "calibration",
+        "--id",
+        "digits",
+        "--weights",
+        weights,
+        "--methods",
+        "msp",
+        "--count",
+        "9",
+    )
     assert run(monkeypatch, *command, "--out", "own.jsonl") == 0
     assert run(monkeypatch, *command, "--out", "given.jsonl", "--mean", "0.1", "--std", "0.2") == 0
-    about = [json.loads((here / f"{name}.jsonl").read_text().splitlines()[0]) for name in ("own", "given")]
+    about = [
+        json.loads((here / f"{name}.jsonl").read_text().splitlines()[0])
+        for name in ("own", "given")
+    ]
     assert [(row["mean"], row["std"]) for row in about] == [([0.3053], [0.376]), ([0.1], [0.2])]

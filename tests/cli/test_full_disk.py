@@ -23,15 +23,36 @@ from qualms.scale import batch
 from qualms.tasks.journal import Journal
 from qualms.tasks.presets import CPU, Setup
 from qualms.training import RECIPES, fit
-from tests.cli.datasets import write_datasets
 from tests.cli.test_commands import run
+from tests.helpers.datasets import write_datasets
 
 resource = pytest.importorskip("resource", reason="a system without limits for processes")
 NETWORK = ("--model", "digits-cnn", "--weights", "weights.pt")
 OWN = (*NETWORK, "--mean", "0.3", "--std", "0.4", "--methods", "entropy")
 SCORE = ("score", "many.npz", *OWN, "--overwrite", "--out")
-BENCH = ("bench", "calibration", "--id", "digits", "--weights", "weights.pt", "--count", "60", "--methods")
-REPORT = ("report", "--id", "digits", *NETWORK, "--count", "40", "--methods", "entropy", "--rows", "rows.jsonl")
+BENCH = (
+    "bench",
+    "calibration",
+    "--id",
+    "digits",
+    "--weights",
+    "weights.pt",
+    "--count",
+    "60",
+    "--methods",
+)
+REPORT = (
+    "report",
+    "--id",
+    "digits",
+    *NETWORK,
+    "--count",
+    "40",
+    "--methods",
+    "entropy",
+    "--rows",
+    "rows.jsonl",
+)
 COMMANDS = {  # the last word is where it writes
     "score to .csv": (*SCORE, "out/scores.csv"),
     "score to .parquet": (*SCORE, "out/scores.parquet"),
@@ -58,7 +79,10 @@ def disk(here: Path) -> Iterator[Path]:
     out = here / "out"
     out.mkdir()
     mounted = shutil.which("mount") and os.geteuid() == 0
-    if not mounted or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", out]).returncode:
+    if (
+        not mounted
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", out]).returncode
+    ):
         pytest.skip("mounting a small disk needs root")
     yield out
     subprocess.run(["umount", out], check=True)
@@ -81,7 +105,9 @@ def tables(folder: Path) -> dict[str, bytes]:
 def refused(err: str, why: str) -> None:
     """One sentence, after what a command says on its way."""
     last = err.splitlines()[-1]
-    assert re.fullmatch(rf"qualms: .*out.* cannot be written \({re.escape(why)}\); put that right, or .*\.", last), err
+    assert re.fullmatch(
+        rf"qualms: .*out.* cannot be written \({re.escape(why)}\); put that right, or .*\.", last
+    ), err
     assert err.count("qualms: ") == 1
     assert "Traceback" not in err
 
@@ -108,14 +134,18 @@ def test_a_full_disk_is_told_and_keeps_what_it_held(
     disk: Path, name: str, room: int, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
     if name == "report":
-        (disk / "page.html").write_text("an earlier page")  # a page of its own leaves no room for another
+        (disk / "page.html").write_text(
+            "an earlier page"
+        )  # a page of its own leaves no room for another
     else:
         earlier(name, monkeypatch, capsys)
     fill(disk, room)
     before = content(disk)
     code = run(monkeypatch, *COMMANDS[name])
     if code == 0:
-        assert (name, room) in (("threshold", 4096), ("bench", 4096)), "a small file fits into little room"
+        assert (name, room) in (("threshold", 4096), ("bench", 4096)), (
+            "a small file fits into little room"
+        )
         return
     assert code == 1
     refused(capsys.readouterr().err, "No space left on device")
@@ -142,7 +172,9 @@ def test_a_disk_that_may_not_be_written_is_told_and_not_touched(
 
 
 @each_command
-def test_a_place_below_a_file_is_told(here: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell) -> None:
+def test_a_place_below_a_file_is_told(
+    here: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+) -> None:
     (here / "out").write_text("a file")
     assert run(monkeypatch, *COMMANDS[name]) == 1
     refused(capsys.readouterr().err, "File exists")
@@ -206,14 +238,20 @@ def test_a_table_that_is_there_has_its_list_of_what_could_not_be_read(
         usual(part, path)
 
     monkeypatch.setattr("qualms.disk.os.replace", watched)
-    assert run(monkeypatch, "score", "pictures", *OWN, "--size", "8", "--out", "out/scores.csv") == 4
+    assert (
+        run(monkeypatch, "score", "pictures", *OWN, "--size", "8", "--out", "out/scores.csv") == 4
+    )
     assert order == ["scores.rejected.csv", "scores.csv"]
 
 
 def test_an_output_that_takes_no_more_is_told(here: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "qualms", "methods"]
         done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -260,7 +298,9 @@ def test_a_folder_of_shards_that_goes_is_told_and_begun_again(
     assert sorted(content(here / "out"))[-3:] == [f"shard-0000{i}.parquet" for i in range(3)]
 
 
-def test_shards_that_go_while_others_come_are_missed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell) -> None:
+def test_shards_that_go_while_others_come_are_missed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+) -> None:
     usual, lost_one = batch.scored_images, False
     first = here / "out" / "shard-00000.parquet"
 
@@ -273,7 +313,10 @@ def test_shards_that_go_while_others_come_are_missed(here: Path, monkeypatch: py
 
     monkeypatch.setattr(batch, "scored_images", lost)
     assert run(monkeypatch, *COMMANDS["score to shards"]) == 1
-    assert "has lost shards while it was filled; run the same command again." in capsys.readouterr().err
+    assert (
+        "has lost shards while it was filled; run the same command again."
+        in capsys.readouterr().err
+    )
     assert run(monkeypatch, *COMMANDS["score to shards"]) == 0
     assert capsys.readouterr().out.startswith("300 images scored")
 
@@ -289,7 +332,9 @@ def test_rows_whose_file_goes_are_told_and_not_lost_in_silence(
     assert run(monkeypatch, *COMMANDS["bench"]) == 0
 
 
-def test_a_training_whose_folder_goes_writes_its_next_epoch_there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_whose_folder_goes_writes_its_next_epoch_there(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = COMMANDS["train"]
     assert run(monkeypatch, *words) == 0
     want = torch.load("out/weights.pt", weights_only=True)
@@ -300,7 +345,9 @@ def test_a_training_whose_folder_goes_writes_its_next_epoch_there(here: Path, mo
     assert run(monkeypatch, *words) == 0
     found = torch.load("out/weights.pt", weights_only=True)
     assert found["history"] == want["history"]
-    assert all(torch.equal(value, want["state_dict"][key]) for key, value in found["state_dict"].items())
+    assert all(
+        torch.equal(value, want["state_dict"][key]) for key, value in found["state_dict"].items()
+    )
 
 
 def test_a_training_that_is_complete_needs_no_place_to_write(here: Path, disk: Path) -> None:
@@ -311,7 +358,11 @@ def test_a_training_that_is_complete_needs_no_place_to_write(here: Path, disk: P
     for _ in range(2):
         torch.manual_seed(0)
         fitted = fit(
-            load_model("digits-cnn"), images, recipe, DATASETS["digits"].normalisation, checkpoint=disk / "w.pt"
+            load_model("digits-cnn"),
+            images,
+            recipe,
+            DATASETS["digits"].normalization,
+            checkpoint=disk / "w.pt",
         )
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     assert fitted.best_epoch == 1

@@ -68,7 +68,9 @@ def test_another_size_than_the_networks_is_fitted_and_told(
 
 
 def factory(here: Path, name: str, code: str) -> tuple[str, ...]:
-    (here / f"{name}.py").write_text(f"from torch import nn\nfrom qualms.models.cnn import paper_cnn\n\n{code}\n")
+    (here / f"{name}.py").write_text(
+        f"from torch import nn\nfrom qualms.models.cnn import paper_cnn\n\n{code}\n"
+    )
     return ("--model", f"{name}:net", "--mean", "0.5,0.5,0.5", "--std", "0.2,0.2,0.2")
 
 
@@ -82,7 +84,10 @@ def test_a_size_that_nobody_knows_is_refused_and_given_by_an_option(
     assert "fixed_size:net does not take images of 32 x 24 pixels (" in err
     assert "pass --size, the one that it was trained on" in err
     assert score(monkeypatch, "mine", *fixed, "--size", "16") == 0
-    assert "2 images of 32 x 24 pixels were resized to 16 x 16 (bilinear), as --size says" in capsys.readouterr().err
+    assert (
+        "2 images of 32 x 24 pixels were resized to 16 x 16 (bilinear), as --size says"
+        in capsys.readouterr().err
+    )
 
 
 def test_images_of_several_sizes_are_refused_where_nobody_knows_one(
@@ -94,7 +99,9 @@ def test_images_of_several_sizes_are_refused_where_nobody_knows_one(
     pictures(here / "mine", 1, 24, 32)
     pictures(here / "mine", 1, 20, 20)
     assert score(monkeypatch, "mine", *any_size) == 1
-    assert "20x20-0.png is 20 x 20 and 32x24-0.png is 32 x 24; pass --size" in capsys.readouterr().err
+    assert (
+        "20x20-0.png is 20 x 20 and 32x24-0.png is 32 x 24; pass --size" in capsys.readouterr().err
+    )
 
 
 def test_class_names_are_the_networks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,21 +110,56 @@ def test_class_names_are_the_networks(here: Path, monkeypatch: pytest.MonkeyPatc
     assert score(monkeypatch, "mine", "--model", "cifar10-resnet20", "--weights", "w.pt") == 0
     with open(here / "scores.csv") as lines:
         (name, _) = [row["prediction"] for row in csv.DictReader(lines)]
-    assert name in ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+    assert name in (
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    )
 
 
 def test_a_folder_called_like_a_dataset_has_no_published_network(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pictures(here / "digits" / "7", 3)
-    command = ("bench", "calibration", "--id", "digits", "--weights", "weights.pt", "--methods", "msp")
+    command = (
+        "bench",
+        "calibration",
+        "--id",
+        "digits",
+        "--weights",
+        "weights.pt",
+        "--methods",
+        "msp",
+    )
     assert run(monkeypatch, *command) == 1
     assert "no published network for 'digits'; name one with --model" in capsys.readouterr().err
     assert run(monkeypatch, *command, "--model", "digits-cnn", "--out", "a.jsonl") == 1
-    assert "the normalisation of digits-cnn's inputs is not known" in capsys.readouterr().err
-    assert run(monkeypatch, *command, "--model", "digits-cnn", *NORMAL, "--out", "a.jsonl", "--json") == 0
+    assert "the normalization of digits-cnn's inputs is not known" in capsys.readouterr().err
+    assert (
+        run(monkeypatch, *command, "--model", "digits-cnn", *NORMAL, "--out", "a.jsonl", "--json")
+        == 0
+    )
     assert json.loads(capsys.readouterr().out.splitlines()[0])["data"] == "./digits"
-    assert run(monkeypatch, "bench", "calibration", "--id", "data:digits", *command[4:], "--out", "b.jsonl") == 0
+    assert (
+        run(
+            monkeypatch,
+            "bench",
+            "calibration",
+            "--id",
+            "data:digits",
+            *command[4:],
+            "--out",
+            "b.jsonl",
+        )
+        == 0
+    )
     assert "digits: 360 images, bundled with scikit-learn" in capsys.readouterr().err
 
 
@@ -125,13 +167,25 @@ def test_a_folder_called_like_a_dataset_has_no_published_network(
 def test_bench_shows_the_accuracy_on_the_images_it_scores(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ("bench", "calibration", "--id", "digits", "--weights", "weights.pt", "--methods", "msp,gen")
+    command = (
+        "bench",
+        "calibration",
+        "--id",
+        "digits",
+        "--weights",
+        "weights.pt",
+        "--methods",
+        "msp,gen",
+    )
     assert run(monkeypatch, *command, "--count", "60", "--json") == 0
     accuracy, *others = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert accuracy["n"] == 60
     assert {row["accuracy"] for row in others} == {accuracy["accuracy"]}
     assert run(monkeypatch, *command, "--count", "60") == 0
-    assert f"{100 * accuracy['accuracy']:.2f} % of 60 digits test images right" in capsys.readouterr().out
+    assert (
+        f"{100 * accuracy['accuracy']:.2f} % of 60 digits test images right"
+        in capsys.readouterr().out
+    )
 
 
 def test_bench_leaves_unreadable_files_out_and_says_so(
@@ -139,7 +193,18 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
 ) -> None:
     pictures(here / "mine", 5, 20, 30)
     (here / "mine" / "broken.png").write_bytes(b"no")
-    command = ("bench", "ood", "--id", "digits", "--ood", "mine", "--weights", "weights.pt", "--count", "20")
+    command = (
+        "bench",
+        "ood",
+        "--id",
+        "digits",
+        "--ood",
+        "mine",
+        "--weights",
+        "weights.pt",
+        "--count",
+        "20",
+    )
     assert run(monkeypatch, *command, "--methods", "msp") == 0
     err = capsys.readouterr().err
     assert "mine: 5 images, mine/ (folder)" in err
@@ -151,7 +216,10 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
     ("words", "told"),
     [
         (("--model", "weights.pt"), "name the network and pass --weights 'weights.pt'"),
-        ((*ZOO_NET, "--classes", "7"), "weights.pt does not fit digits-cnn: 2 keys of another shape"),
+        (
+            (*ZOO_NET, "--classes", "7"),
+            "weights.pt does not fit digits-cnn: 2 keys of another shape",
+        ),
         ((*ZOO_NET, "--classes", "7"), "pass --classes as it was trained"),
         (("--model", "cnn-32", "--weights", "weights.pt"), "weights.pt does not fit cnn-32"),
         (
@@ -159,11 +227,18 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
             "other.pt holds no tensors by name, only 'epoch', 'stuff'",
         ),
         (("--model", "digits-cnn", "--weights", "none.pt"), "there is no checkpoint file none.pt"),
-        ((*ZOO_NET[:4], "--mean", "0,0,0", "--std", "1,1,1"), "--mean 0,0,0 has 3 numbers, and digits-cnn takes 1"),
+        (
+            (*ZOO_NET[:4], "--mean", "0,0,0", "--std", "1,1,1"),
+            "--mean 0,0,0 has 3 numbers, and digits-cnn takes 1",
+        ),
     ],
 )
 def test_errors_speak_of_options_and_of_paths_as_typed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
 ) -> None:
     pictures(here / "mine", 1)
     torch.save({"epoch": 3, "stuff": [1]}, here / "other.pt")

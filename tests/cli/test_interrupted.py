@@ -21,14 +21,51 @@ ROOT = Path(__file__).parents[2]
 FUZZ = os.environ.get("QUALMS_FUZZ") == "1"
 MOMENTS = 50 if FUZZ else 2
 PATIENCE = 3600 if FUZZ else 600  # seconds
-NETWORK = ("--model", "digits-cnn", "--weights", "../weights.pt", "--mean", "0.3", "--std", "0.4", "--size", "8")
+NETWORK = (
+    "--model",
+    "digits-cnn",
+    "--weights",
+    "../weights.pt",
+    "--mean",
+    "0.3",
+    "--std",
+    "0.4",
+    "--size",
+    "8",
+)
 METHODS = ("--methods", "regrad,entropy")
 FEW = ("--count", "100", "--weights", "../weights.pt")
 LATE = ("pyarrow.parquet", "sklearn.datasets", "torch._dynamo")  # what commands import as they run
 COMMANDS = {
-    "score to a file": ("score", "../pictures", *NETWORK, *METHODS, "--out", "results/scores.csv", "--overwrite"),
-    "score to shards": ("score", "../many.npz", *NETWORK, *METHODS, "--out", "results/", "--shard-size", "100"),
-    "bench": ("bench", "calibration", "--id", "digits", *FEW, *METHODS, "--out", "results/rows.jsonl"),
+    "score to a file": (
+        "score",
+        "../pictures",
+        *NETWORK,
+        *METHODS,
+        "--out",
+        "results/scores.csv",
+        "--overwrite",
+    ),
+    "score to shards": (
+        "score",
+        "../many.npz",
+        *NETWORK,
+        *METHODS,
+        "--out",
+        "results/",
+        "--shard-size",
+        "100",
+    ),
+    "bench": (
+        "bench",
+        "calibration",
+        "--id",
+        "digits",
+        *FEW,
+        *METHODS,
+        "--out",
+        "results/rows.jsonl",
+    ),
     "train": ("train", "digits", "--epochs", "8", "--count", "600", "--out", "results/weights.pt"),
 }
 
@@ -44,7 +81,9 @@ def home(weights_here: Path) -> Path:
     return weights_here
 
 
-def told(home: Path, name: str, count: int, signals: tuple[str, ...], fresh: bool = False) -> dict[str, Any]:
+def told(
+    home: Path, name: str, count: int, signals: tuple[str, ...], fresh: bool = False
+) -> dict[str, Any]:
     """What a process that only starts and ends runs of the command says about them."""
     words = COMMANDS[name]
     own = "qualms.cli.bench.calibration" if name == "bench" else f"qualms.cli.{words[0]}"
@@ -53,17 +92,21 @@ def told(home: Path, name: str, count: int, signals: tuple[str, ...], fresh: boo
     job = {
         "words": words,
         "home": str(home),
-        "modules": ["qualms.cli.app", own, *LATE],
+        "modules": ["qualms.cli.main", own, *LATE],
         "code": code,
         "fresh": fresh,
         "deaf": 2.0 if fresh else 0.1,
     }
     job |= {"count": count, "signals": signals, "seed": 0}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(home)}  # which torch would make
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(home),
+    }  # which torch would make
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, sys.path)])
     env.pop("QUALMS_DATA", None)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cli.moments", json.dumps(job)],
+        [sys.executable, "-m", "tests.helpers.moments", json.dumps(job)],
         cwd=home,
         env=env,
         text=True,
@@ -83,10 +126,14 @@ def told(home: Path, name: str, count: int, signals: tuple[str, ...], fresh: boo
 
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_that_is_ended_and_started_again_ends_as_one_that_was_not(home: Path, name: str) -> None:
+def test_a_command_that_is_ended_and_started_again_ends_as_one_that_was_not(
+    home: Path, name: str
+) -> None:
     found = told(home, name, MOMENTS, ("SIGKILL", "SIGTERM"))
     assert [figures["wrong"] for figures in found.values()] == [[], []]
-    assert sum(figures["hit"] for figures in found.values()) >= MOMENTS, "most signals came too late"
+    assert sum(figures["hit"] for figures in found.values()) >= MOMENTS, (
+        "most signals came too late"
+    )
 
 
 @pytest.mark.timeout(PATIENCE)

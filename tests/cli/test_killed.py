@@ -40,7 +40,9 @@ for table in [name for name in TABLES if name != "runtime"]:
 
 def start(folder: Path, *command: str) -> "subprocess.Popen[str]":
     env = {**os.environ, "OMP_NUM_THREADS": "1", "QUALMS_DATA": str(folder / "data")}
-    return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, text=True, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=folder, env=env, text=True, stdout=subprocess.PIPE
+    )
 
 
 def finish(folder: Path, *command: str) -> str:
@@ -94,7 +96,9 @@ def assert_nothing_was_lost(tmp_path: Path, *command: str, times: int = 3) -> No
     for lines in rows(cut).values():
         assert len(set(lines)) == len(lines), "a row was computed twice"
     for path in whole.rglob("*.pt"):
-        ours, theirs = (torch.load(p, weights_only=True) for p in (cut / path.relative_to(whole), path))
+        ours, theirs = (
+            torch.load(p, weights_only=True) for p in (cut / path.relative_to(whole), path)
+        )
         assert all(torch.equal(theirs["state_dict"][k], v) for k, v in ours["state_dict"].items())
         assert ours["history"] == theirs["history"]
 
@@ -107,7 +111,17 @@ def places(tmp_path: Path) -> Path:
 
 
 def weights(places: Path) -> str:
-    finish(places, "-m", "qualms", "train", "digits", "--epochs", "2", "--out", str(places / "weights.pt"))
+    finish(
+        places,
+        "-m",
+        "qualms",
+        "train",
+        "digits",
+        "--epochs",
+        "2",
+        "--out",
+        str(places / "weights.pt"),
+    )
     return str(places / "weights.pt")
 
 
@@ -121,21 +135,37 @@ def test_bench(places: Path, task: str) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (70, 8, 8), dtype=np.uint8)
     for name in ("whole", "cut"):
         np.savez(places / name / "data" / "noise.npz", x=pixels)
-    methods = "regrad+layers+smooth,entropy,perturb-x,laplace" if task != "runtime" else "entropy,regrad,exgrad,gen,msp"
-    chosen = () if task == "ablation" else ("--methods", methods)  # whose methods are the parts of REGrad*
+    methods = (
+        "regrad+layers+smooth,entropy,perturb-x,laplace"
+        if task != "runtime"
+        else "entropy,regrad,exgrad,gen,msp"
+    )
+    chosen = (
+        () if task == "ablation" else ("--methods", methods)
+    )  # whose methods are the parts of REGrad*
     few = ("--count", "100", *chosen, "--weights", weights(places))
     assert_nothing_was_lost(places, "-m", "qualms", "bench", task, "--id", "digits", *other, *few)
 
 
 def test_active_learning(places: Path) -> None:
     small = ("--cycles", "2", "--epochs", "3", "--pool", "100", "--validation", "30")
-    command = ("-m", "qualms", "bench", "active", "--id", "digits", "--methods", "random,entropy,regrad", *small)
+    command = (
+        "-m",
+        "qualms",
+        "bench",
+        "active",
+        "--id",
+        "digits",
+        "--methods",
+        "random,entropy,regrad",
+        *small,
+    )
     assert_nothing_was_lost(places, *command, times=4)
 
 
 @pytest.mark.timeout(900)
 def test_the_papers_tables(places: Path) -> None:
-    from tests.cli.datasets import write_datasets
+    from tests.helpers.datasets import write_datasets
 
     for name in ("whole", "cut"):
         write_datasets(places / name / "data", train=330, test=60)

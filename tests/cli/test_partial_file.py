@@ -62,7 +62,9 @@ def whole_table(here: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> byt
     return content
 
 
-def test_the_first_batch_is_one_image_and_the_next_ones_grow(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_batch_is_one_image_and_the_next_ones_grow(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(own_images, "scored_images", stopped_at(100, sizes))
     assert run(monkeypatch, "score", "many.npz", *own("--methods", "entropy")) == 0
@@ -90,7 +92,9 @@ def test_a_run_that_is_stopped_goes_on_and_ends_with_the_same_table(
     assert [path.name for path in (here / "out").iterdir()] == ["scores.csv"]
 
 
-def test_the_scores_of_a_reference_are_kept_too(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told) -> None:
+def test_the_scores_of_a_reference_are_kept_too(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+) -> None:
     words = command("--reference", "more.npz", "--coverage", "0.7")
     want = whole_table(here, monkeypatch, *words)
     stop(monkeypatch, 6, *words)
@@ -100,7 +104,10 @@ def test_the_scores_of_a_reference_are_kept_too(here: Path, monkeypatch: pytest.
     assert (here / "out" / "scores.csv").read_bytes() == want
     stop(monkeypatch, 2, *words, "--overwrite")
     capsys.readouterr()
-    assert run(monkeypatch, *command("--reference", "more.npz", "--coverage", "0.8", "--overwrite")) == 0
+    assert (
+        run(monkeypatch, *command("--reference", "more.npz", "--coverage", "0.8", "--overwrite"))
+        == 0
+    )
     assert "resuming" not in capsys.readouterr().err
     assert (here / "out" / "scores.csv").read_bytes() != want
 
@@ -109,7 +116,9 @@ def test_nothing_is_kept_of_a_run_that_is_stopped_before_its_first_image(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     stop(monkeypatch, 0, *command())
-    assert capsys.readouterr().err.endswith("qualms: stopped; nothing was kept, and no file was written.\n")
+    assert capsys.readouterr().err.endswith(
+        "qualms: stopped; nothing was kept, and no file was written.\n"
+    )
     assert list((here / "out").iterdir()) == []
 
 
@@ -119,7 +128,9 @@ def test_nothing_is_kept_of_a_table_that_goes_to_stdout(
     before = sorted(here.iterdir())
     for words in (("--out", "-"), ("--json",)):
         stop(monkeypatch, 2, "score", "many.npz", *own(*METHODS, *words))
-        assert capsys.readouterr().err.endswith("qualms: stopped; nothing was kept, and no file was written.\n")
+        assert capsys.readouterr().err.endswith(
+            "qualms: stopped; nothing was kept, and no file was written.\n"
+        )
     assert sorted(here.iterdir()) == before
 
 
@@ -162,7 +173,9 @@ def test_a_file_that_was_made_otherwise_is_refused_unless_it_may_be_replaced(
     assert not PARTIAL.exists()
 
 
-def test_other_images_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told) -> None:
+def test_other_images_are_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+) -> None:
     stop(monkeypatch, 2, *command())
     pixels = load("digits").pixels[:60, 0].numpy().copy()
     pixels[50] += 1
@@ -200,10 +213,15 @@ def test_a_file_that_somebody_has_changed_is_told(
     changed = {key: value for key, value in {**second, **damage}.items() if value is not None}
     PARTIAL.write_text("".join(f"{json.dumps(row)}\n" for row in (about, first, changed)))
     assert run(monkeypatch, *command()) == 1
-    assert f"{PARTIAL} is damaged; remove it, and run the same command again." in capsys.readouterr().err
+    assert (
+        f"{PARTIAL} is damaged; remove it, and run the same command again."
+        in capsys.readouterr().err
+    )
 
 
-def test_a_file_of_somebody_else_is_never_replaced(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told) -> None:
+def test_a_file_of_somebody_else_is_never_replaced(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+) -> None:
     PARTIAL.parent.mkdir()
     PARTIAL.write_text("mine\n")
     assert run(monkeypatch, *command("--overwrite")) == 1
@@ -211,7 +229,9 @@ def test_a_file_of_somebody_else_is_never_replaced(here: Path, monkeypatch: pyte
     assert PARTIAL.read_text() == "mine\n"
 
 
-def test_a_disk_that_takes_no_more_ends_no_run(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told) -> None:
+def test_a_disk_that_takes_no_more_ends_no_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+) -> None:
     want = whole_table(here, monkeypatch, *command())
     usual, calls = Journal.add, 0
 
@@ -224,7 +244,9 @@ def test_a_disk_that_takes_no_more_ends_no_run(here: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Journal, "add", full)
     assert run(monkeypatch, *command()) == 0
-    told = "the disk is full. Scoring goes on, but nothing more is kept until the table is written.\n"
+    told = (
+        "the disk is full. Scoring goes on, but nothing more is kept until the table is written.\n"
+    )
     assert capsys.readouterr().err.count(told) == 1
     assert (here / "out" / "scores.csv").read_bytes() == want
     assert not PARTIAL.exists()
@@ -252,7 +274,9 @@ def test_numbers_keep_every_bit(tmp_path: Path, kind: torch.dtype) -> None:
     probs = torch.rand(5, 3).softmax(1).to(kind)
     scores = {"heat": torch.randn(5).to(kind) / 3}
     errors = {"heat": torch.tensor([0.0, torch.nan, torch.inf, 1e-7, 2.0]).to(kind)}
-    given = qualms.Scored(scores, errors, probs, range(5), None, None, ("heat",), {"heat": "a note"})
+    given = qualms.Scored(
+        scores, errors, probs, range(5), None, None, ("heat",), {"heat": "a note"}
+    )
     with PartialFile(tmp_path / "a.partial", {}) as partial:
         partial.add(part_row("images", 0, given))
     with PartialFile(tmp_path / "a.partial", {}) as partial:

@@ -21,11 +21,21 @@ from qualms.data import DATASETS, load
 from qualms.models import load_model
 from tests.cli.test_commands import run
 
-NORMAL = DATASETS["digits"].normalisation
+NORMAL = DATASETS["digits"].normalization
 
 
 def own(*more: str) -> tuple[str, ...]:
-    return ("--model", "digits-cnn", "--weights", "weights.pt", "--mean", "0.3053", "--std", "0.376", *more)
+    return (
+        "--model",
+        "digits-cnn",
+        "--weights",
+        "weights.pt",
+        "--mean",
+        "0.3053",
+        "--std",
+        "0.376",
+        *more,
+    )
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -35,7 +45,10 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def library(first: int, *methods: str) -> list[torch.Tensor]:
     """The scores of six digits, without the command."""
-    model, images = load_model("digits-cnn", "weights.pt"), load("digits").take(slice(first, first + 6))
+    model, images = (
+        load_model("digits-cnn", "weights.pt"),
+        load("digits").take(slice(first, first + 6)),
+    )
     scorer = qualms.Scorer(model, methods, pixel_std=NORMAL.std[0])
     return list(scorer(NORMAL.apply(images.pixels), numbers=images.numbers()).scores.values())
 
@@ -54,18 +67,37 @@ def test_scores_of_a_folder_are_those_of_the_library(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     methods = ("regrad+layers(0.2)+smooth(0.02,4)", "entropy")
-    assert run(monkeypatch, "score", "pictures/", *own("--methods", ",".join(methods), "--out", "out/scores.csv")) == 0
+    assert (
+        run(
+            monkeypatch,
+            "score",
+            "pictures/",
+            *own("--methods", ",".join(methods), "--out", "out/scores.csv"),
+        )
+        == 0
+    )
     told = capsys.readouterr()
     assert told.out == f"6 images scored by {', '.join(methods)} (exact): out/scores.csv\n"
     assert "pictures: 6 images, pictures/ (folder)\n" in told.err
     found = rows(here / "out" / "scores.csv")
-    assert list(found[0]) == ["id", "prediction", "confidence", *(f"score_{method}" for method in methods)]
+    assert list(found[0]) == [
+        "id",
+        "prediction",
+        "confidence",
+        *(f"score_{method}" for method in methods),
+    ]
     assert [row["id"] for row in found] == [f"{i:02d}.png" for i in range(6)]
     for method, want in zip(methods, library(0, *methods), strict=True):
-        np.testing.assert_allclose([float(row[f"score_{method}"]) for row in found], want.numpy(), rtol=1e-3)
-    probs = load_model("digits-cnn", "weights.pt")(NORMAL.apply(load("digits").pixels[:6])).softmax(1)
+        np.testing.assert_allclose(
+            [float(row[f"score_{method}"]) for row in found], want.numpy(), rtol=1e-3
+        )
+    probs = load_model("digits-cnn", "weights.pt")(NORMAL.apply(load("digits").pixels[:6])).softmax(
+        1
+    )
     assert [int(row["prediction"]) for row in found] == probs.argmax(1).tolist()
-    np.testing.assert_allclose([float(row["confidence"]) for row in found], probs.max(1).values.tolist(), rtol=1e-4)
+    np.testing.assert_allclose(
+        [float(row["confidence"]) for row in found], probs.max(1).values.tolist(), rtol=1e-4
+    )
     assert os.listdir(here / "out") == ["scores.csv"]
 
 
@@ -75,22 +107,37 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
     import pyarrow.parquet
 
     np.savez(here / "some.npz", x=load("digits").pixels[:3, 0].numpy())
-    assert run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--out", "scores.parquet")) == 0
+    assert (
+        run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--out", "scores.parquet"))
+        == 0
+    )
     table = pyarrow.parquet.read_table(here / "scores.parquet").to_pydict()
     assert list(table) == ["id", "prediction", "confidence", "score_gen"]
     assert table["id"] == [0, 1, 2]
     capsys.readouterr()
-    assert run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--json", "--out", "scores.jsonl")) == 0
+    assert (
+        run(
+            monkeypatch,
+            "score",
+            "some.npz",
+            *own("--methods", "gen", "--json", "--out", "scores.jsonl"),
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert (here / "scores.jsonl").read_text() == out  # both, and nothing else
     assert [json.loads(line)["score_gen"] for line in out.splitlines()] == table["score_gen"]
     assert run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--out", "-")) == 0
     told = capsys.readouterr()
-    assert [row["score_gen"] for row in csv.DictReader(told.out.splitlines())] == [str(s) for s in table["score_gen"]]
+    assert [row["score_gen"] for row in csv.DictReader(told.out.splitlines())] == [
+        str(s) for s in table["score_gen"]
+    ]
     assert "3 images scored by gen" in told.err
     assert run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--json")) == 0
     assert capsys.readouterr().out == out
-    assert run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--json", "--out", "-")) == 0
+    assert (
+        run(monkeypatch, "score", "some.npz", *own("--methods", "gen", "--json", "--out", "-")) == 0
+    )
     assert capsys.readouterr().out == out
     assert not (here / "scores.csv").exists()
 
@@ -99,7 +146,10 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--out", "scores.xlsx"), "--out scores.xlsx; name a .csv, .parquet or .jsonl file, or - for stdout."),
+        (
+            ("--out", "scores.xlsx"),
+            "--out scores.xlsx; name a .csv, .parquet or .jsonl file, or - for stdout.",
+        ),
         (("--out", "weights.pt/scores.csv"), "--out weights.pt/scores.csv cannot be written"),
         (("--out", "pictures.csv"), "--out pictures.csv is a folder"),
         (("--out", "there.csv"), "there.csv is there already; pass --overwrite"),
@@ -114,7 +164,10 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--coverage", "0.9"), "name its images with --reference"),
         (("--coverage", "95", "--reference", "known"), "--coverage is 95; it is a share"),
         (("--out", "shards/", "--overwrite"), "--overwrite and --json are for one table"),
-        (("--out", "known/"), "known holds 00.png but no manifest.json; choose an empty or new folder"),
+        (
+            ("--out", "known/"),
+            "known holds 00.png but no manifest.json; choose an empty or new folder",
+        ),
         (("--out", "there.csv/"), "there.csv cannot be written (File exists)"),
         (("--shard-size", "4"), "are for shards; end --out with a /"),
         (("--runner", "ray"), "are for shards; end --out with a /"),
@@ -124,7 +177,11 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
 ) -> None:
     (here / "there.csv").write_text("mine")
     (here / "mine.rejected.csv").write_text("mine")
@@ -167,7 +224,9 @@ def test_training_images_are_given_by_an_option_and_are_not_those_to_be_scored(
     assert run(monkeypatch, *command, "--train", "known") == 0
     model, x = load_model("digits-cnn", "weights.pt"), NORMAL.apply(load("digits").pixels[:12])
     want = qualms.score(model, x[:6], "laplace", train=[x[6:]])
-    np.testing.assert_allclose([float(row["score_laplace"]) for row in rows(here / "scores.csv")], want, rtol=1e-3)
+    np.testing.assert_allclose(
+        [float(row["score_laplace"]) for row in rows(here / "scores.csv")], want, rtol=1e-3
+    )
     assert run(monkeypatch, *command, "--train", "pictures", "--overwrite") == 1
     assert "--train names the images of pictures/ (folder) themselves" in capsys.readouterr().err
 
@@ -182,7 +241,15 @@ def test_a_reference_decides_by_the_first_method(
     assert run(monkeypatch, "score", "pictures", *own(*decision)) == 0
     found = rows(here / "scores.csv")
     assert list(found[0]) == [
-        *("id", "prediction", "confidence", "score_entropy", "score_energy", "percentile", "accepted")
+        *(
+            "id",
+            "prediction",
+            "confidence",
+            "score_entropy",
+            "score_energy",
+            "percentile",
+            "accepted",
+        )
     ]
     (known,), (new,) = library(6, "entropy"), library(0, "entropy")
     limit = known.sort().values[2]
@@ -202,7 +269,10 @@ def test_a_threshold_file_decides_alike_and_is_refused_for_other_scores(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = ("--methods", "regrad+smooth(0.02,2)")
-    assert run(monkeypatch, "threshold", "known", *own(*spec, "--coverage", "0.5", "--out", "t.json")) == 0
+    assert (
+        run(monkeypatch, "threshold", "known", *own(*spec, "--coverage", "0.5", "--out", "t.json"))
+        == 0
+    )
     by_file = own(*spec, "--threshold", "t.json", "--out", "file.csv")
     assert run(monkeypatch, "score", "pictures", *by_file) == 0
     assert "accepted by regrad+smooth(0.02,2), at coverage 0.5 of t.json" in capsys.readouterr().out
@@ -235,9 +305,17 @@ def test_images_that_cannot_be_read_are_listed_and_the_rest_is_scored(
     command = ("score", "pictures", *own("--methods", "entropy"))
     assert run(monkeypatch, *command) == 4
     told = capsys.readouterr()
-    assert told.out == "4 images scored by entropy: scores.csv; 2 could not be read: scores.rejected.csv\n"
+    assert (
+        told.out
+        == "4 images scored by entropy: scores.csv; 2 could not be read: scores.rejected.csv\n"
+    )
     assert "2 could not be read (02.png is " in told.err
-    assert [row["id"] for row in rows(here / "scores.csv")] == ["00.png", "01.png", "03.png", "05.png"]
+    assert [row["id"] for row in rows(here / "scores.csv")] == [
+        "00.png",
+        "01.png",
+        "03.png",
+        "05.png",
+    ]
     rejected = rows(here / "scores.rejected.csv")
     assert [row["id"] for row in rejected] == ["02.png", "04.png"]
     assert all(row["reason"] for row in rejected)
@@ -256,7 +334,18 @@ def test_a_softmax_at_the_end_of_the_network_is_told_in_one_sentence(
         "from torch import nn\nfrom qualms.models.cnn import paper_cnn\n\n"
         "def net():\n    return nn.Sequential(paper_cnn(1, 8), nn.Softmax(1))\n"
     )
-    more = ("--mean", "0.3", "--std", "0.3", "--methods", "entropy,msp", "--reference", "known", "--size", "8")
+    more = (
+        "--mean",
+        "0.3",
+        "--std",
+        "0.3",
+        "--methods",
+        "entropy,msp",
+        "--reference",
+        "known",
+        "--size",
+        "8",
+    )
     assert run(monkeypatch, "score", "pictures", "--model", "soft:net", *more) == 0
     err = capsys.readouterr().err
     assert err.count("qualms: the model's outputs look like probabilities") == 1
@@ -266,7 +355,9 @@ def test_a_softmax_at_the_end_of_the_network_is_told_in_one_sentence(
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_says_what_was_kept_and_how_to_go_on(here: Path) -> None:
-    np.savez(here / "many.npz", x=np.random.default_rng(0).integers(0, 256, (5000, 8, 8), dtype=np.uint8))
+    np.savez(
+        here / "many.npz", x=np.random.default_rng(0).integers(0, 256, (5000, 8, 8), dtype=np.uint8)
+    )
     command = [sys.executable, "-m", "qualms", "score", "many.npz", *own()]
     env: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -275,7 +366,10 @@ def test_a_run_that_is_stopped_says_what_was_kept_and_how_to_go_on(here: Path) -
         assert process.stderr is not None
         assert process.stderr.readline() == "many: 5000 images, many.npz\n"
         partial, until = here / "scores.csv.partial", time.monotonic() + 60
-        while not (partial.exists() and partial.read_bytes().count(b"\n") > 2) and time.monotonic() < until:
+        while (
+            not (partial.exists() and partial.read_bytes().count(b"\n") > 2)
+            and time.monotonic() < until
+        ):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)

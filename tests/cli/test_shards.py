@@ -21,7 +21,9 @@ PATIENCE = 300  # seconds
 
 
 def table(folder: Path) -> pyarrow.Table:
-    return pyarrow.concat_tables([parquet.read_table(path) for path in sorted(folder.glob("shard-*"))])
+    return pyarrow.concat_tables(
+        [parquet.read_table(path) for path in sorted(folder.glob("shard-*"))]
+    )
 
 
 def test_shards_have_the_rows_of_one_table(
@@ -42,22 +44,52 @@ def test_shards_have_the_rows_of_one_table(
                 assert a[column] == str(value), column
     said = json.loads((here / "many" / "manifest.json").read_text())
     assert said["methods"].keys() == {"regrad+layers(0.2)+smooth(0.02,4)", "entropy"}
-    assert {"qualms", "torch", "weights", "engine", "seed", "inputs", "threshold", "mean", "std"} <= said.keys()
+    assert {
+        "qualms",
+        "torch",
+        "weights",
+        "engine",
+        "seed",
+        "inputs",
+        "threshold",
+        "mean",
+        "std",
+    } <= said.keys()
 
 
-def test_what_differs_is_told(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 0
-    assert run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/", "--seed", "1")) == 1
-    assert "many holds shards made with other settings: seed 0, not 1; use those settings" in capsys.readouterr().err
+def test_what_differs_is_told(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 0
+    )
+    assert (
+        run(
+            monkeypatch,
+            "score",
+            "pictures",
+            *own("--methods", "entropy", "--out", "many/", "--seed", "1"),
+        )
+        == 1
+    )
+    assert (
+        "many holds shards made with other settings: seed 0, not 1; use those settings"
+        in capsys.readouterr().err
+    )
     (here / "pictures" / "00.png").unlink()
-    assert run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 1
+    assert (
+        run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 1
+    )
     assert "made with other settings: inputs " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--methods", "knn", "--train", "./pictures"), "--train names the images of pictures themselves"),
+        (
+            ("--methods", "knn", "--train", "./pictures"),
+            "--train names the images of pictures themselves",
+        ),
     ],
 )
 def test_what_shards_cannot_be_made_with_is_told(
@@ -90,7 +122,10 @@ def test_images_that_cannot_be_read_have_an_exit_code_and_a_file(
     (here / "pictures" / "03.png").write_bytes(b"no image")
     code = run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/"))
     assert code == SOME_REJECTED
-    assert "5 images scored by entropy: many/; 1 could not be read: many/rejected.parquet\n" in capsys.readouterr().out
+    assert (
+        "5 images scored by entropy: many/; 1 could not be read: many/rejected.parquet\n"
+        in capsys.readouterr().out
+    )
     assert parquet.read_table(here / "many" / "rejected.parquet")["id"].to_pylist() == ["03.png"]
 
 
@@ -106,7 +141,18 @@ def test_images_of_two_sizes_are_an_error_wherever_they_stand(
         Image.new("L", (9, 9)).save(here / "pictures" / f"y{i:02d}.png")
     for i in range(26):
         Image.new("L", (8, 8)).save(here / "pictures" / f"x{i:02d}.png")
-    words = ("--model", "anysize:make", "--mean", "0.3", "--std", "0.4", "--methods", "entropy", "--out", "many/")
+    words = (
+        "--model",
+        "anysize:make",
+        "--mean",
+        "0.3",
+        "--std",
+        "0.4",
+        "--methods",
+        "entropy",
+        "--out",
+        "many/",
+    )
     assert run(monkeypatch, "score", "pictures", *words) == 1
     assert "the first are 8 x 8 and y26.png is 9 x 9; pass --size" in capsys.readouterr().err
 
@@ -118,8 +164,12 @@ def test_a_run_that_is_stopped_says_that_it_can_be_resumed(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("qualms.cli.shards.score_shards", stopped)
-    assert run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 130
-    assert capsys.readouterr().err.endswith("qualms: stopped; run the same command again to resume.\n")
+    assert (
+        run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 130
+    )
+    assert capsys.readouterr().err.endswith(
+        "qualms: stopped; run the same command again to resume.\n"
+    )
 
 
 # Runs of the command in children that are killed at random moments. Their parent has loaded all modules, so that a run
@@ -163,7 +213,9 @@ def test_twenty_kills_change_no_byte(here: Path) -> None:
     words = ("score", "many.npz", *own("--methods", "regrad,entropy", "--shard-size", "50"))
     command = [sys.executable, "-c", KILLED, *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, cwd=here, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     assert 10 <= int(done.stdout) < 120
 

@@ -12,8 +12,8 @@ import pytest
 import typer
 
 import qualms
-from qualms.cli.app import Commands
 from qualms.cli.bench import Tasks
+from qualms.cli.main import Commands
 from tests.cli.test_commands import run
 
 WITHOUT_TORCH = """
@@ -25,7 +25,9 @@ finally:
     assert "torch" not in sys.modules, "torch was imported"
     assert "numpy" not in sys.modules, "numpy was imported"
 """
-QUICK = 1 / 4  # of the time that a processor takes to import torch, which follows how busy the machine is
+QUICK = (
+    1 / 4
+)  # of the time that a processor takes to import torch, which follows how busy the machine is
 PATIENCE = 120  # seconds
 
 
@@ -34,7 +36,9 @@ def processor_time(script: str, *words: str, code: int = 0) -> float:
     taken = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=PATIENCE
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == code, done.stderr
@@ -48,9 +52,17 @@ def importing_torch() -> float:
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(("--help",), 0), (("--version",), 0), (("scroe",), 2), (("bench", "--help"), 0), (("bench", "odo"), 2)],
+    [
+        (("--help",), 0),
+        (("--version",), 0),
+        (("scroe",), 2),
+        (("bench", "--help"), 0),
+        (("bench", "odo"), 2),
+    ],
 )
-def test_what_needs_no_torch_does_not_wait_for_it(words: tuple[str, ...], code: int, importing_torch: float) -> None:
+def test_what_needs_no_torch_does_not_wait_for_it(
+    words: tuple[str, ...], code: int, importing_torch: float
+) -> None:
     assert processor_time(WITHOUT_TORCH, *words, code=code) < QUICK * importing_torch
 
 
@@ -66,7 +78,9 @@ def test_the_package_by_itself_is_quick_and_has_every_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [(name,) for name in Commands.table] + [("bench", name) for name in Tasks.table], ids=" ".join
+    "words",
+    [(name,) for name in Commands.table] + [("bench", name) for name in Tasks.table],
+    ids=" ".join,
 )
 def test_every_command_in_the_list_has_help_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
@@ -77,9 +91,21 @@ def test_every_command_in_the_list_has_help_of_its_own(
 
 def test_a_command_that_is_stopped_says_so_in_one_line(tmp_path: Path) -> None:
     checkpoint = tmp_path / "digits.pt"
-    command = [sys.executable, "-m", "qualms", "train", "digits", "--epochs", "100000", "--out", str(checkpoint)]
+    command = [
+        sys.executable,
+        "-m",
+        "qualms",
+        "train",
+        "digits",
+        "--epochs",
+        "100000",
+        "--out",
+        str(checkpoint),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         until = time.monotonic() + PATIENCE
         while not checkpoint.exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
@@ -108,7 +134,9 @@ def test_a_question_that_is_not_answered_ends_with_1(monkeypatch: pytest.MonkeyP
 def test_debug_shows_the_traceback_of_a_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qualms", "reproduce", "table9"]
     plain, shown = (
-        subprocess.run([*command, *more], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
+        subprocess.run(
+            [*command, *more], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE
+        )
         for more in ((), ("--debug",))
     )
     assert (plain.returncode, shown.returncode) == (1, 1)

@@ -14,9 +14,9 @@ from qualms.models.language import load_language_model
 from qualms.texts.scoring import scored_documents
 from qualms.texts.spans import worst_span_of
 from tests.cli.test_commands import run
+from tests.helpers.tiny_llama import LEARNT, write_language_model
 from tests.report.test_page import Page
 from tests.report.test_text_page import unpacked
-from tests.tiny_llama import LEARNT, write_language_model
 
 STORY = "Once upon a time, there was a little girl."
 OWN = ("--model", "hf:./lm", "--tokens")
@@ -51,7 +51,10 @@ def test_the_page_has_the_scores_of_the_library(
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    assert run(monkeypatch, "report", "story.txt", *OWN, "--seed", "3", "--out", "page.html", "--open") == 0
+    assert (
+        run(monkeypatch, "report", "story.txt", *OWN, "--seed", "3", "--out", "page.html", "--open")
+        == 0
+    )
     told = capsys.readouterr()
     assert told.out == f"The page: {here.resolve() / 'page.html'}\n"
     assert "story.txt: 1 document\n" in told.err
@@ -60,7 +63,9 @@ def test_the_page_has_the_scores_of_the_library(
     assert "What lm does not know" in page.words
     assert {"Model: hf:./lm", "Seed: 3"} <= set(page.words)
     methods = ["regrad", "entropy"]
-    (want,) = scored_documents(load_language_model("hf:./lm"), [Document("story.txt", STORY)], methods, seed=3)
+    (want,) = scored_documents(
+        load_language_model("hf:./lm"), [Document("story.txt", STORY)], methods, seed=3
+    )
     assert page.data["methods"] == methods
     (found,) = page.data["documents"]
     assert (found["name"], found["text"]) == ("story.txt", STORY)
@@ -75,7 +80,11 @@ def test_a_folder_with_a_text_that_cannot_be_read_is_a_page_about_the_others(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "many").mkdir()
-    for name, content in {"a.txt": STORY.encode(), "b.txt": LEARNT.encode(), "c.txt": b"\xff\xff"}.items():
+    for name, content in {
+        "a.txt": STORY.encode(),
+        "b.txt": LEARNT.encode(),
+        "c.txt": b"\xff\xff",
+    }.items():
         (here / "many" / name).write_bytes(content)
     words = ("report", "many", *OWN, "--methods", "entropy", "--json")
     assert run(monkeypatch, *words) == 4
@@ -98,22 +107,44 @@ def test_a_folder_with_a_text_that_cannot_be_read_is_a_page_about_the_others(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("story.txt", *OWN, "--id", "digits", "--size", "9"), "--id and --size cannot be used with --tokens"),
-        (("story.txt", *OWN, "--ood", "letters"), "--ood cannot be used with --tokens; leave that out."),
+        (
+            ("story.txt", *OWN, "--id", "digits", "--size", "9"),
+            "--id and --size cannot be used with --tokens",
+        ),
+        (
+            ("story.txt", *OWN, "--ood", "letters"),
+            "--ood cannot be used with --tokens; leave that out.",
+        ),
         (("story.txt", *OWN, "--weights", "w.pt"), "--weights cannot be used with --tokens"),
-        (("story.txt", *OWN, "--count", "9", "--rows", "r.jsonl"), "--count and --rows cannot be used with --tokens"),
-        (("story.txt", *OWN, "--engine", "exact"), "--engine exact would take a pass for each class at each token"),
+        (
+            ("story.txt", *OWN, "--count", "9", "--rows", "r.jsonl"),
+            "--count and --rows cannot be used with --tokens",
+        ),
+        (
+            ("story.txt", *OWN, "--engine", "exact"),
+            "--engine exact would take a pass for each class at each token",
+        ),
         (("story.txt", *OWN, "--methods", "heat"), "heat scores whole inputs, not every position"),
-        (("story.txt", *OWN, "--out", "story.txt/page.html"), "story.txt/page.html cannot be written"),
+        (
+            ("story.txt", *OWN, "--out", "story.txt/page.html"),
+            "story.txt/page.html cannot be written",
+        ),
         (OWN, "--tokens needs texts and a language model"),
         (("story.txt", "--tokens"), "--tokens needs texts and a language model"),
         (("nowhere.txt", *OWN), "there is no nowhere.txt in the working directory"),
-        (("story.txt", "--model", "hf:./lm"), "name the images that the network knows with --id, or pass --tokens"),
+        (
+            ("story.txt", "--model", "hf:./lm"),
+            "name the images that the network knows with --id, or pass --tokens",
+        ),
         ((), "name the images that the network knows with --id"),
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
 ) -> None:
     assert run(monkeypatch, "report", *words) == 1
     err = capsys.readouterr().err
@@ -142,13 +173,18 @@ DATA = os.environ.get("QUALMS_DATA")
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.skipif(DATA is None, reason="QUALMS_DATA is not set")
-def test_a_model_of_stories_marks_science_and_not_stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_stories_marks_science_and_not_stories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = Path(str(DATA)) / "lm"
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     for name in ("tinystories_valid_excerpt", "fortunes_science"):
         Path("texts", f"{name}.txt").write_text((root / "text" / f"{name}.txt").read_text()[:800])
-    assert run(monkeypatch, "report", "texts", "--model", f"hf:{root / 'stories260K'}", "--tokens") == 0
+    assert (
+        run(monkeypatch, "report", "texts", "--model", f"hf:{root / 'stories260K'}", "--tokens")
+        == 0
+    )
     page = Page(Path("report.html").read_text("utf-8"))
     assert [i for i in page.ids if i.startswith("document-")] == ["document-0", "document-1"]
     science, story = (unpacked(each["scores"][0]) for each in page.data["documents"])

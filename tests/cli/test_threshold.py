@@ -16,7 +16,7 @@ from qualms.models import load_model
 from tests.cli.test_commands import run
 from tests.cli.test_score import own
 
-NORMAL = DATASETS["digits"].normalisation
+NORMAL = DATASETS["digits"].normalization
 
 
 @pytest.fixture
@@ -24,7 +24,9 @@ def here(weights_here: Path) -> Path:
     digits = load("digits")
     model = load_model("digits-cnn", weights_here / "weights.pt").eval()
     with torch.no_grad():
-        right = model(NORMAL.apply(digits.pixels)).argmax(1)  # so that the untrained network is always right
+        right = model(NORMAL.apply(digits.pixels)).argmax(
+            1
+        )  # so that the untrained network is always right
     np.savez(weights_here / "right.npz", x=digits.pixels[:, 0].numpy(), y=right.numpy())
     np.savez(weights_here / "few.npz", x=digits.pixels[:120, 0].numpy(), y=right[:120].numpy())
     np.savez(weights_here / "bare.npz", x=digits.pixels[:40, 0].numpy())
@@ -37,7 +39,9 @@ def test_by_coverage_it_is_that_of_the_library(
     words = ("--method", "entropy", "--coverage", "0.9", "--out", "t.json")
     assert run(monkeypatch, "threshold", "bare.npz", *own(*words)) == 0
     told = capsys.readouterr().out
-    assert told.startswith("At least 90 % of inputs like these are accepted. Of 40 images of bare.npz, 36 are accepted")
+    assert told.startswith(
+        "At least 90 % of inputs like these are accepted. Of 40 images of bare.npz, 36 are accepted"
+    )
     model, x = load_model("digits-cnn", "weights.pt"), NORMAL.apply(load("digits").pixels[:40])
     scorer = qualms.Scorer(model, "entropy")
     want = Threshold.from_scores(scorer(x).scores["entropy"], 0.9)
@@ -54,11 +58,16 @@ def test_by_risk_it_says_what_it_promises(
     words = ("--method", "entropy", "--risk", "0.01", "--confidence", "0.95", "--out", "t.json")
     assert run(monkeypatch, "threshold", "right.npz", *own(*words)) == 0
     told = capsys.readouterr().out
-    assert told.startswith("At most 1 % wrong among the accepted, at confidence 95 %. Of 360 images of right.npz, ")
+    assert told.startswith(
+        "At most 1 % wrong among the accepted, at confidence 95 %. Of 360 images of right.npz, "
+    )
     assert re.search(r"35\d are accepted, 0 of them wrong: entropy is at most ", told)
     assert run(monkeypatch, "threshold", "few.npz", *own(*words, "--overwrite")) == 1
     refused = capsys.readouterr().err
-    assert "takes 300 labelled inputs, even if none of them is wrong, and there are 120; add 180" in refused
+    assert (
+        "takes 300 labeled inputs, even if none of them is wrong, and there are 120; add 180"
+        in refused
+    )
     assert run(monkeypatch, "threshold", "bare.npz", *own(*words, "--overwrite")) == 1
     assert "bare.npz has no labels, which --risk needs" in capsys.readouterr().err
 
@@ -66,7 +75,9 @@ def test_by_risk_it_says_what_it_promises(
 def test_a_file_is_shown_in_words(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "threshold", "bare.npz", *own("--method", "msp", "--out", "t.json")) == 0
+    assert (
+        run(monkeypatch, "threshold", "bare.npz", *own("--method", "msp", "--out", "t.json")) == 0
+    )
     capsys.readouterr()
     assert run(monkeypatch, "threshold", "t.json") == 0
     out = capsys.readouterr().out
@@ -92,7 +103,11 @@ def test_a_file_is_shown_in_words(
     ],
 )
 def test_mistakes_are_told_in_one_sentence(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
 ) -> None:
     assert run(monkeypatch, "threshold", "bare.npz", *words) == 1
     err = capsys.readouterr().err
@@ -109,7 +124,17 @@ def test_labels_are_folders_by_the_names_of_the_classes(
         folder = here / "val" / names[label]  # which sort otherwise than the classes are counted
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / f"{i}.png")
-    words = ("--method", "entropy", "--risk", "0.2", "--confidence", "0.9", "--out", "t.json", "--overwrite")
+    words = (
+        "--method",
+        "entropy",
+        "--risk",
+        "0.2",
+        "--confidence",
+        "0.9",
+        "--out",
+        "t.json",
+        "--overwrite",
+    )
     assert run(monkeypatch, "threshold", "val", *own(*words, "--classes", ",".join(names))) == 0
     assert ", 0 of them wrong" in capsys.readouterr().out
     assert run(monkeypatch, "threshold", "val", *own(*words)) == 1
@@ -119,5 +144,10 @@ def test_labels_are_folders_by_the_names_of_the_classes(
         "from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(1, 8)\n"
     )
     nameless = ("--model", "nameless_net:net", "--mean", "0.3", "--std", "0.4")
-    assert run(monkeypatch, "threshold", "val", *nameless, *words) == 1  # nobody says which folder is which class
-    assert "nameless_net:net tells 10 classes apart, and val/ (folder) has 4" in capsys.readouterr().err
+    assert (
+        run(monkeypatch, "threshold", "val", *nameless, *words) == 1
+    )  # nobody says which folder is which class
+    assert (
+        "nameless_net:net tells 10 classes apart, and val/ (folder) has 4"
+        in capsys.readouterr().err
+    )

@@ -18,9 +18,9 @@ from qualms.models.language import load_language_model
 from qualms.texts.document import ScoredDocument
 from qualms.texts.generation import generated
 from qualms.texts.scoring import scored_documents
-from qualms.texts.table import TokenTable
+from qualms.texts.token_table import TokenTable
 from tests.cli.test_commands import run
-from tests.tiny_llama import LEARNT, write_language_model
+from tests.helpers.tiny_llama import LEARNT, write_language_model
 
 STORY = "Once upon a time, there was a little girl."
 TEXTS = (Document("girl", STORY), Document("line 3", "She was sad – 🙂"))
@@ -96,7 +96,15 @@ def test_lines_that_cannot_be_read_are_listed_and_the_rest_is_scored(
     import pyarrow.parquet
 
     methods = "regrad,entropy"
-    assert run(monkeypatch, "score", "texts.jsonl", *own("--methods", methods, "--out", "out/scores.parquet")) == 4
+    assert (
+        run(
+            monkeypatch,
+            "score",
+            "texts.jsonl",
+            *own("--methods", methods, "--out", "out/scores.parquet"),
+        )
+        == 4
+    )
     told = capsys.readouterr()
     want = TokenTable(library(["regrad", "entropy"])).columns()
     found = pyarrow.parquet.read_table(here / "out" / "scores.parquet").to_pydict()
@@ -105,7 +113,9 @@ def test_lines_that_cannot_be_read_are_listed_and_the_rest_is_scored(
     assert found["score_entropy"] == pytest.approx(want["score_entropy"], rel=1e-4)
     assert "; 1 could not be read: out/scores.rejected.csv\nmost uncertain by regrad: " in told.out
     assert '  1 could not be read (line 2 is without a string "text")\n' in told.err
-    assert rows(here / "out" / "scores.rejected.csv") == [{"id": "line 2", "reason": 'without a string "text"'}]
+    assert rows(here / "out" / "scores.rejected.csv") == [
+        {"id": "line 2", "reason": 'without a string "text"'}
+    ]
     assert run(monkeypatch, "score", "texts.jsonl", *own("--strict")) == 1
     assert "line 2 of texts.jsonl is without a string" in capsys.readouterr().err
     assert not (here / "scores.csv").exists()
@@ -121,8 +131,15 @@ def test_json_lines_hold_nothing_that_json_does_not_know(
     out = capsys.readouterr().out
     found = [json.loads(line, parse_constant=no_constant) for line in out.splitlines()]
     assert found[-1]["log_prob_next"] is None
-    assert [row["token"] for row in found] == TokenTable(library("entropy", TEXTS[:1])).columns()["token"]
-    assert run(monkeypatch, "score", "story.txt", *own("--methods", "entropy", "--out", "scores.jsonl")) == 0
+    assert [row["token"] for row in found] == TokenTable(library("entropy", TEXTS[:1])).columns()[
+        "token"
+    ]
+    assert (
+        run(
+            monkeypatch, "score", "story.txt", *own("--methods", "entropy", "--out", "scores.jsonl")
+        )
+        == 0
+    )
     assert (here / "scores.jsonl").read_text() == out
     capsys.readouterr()
     assert run(monkeypatch, "score", "story.txt", *own("--methods", "entropy", "--out", "-")) == 0
@@ -130,7 +147,10 @@ def test_json_lines_hold_nothing_that_json_does_not_know(
     assert [row["token"] for row in csv.DictReader(told.out.splitlines(keepends=True))] == [
         row["token"] for row in found
     ]
-    assert f"1 document, {len(found)} tokens scored by entropy\nmost uncertain by entropy: story.txt" in told.err
+    assert (
+        f"1 document, {len(found)} tokens scored by entropy\nmost uncertain by entropy: story.txt"
+        in told.err
+    )
 
 
 def test_a_carriage_return_does_not_break_a_line_of_the_table(
@@ -140,7 +160,11 @@ def test_a_carriage_return_does_not_break_a_line_of_the_table(
     assert run(monkeypatch, "score", "returns.jsonl", *own("--methods", "entropy")) == 0
     found = rows(here / "scores.csv")
     assert "".join(row["token"] for row in found) == 'One\r\nday,\r"she"\n'
-    assert (here / "scores.csv").read_bytes().startswith(b"document,position,token,start,end,score_entropy,")
+    assert (
+        (here / "scores.csv")
+        .read_bytes()
+        .startswith(b"document,position,token,start,end,score_entropy,")
+    )
     assert b"likeliest_prob\nline 1,0," in (here / "scores.csv").read_bytes()
 
 
@@ -159,7 +183,9 @@ def test_tangents_and_the_seed_decide_the_sketch(
 def test_the_model_can_write_first_and_what_it_wrote_is_marked(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "score", "story.txt", *own("--methods", "entropy", "--generate", "6")) == 0
+    assert (
+        run(monkeypatch, "score", "story.txt", *own("--methods", "entropy", "--generate", "6")) == 0
+    )
     (written,) = generated(load_language_model("hf:./lm"), [Document("story.txt", STORY)], 6)
     assert written.text.startswith(STORY)
     (want,) = library("entropy", [written])
@@ -179,7 +205,12 @@ def test_the_worst_span_is_told_with_its_document(
     assert run(monkeypatch, "score", "many", *own("--methods", "msp")) == 0
     documents = [Document(name, (here / "many" / name).read_text()) for name in ("a.txt", "b.txt")]
     means = {
-        (sum(one.scores["msp"][at : at + 8]) / 8, one.document.name, one.offsets[at][0], one.offsets[at + 7][1])
+        (
+            sum(one.scores["msp"][at : at + 8]) / 8,
+            one.document.name,
+            one.offsets[at][0],
+            one.offsets[at + 7][1],
+        )
         for one in library("msp", documents)
         for at in range(1, len(one.ids) - 7)  # without the <s> in front
     }
@@ -192,15 +223,24 @@ def test_the_worst_span_is_told_with_its_document(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--size", "8", "--mean", "0.5"), "--size and --mean cannot be used with --tokens; leave that out."),
+        (
+            ("--size", "8", "--mean", "0.5"),
+            "--size and --mean cannot be used with --tokens; leave that out.",
+        ),
         (("--weights", "w.pt"), "--weights cannot be used with --tokens"),
         (("--classes", "3"), "--classes cannot be used with --tokens"),
         (("--train", "x"), "--train cannot be used with --tokens"),
         (("--shard-size", "3"), "--shard-size cannot be used with --tokens"),
         (("--runner", "ray"), "--runner cannot be used with --tokens"),
-        (("--reference", "x", "--coverage", "0.9"), "--reference and --coverage cannot be used with --tokens"),
+        (
+            ("--reference", "x", "--coverage", "0.9"),
+            "--reference and --coverage cannot be used with --tokens",
+        ),
         (("--threshold", "t.json"), "--threshold cannot be used with --tokens"),
-        (("--engine", "exact"), "--engine exact would take a pass for each class at each token; use sketch."),
+        (
+            ("--engine", "exact"),
+            "--engine exact would take a pass for each class at each token; use sketch.",
+        ),
         (("--out", "shards/"), "--tokens writes one table; name a file in --out."),
         (("--out", "scores.xlsx"), "--out scores.xlsx; name a .csv, .parquet or .jsonl file"),
         (("--out", "story.csv"), "story.csv is there already; pass --overwrite"),
@@ -210,7 +250,11 @@ def test_the_worst_span_is_told_with_its_document(
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
 ) -> None:
     (here / "story.csv").write_text("mine")
     assert run(monkeypatch, "score", "story.txt", *own(*words)) == 1
@@ -226,7 +270,9 @@ def test_what_is_said_of_texts_needs_tokens(
 ) -> None:
     for words in (("--generate", "3"), ("--tangents", "8")):
         assert run(monkeypatch, "score", "photos", "--model", "digits-cnn", *words) == 1
-        assert "--generate and --tangents are for texts; pass --tokens too" in capsys.readouterr().err
+        assert (
+            "--generate and --tangents are for texts; pass --tokens too" in capsys.readouterr().err
+        )
 
 
 def test_models_and_texts_that_are_not_there_are_told(
@@ -235,8 +281,16 @@ def test_models_and_texts_that_are_not_there_are_told(
     for words, told in {
         ("nowhere.txt", *own()): "there is no nowhere.txt in the working directory or data",
         ("story.txt", "--tokens", "--model", "hf:./none"): "there is no folder ./none for hf:",
-        ("story.txt", "--tokens", "--model", "digits-cnn"): "digits-cnn does not name a language model; pass hf:",
-        ("story.txt", *own("--generate", "31")): "31 new tokens cannot be written; choose from 1 to 30.",
+        (
+            "story.txt",
+            "--tokens",
+            "--model",
+            "digits-cnn",
+        ): "digits-cnn does not name a language model; pass hf:",
+        (
+            "story.txt",
+            *own("--generate", "31"),
+        ): "31 new tokens cannot be written; choose from 1 to 30.",
     }.items():
         assert run(monkeypatch, "score", *words) == 1
         assert told in capsys.readouterr().err
@@ -278,7 +332,19 @@ def test_a_real_model_is_surer_of_a_story_than_of_science(
     for name in ("tinystories_valid_excerpt", "fortunes_science"):
         Path("texts", f"{name}.txt").write_text((root / "text" / f"{name}.txt").read_text()[:700])
     model = f"hf:{root / 'stories260K'}"
-    assert run(monkeypatch, "score", "texts", "--model", model, "--tokens", "--methods", "regrad,entropy") == 0
+    assert (
+        run(
+            monkeypatch,
+            "score",
+            "texts",
+            "--model",
+            model,
+            "--tokens",
+            "--methods",
+            "regrad,entropy",
+        )
+        == 0
+    )
     assert "most uncertain by regrad: fortunes_science.txt" in capsys.readouterr().out
     found = rows(tmp_path / "scores.csv")
     for score in ("score_regrad", "score_entropy"):

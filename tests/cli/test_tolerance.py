@@ -16,7 +16,9 @@ METHOD = "regrad+layers"
 
 
 def test_scores_are_those_of_the_library(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, "score", "pictures", *own("--methods", METHOD, "--tolerance", "0.3")) == 0
+    assert (
+        run(monkeypatch, "score", "pictures", *own("--methods", METHOD, "--tolerance", "0.3")) == 0
+    )
     images = load("digits").take(slice(0, 6))
     scorer = qualms.Scorer(load_model("digits-cnn", "weights.pt"), METHOD, tolerance=0.3)
     want = scorer(NORMAL.apply(images.pixels), numbers=images.numbers()).scores[METHOD]
@@ -30,12 +32,17 @@ def test_a_threshold_and_shards_remember_it(here: Path, monkeypatch: pytest.Monk
     made_by = qualms.Threshold.load("t.json").made_by
     assert made_by is not None
     assert made_by.tolerance == 0.3
-    assert run(monkeypatch, "score", "pictures", *words, "--threshold", "t.json", "--out", "many/") == 0
+    assert (
+        run(monkeypatch, "score", "pictures", *words, "--threshold", "t.json", "--out", "many/")
+        == 0
+    )
     assert json.loads(Path("many/manifest.json").read_text())["tolerance"] == 0.3
     assert run(monkeypatch, "score", "pictures", *own("--methods", METHOD), "--out", "many/") == 1
 
 
-def test_rows_of_a_task_are_those_of_one_tolerance(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_task_are_those_of_one_tolerance(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("--id", "digits", "--weights", "weights.pt", "--count", "6", "--methods", METHOD)
     for more in ((), ("--tolerance", "0.3"), ("--tolerance", "0.3")):
         assert run(monkeypatch, "bench", "calibration", *words, "--out", "rows.jsonl", *more) == 0
@@ -47,7 +54,9 @@ def test_rows_of_a_task_are_those_of_one_tolerance(here: Path, monkeypatch: pyte
     assert {row["engine"] for row in shared if row["row"] == "scores"} == {"exact, tolerance 0.3"}
 
 
-@pytest.mark.parametrize("words", [("report",), ("bench", "ood"), ("bench", "runtime"), ("serve",), ("threshold",)])
+@pytest.mark.parametrize(
+    "words", [("report",), ("bench", "ood"), ("bench", "runtime"), ("serve",), ("threshold",)]
+)
 def test_every_command_with_an_engine_has_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:

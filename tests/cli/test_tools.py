@@ -20,7 +20,10 @@ from tests.cli.test_score import own
     [
         (("score", "nowhere", *own()), "nowhere is neither a dataset"),
         (("score", "pictures", "--model", "digits-cnn"), "digits-cnn has no weights"),
-        (("score", "pictures", "--model", "digits-cnn", "--weights", "weights.pt"), "pass --mean and --std"),
+        (
+            ("score", "pictures", "--model", "digits-cnn", "--weights", "weights.pt"),
+            "pass --mean and --std",
+        ),
         (
             ("report", "--id", "digits", "--weights", "weights.pt", "--cycles", "none.jsonl"),
             "none.jsonl cannot be read",
@@ -28,7 +31,11 @@ from tests.cli.test_score import own
     ],
 )
 def test_mistakes_are_told_in_one_sentence(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    told: str,
 ) -> None:
     assert run(monkeypatch, *words) == 1
     err = capsys.readouterr().err
@@ -36,7 +43,9 @@ def test_mistakes_are_told_in_one_sentence(
     assert err.count("\n") == 1
 
 
-def test_methods_lists_the_registry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_lists_the_registry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch, "methods") == 0
     out = capsys.readouterr().out
     assert all(f"\n{method.name} " in f"\n{out}" for method in qualms.list_methods())
@@ -94,7 +103,9 @@ def test_a_report_keeps_its_scores_where_bench_finds_them(
     )
     assert run(monkeypatch, "report", *common, "--out", "page.html") == 0
     page = (here / "page.html").read_text()
-    assert all(word in page for word in ("What digits-cnn does not know", "letters", "regrad", "Layers"))
+    assert all(
+        word in page for word in ("What digits-cnn does not know", "letters", "regrad", "Layers")
+    )
     (rows,) = (here / "runs").glob("*.jsonl")
     before = [line for line in rows.read_text().splitlines() if '"scores"' in line]
     assert run(monkeypatch, "bench", "ood", *common) == 0

@@ -11,7 +11,7 @@ import pytest
 
 import qualms
 from qualms.data import Images, load
-from tests.data.layouts import IMAGES, LABELS
+from tests.helpers.layouts import IMAGES, LABELS
 
 
 def npz(folder: Path, **arrays: Any) -> Images:
@@ -29,7 +29,13 @@ def test_images_by_any_of_their_names(key: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("images", "labels"),
-    [("x", "y"), ("images", "labels"), ("data", "labels"), ("x_test", "y_test"), ("test_images", "test_labels")],
+    [
+        ("x", "y"),
+        ("images", "labels"),
+        ("data", "labels"),
+        ("x_test", "y_test"),
+        ("test_images", "test_labels"),
+    ],
 )
 @pytest.mark.parametrize("kind", [np.uint8, np.int64, ">i2"])
 def test_labels_of_any_whole_numbers(images: str, labels: str, kind: Any, tmp_path: Path) -> None:
@@ -41,7 +47,15 @@ def test_labels_of_any_whole_numbers(images: str, labels: str, kind: Any, tmp_pa
 
 def test_the_arrays_of_the_split(tmp_path: Path) -> None:
     train, test = IMAGES[:2], IMAGES[2:]
-    found = npz(tmp_path, x_train=train, y_train=LABELS[:2], x_test=test, y_test=LABELS[2:], x=IMAGES, y=LABELS)
+    found = npz(
+        tmp_path,
+        x_train=train,
+        y_train=LABELS[:2],
+        x_test=test,
+        y_test=LABELS[2:],
+        x=IMAGES,
+        y=LABELS,
+    )
     np.testing.assert_array_equal(found.pixels, test)
     found = load(tmp_path / "set.npz", split="train")
     np.testing.assert_array_equal(found.pixels, train)
@@ -87,14 +101,20 @@ def test_a_compressed_file(tmp_path: Path) -> None:
         ({"x": np.zeros((2, 8, 8), np.int64)}, "is int64; give bytes"),
         ({"x": np.zeros((0, 8, 8), np.uint8)}, "holds no images"),
         ({"x": np.zeros((0, 8, 8))}, "holds no images"),
-        ({"pictures": IMAGES}, "holds pictures and no images; name them one of x_test, test_images, x, images, data"),
+        (
+            {"pictures": IMAGES},
+            "holds pictures and no images; name them one of x_test, test_images, x, images, data",
+        ),
         ({"x_train": IMAGES}, "holds x_train and no images"),
         ({"x": IMAGES, "y": [1, 2]}, "3 images and 2 labels"),
         ({"x": IMAGES, "y": 1}, "3 images and 1 labels"),
         ({"x": IMAGES, "y": [-1, 2, 3]}, "go from -1 to 3"),
         ({"x": IMAGES, "y": np.array([2**63, 2, 3], np.uint64)}, "classes are counted 0 and up"),
         ({"x": IMAGES, "y": [0.5, 2, 3]}, r"are float64 of shape \(3,\)"),
-        ({"x": IMAGES, "y": np.eye(3, dtype=int)}, r"of shape \(3, 3\); each must be one whole number"),
+        (
+            {"x": IMAGES, "y": np.eye(3, dtype=int)},
+            r"of shape \(3, 3\); each must be one whole number",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -106,12 +126,17 @@ def test_a_file_that_python_2_wrote_is_read_without_a_word(tmp_path: Path) -> No
     header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2L, 4L, 3L)}"
     header += b" " * (117 - len(header)) + b"\n"
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
-        file.writestr("x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(range(24)))
+        file.writestr(
+            "x.npy",
+            b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(range(24)),
+        )
     assert load(tmp_path / "a.npz").pixels.flatten().tolist() == list(range(24))
 
 
 def test_objects_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(qualms.QualmsError, match=r"set\.npz is cut or not a \.npz file of plain numbers"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"set\.npz is cut or not a \.npz file of plain numbers"
+    ):
         npz(tmp_path, x=np.array([{"a": 1}], object))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import qualms
 from qualms.data import Images, load
-from tests.data import layouts
+from tests.helpers import layouts
 
 FORMATS: dict[str, tuple[layouts.Writer, str]] = {
     "idx, gzipped": (layouts.write_mnist, "mnist"),
@@ -64,9 +64,13 @@ def test_a_cut_file(written: Written, data: st.DataObject) -> None:
 def test_flipped_bytes(written: Written, data: st.DataObject) -> None:
     last = len(written.content) - 1
     # Headers are at the start and at the end; pixels, where a flip is only another image, in between.
-    where = st.one_of(st.integers(0, min(last, 300)), st.integers(max(0, last - 300), last), st.integers(0, last))
+    where = st.one_of(
+        st.integers(0, min(last, 300)), st.integers(max(0, last - 300), last), st.integers(0, last)
+    )
     broken = bytearray(written.content)
-    for at, byte in data.draw(st.lists(st.tuples(where, st.integers(0, 255)), min_size=1, max_size=3)):
+    for at, byte in data.draw(
+        st.lists(st.tuples(where, st.integers(0, 255)), min_size=1, max_size=3)
+    ):
         broken[at] = byte
     found = written.read(bytes(broken))
     assert found is None or len(found) > 0

@@ -12,7 +12,7 @@ import pytest
 import qualms
 from qualms.data import Images, load
 from qualms.data.pickles import STAND_INS
-from tests.data.layouts import COUNT, IMAGES, LABELS, cifar_dict, write_cifar10
+from tests.helpers.layouts import COUNT, IMAGES, LABELS, cifar_dict, write_cifar10
 
 
 def is_right(found: Images) -> bool:
@@ -29,10 +29,34 @@ def python2() -> bytes:
     def numbers(*values: int) -> bytes:
         return b"".join(b"J" + struct.pack("<i", v) for v in values)
 
-    kind = b"cnumpy\ndtype\n(" + string(b"u1") + numbers(0, 1) + b"tR(" + numbers(3) + string(b"|") + b"NNN"
+    kind = (
+        b"cnumpy\ndtype\n("
+        + string(b"u1")
+        + numbers(0, 1)
+        + b"tR("
+        + numbers(3)
+        + string(b"|")
+        + b"NNN"
+    )
     kind += numbers(-1, -1, 0) + b"tb"
-    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(" + numbers(0) + b"t" + string(b"b") + b"tR"
-    array += b"(" + numbers(1) + b"(" + numbers(COUNT, 3072) + b"t" + kind + b"\x89" + string(IMAGES.tobytes()) + b"tb"
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n("
+        + numbers(0)
+        + b"t"
+        + string(b"b")
+        + b"tR"
+    )
+    array += (
+        b"("
+        + numbers(1)
+        + b"("
+        + numbers(COUNT, 3072)
+        + b"t"
+        + kind
+        + b"\x89"
+        + string(IMAGES.tobytes())
+        + b"tb"
+    )
     labels = b"](" + numbers(*LABELS) + b"e"
     name = b"](" + string(b"caf\xe9.png") + b"e"
     pairs = [(b"data", array), (b"labels", labels), (b"filenames", name)]
@@ -60,10 +84,18 @@ def test_pickles_of_python_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keys", ["text", "bytes"])
 @pytest.mark.parametrize("labels", ["list", "array", "scalars"])
 @pytest.mark.parametrize("numpy", [1, 2])
-def test_pickles_of_python_3(protocol: int, keys: str, labels: str, numpy: int, tmp_path: Path) -> None:
+def test_pickles_of_python_3(
+    protocol: int, keys: str, labels: str, numpy: int, tmp_path: Path
+) -> None:
     found = cifar_dict()
-    found["labels"] = {"list": LABELS, "array": np.array(LABELS), "scalars": [np.int64(v) for v in LABELS]}[labels]
-    written: dict[Any, Any] = found if keys == "text" else {k.encode(): v for k, v in found.items()} | {b"empty": b""}
+    found["labels"] = {
+        "list": LABELS,
+        "array": np.array(LABELS),
+        "scalars": [np.int64(v) for v in LABELS],
+    }[labels]
+    written: dict[Any, Any] = (
+        found if keys == "text" else {k.encode(): v for k, v in found.items()} | {b"empty": b""}
+    )
     content = pickle.dumps(written, protocol)
     write_cifar10(tmp_path, before_numpy_2(content) if numpy == 1 else content)
     assert is_right(load("cifar10", tmp_path))
@@ -71,7 +103,10 @@ def test_pickles_of_python_3(protocol: int, keys: str, labels: str, numpy: int, 
 
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_arrays_in_any_order_in_memory(protocol: int, tmp_path: Path) -> None:
-    for data in (np.asfortranarray(IMAGES.reshape(COUNT, -1)), IMAGES.reshape(COUNT, -1).repeat(2, 1)[:, ::2]):
+    for data in (
+        np.asfortranarray(IMAGES.reshape(COUNT, -1)),
+        IMAGES.reshape(COUNT, -1).repeat(2, 1)[:, ::2],
+    ):
         write_cifar10(tmp_path, pickle.dumps(cifar_dict() | {"data": data}, protocol))
         assert is_right(load("cifar10", tmp_path))
 
@@ -96,14 +131,19 @@ def test_training_images_come_from_five_files_in_order(tmp_path: Path) -> None:
     assert found.labels is not None
     assert found.labels.tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
     (folder / "data_batch_4").unlink()
-    with pytest.raises(qualms.QualmsError, match=r"there is no data_batch_4 in .*cifar-10-batches-py; get .*toronto"):
+    with pytest.raises(
+        qualms.QualmsError,
+        match=r"there is no data_batch_4 in .*cifar-10-batches-py; get .*toronto",
+    ):
         load("cifar10", tmp_path, "train")
 
 
 def test_cifar100_has_its_fine_labels(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-100-python"
     folder.mkdir()
-    (folder / "test").write_bytes(pickle.dumps(cifar_dict("fine_labels") | {"coarse_labels": [1, 1, 1]}))
+    (folder / "test").write_bytes(
+        pickle.dumps(cifar_dict("fine_labels") | {"coarse_labels": [1, 1, 1]})
+    )
     found = load("cifar100", tmp_path)
     assert is_right(found)
     assert len(set(found.classes)) == 100
@@ -138,8 +178,14 @@ def attacks(marker: Path) -> dict[str, tuple[Any, str]]:
         "as a key": ({("a", evil): 1}, "system"),
         "getattr": (Calls(getattr, "a", "join"), "getattr"),
         "numpy.load": (Calls(np.load, str(marker), None, True), "numpy.*load"),
-        "an array of objects": (cifar_dict() | {"data": np.array([evil, None], object)}, "type 'O8'"),
-        "an array of harmless objects": (cifar_dict() | {"data": np.array([None, "a"], object)}, "type 'O8'"),
+        "an array of objects": (
+            cifar_dict() | {"data": np.array([evil, None], object)},
+            "type 'O8'",
+        ),
+        "an array of harmless objects": (
+            cifar_dict() | {"data": np.array([None, "a"], object)},
+            "type 'O8'",
+        ),
         "an array with fields": (np.zeros(2, [("a", "u1"), ("b", "O")]), "type 'V"),
         "an array of dates": (np.zeros(2, "M8[s]"), "type 'M8'"),
         "an array of text": (np.array(["a"]), "type 'U1'"),
@@ -148,14 +194,19 @@ def attacks(marker: Path) -> dict[str, tuple[Any, str]]:
         "an array of another class": (reconstruct(np.dtype), "class of its own"),
         "an array of a class that runs": (reconstruct(np.memmap), "numpy.*memmap"),
         "an array of a called class": (reconstruct(evil), "system"),
-        "other codecs": (Calls(__import__("_codecs").encode, "abc", "rot13"), "encodes something other"),
+        "other codecs": (
+            Calls(__import__("_codecs").encode, "abc", "rot13"),
+            "encodes something other",
+        ),
         "decoding": (Calls(__import__("_codecs").decode, b"abc", "zip"), "_codecs.decode"),
     }
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 @pytest.mark.parametrize("attack", attacks(Path()))
-def test_a_pickle_that_asks_for_more_is_refused_by_name(attack: str, protocol: int, tmp_path: Path) -> None:
+def test_a_pickle_that_asks_for_more_is_refused_by_name(
+    attack: str, protocol: int, tmp_path: Path
+) -> None:
     marker = tmp_path / "it-ran"
     content, name = attacks(marker)[attack]
     path = write_cifar10(tmp_path, pickle.dumps(content, protocol))
@@ -165,20 +216,33 @@ def test_a_pickle_that_asks_for_more_is_refused_by_name(attack: str, protocol: i
 
 
 @pytest.mark.parametrize("opcode", [b"c%b\n%b\n", b"\x8c%b"])
-@pytest.mark.parametrize("change", [b"}U\x08__call__K\x00sb", b"N}U\x09__class__K\x00s\x86b", b")b", b"]e", b"]a"])
-def test_a_pickle_cannot_change_what_it_is_given(opcode: bytes, change: bytes, tmp_path: Path) -> None:
-    for name in ("_codecs.encode", "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct"):
+@pytest.mark.parametrize(
+    "change", [b"}U\x08__call__K\x00sb", b"N}U\x09__class__K\x00s\x86b", b")b", b"]e", b"]a"]
+)
+def test_a_pickle_cannot_change_what_it_is_given(
+    opcode: bytes, change: bytes, tmp_path: Path
+) -> None:
+    for name in (
+        "_codecs.encode",
+        "numpy.ndarray",
+        "numpy.dtype",
+        "numpy.core.multiarray._reconstruct",
+    ):
         module, _, last = name.encode().rpartition(b".")
         if opcode.startswith(b"c"):
             found = opcode % (module, last)
         else:
-            found = b"".join(b"\x8c" + bytes([len(part)]) + part for part in (module, last)) + b"\x93"
+            found = (
+                b"".join(b"\x8c" + bytes([len(part)]) + part for part in (module, last)) + b"\x93"
+            )
         write_cifar10(tmp_path, b"\x80\x04" + found + change + b".")
         with pytest.raises(qualms.QualmsError):
             load("cifar10", tmp_path)
     write_cifar10(tmp_path)
     assert is_right(load("cifar10", tmp_path))
-    assert not any(isinstance(given, type) or hasattr(given, "__dict__") for given in STAND_INS.values())
+    assert not any(
+        isinstance(given, type) or hasattr(given, "__dict__") for given in STAND_INS.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,5 +280,7 @@ def test_what_is_not_cifar_is_named(tmp_path: Path) -> None:
     assert "under 'labels'" in message(cifar_dict() | {"labels": [2**70, 1, 1]})
     assert "float64 of shape (3,)" in message(cifar_dict() | {"labels": np.array([0.0, 1.0, 2.0])})
     assert "3 images and 2 labels" in message(cifar_dict() | {"labels": [1, 2]})
-    assert "from 0 to 10, and classes are counted 0 to 9" in message(cifar_dict() | {"labels": [0, 10, 1]})
+    assert "from 0 to 10, and classes are counted 0 to 9" in message(
+        cifar_dict() | {"labels": [0, 10, 1]}
+    )
     assert "from -1 to 2" in message(cifar_dict() | {"labels": [0, -1, 2]})

@@ -17,29 +17,39 @@ import torch
 from PIL import Image
 
 import qualms
-from qualms.data import Normalisation, load
+from qualms.data import Normalization, load
 from qualms.data.decode import Unreadable, decoded
 from qualms.data.texts import read_texts
 from qualms.models import read_state
 from qualms.scale.batch import rejected_in
 from qualms.scale.cluster import not_scored, require_once
-from qualms.scale.folder import begun, count_rows, finish
+from qualms.scale.shard_folder import begun, count_rows, finish
 from qualms.scale.source import open_source
 from qualms.tasks.journal import read
-from tests.data import layouts
-from tests.data.mutations import DEPTH
+from tests.helpers import layouts
+from tests.helpers.mutations import DEPTH
 
 DEEP = "[" * DEPTH
 
 
 def part(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def png(rows: bytes, wide: int, high: int, interlaced: int = 0) -> bytes:
-    """Grey, with these rows, each after the number of its filter."""
+    """Gray, with these rows, each after the number of its filter."""
     header = struct.pack(">IIBBBBB", wide, high, 8, 0, 0, 0, interlaced)
-    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + part(b"IHDR", header)
+        + part(b"IDAT", zlib.compress(rows))
+        + part(b"IEND", b"")
+    )
 
 
 def test_a_png_without_its_last_rows_is_not_read_as_black() -> None:
@@ -48,7 +58,9 @@ def test_a_png_without_its_last_rows_is_not_read_as_black() -> None:
     with pytest.raises(Unreadable, match="cut or not an image"):
         decoded(png(row * 4, 8, 6), "a.png")
     black = b"\0" + bytes(8)
-    assert decoded(png(row * 5 + black, 8, 6), "a.png")[0].getpixel((0, 5)) == (0, 0, 0), "black rows that are there"
+    assert decoded(png(row * 5 + black, 8, 6), "a.png")[0].getpixel((0, 5)) == (0, 0, 0), (
+        "black rows that are there"
+    )
 
 
 def test_an_interlaced_png_has_all_its_passes() -> None:
@@ -61,7 +73,7 @@ def test_an_interlaced_png_has_all_its_passes() -> None:
 
 
 def test_pixels_of_a_png_that_were_changed_on_the_way_are_not_read() -> None:
-    content = bytearray(layouts.png(layouts.GREY[1]))
+    content = bytearray(layouts.png(layouts.GRAY[1]))
     content[content.index(b"IDAT") + 200] ^= 1
     with pytest.raises(Unreadable):
         decoded(bytes(content), "a.png")
@@ -73,20 +85,29 @@ def test_a_npz_file_cannot_claim_more_than_it_holds(tmp_path: Path) -> None:
     entry = content.index(b"PK\x01\x02")
     struct.pack_into("<I", content, entry + 20, 2**32 - 2)  # how long it is compressed
     path.write_bytes(content)
-    for read_it in (lambda: load("things.npz", tmp_path), lambda: open_source(str(path), None, None).first()):
-        with pytest.raises(qualms.QualmsError, match=r"cut or not a \.npz file of plain numbers \(BadZipFile\)"):
+    for read_it in (
+        lambda: load("things.npz", tmp_path),
+        lambda: open_source(str(path), None, None).first(),
+    ):
+        with pytest.raises(
+            qualms.QualmsError, match=r"cut or not a \.npz file of plain numbers \(BadZipFile\)"
+        ):
             read_it()
 
 
 @pytest.mark.parametrize(("kind", "place"), [("BMP", 18), ("GIF", 6)])
 def test_an_image_cannot_claim_more_pixels_than_its_bytes_can_hold(kind: str, place: int) -> None:
-    content = bytearray(layouts.png(layouts.GREY[1], kind))
-    content[place : place + (8 if kind == "BMP" else 4)] = struct.pack("<ii" if kind == "BMP" else "<HH", 12000, 12000)
-    with pytest.raises(Unreadable, match="a is too large for its length: its header claims 144,000,000 pixels in "):
+    content = bytearray(layouts.png(layouts.GRAY[1], kind))
+    content[place : place + (8 if kind == "BMP" else 4)] = struct.pack(
+        "<ii" if kind == "BMP" else "<HH", 12000, 12000
+    )
+    with pytest.raises(
+        Unreadable, match="a is too large for its length: its header claims 144,000,000 pixels in "
+    ):
         decoded(bytes(content), "a")
 
 
-def test_a_large_image_of_one_colour_is_read() -> None:
+def test_a_large_image_of_one_color_is_read() -> None:
     stream = io.BytesIO()
     Image.new("1", (5000, 5000)).save(stream, "PNG")
     assert decoded(stream.getvalue(), "blank.png")[0].size == (5000, 5000)
@@ -99,7 +120,7 @@ def test_a_tar_file_that_is_compressed_by_xz_is_refused_and_by_gzip_read(tmp_pat
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as file:
         entry = tarfile.TarInfo("a.png")
-        image = layouts.png(layouts.GREY[1])
+        image = layouts.png(layouts.GRAY[1])
         entry.size = len(image)
         file.addfile(entry, io.BytesIO(image))
     path = tmp_path / "a.tar"
@@ -127,7 +148,9 @@ def test_a_name_of_half_a_character_is_not_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_checkpoint_cannot_claim_more_than_its_file_holds(compression: int, tmp_path: Path) -> None:
+def test_a_checkpoint_cannot_claim_more_than_its_file_holds(
+    compression: int, tmp_path: Path
+) -> None:
     torch.save({"a": torch.arange(3.0)}, tmp_path / "saved.pt")
     with (
         zipfile.ZipFile(tmp_path / "saved.pt") as saved,
@@ -144,12 +167,16 @@ def test_a_checkpoint_cannot_claim_more_than_its_file_holds(compression: int, tm
         read_state(tmp_path / "a.pt")
 
 
-def test_a_checkpoint_in_the_old_format_cannot_claim_more_than_its_file_holds(tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_old_format_cannot_claim_more_than_its_file_holds(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.zeros(1000)}, path, _use_new_zipfile_serialization=False)
     assert read_state(path)["w"].shape == (1000,)
     content = path.read_bytes()
-    assert content.count(b"M\xe8\x03") >= 2  # 1000 numbers: in the storage, and in the tensor's shape
+    assert (
+        content.count(b"M\xe8\x03") >= 2
+    )  # 1000 numbers: in the storage, and in the tensor's shape
     path.write_bytes(content.replace(b"M\xe8\x03", b"J\xff\xff\xff\x7f"))
     with pytest.raises(qualms.QualmsError, match=r"claims 2147483647 numbers in \d+ bytes"):
         read_state(path)
@@ -179,11 +206,21 @@ def test_a_checkpoint_in_the_old_format_cannot_claim_more_than_its_file_holds(tm
         ("made_by", '{"method": "a", "network": "a", "tolerance": NaN}'),
     ],
 )
-def test_a_threshold_is_read_as_it_was_written_or_not_at_all(key: str, value: str, tmp_path: Path) -> None:
-    right = {"value": "0.5", "samples": "3", "rule": '"coverage 0.9"', "reference": "[0.1, 0.5]", "made_by": "null"}
+def test_a_threshold_is_read_as_it_was_written_or_not_at_all(
+    key: str, value: str, tmp_path: Path
+) -> None:
+    right = {
+        "value": "0.5",
+        "samples": "3",
+        "rule": '"coverage 0.9"',
+        "reference": "[0.1, 0.5]",
+        "made_by": "null",
+    }
     path = tmp_path / "t.json"
     for content, good in ((right, True), (right | {key: value}, False)):
-        path.write_text("{" + ", ".join(f'"{name}": {text}' for name, text in content.items()) + "}")
+        path.write_text(
+            "{" + ", ".join(f'"{name}": {text}' for name, text in content.items()) + "}"
+        )
         if good:
             assert qualms.Threshold.load(path).value == 0.5
         else:
@@ -205,7 +242,10 @@ def test_a_manifest_counts_in_whole_numbers(done: Any, tmp_path: Path) -> None:
     finish(tmp_path, {"seed": 0}, [tmp_path / "shard-00000.parquet"], [])
     text = json.dumps({"seed": 0, "done": done}).replace('"DEEP"', DEEP)
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(qualms.QualmsError, match="cannot be read as a manifest"), begun(tmp_path, {"seed": 0}):
+    with (
+        pytest.raises(qualms.QualmsError, match="cannot be read as a manifest"),
+        begun(tmp_path, {"seed": 0}),
+    ):
         pass
 
 
@@ -219,8 +259,16 @@ def _write(path: Path, columns: dict[str, Any]) -> None:
 def test_shards_that_are_damaged_are_named(tmp_path: Path) -> None:
     shard = tmp_path / "shard-00000.parquet"
     shard.write_bytes(b"PAR1 no more PAR1")
-    for read_it in (not_scored_in, require_once, lambda folder: count_rows([shard]), finished, rejected_in):
-        with pytest.raises(qualms.QualmsError, match=r"shard-00000\.parquet is cut or not a parquet file"):
+    for read_it in (
+        not_scored_in,
+        require_once,
+        lambda folder: count_rows([shard]),
+        finished,
+        rejected_in,
+    ):
+        with pytest.raises(
+            qualms.QualmsError, match=r"shard-00000\.parquet is cut or not a parquet file"
+        ):
             read_it(tmp_path)
     _write(shard, {"id": ["a"], "accepted": ["yes"]})
     with pytest.raises(qualms.QualmsError, match="is not all yes or no"):
@@ -243,7 +291,8 @@ ROW = {"row": "accuracy", "data": "d", "n": 3, "images": "ab", "accuracy": 0.5}
 
 
 @pytest.mark.parametrize(
-    "change", [{"accuracy": "0.5"}, {"accuracy": True}, {"n": 3.5}, {"data": None}, {"row": 3}, {"row": [3]}]
+    "change",
+    [{"accuracy": "0.5"}, {"accuracy": True}, {"n": 3.5}, {"data": None}, {"row": 3}, {"row": [3]}],
 )
 def test_rows_have_values_of_their_kinds(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
@@ -254,7 +303,9 @@ def test_rows_have_values_of_their_kinds(change: dict[str, Any], tmp_path: Path)
         read(path)
 
 
-@pytest.mark.parametrize("line", [DEEP, json.dumps({k: v for k, v in ROW.items() if k != "images"})])
+@pytest.mark.parametrize(
+    "line", [DEEP, json.dumps({k: v for k, v in ROW.items() if k != "images"})]
+)
 def test_rows_without_end_or_without_a_key_are_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"row": "run"}\n' + line + "\n")
     with pytest.raises(qualms.QualmsError, match=r"line 2 of .* is not a row of a run"):
@@ -262,8 +313,9 @@ def test_rows_without_end_or_without_a_key_are_refused(line: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("mean", "std"), [(float("nan"), 0.5), (float("inf"), 0.5), (0.5, float("inf")), (0.5, 1e-46), (1e30, 1e-30)]
+    ("mean", "std"),
+    [(float("nan"), 0.5), (float("inf"), 0.5), (0.5, float("inf")), (0.5, 1e-46), (1e30, 1e-30)],
 )
-def test_a_normalisation_gives_finite_numbers(mean: float, std: float) -> None:
+def test_a_normalization_gives_finite_numbers(mean: float, std: float) -> None:
     with pytest.raises(qualms.QualmsError, match="not finite"):
-        Normalisation((mean,), (std,))
+        Normalization((mean,), (std,))

@@ -8,7 +8,7 @@ from PIL import Image
 
 import qualms
 from qualms.data import load
-from tests.data.layouts import IMAGES, png, write_folder
+from tests.helpers.layouts import IMAGES, png, write_folder
 
 
 def plain(value: int, height: int = 4, width: int = 4) -> np.ndarray:
@@ -41,13 +41,15 @@ def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
     assert found.pixels[:, 0, 0, 0].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(("ending", "kind"), [("jpg", "JPEG"), ("JPEG", "JPEG"), ("bmp", "BMP"), ("webp", "WEBP")])
+@pytest.mark.parametrize(
+    ("ending", "kind"), [("jpg", "JPEG"), ("JPEG", "JPEG"), ("bmp", "BMP"), ("webp", "WEBP")]
+)
 def test_other_formats(ending: str, kind: str, tmp_path: Path) -> None:
     put(tmp_path / "flat" / f"a.{ending}", plain(100), kind)
     assert (load("flat", tmp_path).pixels.int() - 100).abs().max() <= 2
 
 
-def test_grey_palette_and_transparent_images_become_colour(tmp_path: Path) -> None:
+def test_gray_palette_and_transparent_images_become_color(tmp_path: Path) -> None:
     put(tmp_path / "flat" / "a.png", np.full((4, 4), 7, np.uint8))
     put(tmp_path / "flat" / "b.png", np.full((4, 4, 4), 9, np.uint8))
     palette = Image.fromarray(plain(11)).convert("P")
@@ -68,7 +70,9 @@ def test_the_folder_of_the_split_is_used(test: str, tmp_path: Path) -> None:
 
 def test_the_other_split_is_no_class(tmp_path: Path) -> None:
     put(tmp_path / "set" / "train" / "cat" / "a.png", plain(1))
-    with pytest.raises(qualms.QualmsError, match="has the folders train and none for the split test"):
+    with pytest.raises(
+        qualms.QualmsError, match="has the folders train and none for the split test"
+    ):
         load("set", tmp_path)
 
 
@@ -83,7 +87,9 @@ def test_images_a_folder_further_down_belong_to_the_class(tmp_path: Path) -> Non
 def test_images_of_several_sizes_need_a_size(tmp_path: Path) -> None:
     put(tmp_path / "flat" / "a.png", plain(1, 4, 6))
     put(tmp_path / "flat" / "b.png", plain(2, 5, 5))
-    with pytest.raises(qualms.QualmsError, match=r"a\.png is 6 x 4 and b\.png is 5 x 5; pass size="):
+    with pytest.raises(
+        qualms.QualmsError, match=r"a\.png is 6 x 4 and b\.png is 5 x 5; pass size="
+    ):
         load("flat", tmp_path)
     found = load("flat", tmp_path, size=3)
     assert found.pixels.shape == (2, 3, 3, 3)
@@ -111,7 +117,9 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match=r"class folder .*class3 holds no images"):
         load("things", tmp_path)
     put(tmp_path / "things" / "loose.png", plain(1))
-    with pytest.raises(qualms.QualmsError, match=r"both loose \(loose\.png\) and in folders \(class0\)"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"both loose \(loose\.png\) and in folders \(class0\)"
+    ):
         load("things", tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(qualms.QualmsError, match="empty holds no images"):

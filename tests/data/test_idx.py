@@ -8,7 +8,7 @@ import pytest
 
 import qualms
 from qualms.data import load
-from tests.data.layouts import GREY, LABELS, idx_bytes, write_idx, write_mnist, write_plain_mnist
+from tests.helpers.layouts import GRAY, LABELS, idx_bytes, write_idx, write_mnist, write_plain_mnist
 
 FOLDERS = {
     "mnist": ["MNIST/raw", "MNIST", "mnist", "."],
@@ -18,14 +18,20 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("spelling", ["{}-idx{}-ubyte.gz", "{}-idx{}-ubyte", "{}.idx{}-ubyte", "{}.idx{}-ubyte.gz"])
+@pytest.mark.parametrize(
+    "spelling", ["{}-idx{}-ubyte.gz", "{}-idx{}-ubyte", "{}.idx{}-ubyte", "{}.idx{}-ubyte.gz"]
+)
 def test_every_place_and_spelling(name: str, split: str, spelling: str, tmp_path: Path) -> None:
     stem = "train" if split == "train" else "t10k"
     for folder in FOLDERS[name]:
         root = tmp_path / folder.replace("/", "-")
-        write_idx(root / folder, spelling.format(f"{stem}-images", 3), spelling.format(f"{stem}-labels", 1))
+        write_idx(
+            root / folder,
+            spelling.format(f"{stem}-images", 3),
+            spelling.format(f"{stem}-labels", 1),
+        )
         found = load(name, root, split)
-        np.testing.assert_array_equal(found.pixels[:, 0], GREY)
+        np.testing.assert_array_equal(found.pixels[:, 0], GRAY)
         assert found.labels is not None
         assert found.labels.tolist() == LABELS
         assert found.name == name
@@ -41,7 +47,13 @@ def test_the_splits_are_not_mixed_up(tmp_path: Path) -> None:
 def test_a_missing_file_names_all_its_places_and_where_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError) as error:
         load("mnist", tmp_path)
-    for part in ("t10k-images-idx3-ubyte", f"{tmp_path}/MNIST/raw", f"{tmp_path}/mnist", "https://", "MNIST/raw"):
+    for part in (
+        "t10k-images-idx3-ubyte",
+        f"{tmp_path}/MNIST/raw",
+        f"{tmp_path}/mnist",
+        "https://",
+        "MNIST/raw",
+    ):
         assert part in str(error.value)
     write_mnist(tmp_path).with_name("t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(qualms.QualmsError, match="there is no t10k-labels-idx1-ubyte"):
@@ -51,7 +63,9 @@ def test_a_missing_file_names_all_its_places_and_where_to_get_it(tmp_path: Path)
 def test_a_cut_gzip_file(tmp_path: Path) -> None:
     path = write_mnist(tmp_path)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(qualms.QualmsError, match=r"t10k-images-idx3-ubyte\.gz is cut or not a gzip file"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"t10k-images-idx3-ubyte\.gz is cut or not a gzip file"
+    ):
         load("mnist", tmp_path)
 
 
@@ -60,7 +74,10 @@ def test_a_length_that_disagrees_with_the_header(change: int, tmp_path: Path) ->
     path = write_plain_mnist(tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[:-1] if change < 0 else content + b"\0")
-    with pytest.raises(qualms.QualmsError, match=r"t10k-images-idx3-ubyte should be 2368 bytes long .* and is 236[79]"):
+    with pytest.raises(
+        qualms.QualmsError,
+        match=r"t10k-images-idx3-ubyte should be 2368 bytes long .* and is 236[79]",
+    ):
         load("mnist", tmp_path)
 
 
@@ -71,17 +88,23 @@ def test_a_header_that_promises_the_world_costs_nothing(tmp_path: Path) -> None:
         load("mnist", tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\0", bytes((0, 0, 13, 3)) + bytes(20), idx_bytes(np.zeros(3))])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0\0", bytes((0, 0, 13, 3)) + bytes(20), idx_bytes(np.zeros(3))]
+)
 def test_the_wrong_magic_number(content: bytes, tmp_path: Path) -> None:
     write_plain_mnist(tmp_path).write_bytes(content)
-    with pytest.raises(qualms.QualmsError, match=r"t10k-images-idx3-ubyte starts with .*00 00 08 03"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"t10k-images-idx3-ubyte starts with .*00 00 08 03"
+    ):
         load("mnist", tmp_path)
 
 
 def test_labels_that_do_not_fit_the_images(tmp_path: Path) -> None:
     labels = write_mnist(tmp_path).with_name("t10k-labels-idx1-ubyte.gz")
     labels.write_bytes(gzip.compress(idx_bytes(np.array([1, 2]))))
-    with pytest.raises(qualms.QualmsError, match=r"t10k-images.*with t10k-labels.* holds 3 images and 2 labels"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"t10k-images.*with t10k-labels.* holds 3 images and 2 labels"
+    ):
         load("mnist", tmp_path)
     labels.write_bytes(gzip.compress(idx_bytes(np.array([1, 2, 10]))))
     with pytest.raises(qualms.QualmsError, match="go from 1 to 10, and classes are counted 0 to 9"):
@@ -89,12 +112,14 @@ def test_labels_that_do_not_fit_the_images(tmp_path: Path) -> None:
 
 
 def test_no_images_at_all(tmp_path: Path) -> None:
-    write_plain_mnist(tmp_path).write_bytes(idx_bytes(GREY[:0]))
+    write_plain_mnist(tmp_path).write_bytes(idx_bytes(GRAY[:0]))
     with pytest.raises(qualms.QualmsError, match="holds no images"):
         load("mnist", tmp_path)
 
 
 def test_images_of_another_size_are_not_mnist(tmp_path: Path) -> None:
-    write_plain_mnist(tmp_path).write_bytes(idx_bytes(GREY[:, :14]))
-    with pytest.raises(qualms.QualmsError, match=r"images of mnist in .* \(1, 14, 28\) and not \(1, 28, 28\)"):
+    write_plain_mnist(tmp_path).write_bytes(idx_bytes(GRAY[:, :14]))
+    with pytest.raises(
+        qualms.QualmsError, match=r"images of mnist in .* \(1, 14, 28\) and not \(1, 28, 28\)"
+    ):
         load("mnist", tmp_path)

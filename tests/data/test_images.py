@@ -7,11 +7,13 @@ import torch
 
 import qualms
 from qualms.data import Images, load
-from tests.data.layouts import write_folder
+from tests.helpers.layouts import write_folder
 
 
 def images(count: int = 20, channels: int = 3, size: int = 8) -> Images:
-    pixels = torch.randint(0, 256, (count, channels, size, size), generator=torch.Generator().manual_seed(1))
+    pixels = torch.randint(
+        0, 256, (count, channels, size, size), generator=torch.Generator().manual_seed(1)
+    )
     return Images("some", pixels.to(torch.uint8), torch.arange(count), ())
 
 
@@ -55,16 +57,16 @@ def test_nothing_to_fit_is_the_same_object() -> None:
     assert all_.fitted(3, 8) is all_
 
 
-def test_grey_weighs_colours_as_they_look() -> None:
+def test_gray_weighs_colors_as_they_look() -> None:
     pure = torch.zeros(3, 3, 2, 2, dtype=torch.uint8)
     for channel in range(3):
         pure[channel, channel] = 255
     assert Images("pure", pure, None).fitted(1, 2).pixels[:, 0, 0, 0].tolist() == [76, 150, 29]
 
 
-def test_grey_becomes_colour_of_equal_channels() -> None:
-    grey = images(channels=1)
-    assert torch.equal(grey.fitted(3, 8).pixels, grey.pixels.expand(-1, 3, -1, -1))
+def test_gray_becomes_color_of_equal_channels() -> None:
+    gray = images(channels=1)
+    assert torch.equal(gray.fitted(3, 8).pixels, gray.pixels.expand(-1, 3, -1, -1))
 
 
 def test_shrinking_averages_and_does_not_skip_pixels() -> None:

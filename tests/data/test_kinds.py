@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, TiffImagePlugin
 
 import qualms
-from qualms.data import Fit, Rejected, load
+from qualms.data import ImageTransform, Rejected, load
 from qualms.data import folder as folder_module
 from qualms.data.decode import decoded
 
@@ -35,7 +35,7 @@ def saved(path: Path, array: np.ndarray, **options: Any) -> np.ndarray:
     return array
 
 
-def grey(pixels: Any) -> np.ndarray:
+def gray(pixels: Any) -> np.ndarray:
     return np.asarray(pixels[0])
 
 
@@ -53,13 +53,17 @@ def test_sixteen_bits_are_scaled_and_not_cut_off(here: Path) -> None:
     (here / "c.pgm").write_bytes(b"P5 3 2 65535\n" + values.astype(">u2").tobytes())
     found = load("mine")
     for pixels in found.pixels:
-        assert grey(pixels).tolist() == [[0, 1, 128], [255, 1, 0]]
+        assert gray(pixels).tolist() == [[0, 1, 128], [255, 1, 0]]
     assert "3 images were scaled from more than 8 bits to 8" in found.notes
 
 
-def test_sixteen_bits_of_colour_are_told(here: Path) -> None:
+def test_sixteen_bits_of_color_are_told(here: Path) -> None:
     row = b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 257)
-    parts = [(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(row)), (b"IEND", b"")]
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(row)),
+        (b"IEND", b""),
+    ]
     (here / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
     found = load("mine")
     assert found.pixels[0, :, 0].T.tolist() == [[255, 0, 0], [0, 255, 1]]
@@ -67,7 +71,12 @@ def test_sixteen_bits_of_colour_are_told(here: Path) -> None:
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def test_numbers_without_a_scale_are_refused_and_those_from_0_to_1_scaled(here: Path) -> None:
@@ -75,10 +84,13 @@ def test_numbers_without_a_scale_are_refused_and_those_from_0_to_1_scaled(here: 
     saved(here / "b.tif", np.array([[0.0, 0.5, 90.0]], np.float32))
     saved(here / "c.tif", np.array([[0, 5, 1_000_000]], np.int32))
     found = load("mine", strict=False)
-    assert grey(found.pixels[0]).tolist() == [[0, 128, 255]]
+    assert gray(found.pixels[0]).tolist() == [[0, 128, 255]]
     assert [one.id for one in found.rejected] == ["b.tif", "c.tif"]
     assert "32-bit numbers from 0 to 90, of which 0 to 1 can be scaled" in found.rejected[0].reason
-    assert "32-bit numbers from 0 to 1e+06, of which 0 to 65535 can be scaled" in found.rejected[1].reason
+    assert (
+        "32-bit numbers from 0 to 1e+06, of which 0 to 65535 can be scaled"
+        in found.rejected[1].reason
+    )
 
 
 def test_conversions_are_counted_and_told(here: Path) -> None:
@@ -97,15 +109,15 @@ def test_conversions_are_counted_and_told(here: Path) -> None:
     assert found.ids == ("a.png", "b.jpg", "c.gif", "d.png", "e.png", "f.webp")
     assert set(found.notes) == {
         "1 image has several frames, of which the first was read",
-        "1 greyscale image was converted to colour",
-        "1 image with a palette was converted to colour",
+        "1 grayscale image was converted to color",
+        "1 image with a palette was converted to color",
         "1 image was transparent in places, which was dropped",
         "1 CMYK image was converted to RGB",
         "2 files that are not images were passed over (list.csv, notes.txt)",
     }
     for i in (0, 3, 4):
-        assert np.array_equal(grey(found.pixels[i]), gradient()), found.ids[i]
-    assert np.abs(grey(found.pixels[5]).astype(int) - gradient()).max() <= 1, "not the first frame"
+        assert np.array_equal(gray(found.pixels[i]), gradient()), found.ids[i]
+    assert np.abs(gray(found.pixels[5]).astype(int) - gradient()).max() <= 1, "not the first frame"
     assert np.abs(found.pixels[1].numpy().astype(int) - gradient()).max() <= 8, "CMYK"
 
 
@@ -120,8 +132,10 @@ def test_images_are_turned_upright(here: Path, orientation: int) -> None:
     with Image.open(here / "a.png") as file:
         upright = np.asarray(ImageOps.exif_transpose(file))
     found = load("mine")
-    assert np.array_equal(grey(found.pixels[0]), upright)
-    assert ("1 image was turned upright, as the EXIF orientation says" in found.notes) == (orientation > 1)
+    assert np.array_equal(gray(found.pixels[0]), upright)
+    assert ("1 image was turned upright, as the EXIF orientation says" in found.notes) == (
+        orientation > 1
+    )
 
 
 def test_unreadable_files_are_left_out_with_the_reason(here: Path) -> None:
@@ -131,7 +145,9 @@ def test_unreadable_files_are_left_out_with_the_reason(here: Path) -> None:
     (here / "text.jpg").write_text("hello")
     (here / "phone.heic").write_bytes(b"....ftypheic")
     (here / "gone.png").symlink_to("nowhere.png")
-    with pytest.raises(qualms.QualmsError, match=r"mine/cut\.png is cut or not an image .*; replace or remove it"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"mine/cut\.png is cut or not an image .*; replace or remove it"
+    ):
         load("mine")
     found = load("mine", strict=False)
     assert found.ids == ("good.png",)
@@ -141,7 +157,9 @@ def test_unreadable_files_are_left_out_with_the_reason(here: Path) -> None:
     assert "cut or not an image" in reasons["cut.png"]
     assert "cut or not an image" in reasons["text.jpg"]
     (here / "good.png").unlink()
-    with pytest.raises(qualms.QualmsError, match=r"none of the 4 images in mine can be read: cut\.png is cut"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"none of the 4 images in mine can be read: cut\.png is cut"
+    ):
         load("mine", strict=False)
 
 
@@ -157,7 +175,9 @@ def test_labels_stay_with_their_images_when_others_are_left_out(here: Path) -> N
     assert found.pixels[:, 0, 0, 0].tolist() == [0, 100]
 
 
-def test_a_plugin_for_heic_is_used_where_it_is_installed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_for_heic_is_used_where_it_is_installed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[bool] = []
     plugin = types.ModuleType("pillow_heif")
     plugin.register_heif_opener = lambda: called.append(True)  # type: ignore[attr-defined]
@@ -173,7 +193,10 @@ def header(wide: int, high: int) -> bytes:
     """A PNG that claims a size, and has no pixels."""
     size = struct.pack(">IIBBBBB", wide, high, 8, 2, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", size)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 100))
+        + chunk(b"IEND", b"")
     )
 
 
@@ -183,13 +206,16 @@ def test_a_header_that_claims_too_much_is_told_as_too_large(here: Path) -> None:
     found = load("mine", strict=False)
     (rejected,) = found.rejected
     assert rejected == Rejected(
-        "bomb.png", "too large: its header claims 3,600,000,000 pixels, and at most 178,956,970 are read"
+        "bomb.png",
+        "too large: its header claims 3,600,000,000 pixels, and at most 178,956,970 are read",
     )
 
 
 def test_an_image_that_pillow_only_warns_about_is_read_or_rejected_as_any_other(here: Path) -> None:
     saved(here / "a.png", gradient())
-    (here / "large.png").write_bytes(header(10_000, 9_000))  # above the size that Pillow warns about
+    (here / "large.png").write_bytes(
+        header(10_000, 9_000)
+    )  # above the size that Pillow warns about
     found = load("mine", strict=False)
     (reason,) = (one.reason for one in found.rejected)
     assert reason.startswith("too large for its length: its header claims 90,000,000 pixels in ")
@@ -199,14 +225,16 @@ def test_of_an_image_that_is_long_and_thin_the_middle_is_read(here: Path) -> Non
     thin = np.zeros((1, 20_001), np.uint8)
     thin[:, 10_000] = 255
     saved(here / "thin.png", thin)
-    found = load("mine", fit=Fit((16, 16), resize=256))
+    found = load("mine", fit=ImageTransform((16, 16), resize=256))
     assert (found.pixels > 240).all()
 
 
 def pages(*sizes: int, broken: bool = False) -> bytes:
     """A TIFF with square pages of these sides, the first black and the others white; perhaps the last is damaged."""
     file = BytesIO()
-    first, *others = [Image.new("L", (side, side), 0 if i == 0 else 255) for i, side in enumerate(sizes)]
+    first, *others = [
+        Image.new("L", (side, side), 0 if i == 0 else 255) for i, side in enumerate(sizes)
+    ]
     first.save(file, "TIFF", save_all=True, append_images=others)
     content = bytearray(file.getvalue())
     at, offsets = 4, []
@@ -222,16 +250,18 @@ def test_a_damaged_page_does_not_lead_to_another_one() -> None:
     image, done = decoded(pages(8, 600, 8, broken=True), "some.tif", most=100)
     assert image.size == (8, 8)
     assert image.getextrema() == ((0, 0),) * 3, "the first page is black"
-    assert done == ["frames", "greyscale"]
+    assert done == ["frames", "grayscale"]
 
 
 def test_pages_that_are_not_read_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     content, visited = pages(*[8] * 40), list[int]()
     real = TiffImagePlugin.TiffImageFile._seek
     monkeypatch.setattr(
-        TiffImagePlugin.TiffImageFile, "_seek", lambda image, page: visited.append(page) or real(image, page)
+        TiffImagePlugin.TiffImageFile,
+        "_seek",
+        lambda image, page: visited.append(page) or real(image, page),
     )
-    assert decoded(content, "some.tif")[1] == ["frames", "greyscale"]
+    assert decoded(content, "some.tif")[1] == ["frames", "grayscale"]
     assert set(visited) == {0}
 
 
@@ -249,9 +279,12 @@ def test_a_single_image_is_a_valid_input(here: Path) -> None:
     found = load("mine/a.png")
     assert (found.name, found.ids, len(found)) == ("a", ("a.png",), 1)
     assert found.source == "mine/a.png (image file)"
-    assert np.array_equal(grey(found.pixels[0]), image)
+    assert np.array_equal(gray(found.pixels[0]), image)
     (here / "b.heic").write_bytes(b"")
-    with pytest.raises(qualms.QualmsError, match=r"mine/b\.heic is a \.heic file, which needs the package pillow-heif"):
+    with pytest.raises(
+        qualms.QualmsError,
+        match=r"mine/b\.heic is a \.heic file, which needs the package pillow-heif",
+    ):
         load("mine/b.heic", strict=False)
 
 
@@ -260,7 +293,7 @@ def test_images_are_fitted_as_they_are_read(here: Path) -> None:
     big[:, 20:60] = 200
     saved(here / "a.png", big)
     saved(here / "b.png", np.full((16, 16), 7, np.uint8))
-    found = load("mine", fit=Fit((16, 16), resize=20, channels=1))
+    found = load("mine", fit=ImageTransform((16, 16), resize=20, channels=1))
     assert found.pixels.shape == (2, 1, 16, 16)
     assert found.pixels[0].unique().tolist() == [200], "the middle of the image, in its shape"
     assert found.pixels[1].unique().tolist() == [7]

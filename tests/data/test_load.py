@@ -10,7 +10,7 @@ import torch
 
 import qualms
 from qualms.data import DATASETS, dataset_name, load
-from tests.data import layouts
+from tests.helpers import layouts
 
 
 def test_the_folder_of_datasets_is_given_or_named_by_the_environment_or_data(
@@ -33,20 +33,31 @@ def test_a_path_is_absolute_or_below_the_root_or_the_working_directory(
 ) -> None:
     layouts.write_npz(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name, root in ((tmp_path / "things.npz", "nowhere"), ("things.npz", tmp_path), ("things.npz", "nowhere")):
+    for name, root in (
+        (tmp_path / "things.npz", "nowhere"),
+        ("things.npz", tmp_path),
+        ("things.npz", "nowhere"),
+    ):
         np.testing.assert_array_equal(load(name, root).pixels, layouts.IMAGES)
 
 
 def test_any_images_come_in_the_size_that_is_asked_for(tmp_path: Path) -> None:
-    for write in (layouts.write_mnist, layouts.write_npz, layouts.write_folder, layouts.write_parquet):
+    for write in (
+        layouts.write_mnist,
+        layouts.write_npz,
+        layouts.write_folder,
+        layouts.write_parquet,
+    ):
         write(tmp_path)
     for name, channels in (("mnist", 1), ("things.npz", 3), ("things", 3), ("things.parquet", 3)):
         assert load(name, tmp_path, size=16).pixels.shape == (layouts.COUNT, channels, 16, 16)
 
 
-def test_an_unknown_name_is_told_its_neighbours(tmp_path: Path) -> None:
+def test_an_unknown_name_is_told_its_neighbors(tmp_path: Path) -> None:
     (tmp_path / "tiny-imagenet").mkdir()
-    with pytest.raises(qualms.QualmsError, match=r"cifar-10 is neither a dataset .* did you mean cifar10"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"cifar-10 is neither a dataset .* did you mean cifar10"
+    ):
         load("cifar-10", tmp_path)
     with pytest.raises(qualms.QualmsError, match="did you mean tiny-imagenet"):
         load("tiny-imagnet", tmp_path)
@@ -54,7 +65,9 @@ def test_an_unknown_name_is_told_its_neighbours(tmp_path: Path) -> None:
         with pytest.raises(qualms.QualmsError, match="give a path that exists, or a name"):
             load(name, tmp_path)
     (tmp_path / "qqq.txt").write_text("")
-    with pytest.raises(qualms.QualmsError, match=r"/qqq\.txt is neither .*mnist.* nor an image, an image folder"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"/qqq\.txt is neither .*mnist.* nor an image, an image folder"
+    ):
         load(tmp_path / "qqq.txt", tmp_path)
 
 
@@ -73,20 +86,22 @@ def test_digits_need_no_file(tmp_path: Path) -> None:
     assert train.labels is not None
     assert test.labels is not None
     both = torch.cat([train.pixels, test.pixels])
-    np.testing.assert_allclose(both[:, 0] / 255 * 16, load_digits().images, atol=16 / 255 / 2 + 1e-5)
+    np.testing.assert_allclose(
+        both[:, 0] / 255 * 16, load_digits().images, atol=16 / 255 / 2 + 1e-5
+    )
     assert int(both.max()) == 255
     assert torch.cat([train.labels, test.labels]).tolist() == load_digits().target.tolist()
-    x = DATASETS["digits"].normalisation.apply(train.pixels)
+    x = DATASETS["digits"].normalization.apply(train.pixels)
     assert float(x.mean()) == pytest.approx(0, abs=0.01)
     assert float(x.std()) == pytest.approx(1, abs=0.01)
 
 
-def test_the_catalogue_agrees_with_itself() -> None:
+def test_the_catalog_agrees_with_itself() -> None:
     assert set(DATASETS) == {
         "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "omniglot", "lsun", "digits", "letters", "photos",
     }  # fmt: skip
     for name, dataset in DATASETS.items():
-        assert len(dataset.normalisation.mean) == dataset.channels, name
+        assert len(dataset.normalization.mean) == dataset.channels, name
         assert "http" in dataset.get or name in ("digits", "letters", "photos")
 
 
@@ -100,11 +115,18 @@ def test_the_catalogue_agrees_with_itself() -> None:
     ],
 )
 def test_a_package_that_is_not_there_is_named(
-    module: str, package: str, write: layouts.Writer, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: str,
+    package: str,
+    write: layouts.Writer,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(qualms.QualmsError, match=rf"reading .* needs {package}; pip install '\.\[app\]'"):
+    with pytest.raises(
+        qualms.QualmsError, match=rf"reading .* needs {package}; pip install '\.\[app\]'"
+    ):
         load(name, tmp_path)
 
 
@@ -117,8 +139,12 @@ def test_importing_needs_no_package_of_the_extra() -> None:
                 assert module.split(".")[0] in known, (file.name, module)
 
 
-@pytest.mark.parametrize(("name", "count", "shape"), [("letters", 208, (1, 28, 28)), ("photos", 260, (3, 32, 32))])
-def test_letters_and_photos_need_no_file(tmp_path: Path, name: str, count: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "shape"), [("letters", 208, (1, 28, 28)), ("photos", 260, (3, 32, 32))]
+)
+def test_letters_and_photos_need_no_file(
+    tmp_path: Path, name: str, count: int, shape: tuple[int, ...]
+) -> None:
     train, test = (load(name, tmp_path, split) for split in ("train", "test"))
     assert tuple(train.pixels.shape) == tuple(test.pixels.shape) == (count, *shape)
     assert test.labels is not None
@@ -132,8 +158,8 @@ def test_letters_are_bright_on_dark_and_in_the_middle(tmp_path: Path) -> None:
     letters = load("letters", tmp_path).pixels.double()[:, 0]
     assert float(letters[:, 0, 0].max()) == 0
     places = torch.arange(28.0).double()
-    centre = (letters.sum(1) * places).sum(1) / letters.sum((1, 2))
-    assert float((centre - 13.5).abs().max()) < 4
+    center = (letters.sum(1) * places).sum(1) / letters.sum((1, 2))
+    assert float((center - 13.5).abs().max()) < 4
 
 
 def test_photos_are_patches_as_they_stand_in_the_photograph(tmp_path: Path) -> None:
@@ -163,7 +189,9 @@ def test_a_folder_in_the_working_directory_beats_one_in_the_root(
     assert load("mine", "root").source == "root/mine/ (folder)"
 
 
-def test_a_path_beats_a_name_which_a_prefix_brings_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_beats_a_name_which_a_prefix_brings_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("QUALMS_DATA", raising=False)
     assert load("photos").source == "bundled with scikit-learn"
@@ -189,16 +217,21 @@ def test_a_folder_called_like_a_dataset_is_not_taken_for_it(
     assert load("mnist.npz").name == "mnist.npz"
 
 
-def test_the_folder_of_a_datasets_own_files_is_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_a_datasets_own_files_is_the_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("QUALMS_DATA", raising=False)
     (tmp_path / "data").mkdir()
-    layouts.write_idx(tmp_path / "data" / "mnist", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+    layouts.write_idx(
+        tmp_path / "data" / "mnist", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
+    )
     assert load("mnist").source == "data/ (dataset mnist)"
     monkeypatch.chdir(tmp_path / "data")
     assert load("mnist", ".").name == "mnist"
     (tmp_path / "data" / "digits").mkdir()
     with pytest.raises(
-        qualms.QualmsError, match=r"digits holds no images; .*; the dataset of that name is data:digits"
+        qualms.QualmsError,
+        match=r"digits holds no images; .*; the dataset of that name is data:digits",
     ):
         load("digits")

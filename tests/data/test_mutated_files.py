@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.data.mutating import READERS, run
+from tests.helpers.mutating import READERS, run
 
 ONE = os.environ.get("QUALMS_MUTATION", "").rpartition(":")
 FULL = os.environ.get("QUALMS_FUZZ") == "1"
@@ -18,12 +18,17 @@ FULL = os.environ.get("QUALMS_FUZZ") == "1"
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600 if FULL else 900)
 @pytest.mark.parametrize("name", [ONE[0]] if ONE[0] else READERS)
-def test_a_file_made_wrong_is_read_or_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_made_wrong_is_read_or_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     reader = READERS[name]
     count = reader.many if FULL else reader.few
     seeds = range(int(ONE[2]), int(ONE[2]) + 1) if ONE[0] else range(count)
     found = run(name, seeds, (os.cpu_count() or 1) if FULL else 1)
-    told = "\n".join(f"QUALMS_MUTATION='{name}:{seed}': {reason}" for seed, reason in sorted(found.failures.items()))
+    told = "\n".join(
+        f"QUALMS_MUTATION='{name}:{seed}': {reason}"
+        for seed, reason in sorted(found.failures.items())
+    )
     if FULL:
         with capsys.disabled():  # hours before the other kinds are done
             print(

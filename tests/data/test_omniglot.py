@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 
 import qualms
 from qualms.data import load
-from tests.data.layouts import GREY, png, write_omniglot
+from tests.helpers.layouts import GRAY, png, write_omniglot
 
 
 @pytest.mark.parametrize("outer", ["omniglot-py", "omniglot", "."])
@@ -18,7 +18,7 @@ def test_ink_is_bright_as_in_mnist_wherever_the_folders_are(outer: str, tmp_path
     (moved / outer).mkdir(parents=True)
     (tmp_path / "omniglot-py" / "images_evaluation").rename(moved / outer / "images_evaluation")
     found = load("omniglot", moved)
-    np.testing.assert_array_equal(found.pixels[:, 0], GREY)
+    np.testing.assert_array_equal(found.pixels[:, 0], GRAY)
     assert found.labels is not None
     assert found.labels.tolist() == [0, 1, 2]
     assert found.classes == ("Greek/character01", "Greek/character02", "Greek/character03")
@@ -50,12 +50,18 @@ def test_the_original_files_of_105_black_and_white_pixels(tmp_path: Path) -> Non
 
 
 def test_errors(tmp_path: Path) -> None:
-    with pytest.raises(qualms.QualmsError, match=r"no images_evaluation in .*omniglot-py.*omniglot.*get .*https"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"no images_evaluation in .*omniglot-py.*omniglot.*get .*https"
+    ):
         load("omniglot", tmp_path)
     file = write_omniglot(tmp_path)
     file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(qualms.QualmsError, match=r"character01/0001_01\.png is cut or not an image"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"character01/0001_01\.png is cut or not an image"
+    ):
         load("omniglot", tmp_path)
     (tmp_path / "images_background").mkdir()
-    with pytest.raises(qualms.QualmsError, match=r"images_background holds no ALPHABET/characterNN/\*\.png"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"images_background holds no ALPHABET/characterNN/\*\.png"
+    ):
         load("omniglot", tmp_path, "train")

@@ -11,7 +11,7 @@ import pytest
 
 import qualms
 from qualms.data import Images, load
-from tests.data.layouts import IMAGES, LABELS, png, write_parquet
+from tests.helpers.layouts import IMAGES, LABELS, png, write_parquet
 
 FILES = [png(image.transpose(1, 2, 0)) for image in IMAGES]
 
@@ -49,8 +49,15 @@ def test_images_alone(tmp_path: Path) -> None:
 def test_names_of_classes_are_taken_from_the_schema(tmp_path: Path) -> None:
     names = [f"kind {i}" for i in range(10)]
     notes = json.dumps({"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}})
-    assert table(tmp_path, {"huggingface": notes}, image=FILES, label=LABELS).classes == tuple(names)
-    for other in ("not json", "[]", '{"info": null}', '{"info": {"features": {"label": {"names": [1]}}}}'):
+    assert table(tmp_path, {"huggingface": notes}, image=FILES, label=LABELS).classes == tuple(
+        names
+    )
+    for other in (
+        "not json",
+        "[]",
+        '{"info": null}',
+        '{"info": {"features": {"label": {"names": [1]}}}}',
+    ):
         assert table(tmp_path, {"huggingface": other}, image=FILES, label=LABELS).classes == ()
 
 
@@ -69,12 +76,16 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match=r"row 1 of .*set\.parquet is cut or not an image"):
         table(tmp_path, image=[FILES[0], b"hello"])
     for column in (["a.png"], [1], [None], [{"path": "a.png"}], [{"bytes": None}]):
-        with pytest.raises(qualms.QualmsError, match=r"row 0 of .*set\.parquet is no image file's bytes"):
+        with pytest.raises(
+            qualms.QualmsError, match=r"row 0 of .*set\.parquet is no image file's bytes"
+        ):
             table(tmp_path, image=column)
     with pytest.raises(qualms.QualmsError, match=r"set\.parquet holds no images"):
         table(tmp_path, image=pa.array([], pa.binary()))
     for labels in (["a", "b", "c"], [0.5, 1.0, 2.0], [1, None, 2]):
-        with pytest.raises(qualms.QualmsError, match=r"column label of .*set\.parquet is not all whole numbers"):
+        with pytest.raises(
+            qualms.QualmsError, match=r"column label of .*set\.parquet is not all whole numbers"
+        ):
             table(tmp_path, image=FILES, label=labels)
     with pytest.raises(qualms.QualmsError, match="go from -1 to 1"):
         table(tmp_path, image=FILES, label=[0, 1, -1])
@@ -84,5 +95,7 @@ def test_errors(tmp_path: Path) -> None:
     whole = write_parquet(tmp_path).read_bytes()
     for content in (whole[:-5], whole[:100], b"", b"PAR1"):
         (tmp_path / "things.parquet").write_bytes(content)
-        with pytest.raises(qualms.QualmsError, match=r"things\.parquet is cut or not a parquet file"):
+        with pytest.raises(
+            qualms.QualmsError, match=r"things\.parquet is cut or not a parquet file"
+        ):
             load("things.parquet", tmp_path)

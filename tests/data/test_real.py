@@ -9,7 +9,9 @@ from qualms.data import DATASETS, Images, load
 
 pytestmark = [
     pytest.mark.data,
-    pytest.mark.skipif("QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"),
+    pytest.mark.skipif(
+        "QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"
+    ),
 ]
 
 
@@ -28,8 +30,8 @@ def test_ten_thousand_test_images_of_every_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_the_usual_normalisation_is_that_of_the_images(name: str, split: str) -> None:
-    x = DATASETS[name].normalisation.apply(load(name, split=split).subset(5000).pixels)
+def test_the_usual_normalization_is_that_of_the_images(name: str, split: str) -> None:
+    x = DATASETS[name].normalization.apply(load(name, split=split).subset(5000).pixels)
     assert x.mean((0, 2, 3)).abs().max() < 0.05
     assert (x.std((0, 2, 3)) - 1).abs().max() < 0.05
 
@@ -46,7 +48,11 @@ def test_cifar_stands_upright() -> None:
     # Skies are blue and above: in the airplanes and ships, the upper half is brighter and bluer than the lower.
     found = load("cifar10")
     assert found.labels is not None
-    ships = found.take((found.labels == found.classes.index("ship")).nonzero()[:, 0]).pixels.double().mean(0)
+    ships = (
+        found.take((found.labels == found.classes.index("ship")).nonzero()[:, 0])
+        .pixels.double()
+        .mean(0)
+    )
     assert ships[2, :8].mean() > ships[2, -8:].mean() + 10
     assert ships[2, :8].mean() > ships[0, :8].mean()
 

@@ -5,14 +5,27 @@ import torch
 
 import qualms
 from qualms.data import load
-from qualms.data.scenes import CLASSES, IGNORED, KINDS, LIKE_DIGITS, OBJECTS, UNKNOWN, _objects, scenes
+from qualms.data.scenes import (
+    CLASSES,
+    IGNORED,
+    KINDS,
+    LIKE_DIGITS,
+    OBJECTS,
+    UNKNOWN,
+    _objects,
+    scenes,
+)
 
 EVERY = (None, *KINDS)
 
 
 @pytest.mark.parametrize("unknown", EVERY)
 def test_a_scene_follows_from_its_number_and_the_seed(unknown: str | None) -> None:
-    some, more, other = scenes(3, "test", unknown), scenes(5, "test", unknown), scenes(3, "test", unknown, seed=1)
+    some, more, other = (
+        scenes(3, "test", unknown),
+        scenes(5, "test", unknown),
+        scenes(3, "test", unknown, seed=1),
+    )
     assert torch.equal(some.pixels, more.pixels[:3])
     assert torch.equal(some.labels, more.labels[:3])
     assert not torch.equal(some.labels, other.labels)
@@ -44,7 +57,9 @@ def test_ink_is_brighter_than_the_background_and_its_edge_lies_between(unknown: 
     assert all(background < edge < pixels[found.labels == c].mean() for c in classes)
 
 
-def test_held_out_digits_are_never_among_the_known_and_letters_like_digits_never_among_the_unknown() -> None:
+def test_held_out_digits_are_never_among_the_known_and_letters_like_digits_never_among_the_unknown() -> (
+    None
+):
     assert "8" not in CLASSES
     assert "9" not in CLASSES
     assert len(_objects("letters", "test")[0]) == 4 * (52 - len(LIKE_DIGITS))
@@ -54,7 +69,10 @@ def test_held_out_digits_are_never_among_the_known_and_letters_like_digits_never
 
 
 def test_what_cannot_be_made_is_told() -> None:
-    with pytest.raises(qualms.QualmsError, match="0 scenes of split 'test' with unknown objects None cannot be made"):
+    with pytest.raises(
+        qualms.QualmsError,
+        match="0 scenes of split 'test' with unknown objects None cannot be made",
+    ):
         scenes(0)
     with pytest.raises(qualms.QualmsError, match="None or one of digits, letters, photos"):
         scenes(1, "test", "cats")

@@ -11,7 +11,7 @@ from scipy.io import savemat
 
 import qualms
 from qualms.data import load
-from tests.data.layouts import IMAGES, LABELS, write_svhn
+from tests.helpers.layouts import IMAGES, LABELS, write_svhn
 
 
 @pytest.mark.parametrize("folder", [".", "svhn", "SVHN"])
@@ -51,7 +51,9 @@ def test_a_file_of_a_machine_that_counts_bytes_from_the_other_end(tmp_path: Path
 
     images = matrix(b"X", (32, 32, 3, 3), 9, IMAGES.transpose(2, 3, 1, 0).tobytes(order="F"))
     labels = matrix(b"y", (3, 1), 6, bytes([3, 10, 9]))  # doubles, stored as bytes
-    (tmp_path / "test_32x32.mat").write_bytes(b"MATLAB 5.0".ljust(124) + b"\1\0MI" + images + labels)
+    (tmp_path / "test_32x32.mat").write_bytes(
+        b"MATLAB 5.0".ljust(124) + b"\1\0MI" + images + labels
+    )
     found = load("svhn", tmp_path)
     np.testing.assert_array_equal(found.pixels, IMAGES)
     assert found.labels is not None
@@ -60,7 +62,9 @@ def test_a_file_of_a_machine_that_counts_bytes_from_the_other_end(tmp_path: Path
 
 @pytest.mark.parametrize("place", range(128, 200, 4))
 @pytest.mark.parametrize("number", [0, 1, 2**31 - 1, 2**31, 2**32 - 1])
-def test_a_length_or_type_that_lies_is_an_error_or_does_no_harm(place: int, number: int, tmp_path: Path) -> None:
+def test_a_length_or_type_that_lies_is_an_error_or_does_no_harm(
+    place: int, number: int, tmp_path: Path
+) -> None:
     path = write_svhn(tmp_path)
     savemat(path, {"y": np.array([[3], [10], [9]], np.uint8), "X": IMAGES.transpose(2, 3, 1, 0)})
     content = bytearray(path.read_bytes())
@@ -80,7 +84,9 @@ def test_errors(tmp_path: Path) -> None:
         with pytest.raises(qualms.QualmsError, match=r"test_32x32\.mat is cut or not"):
             load("svhn", tmp_path)
     write_svhn(tmp_path, X=IMAGES)
-    with pytest.raises(qualms.QualmsError, match=r"X in .*test_32x32\.mat is uint8 of shape \(3, 3, 32, 32\)"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"X in .*test_32x32\.mat is uint8 of shape \(3, 3, 32, 32\)"
+    ):
         load("svhn", tmp_path)
     write_svhn(tmp_path, X=IMAGES.transpose(2, 3, 1, 0).astype(float))
     with pytest.raises(qualms.QualmsError, match="is float64 of shape"):

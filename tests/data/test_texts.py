@@ -19,7 +19,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def lines(*rows: Any) -> Path:
     path = Path("texts.jsonl")
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return path
 
 
@@ -57,13 +59,27 @@ def test_the_files_of_a_folder_are_read_in_the_order_of_their_names(here: Path) 
 
 
 def test_lines_go_by_their_ids_else_their_names_else_their_numbers() -> None:
-    texts = [{"text": "A", "id": 7, "name": "x"}, {"text": "B", "name": "x"}, "", {"text": "C", "id": None}]
-    assert read_texts(lines(*texts)).documents == (Document("7", "A"), Document("x", "B"), Document("line 4", "C"))
+    texts = [
+        {"text": "A", "id": 7, "name": "x"},
+        {"text": "B", "name": "x"},
+        "",
+        {"text": "C", "id": None},
+    ]
+    assert read_texts(lines(*texts)).documents == (
+        Document("7", "A"),
+        Document("x", "B"),
+        Document("line 4", "C"),
+    )
 
 
 def test_no_two_documents_have_one_name() -> None:
     found = read_texts(
-        lines({"text": "A", "id": "x"}, {"text": "B", "id": "x"}, {"text": "C", "id": "line 4"}, {"text": "D"})
+        lines(
+            {"text": "A", "id": "x"},
+            {"text": "B", "id": "x"},
+            {"text": "C", "id": "line 4"},
+            {"text": "D"},
+        )
     )
     assert [one.name for one in found.documents] == ["x", "x (line 2)", "line 4", "line 4 (line 4)"]
     assert [one.text for one in found.documents] == ["A", "B", "C", "D"]
@@ -104,14 +120,19 @@ def test_bad_lines_are_left_out_and_told_by_their_numbers() -> None:
 
 @pytest.mark.parametrize(("line", "reason"), BAD.items())
 def test_by_default_the_first_bad_line_is_an_error(line: str, reason: str) -> None:
-    assert refused(lines({"text": "A"}, line)) == f"line 2 of texts.jsonl is {reason}; replace or remove it."
+    assert (
+        refused(lines({"text": "A"}, line))
+        == f"line 2 of texts.jsonl is {reason}; replace or remove it."
+    )
 
 
 def test_files_of_a_folder_that_are_no_texts_are_left_out(here: Path) -> None:
     (here / "mine").mkdir()
     (here / "mine" / "empty.txt").touch()
     (here / "mine" / "latin.txt").write_bytes("café".encode("latin-1"))
-    assert "no text can be read from mine: empty.txt is empty, and 1 more" in refused("mine", strict=False)
+    assert "no text can be read from mine: empty.txt is empty, and 1 more" in refused(
+        "mine", strict=False
+    )
     (here / "mine" / "real.txt").write_text("real")
     found = read_texts("mine", strict=False)
     assert [one.name for one in found.documents] == ["real.txt"]
@@ -129,16 +150,29 @@ def test_what_holds_no_text_is_told(here: Path) -> None:
     (here / "page.md").write_text("A")
     (here / "cut.parquet").write_bytes(b"PAR1")
     assert refused("empty.txt", strict=False) == "empty.txt is empty; replace or remove it."
-    assert refused("nothing").startswith("nothing holds no texts; give a .txt, .jsonl or .parquet file, or a folder")
+    assert refused("nothing").startswith(
+        "nothing holds no texts; give a .txt, .jsonl or .parquet file, or a folder"
+    )
     assert refused("nothing.jsonl").startswith("nothing.jsonl holds no texts; give a .txt")
-    assert refused("page.md").startswith("page.md is not among the texts that can be read; give a .txt")
-    assert refused("nowhere.txt").startswith("there is no nowhere.txt in the working directory or data; give a .txt")
+    assert refused("page.md").startswith(
+        "page.md is not among the texts that can be read; give a .txt"
+    )
+    assert refused("nowhere.txt").startswith(
+        "there is no nowhere.txt in the working directory or data; give a .txt"
+    )
     assert "cut.parquet is cut or not a parquet file" in refused("cut.parquet")
-    assert "texts.parquet has the columns image, label and no text; name" in refused(table(image=[1], label=[2]))
-    assert refused(table(text=[3])) == 'row 0 of texts.parquet is without a string "text"; replace or remove it.'
+    assert "texts.parquet has the columns image, label and no text; name" in refused(
+        table(image=[1], label=[2])
+    )
+    assert (
+        refused(table(text=[3]))
+        == 'row 0 of texts.parquet is without a string "text"; replace or remove it.'
+    )
 
 
-def test_a_path_may_start_in_the_folder_of_datasets(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_start_in_the_folder_of_datasets(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (here / "sets").mkdir()
     (here / "sets" / "story.txt").write_text("Once")
     assert read_texts("story.txt", "sets").documents[0].text == "Once"

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qualms.gradients.sketch import attention
-from qualms.gradients.sketch.attention import DifferentiableAttention
+from qualms.gradients.sketching import attention
+from qualms.gradients.sketching.attention import DifferentiableAttention
 
 # torch compiles rules of its own on first use, in a way that it has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 TOKENS, WIDTH = 5, 4
 SEEN = torch.tensor([[True, False, True, True, True]]).expand(TOKENS, TOKENS)
 
@@ -45,7 +47,9 @@ def test_values_and_derivatives_are_those_of_torch(
 
     def several() -> tuple[Tensor, Tensor]:
         def one(*s: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.func.jvp(lambda *x: F.scaled_dot_product_attention(*x, **options), (q, k, v), s)
+            return torch.func.jvp(
+                lambda *x: F.scaled_dot_product_attention(*x, **options), (q, k, v), s
+            )
 
         return torch.vmap(one)(*tangents)
 

@@ -5,12 +5,14 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.exact.by_features import LastProduct
+from qualms.gradients.engines.last_layer import LastProduct
 from tests import wide
 from tests.gradients.test_engines_agree import SMOOTHINGS, assert_norms_equal
 
 
-def with_all_passes(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor, **more: object) -> Tensor:
+def with_all_passes(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor, **more: object
+) -> Tensor:
     with monkeypatch.context() as patched:
         patched.setattr(LastProduct, "pays", lambda *_: False)
         return qualms.class_gradient_norms(model, x, **more).norms
@@ -32,14 +34,18 @@ def test_confident_inputs_keep_their_digits(
 
 
 @pytest.mark.parametrize("apart", [1e-2, 1e-4, 1e-6])
-def test_features_that_cancel_do_not_take_the_digits_with_them(apart: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_cancel_do_not_take_the_digits_with_them(
+    apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two features are nearly the same, and some classes see little but their difference."""
     torch.manual_seed(0)
     model, x = wide.Wide(bias=False).double(), torch.randn(8, 5, 6).double()
     with torch.no_grad():
         model.c.weight[1] = model.c.weight[0] + apart * torch.randn(12)
         model.c.bias[1] = model.c.bias[0]
-        model.fc.weight[20:] = model.fc.weight[0] + torch.randn(20, 1) * torch.tensor([1.0, -1.0, 0.0])
+        model.fc.weight[20:] = model.fc.weight[0] + torch.randn(20, 1) * torch.tensor(
+            [1.0, -1.0, 0.0]
+        )
         model.certain[0] = 30
     have = qualms.class_gradient_norms(model, x).norms
     torch.testing.assert_close(have, with_all_passes(monkeypatch, model, x), rtol=1e-9, atol=0)

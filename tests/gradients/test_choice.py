@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import qualms
-from qualms.gradients import choice
-from qualms.gradients.choice import EXACT_PASSES, TOLERANCE
 from qualms.gradients.directions import Directions
-from qualms.gradients.guard import untouched
-from qualms.gradients.job import Job
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.engines import choice
+from qualms.gradients.engines.choice import EXACT_PASSES, TOLERANCE
+from qualms.gradients.isolation import preserve_state
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
 from tests import networks as net
 
@@ -20,7 +20,9 @@ from tests import networks as net
 def wide(classes: int = 600) -> nn.Sequential:
     """Many classes from as many features: the exact engine needs a pass for each."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, classes))
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, classes)
+    )
 
 
 def test_few_classes_are_all_measured_by_default() -> None:
@@ -29,7 +31,9 @@ def test_few_classes_are_all_measured_by_default() -> None:
     assert torch.equal(qualms.score(model, x), qualms.score(model, x, engine="auto"))
 
 
-@pytest.mark.parametrize("spec", ["regrad", "regrad+layers", "fisher", "exgrad+layers+smooth(0.1,2)"])
+@pytest.mark.parametrize(
+    "spec", ["regrad", "regrad+layers", "fisher", "exgrad+layers+smooth(0.1,2)"]
+)
 def test_of_many_classes_some_are_measured_within_three_percent(spec: str) -> None:
     model, x = wide(), torch.randn(6, 16)
     scorer = qualms.Scorer(model, spec)
@@ -55,9 +59,9 @@ def test_a_named_engine_and_a_given_tolerance_are_kept() -> None:
 
 
 def counted(model: nn.Module, x: torch.Tensor, classes: int) -> float:
-    with untouched(model) as inner:
-        job = Job(inner, x, range(len(x)), Settings(), Directions(("classes",)))
-        return choice.exact_passes(job, classes, Learnt())
+    with preserve_state(model) as inner:
+        job = GradientRequest(inner, x, range(len(x)), Settings(), Directions(("classes",)))
+        return choice.exact_passes(job, classes, PlanCache())
 
 
 def test_work_is_counted_from_the_shapes_of_the_layers() -> None:
@@ -65,7 +69,9 @@ def test_work_is_counted_from_the_shapes_of_the_layers() -> None:
     passes = counted(wide(600), torch.randn(4, 16), 600)
     assert 2 + 600 <= passes <= 2 + 2 * 600
     assert counted(wide(600), torch.randn(4, 16), 600) == passes
-    few = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 600))  # a pass for each feature instead
+    few = nn.Sequential(
+        nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 600)
+    )  # a pass for each feature instead
     assert counted(few, torch.randn(4, 16), 600) < EXACT_PASSES
 
 
@@ -76,4 +82,9 @@ def test_norms_of_every_class_and_layer_are_sketched_where_they_are_too_many_and
     assert qualms.class_gradient_norms(model, x, engine="auto").engine == "sketch"
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "engine='auto' picked sketch" in told.getMessage()
-    assert qualms.class_gradient_norms(net.mnist_cnn(), torch.randn(2, 1, 12, 12), engine="auto").engine == "exact"
+    assert (
+        qualms.class_gradient_norms(
+            net.mnist_cnn(), torch.randn(2, 1, 12, 12), engine="auto"
+        ).engine
+        == "exact"
+    )

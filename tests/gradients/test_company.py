@@ -12,21 +12,32 @@ import qualms
 from qualms.errors import QualmsError
 from tests import scattered
 
-DYNAMIC = {"experts": scattered.Experts, "early-exit": scattered.EarlyExit, "routed": scattered.Routed}
+DYNAMIC = {
+    "experts": scattered.Experts,
+    "early-exit": scattered.EarlyExit,
+    "routed": scattered.Routed,
+}
 
 
 def made(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(1)
     model = build().double()
-    return model, torch.randn(6, 5, 6, dtype=torch.double) if build is scattered.Routed else torch.randn(6, 6).double()
+    return model, torch.randn(
+        6, 5, 6, dtype=torch.double
+    ) if build is scattered.Routed else torch.randn(6, 6).double()
 
 
 @pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
 @pytest.mark.parametrize("build", DYNAMIC.values(), ids=DYNAMIC)
-def test_layer_weights_do_not_depend_on_the_other_inputs(build: Callable[[], nn.Module], engine: str) -> None:
+def test_layer_weights_do_not_depend_on_the_other_inputs(
+    build: Callable[[], nn.Module], engine: str
+) -> None:
     model, x = made(build)
     together = qualms.score(model, x, "regrad+layers(0.5)", engine=engine)
-    alone = [qualms.score(model, x[i : i + 1], "regrad+layers(0.5)", engine=engine) for i in range(len(x))]
+    alone = [
+        qualms.score(model, x[i : i + 1], "regrad+layers(0.5)", engine=engine)
+        for i in range(len(x))
+    ]
     backwards = qualms.score(model, x.flip(0), "regrad+layers(0.5)", engine=engine).flip(0)
     torch.testing.assert_close(torch.cat(alone), together, rtol=1e-9, atol=0)
     torch.testing.assert_close(backwards, together, rtol=1e-9, atol=0)
@@ -97,7 +108,9 @@ class DropsOut(nn.Module):
 @pytest.mark.parametrize("engine", ["exact", "sketch"])
 @pytest.mark.parametrize("batch_size", [None, 1, 2])
 @pytest.mark.filterwarnings("ignore::qualms.errors.SlowWarning")
-def test_randomness_that_the_first_input_hides_is_an_error(engine: str, batch_size: int | None) -> None:
+def test_randomness_that_the_first_input_hides_is_an_error(
+    engine: str, batch_size: int | None
+) -> None:
     torch.manual_seed(0)
     model, x = DropsOut(), torch.randn(6, 6)
     x[0] = -x[0].abs()
@@ -111,10 +124,14 @@ def test_selected_parameters_that_only_some_inputs_use_are_zero_for_the_others(e
     model, x = made(scattered.Experts)
     used = qualms.class_gradient_norms(model, x)
     place = used.layers.index("experts.3")
-    first = int((used.norms[:, :, place].sum(1) == 0).nonzero()[0])  # an input that takes other experts comes first
+    first = int(
+        (used.norms[:, :, place].sum(1) == 0).nonzero()[0]
+    )  # an input that takes other experts comes first
     order = [first, *(i for i in range(len(x)) if i != first)]
     have = qualms.score(model, x[order], "regrad", params="experts.3.*", engine=engine)
     uses = used.norms[order, :, place].sum(1) > 0
     assert bool(uses.any())
     assert torch.equal(have > 0, uses)
-    assert float(qualms.score(model, x[order][:1], "regrad", params="experts.3.*", engine=engine)) == 0
+    assert (
+        float(qualms.score(model, x[order][:1], "regrad", params="experts.3.*", engine=engine)) == 0
+    )

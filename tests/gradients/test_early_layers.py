@@ -72,7 +72,8 @@ def test_tangents_stop_where_the_late_layers_begin() -> None:
     ranks = torch.stack([cut.scores[spec], whole.scores[spec]]).argsort(1).argsort(1).double()
     assert torch.corrcoef(ranks)[0, 1] > 0.9
     assert torch.equal(
-        qualms.score(model, x, spec, engine="sketch", tolerance=0.0), qualms.score(model, x, spec, engine="sketch")
+        qualms.score(model, x, spec, engine="sketch", tolerance=0.0),
+        qualms.score(model, x, spec, engine="sketch"),
     )
 
 
@@ -140,7 +141,9 @@ def test_directions_that_are_no_class_are_looked_at_themselves() -> None:
     model, x = Common().double(), torch.rand(12, 4, dtype=torch.double)
     x[:4, 0] = -1
     have = qualms.score(model, x, "confounding-label+layers", batch_size=4, tolerance=1e-3)
-    torch.testing.assert_close(have, qualms.score(model, x, "confounding-label+layers"), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        have, qualms.score(model, x, "confounding-label+layers"), rtol=1e-3, atol=0
+    )
 
 
 def test_a_bad_tolerance_is_named() -> None:
@@ -212,7 +215,10 @@ def test_classes_that_were_measured_with_too_few_layers_are_measured_again() -> 
             return z
 
     torch.manual_seed(0)
-    model, x = Gated().double(), torch.rand(1, 16, dtype=torch.double) + 0.1 * torch.rand(14, 16, dtype=torch.double)
+    model, x = (
+        Gated().double(),
+        torch.rand(1, 16, dtype=torch.double) + 0.1 * torch.rand(14, 16, dtype=torch.double),
+    )
     x[:, 0] = 0.1
     x[0, 0] = -0.1  # its early layer adds nothing
     spec = "regrad+layers(0.3)"

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.by_features import Kept
-from qualms.gradients.job import Job
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.engines.last_layer import Kept
+from qualms.gradients.layer_table import layer_table
+from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import inner_products, root_of_squares
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.table import layer_table
-from qualms.gradients.watch import pieces
-from qualms.gradients.watch.pieces import Outer
+from qualms.gradients.tracing import factors
+from qualms.gradients.tracing.factors import Outer
 from tests import networks as net
 from tests.gradients.test_numerics import OneByOne
 
@@ -49,7 +49,9 @@ class Twice(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cnn": net.mnist_cnn,
     "by pairs": ByPairs,
-    "by features": lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 4), nn.Tanh(), nn.Linear(4, 30)),
+    "by features": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(144, 4), nn.Tanh(), nn.Linear(4, 30)
+    ),
     "twice": Twice,
     "one at a time": lambda: nn.Sequential(net.mnist_cnn(), OneByOne()),
 }
@@ -60,7 +62,9 @@ def made(model: str, head: float) -> nn.Module:
     torch.manual_seed(0)
     found = MODELS[model]()
     with torch.no_grad():
-        next(m for m in reversed(list(found.modules())) if isinstance(m, nn.Linear)).weight.mul_(head)
+        next(m for m in reversed(list(found.modules())) if isinstance(m, nn.Linear)).weight.mul_(
+            head
+        )
     return found
 
 
@@ -72,9 +76,12 @@ def norms(model: nn.Module, x: Tensor, **more: object) -> Tensor:
 
 @pytest.mark.parametrize("engine", ["exact", "reference"])
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_whose_squares_are_zero_in_32_bits_have_their_norms(model: str, engine: str) -> None:
+def test_gradients_whose_squares_are_zero_in_32_bits_have_their_norms(
+    model: str, engine: str
+) -> None:
     have, want = (
-        norms(made(model, 1e-25).to(dtype), IMAGES.to(dtype), engine=engine) for dtype in (torch.float32, torch.double)
+        norms(made(model, 1e-25).to(dtype), IMAGES.to(dtype), engine=engine)
+        for dtype in (torch.float32, torch.double)
     )
     assert (want[..., 0] < 1e-22).all()
     torch.testing.assert_close(have, want, rtol=1e-3, atol=0)
@@ -93,23 +100,25 @@ def test_gradients_whose_squares_are_infinite_in_32_bits_have_their_norms(model:
 
 @pytest.mark.parametrize("model", ["by pairs", "twice", "one at a time"])
 @pytest.mark.parametrize("head", [1e-25, 1e22])
-def test_inner_products_that_32_bits_do_not_hold_have_the_right_cosines(model: str, head: float) -> None:
+def test_inner_products_that_32_bits_do_not_hold_have_the_right_cosines(
+    model: str, head: float
+) -> None:
     found = []
     for dtype in (torch.float32, torch.double):
         job = _job(made(model, head).to(dtype), IMAGES.to(dtype))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", qualms.errors.SlowWarning)
-            gram = layer_table([job], Learnt(), gram=True).values.sum(1)
+            gram = layer_table([job], PlanCache(), gram=True).values.sum(1)
         length = gram.diagonal(dim1=1, dim2=2).sqrt()
         found.append(gram / length[:, :, None] / length[:, None, :])
     assert (length > 0).all()
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
 
 
-def _job(model: nn.Module, x: Tensor) -> Job:
+def _job(model: nn.Module, x: Tensor) -> GradientRequest:
     """The gradients of all logits by all layers but the last."""
     settings = Settings(params=lambda name: "fc" not in name and not name.startswith("0.8"))
-    return Job(model.eval(), x, range(len(x)), settings, Directions(("logits",)), None)
+    return GradientRequest(model.eval(), x, range(len(x)), settings, Directions(("logits",)), None)
 
 
 class Written:
@@ -117,7 +126,7 @@ class Written:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.again, self.shapes = 0, list[tuple[int, ...]]()
-        again, added_up, squares = Outer._again, Kept._added_up, pieces.sum_of_squares
+        again, added_up, squares = Outer._again, Kept._added_up, factors.sum_of_squares
 
         def counted_again(outer: Outer, products: Tensor, d: Tensor, which: list[int]) -> None:
             self.again += len(which)
@@ -133,12 +142,14 @@ class Written:
 
         monkeypatch.setattr(Outer, "_again", counted_again)
         monkeypatch.setattr(Kept, "_added_up", counted_sums)
-        monkeypatch.setattr(pieces, "sum_of_squares", counted_squares)
+        monkeypatch.setattr(factors, "sum_of_squares", counted_squares)
 
 
 def test_dead_units_and_a_black_image_cost_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 20), nn.ReLU(), nn.Linear(20, 4), nn.ReLU(), nn.Linear(4, 30))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(144, 20), nn.ReLU(), nn.Linear(20, 4), nn.ReLU(), nn.Linear(4, 30)
+    )
     x = torch.cat([IMAGES, torch.zeros_like(IMAGES[:1])])
     features = model[:-1](x)
     assert (features == 0).any()
@@ -157,28 +168,36 @@ def test_a_black_image_is_not_written_out_for_every_class(monkeypatch: pytest.Mo
     assert (have[3] == 0).all()
     assert (have[:3] > 0).all()
     assert not [shape for shape in found.shapes if shape[1] == 36 * 40]
-    job = Job(model.eval(), x, range(4), Settings(params="layer.weight"), Directions(("logits",)), None)
-    gram = layer_table([job], Learnt(), gram=True).values
+    job = GradientRequest(
+        model.eval(), x, range(4), Settings(params="layer.weight"), Directions(("logits",)), None
+    )
+    gram = layer_table([job], PlanCache(), gram=True).values
     assert (gram[3] == 0).all()
     assert found.again == 0
 
 
 def test_inner_products_beside_gradients_of_zeros_keep_their_digits() -> None:
     g = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
-    g *= torch.tensor([[1.0, 0.0, 1e-25, 1e3], [1.0, 0.0, 1.0, 1.0], [1e25, 0.0, 1e-25, 1e-3]])[:, :, None]
+    g *= torch.tensor([[1.0, 0.0, 1e-25, 1e3], [1.0, 0.0, 1.0, 1.0], [1e25, 0.0, 1e-25, 1e-3]])[
+        :, :, None
+    ]
     torch.testing.assert_close(inner_products(g), g.double() @ g.double().mT, rtol=1e-4, atol=0)
 
 
 def test_norms_that_32_bits_do_not_hold_are_told() -> None:
     model = made("by pairs", 1e20)
-    with pytest.raises(qualms.QualmsError, match="the gradients of input 0 are beyond what float32 holds"):
+    with pytest.raises(
+        qualms.QualmsError, match="the gradients of input 0 are beyond what float32 holds"
+    ):
         qualms.class_gradient_gram(model, IMAGES)
 
 
 @pytest.mark.parametrize("engine", ["exact", "sketch", "reference"])
 def test_one_tiny_input_in_a_batch_keeps_its_own_norms(engine: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(144, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)
+    )
     x = IMAGES * torch.tensor([1e-24, 1.0, 1e15])[:, None, None, None]
     found = qualms.compare(model, x, ["ungrad"], engine=engine, params="1.*")
     want = qualms.compare(model.double(), x.double(), ["ungrad"], params="1.*")
@@ -277,7 +296,9 @@ def test_a_parameter_without_entries_has_no_gradient(engine: str, used: bool) ->
 def test_sizes_at_both_ends_of_64_bits_have_the_root_of_their_squares() -> None:
     for size in (4e-322, 1e-200, 1.0, 1e200, 1.2e308):
         found = root_of_squares(torch.tensor([3 * (size / 4), size], dtype=torch.double))
-        torch.testing.assert_close(float(found), 5 * (size / 4), rtol=1e-15 if size > 1e-300 else 0.02, atol=0)
+        torch.testing.assert_close(
+            float(found), 5 * (size / 4), rtol=1e-15 if size > 1e-300 else 0.02, atol=0
+        )
     assert float(root_of_squares(torch.zeros(3).double())) == 0
     assert float(root_of_squares(torch.tensor([1.0, torch.inf]).double())) == math.inf
 

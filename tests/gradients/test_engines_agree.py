@@ -8,7 +8,7 @@ from torch import Tensor
 
 import qualms
 from qualms.errors import SlowWarning
-from qualms.gradients.inputs import checked, take
+from qualms.gradients.batch import checked, take_samples
 from tests.cases import CASES, INPUTS, Case
 
 SMOOTHINGS = {"plain": None, "smoothed": qualms.Smoothing(0.1, draws=3)}
@@ -19,7 +19,12 @@ WAYS = [("l2", "plain"), ("l2", "smoothed"), ("l1", "smoothed")]
 
 @pytest.mark.parametrize(
     ("norm", "smoothing"),
-    [pytest.param(n, SMOOTHINGS[s], marks=() if s == "plain" else pytest.mark.slow, id=f"{n}-{s}") for n, s in WAYS],
+    [
+        pytest.param(
+            n, SMOOTHINGS[s], marks=() if s == "plain" else pytest.mark.slow, id=f"{n}-{s}"
+        )
+        for n, s in WAYS
+    ],
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_equals_reference(case: Case, norm: str, smoothing: qualms.Smoothing | None) -> None:
@@ -39,7 +44,9 @@ def test_exact_equals_reference(case: Case, norm: str, smoothing: qualms.Smoothi
 def assert_norms_equal(have: Tensor, want: Tensor) -> None:
     """Equal to 1e-9 for each class and layer; what is zero but for rounding is compared to the input's own scale."""
     rounding = 1e-13 * want.amax(dim=(1, 2), keepdim=True)
-    assert ((have - want).abs() <= 1e-9 * want + rounding).all(), float(((have - want).abs() / want).max())
+    assert ((have - want).abs() <= 1e-9 * want + rounding).all(), float(
+        ((have - want).abs() / want).max()
+    )
 
 
 @pytest.mark.slow
@@ -51,9 +58,11 @@ def test_batch_size_does_not_matter(case: Case) -> None:
         cut = qualms.class_gradient_norms(model, x, batch_size=size)
         assert cut.layers == plain.layers
         assert_norms_equal(cut.norms, plain.norms)
-    last = qualms.class_gradient_norms(model, take(checked(x), slice(INPUTS - 1, INPUTS)))
+    last = qualms.class_gradient_norms(model, take_samples(checked(x), slice(INPUTS - 1, INPUTS)))
     alone = dict(zip(last.layers, last.norms.unbind(-1), strict=True))
-    for place, layer in enumerate(plain.layers):  # a layer that this input does not use is missing there
+    for place, layer in enumerate(
+        plain.layers
+    ):  # a layer that this input does not use is missing there
         want = alone.get(layer, torch.zeros_like(plain.norms[-1:, :, place]))
         torch.testing.assert_close(plain.norms[-1:, :, place], want, rtol=1e-9, atol=1e-12)
     smooth = {"smoothing": SMOOTHINGS["smoothed"]}
@@ -70,7 +79,9 @@ def test_gram_gives_the_same_norms(case: Case) -> None:
     norms = qualms.class_gradient_norms(model, x)
     gram = qualms.class_gradient_gram(model, x)
     assert gram.layers == norms.layers
-    directions = torch.eye(norms.probs.shape[1], dtype=torch.double) - norms.probs[:, None, :]  # [b, c, c']
+    directions = (
+        torch.eye(norms.probs.shape[1], dtype=torch.double) - norms.probs[:, None, :]
+    )  # [b, c, c']
     squares = torch.einsum("bci,blij,bcj->bcl", directions, gram.gram, directions)
     torch.testing.assert_close(squares, norms.norms**2, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(gram.logits.softmax(-1), norms.probs)

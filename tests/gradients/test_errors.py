@@ -40,26 +40,66 @@ WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     "labels, not logits": (Returns(lambda z: z.argmax(1)), X, {}, "without logits"),
     "one logit": (Returns(lambda z: z[:, :1]), X, {}, r"shape \(1, 1\) .* two classes"),
     "logits per token": (Returns(lambda z: z[:, None]), X, {}, r"shape \(1, 1, 3\)"),
-    "no parameter selected": (LINEAR, X, {"params": "layer4.*"}, "no parameter matches .*names look like weight"),
+    "no parameter selected": (
+        LINEAR,
+        X,
+        {"params": "layer4.*"},
+        "no parameter matches .*names look like weight",
+    ),
     "no parameters": (nn.Softmax(-1), X, {}, "has no parameters"),
-    "unused parameter": (Returns(lambda z: z), X, {"params": lambda n: n == "spare"}, "no parameter matches"),
+    "unused parameter": (
+        Returns(lambda z: z),
+        X,
+        {"params": lambda n: n == "spare"},
+        "no parameter matches",
+    ),
     "wrong shape": (LINEAR, torch.randn(2, 5), {}, r"does not accept x of \(1, 5\) float32: .*"),
     "wrong dtype": (LINEAR, X.double(), {}, r"does not accept x of \(1, 4\) float64"),
     "other device": (LINEAR, X.to("meta"), {}, "parameters are on cpu and x is on meta"),
     "no path": (Returns(lambda z: z.detach()), X, {}, "do not depend on any parameter"),
-    "in place": (Returns(lambda z: z.sigmoid().mul_(2) * z.tanh().add_(1)), X, {}, "cannot be differentiated"),
+    "in place": (
+        Returns(lambda z: z.sigmoid().mul_(2) * z.tanh().add_(1)),
+        X,
+        {},
+        "cannot be differentiated",
+    ),
     "not a model": (lambda x: x, X, {}, "model is a function; pass a torch.nn.Module"),  # type: ignore[dict-item]
-    "lazy buffer": (nn.Sequential(LINEAR, nn.LazyBatchNorm1d(affine=False)), X, {}, "buffer 1.running_mean is that of"),
-    "lazy": (nn.LazyLinear(3), X, {}, "parameter weight is that of a lazy module, .* no shape yet; run the model once"),
+    "lazy buffer": (
+        nn.Sequential(LINEAR, nn.LazyBatchNorm1d(affine=False)),
+        X,
+        {},
+        "buffer 1.running_mean is that of",
+    ),
+    "lazy": (
+        nn.LazyLinear(3),
+        X,
+        {},
+        "parameter weight is that of a lazy module, .* no shape yet; run the model once",
+    ),
     "frozen script": (frozen_script(), X, {}, "has no parameters"),
     "not inputs": (LINEAR, 3, {}, "x is a int"),
     "sizes disagree": (LINEAR, (X, X[:1]), {}, r"disagree on the number of inputs: \[1, 2\]"),
-    "unknown layers": (LINEAR, X, {"layers": "modul"}, "layers='modul' is not known; choose one of module"),
+    "unknown layers": (
+        LINEAR,
+        X,
+        {"layers": "modul"},
+        "layers='modul' is not known; choose one of module",
+    ),
     "unknown norm": (LINEAR, X, {"norm": "l3"}, "choose one of l2, l1"),
     "unknown engine": (LINEAR, X, {"engine": "fast"}, "choose one of exact, reference"),
     "negative sigma": (LINEAR, X, {"smoothing": -1.0}, "must be a positive number"),
-    "no draws": (LINEAR, X, {"smoothing": (0.1, 0)}, "draws 0; it must be a whole number, 1 or more"),
-    "sigma per channel": (LINEAR, X, {"smoothing": ((0.1, 0.2), 2)}, "2 values of sigma, but an input of shape"),
+    "no draws": (
+        LINEAR,
+        X,
+        {"smoothing": (0.1, 0)},
+        "draws 0; it must be a whole number, 1 or more",
+    ),
+    "sigma per channel": (
+        LINEAR,
+        X,
+        {"smoothing": ((0.1, 0.2), 2)},
+        "2 values of sigma, but an input of shape",
+    ),
 }
 
 
@@ -120,7 +160,9 @@ def test_probabilities_in_place_of_logits_get_one_warning() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", qualms.ProbabilitiesWarning)
             work()
-        assert [str(c.message).partition(" (")[0] for c in caught] == ["the model's outputs look like probabilities"]
+        assert [str(c.message).partition(" (")[0] for c in caught] == [
+            "the model's outputs look like probabilities"
+        ]
 
 
 def test_logits_log_probabilities_and_rows_of_other_sums_get_no_warning() -> None:
@@ -133,7 +175,9 @@ def test_logits_log_probabilities_and_rows_of_other_sums_get_no_warning() -> Non
         lambda z: torch.cat([z.softmax(-1)[:-1], z[-1:]]),
     ):
         qualms.class_gradient_norms(Returns(change), x)
-    qualms.class_gradient_norms(Returns(lambda z: z.softmax(-1)).bfloat16(), x[:1].bfloat16() * 0)  # one coarse row
+    qualms.class_gradient_norms(
+        Returns(lambda z: z.softmax(-1)).bfloat16(), x[:1].bfloat16() * 0
+    )  # one coarse row
 
 
 def test_log_probabilities_score_like_the_logits() -> None:

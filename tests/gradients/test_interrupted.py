@@ -25,21 +25,34 @@ def fail() -> None:
     raise KeyboardInterrupt
 
 
-def usable(model: nn.Module, before: dict[str, object], want: Tensor, engine: qualms.Sketch | str) -> None:
+def usable(
+    model: nn.Module, before: dict[str, object], want: Tensor, engine: qualms.Sketch | str
+) -> None:
     after = fingerprint(model)
     for key in before:
         assert same(before[key], after[key]), key
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     assert torch.equal(qualms.class_gradient_norms(model, X, engine=engine).norms, want)
     with forward_ad.dual_level():  # which cannot be entered twice
-        assert forward_ad.unpack_dual(forward_ad.make_dual(torch.zeros(()), torch.ones(()))).tangent == 1
+        assert (
+            forward_ad.unpack_dual(forward_ad.make_dual(torch.zeros(()), torch.ones(()))).tangent
+            == 1
+        )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of the rules it compiles on first use
-@pytest.mark.parametrize("engine", ["exact", "reference", qualms.Sketch(2)], ids=["exact", "reference", "sketch"])
-@pytest.mark.parametrize("press", [partial(signal.raise_signal, signal.SIGINT), fail], ids=["signal", "exception"])
-def test_ctrl_c_during_any_forward_pass(press: Callable[[], None], engine: qualms.Sketch | str) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own, of the rules it compiles on first use
+@pytest.mark.parametrize(
+    "engine", ["exact", "reference", qualms.Sketch(2)], ids=["exact", "reference", "sketch"]
+)
+@pytest.mark.parametrize(
+    "press", [partial(signal.raise_signal, signal.SIGINT), fail], ids=["signal", "exception"]
+)
+def test_ctrl_c_during_any_forward_pass(
+    press: Callable[[], None], engine: qualms.Sketch | str
+) -> None:
     model = net.mlp().train()
     want = qualms.class_gradient_norms(model, X, engine=engine).norms
     before = fingerprint(model)
@@ -65,7 +78,7 @@ def test_a_signal_waits_for_the_next_pass_and_then_for_the_end() -> None:
     done = []
 
     def work() -> None:
-        with interrupts.held():
+        with interrupts.defer_interrupts():
             signal.raise_signal(signal.SIGINT)
             done.append("half of something")
             if len(done) == 1:
@@ -82,7 +95,7 @@ def test_a_model_that_hangs_is_left_at_the_second_ctrl_c(monkeypatch: pytest.Mon
     monkeypatch.setattr(interrupts, "PATIENCE", -1.0)
 
     def hang() -> None:
-        with interrupts.held():
+        with interrupts.defer_interrupts():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             pytest.fail("this is not reached")
@@ -96,7 +109,9 @@ def test_a_handler_of_the_users_own_is_asked() -> None:
     before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     try:
         model = net.mlp()
-        model.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT) if not heard else None)
+        model.register_forward_pre_hook(
+            lambda *_: signal.raise_signal(signal.SIGINT) if not heard else None
+        )
         qualms.class_gradient_norms(model, X)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -156,6 +171,8 @@ def test_signals_at_any_moment(engine: str) -> None:
             assert torch.equal(qualms.score(model, x, "regrad", engine=engine), want), at
         print(total, interrupted)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) >= 250

@@ -53,7 +53,11 @@ MEMORY_CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str
     "images of 512 x 512": (lambda: conv_net(3, 16), (1, 3, 512, 512), {}),
     "ResNet-18 with 1000 classes": (lambda: resnet18(1000), (1, 3, 16, 16), {}),
     "a sketch of 20,000 classes": (lambda: nn.Linear(64, 20_000), (16, 64), {"engine": "sketch"}),
-    "a sketch of 200 draws": (lambda: conv_net(1, 8), (2, 1, 28, 28), {"engine": "sketch", "smoothing": (0.1, 200)}),
+    "a sketch of 200 draws": (
+        lambda: conv_net(1, 8),
+        (2, 1, 28, 28),
+        {"engine": "sketch", "smoothing": (0.1, 200)},
+    ),
 }
 
 
@@ -109,18 +113,24 @@ def test_rows_in_parts_give_the_gradients_of_all() -> None:
 
 def test_large_windows_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 6, (3, 2), 2, "valid", (1, 2), 2), nn.Conv2d(6, 4, 2, padding="same"))
+    model = nn.Sequential(
+        nn.Conv2d(4, 6, (3, 2), 2, "valid", (1, 2), 2), nn.Conv2d(6, 4, 2, padding="same")
+    )
     model = nn.Sequential(model, nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
     x = torch.randn(2, 4, 30, 31)
     model(x)
     model, x = model.double(), x.double()
     whole = qualms.class_gradient_norms(model, x, batch_size=1)
-    monkeypatch.setattr("qualms.gradients.watch.pieces.LARGE", 0)
-    torch.testing.assert_close(qualms.class_gradient_norms(model, x, batch_size=1).norms, whole.norms)
+    monkeypatch.setattr("qualms.gradients.tracing.factors.LARGE", 0)
+    torch.testing.assert_close(
+        qualms.class_gradient_norms(model, x, batch_size=1).norms, whole.norms
+    )
 
 
 def test_what_does_not_fit_is_an_error_that_says_so() -> None:
-    with pytest.raises(qualms.QualmsError, match=r"one row .* MiB, more than the 0.0 MiB available; pass a larger"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"one row .* MiB, more than the 0.0 MiB available; pass a larger"
+    ):
         qualms.class_gradient_norms(conv_net(1, 2), torch.randn(2, 1, 8, 8), budget=1000)
 
 
@@ -137,7 +147,10 @@ def test_blocks_of_directions_are_all_directions() -> None:
     torch.manual_seed(0)
     z, wanted = torch.randn(3, 2, 5), Directions(("classes", "uniform", "logits"))
     whole = torch.cat([DIRECTIONS[name](z) for name in wanted.names]).flatten(1, 2) / 2
-    blocks = [v.unflatten(1, (3, 2)) * s[:, :, None, None] for v, s in wanted.along(z, 8 * z.numel() * 2).blocks()]
+    blocks = [
+        v.unflatten(1, (3, 2)) * s[:, :, None, None]
+        for v, s in wanted.along(z, 8 * z.numel() * 2).blocks()
+    ]
     assert [len(block) for block in blocks] == [2, 2, 1, 1, 2, 2, 1]
     assert torch.equal(torch.cat(blocks).flatten(1, 2), whole)
 
@@ -148,7 +161,9 @@ def test_smoothed_scores_of_rows_that_run_alone_weight_them_by_the_input_itself(
     model.before, model.after = nn.Linear(484, 5).double(), nn.Linear(5, 4).double()
     with pytest.warns(qualms.errors.SlowWarning):
         have = qualms.score(model, x, "negrad+smooth(0.5,2)")
-    torch.testing.assert_close(have, qualms.score(model, x, "negrad+smooth(0.5,2)", engine="reference"))
+    torch.testing.assert_close(
+        have, qualms.score(model, x, "negrad+smooth(0.5,2)", engine="reference")
+    )
 
 
 LANGUAGE = """
@@ -174,7 +189,9 @@ print(_of_process("VmHWM") - base)
 @pytest.mark.skipif(not CLEAR.exists(), reason="peaks are read from /proc")
 def test_a_thousand_tokens_over_fifty_thousand_words_fit_a_gibibyte() -> None:
     """A budget of 1 GiB is accepted; what the process takes stays below one and a half times that, as for all work."""
-    done = subprocess.run([sys.executable, "-c", LANGUAGE], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LANGUAGE], capture_output=True, text=True, check=True
+    )
     peak = int(done.stdout.splitlines()[-1])
     print(f"{peak / MIB:.0f} MiB")
     assert peak < 1.5 * 2**30

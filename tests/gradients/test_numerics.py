@@ -15,7 +15,9 @@ from tests import networks as net
 
 
 @pytest.mark.parametrize("confidence", [1e-3, 1e-6, 1e-12])
-def test_norms_are_accurate_when_one_class_has_nearly_all_the_probability(confidence: float) -> None:
+def test_norms_are_accurate_when_one_class_has_nearly_all_the_probability(
+    confidence: float,
+) -> None:
     torch.manual_seed(0)
     model = net.mnist_cnn()
     x = torch.randn(4, 1, 12, 12)
@@ -39,10 +41,15 @@ def test_norms_of_a_confident_prediction_are_not_zero(model: str, norm: str, mar
     }[model]()
     x = torch.randn(3, 1, 12, 12)
     with torch.no_grad():
-        next(m for m in reversed(list(made.modules())) if isinstance(m, nn.Linear)).bias[2] += margin
+        next(m for m in reversed(list(made.modules())) if isinstance(m, nn.Linear)).bias[2] += (
+            margin
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", qualms.errors.SlowWarning)
-        single = [qualms.class_gradient_norms(made, x, norm=norm, engine=e).norms for e in ("exact", "reference")]
+        single = [
+            qualms.class_gradient_norms(made, x, norm=norm, engine=e).norms
+            for e in ("exact", "reference")
+        ]
         want = qualms.class_gradient_norms(made.double(), x.double(), norm=norm).norms
         half = qualms.class_gradient_norms(made.bfloat16(), x.bfloat16(), norm=norm).norms
     assert (want > 0).all()
@@ -62,7 +69,9 @@ def test_the_direction_of_the_certain_class_does_not_cancel() -> None:
     logits = torch.tensor([[[40.0, 0.0, -1.0]]], dtype=torch.float32)
     direction = class_directions(logits)[0, 0, 0]
     others = torch.tensor([-40.0, -41.0], dtype=torch.double).exp()
-    torch.testing.assert_close(direction, torch.stack([others.sum(), -others[0], -others[1]]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        direction, torch.stack([others.sum(), -others[0], -others[1]]), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.slow
@@ -100,7 +109,7 @@ def test_bfloat16_is_close_to_its_own_weights_in_float64() -> None:
 def test_positions_that_cancel_do_not_take_the_digits_with_them() -> None:
     """The mean over positions is removed after the layer, so the large common part of its input has no gradient."""
 
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.fc = nn.Linear(64, 64), nn.Linear(64, 4)
@@ -110,9 +119,11 @@ def test_positions_that_cancel_do_not_take_the_digits_with_them() -> None:
             return self.fc((h - h.mean(1, keepdim=True)).square().mean(1))
 
     torch.manual_seed(0)
-    model, x = Centred(), torch.randn(4, 8, 64) + 100
+    model, x = Centered(), torch.randn(4, 8, 64) + 100
     have = qualms.class_gradient_norms(model, x, params="layer.weight").norms
-    want = qualms.class_gradient_norms(model.double(), x.double(), params="layer.weight", engine="reference").norms
+    want = qualms.class_gradient_norms(
+        model.double(), x.double(), params="layer.weight", engine="reference"
+    ).norms
     torch.testing.assert_close(have.double(), want, rtol=1e-4, atol=0)
 
 
@@ -143,7 +154,9 @@ def test_restricting_params_stops_the_backward_pass() -> None:
             Watched.backward_calls += 1
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), Watched(), nn.Linear(8, 8), nn.Linear(8, 4)).double()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(48, 8), Watched(), nn.Linear(8, 8), nn.Linear(8, 4)
+    ).double()
     x = torch.randn(4, 3, 4, 4).double()
     whole = qualms.class_gradient_gram(model, x)
     assert Watched.backward_calls > 0
@@ -162,7 +175,15 @@ def test_layers_can_be_modules_tensors_or_blocks() -> None:
     blocks = qualms.class_gradient_norms(model, x, layers="block")
     assert tensors.layers[:3] == ["conv1.weight", "bn1.weight", "bn1.bias"]
     assert modules.layers[:2] == ["conv1", "bn1"]
-    assert blocks.layers == ["conv1", "bn1", "stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "linear"]
+    assert blocks.layers == [
+        "conv1",
+        "bn1",
+        "stages.0.0",
+        "stages.0.1",
+        "stages.1.0",
+        "stages.1.1",
+        "linear",
+    ]
     for g in (modules, blocks):
         torch.testing.assert_close(g.norms.square().sum(-1), tensors.norms.square().sum(-1))
 
@@ -177,7 +198,9 @@ def test_layers_come_in_order_of_first_use_not_of_registration() -> None:
             return self.last(self.first(x))
 
     for engine in ("exact", "reference", "sketch"):
-        assert qualms.class_gradient_norms(Backwards(), torch.randn(2, 4), engine=engine).layers == ["first", "last"]
+        assert qualms.class_gradient_norms(
+            Backwards(), torch.randn(2, 4), engine=engine
+        ).layers == ["first", "last"]
 
 
 @pytest.mark.slow
@@ -198,14 +221,18 @@ def test_smoothing_depends_on_the_seed_and_the_input_number_alone() -> None:
 
 
 def test_antithetic_draws_come_in_pairs() -> None:
-    one = [qualms.Smoothing(sigma, draws=5).noise((2, 3), number=7, seed=0) for sigma in (0.1, (0.1,))]
+    one = [
+        qualms.Smoothing(sigma, draws=5).noise((2, 3), number=7, seed=0) for sigma in (0.1, (0.1,))
+    ]
     assert torch.equal(*one)  # one value is that of all channels
     noise = qualms.Smoothing((0.1, 0.2), draws=5).noise((2, 3), number=7, seed=0)
     assert noise.shape == (6, 2, 3)
     assert torch.equal(noise[0], torch.zeros(2, 3))
     assert torch.equal(noise[1], -noise[2])
     assert torch.equal(noise[3], -noise[4])
-    many = qualms.Smoothing((0.1, 0.2), draws=20_000, antithetic=False).noise((2, 1), number=0, seed=0)[1:]
+    many = qualms.Smoothing((0.1, 0.2), draws=20_000, antithetic=False).noise(
+        (2, 1), number=0, seed=0
+    )[1:]
     torch.testing.assert_close(many.std(0).flatten(), torch.tensor([0.1, 0.2]), rtol=0.02, atol=0)
 
 
@@ -223,7 +250,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 @pytest.mark.slow
 def test_a_large_batch_stays_within_three_gibibytes() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, env=env
+    )
     assert float(done.stdout) < 3
 
 
@@ -272,7 +301,7 @@ for engine in ("exact", "reference"):
 
 
 @pytest.mark.slow
-def test_group_normalisation_of_what_has_no_gradient_does_not_end_the_process() -> None:
+def test_group_normalization_of_what_has_no_gradient_does_not_end_the_process() -> None:
     # torch's derivative writes where nothing is, if the images are in channels-last format.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", GROUPS_FIRST], check=True, env=env)

@@ -39,7 +39,9 @@ def test_the_sketch_runs_what_casts_to_32_bits_inside(build: Any, seed: int) -> 
     assert have.layers == want.layers
     assert have.general == []
     torch.testing.assert_close(have.norms, want.norms, rtol=1e-5, atol=1e-7)
-    ratio = qualms.score(model, x, "regrad", engine=qualms.Sketch(64)) / qualms.score(model, x, "regrad")
+    ratio = qualms.score(model, x, "regrad", engine=qualms.Sketch(64)) / qualms.score(
+        model, x, "regrad"
+    )
     assert (ratio - 1).abs().max() < 0.4  # 1/sqrt(2·64) is the standard error
 
 
@@ -54,5 +56,7 @@ def test_the_narrowest_type_on_the_way_is_found() -> None:
     assert seen(lambda x: x.float().exp().double(), x) is torch.float
     assert seen(lambda x: x.softmax(0, dtype=torch.float).double(), x) is torch.float
     assert seen(lambda x: x.float().half().double(), x) is torch.half
-    assert seen(lambda x: x * (x > 0).float() * torch.ones(3), x) is torch.double  # constants are exact
+    assert (
+        seen(lambda x: x * (x > 0).float() * torch.ones(3), x) is torch.double
+    )  # constants are exact
     assert seen(lambda x: x.double(), x.float()) is torch.double

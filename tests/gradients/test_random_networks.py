@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.errors import QualmsError, SlowWarning
-from qualms.gradients.autograd import row_gradients
+from qualms.gradients.batch import batches, num_samples, take_samples
 from qualms.gradients.directions import DIRECTIONS as ALL
 from qualms.gradients.directions import Directions
-from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import batches, count, take
-from qualms.gradients.job import Job
-from qualms.gradients.learnt import Learnt
-from qualms.gradients.rows import Rows
+from qualms.gradients.engines.autograd import row_gradients
+from qualms.gradients.engines.sketch import SketchRun
+from qualms.gradients.isolation import preserve_state
+from qualms.gradients.model_input import ModelInput
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch.engine import SketchRun
-from qualms.gradients.sketch.push import forward_mode
-from tests.random_networks import SHAPES, Network, networks
+from qualms.gradients.sketching.push import forward_mode
+from tests.helpers.random_networks import SHAPES, Network, networks
 
 FUZZ = int(os.environ.get("QUALMS_FUZZ", "0"))
 EXAMPLES = 5000 if FUZZ else 300
@@ -73,7 +73,9 @@ class Way:
             "norm": self.norm,
             "layers": self.layers,
             "smoothing": SMOOTHING if self.smooth else None,
-            "params": (lambda name: sum(map(ord, name)) % 3 > 0 or name.startswith("1.")) if self.filtered else None,
+            "params": (lambda name: sum(map(ord, name)) % 3 > 0 or name.startswith("1."))
+            if self.filtered
+            else None,
         }
 
 
@@ -118,29 +120,39 @@ def check_sketch(network: Network, smooth: bool, figures: Figures) -> None:
     """The projections on two tangents, from which the sketch estimates norms, are those of the gradients."""
     model, x = network.make()
     smoothing = SMOOTHING if smooth and network.takes != "words" else None
-    with untouched(model) as inner:
+    with preserve_state(model) as inner:
         batch, settings = next(batches(x, inner)), Settings(engine=qualms.Sketch(2))
-        job = Job(inner, batch, range(count(batch)), settings, Directions(("classes",)), smoothing)
-        work = SketchRun.on(job, Learnt())
+        job = GradientRequest(
+            inner, batch, range(num_samples(batch)), settings, Directions(("classes",)), smoothing
+        )
+        work = SketchRun.on(job, PlanCache())
         drawn = work.tangents([(list(job.selected), 1.0)])
         ((sample, logits),) = work.samples(drawn)
         by_differences = work.push(drawn) is not forward_mode
         figures.by_differences += by_differences
         for i in range(len(logits)):
-            want, size = projections(inner, job.rows(slice(i, i + 1)), job.selected, [drawn[0], drawn[1]])
+            want, size = projections(
+                inner, job.rows(slice(i, i + 1)), job.selected, [drawn[0], drawn[1]]
+            )
             apart = (sample.projections[:, i] - want).abs()
-            assert (apart <= (1e-6 if by_differences else 1e-9) * size + 1e-300).all(), float((apart / size).max())
-            torch.testing.assert_close(logits[i : i + 1], inner(take(batch, slice(i, i + 1))))
+            assert (apart <= (1e-6 if by_differences else 1e-9) * size + 1e-300).all(), float(
+                (apart / size).max()
+            )
+            torch.testing.assert_close(
+                logits[i : i + 1], inner(take_samples(batch, slice(i, i + 1)))
+            )
 
 
 def projections(
-    model: nn.Module, on: Rows, selected: dict[str, Tensor], tangents: list[dict[str, Tensor]]
+    model: nn.Module, on: ModelInput, selected: dict[str, Tensor], tangents: list[dict[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Of the class gradients of one input on each tangent [k, c], and the size of what they are made of [c]."""
     want, squares = torch.zeros(()), torch.zeros(())
-    for row in range(on.per_input):
-        _, found = row_gradients(model, on.take([row]), selected, lambda z: ALL["classes"](z[:, None]).flatten(1, 2))
-        flat = {name: g.reshape(len(g), -1) / on.per_input for name, g in found.items()}
+    for row in range(on.rows_per_sample):
+        _, found = row_gradients(
+            model, on.take([row]), selected, lambda z: ALL["classes"](z[:, None]).flatten(1, 2)
+        )
+        flat = {name: g.reshape(len(g), -1) / on.rows_per_sample for name, g in found.items()}
         want = want + torch.stack([sum(flat[n] @ s[n].flatten() for n in flat) for s in tangents])
         squares = squares + sum(g.square().sum(1) for g in flat.values())
     return want, squares.sqrt()
@@ -161,7 +173,9 @@ def check(network: Network, way: Way, further: str, figures: Figures) -> None:
         except QualmsError as error:
             if "central difference: " not in str(error):
                 raise
-            figures.refused.append(str(error))  # a difference steps over a kink, where forward mode has no rule
+            figures.refused.append(
+                str(error)
+            )  # a difference steps over a kink, where forward mode has no rule
 
 
 @pytest.mark.slow

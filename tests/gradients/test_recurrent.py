@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
-from qualms.gradients.job import Job
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.engines.sketch import SketchRun
+from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.recurrent.layers import Unrolled
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch.engine import SketchRun
-from qualms.gradients.sketch.push import forward_mode
+from qualms.gradients.sketching.push import forward_mode
 from tests import recurrent
 
 LAYERS = {
@@ -25,7 +25,9 @@ LAYERS = {
 SWITCHES = ("bias", "bidirectional", "batch_first")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of the rules it compiles on first use
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own, of the rules it compiles on first use
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("on", list(itertools.product((False, True), repeat=3)), ids=str)
 def test_unrolled_layers_give_what_fused_ones_give(kind: str, on: tuple[bool, ...]) -> None:
@@ -41,8 +43,14 @@ def test_unrolled_layers_give_what_fused_ones_give(kind: str, on: tuple[bool, ..
         return steps, *(last if kind == "lstm" else (last,))
 
     at = (theta, x, begin.double())
-    along = ({n: torch.randn_like(p) for n, p in theta.items()}, torch.randn_like(x), torch.randn_like(at[2]))
-    want = torch.func.jvp(run, at, along)  # in double precision torch takes its own steps one by one
+    along = (
+        {n: torch.randn_like(p) for n, p in theta.items()},
+        torch.randn_like(x),
+        torch.randn_like(at[2]),
+    )
+    want = torch.func.jvp(
+        run, at, along
+    )  # in double precision torch takes its own steps one by one
     with torch.no_grad(), Unrolled():
         have = torch.func.jvp(run, at, along)
     torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
@@ -53,7 +61,10 @@ def test_forward_mode_runs_recurrent_networks_in_single_precision(layer: type[nn
     torch.manual_seed(0)
     model, ids = recurrent.Recurrent(layer, batch_first=True).eval(), torch.randint(0, 20, (4, 6))
     work = SketchRun.on(
-        Job(model, ids, range(4), Settings(engine=qualms.Sketch(2)), Directions(("classes",))), Learnt()
+        GradientRequest(
+            model, ids, range(4), Settings(engine=qualms.Sketch(2)), Directions(("classes",))
+        ),
+        PlanCache(),
     )
     tangents = work.tangents([(list(work.job.selected), 1.0)])
     assert work.push(tangents) is forward_mode

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.errors import QualmsError
-from qualms.gradients.autograd import row_gradients
+from qualms.gradients.batch import batches, num_samples, take_samples
 from qualms.gradients.directions import DIRECTIONS as ALL
 from qualms.gradients.directions import Directions
-from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import batches, count, take
-from qualms.gradients.job import Job
+from qualms.gradients.engines.autograd import row_gradients
+from qualms.gradients.engines.sketch import SketchRun
+from qualms.gradients.isolation import preserve_state
 from qualms.gradients.layers import layer_weights
-from qualms.gradients.learnt import Learnt
-from qualms.gradients.rows import Rows
+from qualms.gradients.model_input import ModelInput
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketch.engine import SketchRun
-from qualms.gradients.sketch.push import PUSHES, Push
-from qualms.gradients.sketch.stable import Sample, cauchy_scale, normal_scale
+from qualms.gradients.sketching.push import PUSHES, Push
+from qualms.gradients.sketching.stable import Sample, cauchy_scale, normal_scale
 from tests import networks as net
 from tests.cases import CASES, Case
 from tests.gradients.test_engines_agree import SMOOTHINGS
@@ -33,20 +33,28 @@ DIRECTIONS = ("classes", "uniform")
 BY_DIFFERENCES = {  # no forward-mode rule
     "weight-norm", "hidden-from-function-modes", "tied-padding", "module-of-two-names-by-differences",
 }  # fmt: skip
-WITHOUT_DERIVATIVE = {"rounded-weight"}  # what its backward pass says is not the derivative of its forward pass
+WITHOUT_DERIVATIVE = {
+    "rounded-weight"
+}  # what its backward pass says is not the derivative of its forward pass
 
 
 @pytest.mark.parametrize(
-    "smoothing", [None, pytest.param(SMOOTHINGS["smoothed"], marks=pytest.mark.slow)], ids=list(SMOOTHINGS)
+    "smoothing",
+    [None, pytest.param(SMOOTHINGS["smoothed"], marks=pytest.mark.slow)],
+    ids=list(SMOOTHINGS),
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Smoothing | None) -> None:
+def test_projections_are_those_of_the_gradients(
+    case: Case, smoothing: qualms.Smoothing | None
+) -> None:
     model, x = case.make()
-    with untouched(model) as inner:
-        batch = take(next(batches(x, inner)), slice(0, 3))
+    with preserve_state(model) as inner:
+        batch = take_samples(next(batches(x, inner)), slice(0, 3))
         settings = Settings(engine=qualms.Sketch(2))
-        job = Job(inner, batch, range(count(batch)), settings, Directions(DIRECTIONS), smoothing)
-        work = SketchRun.on(job, Learnt())
+        job = GradientRequest(
+            inner, batch, range(num_samples(batch)), settings, Directions(DIRECTIONS), smoothing
+        )
+        work = SketchRun.on(job, PlanCache())
         drawn = work.tangents([(list(job.selected), 1.0)])
         tangents = [drawn[j] for j in (0, 1)]
         if case.name in WITHOUT_DERIVATIVE:
@@ -58,11 +66,15 @@ def test_projections_are_those_of_the_gradients(case: Case, smoothing: qualms.Sm
         for i in range(len(logits)):
             on = job.rows(slice(i, i + 1))
             total: dict[str, Tensor] = {}
-            for r in range(on.per_input):
-                z, found = row_gradients(inner, on.take([r]), job.selected, lambda z: _all_directions(z).flatten(1, 2))
+            for r in range(on.rows_per_sample):
+                z, found = row_gradients(
+                    inner, on.take([r]), job.selected, lambda z: _all_directions(z).flatten(1, 2)
+                )
                 if r == 0:
                     torch.testing.assert_close(logits[i : i + 1], z)
-                total |= {name: total.get(name, 0) + g / on.per_input for name, g in found.items()}
+                total |= {
+                    name: total.get(name, 0) + g / on.rows_per_sample for name, g in found.items()
+                }
             flat = {name: g.reshape(len(g), -1) for name, g in total.items()}
             want = torch.stack([sum(flat[n] @ s[n].flatten() for n in flat) for s in tangents])
             size = sum(g.square().sum(1) for g in flat.values()).sqrt()
@@ -76,7 +88,7 @@ def test_a_module_of_two_names_keeps_its_own_weights(push: Push) -> None:
     model, x = net.two_names().double(), torch.randn(2, 5, 6, dtype=torch.double)
     weight, logits = model[0].weight, model(x)
     tangent = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    push(model, Rows(x, 1), tangent)
+    push(model, ModelInput(x, 1), tangent)
     assert model[0].weight is weight
     assert torch.equal(model(x), logits)
 
@@ -88,11 +100,15 @@ def _all_directions(logits: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["l2", "l1"])
 @pytest.mark.parametrize("smoothing", SMOOTHINGS.values(), ids=SMOOTHINGS)
-def test_many_tangents_give_the_norms_of_every_layer(norm: str, smoothing: qualms.Smoothing | None) -> None:
+def test_many_tangents_give_the_norms_of_every_layer(
+    norm: str, smoothing: qualms.Smoothing | None
+) -> None:
     torch.manual_seed(0)
     model, x = net.mlp().double(), torch.randn(3, 3, 4, 4, dtype=torch.double)
     exact = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing)
-    sketch = qualms.class_gradient_norms(model, x, norm=norm, smoothing=smoothing, engine=qualms.Sketch(400))
+    sketch = qualms.class_gradient_norms(
+        model, x, norm=norm, smoothing=smoothing, engine=qualms.Sketch(400)
+    )
     assert sketch.layers == exact.layers
     torch.testing.assert_close(sketch.probs, exact.probs)
     torch.testing.assert_close(sketch.norms, exact.norms, rtol=0.3, atol=0)
@@ -104,7 +120,9 @@ def test_many_tangents_give_the_norms_of_every_layer(norm: str, smoothing: qualm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combine", ["quadrature", "sum"])
-@pytest.mark.parametrize("spec", ["regrad+layers(0.7)", "exgrad+layers(0.7)+smooth(0.1)", "gradnorm"])
+@pytest.mark.parametrize(
+    "spec", ["regrad+layers(0.7)", "exgrad+layers(0.7)+smooth(0.1)", "gradnorm"]
+)
 def test_many_tangents_give_the_score(spec: str, combine: str) -> None:
     torch.manual_seed(0)
     model, x = net.mlp().double(), torch.randn(4, 3, 4, 4, dtype=torch.double)
@@ -126,7 +144,10 @@ def test_the_error_bar_is_the_spread_over_seeds() -> None:
     model, x = net.mlp(), torch.randn(3, 3, 4, 4)
     for combine in ("quadrature", "sum"):
         engine = qualms.Sketch(16, combine)
-        runs = [qualms.score_with_error(model, x, "regrad+layers", engine=engine, seed=s) for s in range(40)]
+        runs = [
+            qualms.score_with_error(model, x, "regrad+layers", engine=engine, seed=s)
+            for s in range(40)
+        ]
         spread = torch.stack([scores for scores, _ in runs]).std(0)
         told = torch.stack([error for _, error in runs]).median(0).values
         assert ((told / spread > 0.6) & (told / spread < 1.6)).all(), (combine, told / spread)
@@ -171,7 +192,9 @@ def test_estimates_of_scale_have_no_bias_to_speak_of() -> None:
 
 @pytest.mark.parametrize("k", [2, 4, 21])
 def test_the_cauchy_scale_is_the_likeliest(k: int) -> None:
-    t = torch.empty(k, 40, 3, dtype=torch.double).cauchy_(generator=torch.Generator().manual_seed(1))
+    t = torch.empty(k, 40, 3, dtype=torch.double).cauchy_(
+        generator=torch.Generator().manual_seed(1)
+    )
     best = cauchy_scale(t)
 
     def likelihood(scale: Tensor) -> Tensor:
@@ -197,10 +220,12 @@ def test_a_model_without_a_derivative_is_refused_by_name_of_the_way_out() -> Non
             return x.round()
 
         @staticmethod
-        def backward(ctx: object, g: Tensor) -> Tensor:  # straight through: not the derivative of what it computes
+        def backward(
+            ctx: object, g: Tensor
+        ) -> Tensor:  # straight through: not the derivative of what it computes
             return g
 
-    class Quantised(nn.Module):
+    class Quantized(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
@@ -209,7 +234,7 @@ def test_a_model_without_a_derivative_is_refused_by_name_of_the_way_out() -> Non
             return self.last(Rounds.apply(self.first(x)))
 
     with pytest.raises(qualms.QualmsError, match="use engine='exact'"):
-        qualms.score(Quantised(), torch.randn(3, 4), engine="sketch")
+        qualms.score(Quantized(), torch.randn(3, 4), engine="sketch")
 
 
 class Words(nn.Module):
@@ -217,7 +242,11 @@ class Words(nn.Module):
 
     def __init__(self, look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.weight, self.head, self.look_up = nn.Parameter(torch.randn(20, 6)), nn.Linear(6, 4), look_up
+        self.weight, self.head, self.look_up = (
+            nn.Parameter(torch.randn(20, 6)),
+            nn.Linear(6, 4),
+            look_up,
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.look_up(ids, self.weight).sum(1).tanh())
@@ -232,7 +261,9 @@ class Words(nn.Module):
         lambda ids, w: torch.ops.aten.embedding(w, ids, 0),
     ],
 )
-def test_padding_has_no_gradient_however_it_is_looked_up(look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_padding_has_no_gradient_however_it_is_looked_up(
+    look_up: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     torch.manual_seed(0)
     model, ids = Words(look_up).double(), torch.randint(1, 20, (12, 5))
     ids[8:, 2:] = 0
@@ -261,9 +292,13 @@ def test_a_random_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", ["exact", pytest.param(qualms.Sketch(400), marks=pytest.mark.slow)], ids=["exact", "sketch"]
+    "engine",
+    ["exact", pytest.param(qualms.Sketch(400), marks=pytest.mark.slow)],
+    ids=["exact", "sketch"],
 )
-def test_masked_classes_do_not_hide_that_inputs_influence_each_other(engine: str | qualms.Sketch) -> None:
+def test_masked_classes_do_not_hide_that_inputs_influence_each_other(
+    engine: str | qualms.Sketch,
+) -> None:
     class Mixing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -286,7 +321,9 @@ def test_half_precision_gives_numbers_or_an_error() -> None:
     model, x = net.mlp().half(), torch.randn(3, 3, 4, 4).half()
     g = qualms.class_gradient_norms(model, x, engine=qualms.Sketch(200))
     assert g.norms.dtype == torch.float32
-    torch.testing.assert_close(g.norms, qualms.class_gradient_norms(model, x).norms, rtol=0.3, atol=0)
+    torch.testing.assert_close(
+        g.norms, qualms.class_gradient_norms(model, x).norms, rtol=0.3, atol=0
+    )
     with torch.no_grad():
         model[-1].weight *= 3e4
     with pytest.raises(qualms.QualmsError):
@@ -316,5 +353,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
 @pytest.mark.slow
 def test_a_vocabulary_of_thirty_thousand_words_stays_within_the_budget() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, env=env)
-    assert float(done.stdout) < 512  # MiB; the gradients of all classes of one input would take 450 GiB
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, env=env
+    )
+    assert (
+        float(done.stdout) < 512
+    )  # MiB; the gradients of all classes of one input would take 450 GiB

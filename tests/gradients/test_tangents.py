@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.inputs import batches, take
-from qualms.gradients.rows import Rows
-from qualms.gradients.sketch.push import PUSHES, forward_mode
-from qualms.gradients.sketch.tangents import tangent
+from qualms.gradients.batch import batches, take_samples
+from qualms.gradients.model_input import ModelInput
+from qualms.gradients.sketching.push import PUSHES, forward_mode
+from qualms.gradients.sketching.tangents import tangent
 from tests import networks as net
 from tests.cases import CASES, Case
 
@@ -23,27 +23,36 @@ def test_one_input_takes_several_tangents_at_once(case: Case) -> None:
     want = together(batch).scores["regrad+layers"]
     alone = qualms.Scorer(model, "regrad+layers", engine=qualms.Sketch(5))
     for _ in range(2):
-        torch.testing.assert_close(alone(take(batch, [0])).scores["regrad+layers"], want[:1], rtol=1e-7, atol=0)
+        torch.testing.assert_close(
+            alone(take_samples(batch, [0])).scores["regrad+layers"], want[:1], rtol=1e-7, atol=0
+        )
     assert [found for key, found in alone._learnt.found.items() if key[0] == "several"] == [True]
     assert not any(key[0] == "several" for key in together._learnt.found)
 
 
-def test_where_several_tangents_cannot_be_pushed_at_once_one_by_one_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_several_tangents_cannot_be_pushed_at_once_one_by_one_will_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     model, x = net.mlp().double(), torch.randn(1, 3, 4, 4, dtype=torch.double)
     want = qualms.score(model, x, "regrad", engine="sketch")
 
-    def off(model: nn.Module, on: Rows, s: dict[str, Tensor], several: bool = False) -> tuple[Tensor, Tensor]:
+    def off(
+        model: nn.Module, on: ModelInput, s: dict[str, Tensor], several: bool = False
+    ) -> tuple[Tensor, Tensor]:
         z, dz = forward_mode(model, on, s, several)
         return z, dz * (1 + several)
 
-    monkeypatch.setattr("qualms.gradients.sketch.engine.forward_mode", off)
+    monkeypatch.setattr("qualms.gradients.engines.sketch.forward_mode", off)
     monkeypatch.setitem(PUSHES, "forward mode", off)
     torch.testing.assert_close(qualms.score(model, x, "regrad", engine="sketch"), want)
 
 
 def test_large_parameters_have_signs_for_tangents() -> None:
-    like = {"large": torch.empty(70, 70, dtype=torch.double), "small": torch.empty(9, dtype=torch.double)}
+    like = {
+        "large": torch.empty(70, 70, dtype=torch.double),
+        "small": torch.empty(9, dtype=torch.double),
+    }
     drawn = [tangent(like, [(["large", "small"], 0.5)], "normal", False, 3, j) for j in range(200)]
     large, small = (torch.stack([s[name].flatten() for s in drawn]) for name in like)
     assert torch.equal(large.abs(), torch.full_like(large, 0.5))
@@ -52,6 +61,8 @@ def test_large_parameters_have_signs_for_tangents() -> None:
         assert float(entries.mean().abs()) < 0.05
         assert float(entries.square().mean().sqrt()) == pytest.approx(0.5, rel=0.1)
     g = torch.randn(70 * 70, dtype=torch.double, generator=torch.Generator().manual_seed(0))
-    assert float((large @ g).square().mean().sqrt() / (0.5 * g.norm())) == pytest.approx(1, abs=0.15)
+    assert float((large @ g).square().mean().sqrt() / (0.5 * g.norm())) == pytest.approx(
+        1, abs=0.15
+    )
     products = large @ large.T / (0.25 * 4900)
     assert float((products - torch.eye(200)).abs().max()) < 6 / 70

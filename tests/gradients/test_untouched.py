@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import checked, take
+from qualms.gradients.batch import checked, take_samples
 from tests import evasive
 from tests import networks as net
 from tests.cases import CASES, Case
@@ -21,17 +21,25 @@ from tests.gradients.test_sketch import WITHOUT_DERIVATIVE
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
     """Everything about a model that a user could notice."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+    hooks = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_state_dict_hooks",
+    )
     return {
         "parameters": [
-            (n, id(p), p.requires_grad, p._version, p.detach().clone()) for n, p in model.named_parameters()
+            (n, id(p), p.requires_grad, p._version, p.detach().clone())
+            for n, p in model.named_parameters()
         ],
         "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
         "buffers": [(n, id(b), b.clone()) for n, b in model.named_buffers()],
         "training": [m.training for m in model.modules()],
         "hooks": [{h: list(getattr(m, h)) for h in hooks} for m in model.modules()],
         "attributes": [
-            {k: id(v) if isinstance(v, Tensor) else None for k, v in vars(m).items()} for m in model.modules()
+            {k: id(v) if isinstance(v, Tensor) else None for k, v in vars(m).items()}
+            for m in model.modules()
         ],
         "random": torch.get_rng_state(),
     }
@@ -55,7 +63,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_changes(case: Case, engine: str | qualms.Sketch) -> None:
     model, x = case.make()
-    x = take(checked(x), slice(0, 3))
+    x = take_samples(checked(x), slice(0, 3))
     if not isinstance(model, torch.fx.GraphModule):
         model.train()
     for p in model.parameters():
@@ -114,7 +122,9 @@ WRITES: dict[str, Callable[[Writes], object]] = {
 
 @pytest.mark.parametrize("engine", ["exact", "reference"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_the_model_itself_writes_is_put_back(write: Callable[[Writes], object], engine: str) -> None:
+def test_what_the_model_itself_writes_is_put_back(
+    write: Callable[[Writes], object], engine: str
+) -> None:
     model, x = Writes(write), torch.randn(2, 4)
     before = fingerprint(model)
     qualms.class_gradient_norms(model, x, engine=engine)
@@ -137,7 +147,9 @@ def test_a_parameter_that_the_model_changes_is_an_error() -> None:
         swap,
     ]
     for change in changes:
-        with pytest.raises(qualms.QualmsError, match=r"changes its parameter fc\.(weight|bias) in its forward pass"):
+        with pytest.raises(
+            qualms.QualmsError, match=r"changes its parameter fc\.(weight|bias) in its forward pass"
+        ):
             qualms.score(Writes(change), torch.randn(1, 4), "entropy")
 
 
@@ -170,7 +182,9 @@ def levit() -> tuple[nn.Module, dict[str, Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("mode", [False, True], ids=["evaluating", "training"])
-def test_a_model_that_caches_in_evaluation_mode_has_all_its_gradients(mode: bool, used: bool) -> None:
+def test_a_model_that_caches_in_evaluation_mode_has_all_its_gradients(
+    mode: bool, used: bool
+) -> None:
     model, x = levit()
     want = qualms.class_gradient_norms(copy.deepcopy(model.eval()), x, engine="reference")
     biased = next(name for name, m in model.named_modules() if hasattr(m, "attention_bias_cache"))
@@ -225,7 +239,9 @@ class FrozenNorm(nn.Module):
 
 @pytest.mark.parametrize("mode", [False, True], ids=["evaluating", "training"])
 @pytest.mark.parametrize("build", [Merging, FrozenNorm])
-def test_modes_are_switched_by_the_modules_own_methods_and_put_back(build: type[nn.Module], mode: bool) -> None:
+def test_modes_are_switched_by_the_modules_own_methods_and_put_back(
+    build: type[nn.Module], mode: bool
+) -> None:
     model, x = build().train(mode), torch.randn(3, 4)
     if isinstance(model, FrozenNorm):
         model.drop.train(not mode)
@@ -235,21 +251,34 @@ def test_modes_are_switched_by_the_modules_own_methods_and_put_back(build: type[
     after = fingerprint(model)
     for key in before.keys() - {"parameters"}:
         assert same(before[key], after[key]), key
-    assert all(torch.equal(a[-1], b[-1]) for a, b in zip(before["parameters"], after["parameters"], strict=True))
+    assert all(
+        torch.equal(a[-1], b[-1])
+        for a, b in zip(before["parameters"], after["parameters"], strict=True)
+    )
 
 
-@pytest.mark.parametrize("engine", ["exact", pytest.param(qualms.Sketch(4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine", ["exact", pytest.param(qualms.Sketch(4), marks=pytest.mark.slow)]
+)
 def test_threads_get_what_one_thread_gets(engine: qualms.Sketch | str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten(), nn.Linear(16, 3)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
     )
     model.train()
     other = nn.Sequential(*model[:-1], nn.Linear(16, 5))  # which shares modules with it
     batches = [torch.randn(2, 3, 4, 4) for _ in range(3)]
     scorer = qualms.Scorer(model, ["regrad", "mc-dropout(4)"], engine=engine)
     before = fingerprint(model)
-    want = [(scorer(x).scores["regrad"], qualms.score(other, x, "regrad", engine=engine)) for x in batches]
+    want = [
+        (scorer(x).scores["regrad"], qualms.score(other, x, "regrad", engine=engine))
+        for x in batches
+    ]
     shared = qualms.Scorer(model, ["regrad", "mc-dropout(4)"], engine=engine)
     with ThreadPoolExecutor(4) as pool:
         ones = [pool.submit(lambda x=x: shared(x).scores["regrad"]) for x in batches * 2]

@@ -10,7 +10,7 @@ from qualms.gradients.smoothing import Smoothing
 
 
 def small_cnn() -> nn.Sequential:
-    """Convolution, batch normalisation, dropout and two linear layers: something for every method."""
+    """Convolution, batch normalization, dropout and two linear layers: something for every method."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(36, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 5),
@@ -42,12 +42,17 @@ def layer_gradients(model: nn.Module, x: Tensor) -> list[list[Tensor]]:
     return found
 
 
-def smoothed_gradients(model: nn.Module, x: Tensor, smooth: Smoothing, index: int, seed: int) -> list[list[Tensor]]:
+def smoothed_gradients(
+    model: nn.Module, x: Tensor, smooth: Smoothing, index: int, seed: int
+) -> list[list[Tensor]]:
     """The mean of the gradients over the input and its perturbed copies."""
     copies = x + smooth.noise(tuple(x.shape), index, seed).to(x)
     each = [layer_gradients(model, copy) for copy in copies]
     classes, layers = len(each[0]), len(each[0][0])
-    return [[torch.stack([g[c][m] for g in each]).mean(0) for m in range(layers)] for c in range(classes)]
+    return [
+        [torch.stack([g[c][m] for g in each]).mean(0) for m in range(layers)]
+        for c in range(classes)
+    ]
 
 
 @pytest.fixture(scope="package")

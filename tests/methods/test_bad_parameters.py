@@ -56,7 +56,12 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         if issubclass(kind, GradientScore)
     },
 }
-CASES = [(name, parameter, value) for name, of in BAD.items() for parameter, bad in of.items() for value in bad]
+CASES = [
+    (name, parameter, value)
+    for name, of in BAD.items()
+    for parameter, bad in of.items()
+    for value in bad
+]
 BAD_SMOOTHING = ("0", "-1", "nan", "inf", "0.02,0", "0.02,-2", "0.02,2.5", "0.02,inf", "0.02,nan")
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("perturb-x", {"sigma": np.float32(0.5), "draws": np.int64(3)}),
@@ -88,7 +93,9 @@ def sayable(name: str, parameter: str, value: Any) -> bool:
     """A spec has numbers only, 2.0 counts as two in it, and smoothing has a table of its own."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return (
-        number and parameter != "smooth" and not (parameter in ("draws", "top", "k", "steps", "every") and value == 2)
+        number
+        and parameter != "smooth"
+        and not (parameter in ("draws", "top", "k", "steps", "every") and value == 2)
     )
 
 
@@ -108,7 +115,11 @@ def test_a_bad_number_in_a_spec_is_refused(name: str, parameter: str, value: flo
     text = "inf" if value == 10**400 else str(value)
     own = {f.name: str(f.default) for f in fields(BY_NAME[name])}
     before = list(own.values())[: list(own).index(parameter)]
-    spec = f"{name}+layers({text})" if parameter == "layers" else f"{name}({','.join([*before, text])})"
+    spec = (
+        f"{name}+layers({text})"
+        if parameter == "layers"
+        else f"{name}({','.join([*before, text])})"
+    )
     with pytest.raises(qualms.QualmsError, match=f"^{name} has {parameter} "):
         parse(spec)
 
@@ -116,11 +127,15 @@ def test_a_bad_number_in_a_spec_is_refused(name: str, parameter: str, value: flo
 @pytest.mark.parametrize("name", [kind.name for kind in METHODS if issubclass(kind, GradientScore)])
 @pytest.mark.parametrize("inside", BAD_SMOOTHING)
 def test_bad_smoothing_in_a_spec_is_refused(name: str, inside: str) -> None:
-    with pytest.raises(qualms.QualmsError, match=rf"'{name}\+smooth.*smoothing has (sigma|draws) .*; it must be"):
+    with pytest.raises(
+        qualms.QualmsError, match=rf"'{name}\+smooth.*smoothing has (sigma|draws) .*; it must be"
+    ):
         parse(f"{name}+smooth({inside})")
 
 
-@pytest.mark.parametrize("given", [{"sigma": v} for v in NOT_POSITIVE_NOISE] + [{"draws": v} for v in NOT_WHOLE])
+@pytest.mark.parametrize(
+    "given", [{"sigma": v} for v in NOT_POSITIVE_NOISE] + [{"draws": v} for v in NOT_WHOLE]
+)
 def test_bad_smoothing_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(qualms.QualmsError, match=r"^smoothing has (sigma|draws) .*; it must be"):
         qualms.Smoothing(**given)
@@ -132,13 +147,32 @@ def test_numpys_numbers_become_pythons(name: str, given: dict[str, Any]) -> None
     for parameter, value in given.items():
         kept = vars(method)[parameter]
         assert kept == value
-        assert all(type(one) in (int, float) for one in (kept if isinstance(kept, tuple) else [kept]))
+        assert all(
+            type(one) in (int, float) for one in (kept if isinstance(kept, tuple) else [kept])
+        )
     assert repr(qualms.Smoothing(np.float32(0.5), np.int32(2))) == repr(qualms.Smoothing(0.5, 2))
 
 
 NUMBERS = st.one_of(
     st.sampled_from(
-        ["0", "1", "2", "8", "0.5", "nan", "inf", "-inf", "-1", "1e400", "1e+2", "-0", "", "a", "1_0", "(1"]
+        [
+            "0",
+            "1",
+            "2",
+            "8",
+            "0.5",
+            "nan",
+            "inf",
+            "-inf",
+            "-1",
+            "1e400",
+            "1e+2",
+            "-0",
+            "",
+            "a",
+            "1_0",
+            "(1",
+        ]
     ),
     st.floats().map(repr),
     st.integers().map(str),
@@ -149,7 +183,9 @@ PARTS = st.builds(
     WORDS,
     st.none() | st.lists(NUMBERS, max_size=3),
 )
-TEXTS = st.one_of(st.lists(PARTS, min_size=1, max_size=4).map("+".join), st.text("regad+(),.0123 -eninf\n"))
+TEXTS = st.one_of(
+    st.lists(PARTS, min_size=1, max_size=4).map("+".join), st.text("regad+(),.0123 -eninf\n")
+)
 
 
 @given(TEXTS)
@@ -165,7 +201,10 @@ def test_any_text_is_a_method_or_an_error_in_a_sentence(text: str) -> None:
 
 
 def test_levels_per_channel_must_fit_the_input() -> None:
-    model, x = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)), torch.rand(2, 3, 2, 2)
+    model, x = (
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)),
+        torch.rand(2, 3, 2, 2),
+    )
     assert qualms.score(model, x, qualms.methods.MCAA((0.1, 0.2, 0.3), 4)).shape == (2,)
     for method in (qualms.methods.MCAA((0.1, 0.2), 4), qualms.methods.PerturbX((0.1, 0.2), 4)):
         with pytest.raises(qualms.QualmsError, match=r"2 values of"):

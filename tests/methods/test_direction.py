@@ -31,12 +31,12 @@ def network() -> nn.Sequential:
 def trained(seed: int, x: Tensor, y: Tensor) -> nn.Sequential:
     torch.manual_seed(seed)
     model = network()
-    optimiser = torch.optim.Adam(model.parameters(), 2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     for _ in range(25):
         for index in torch.randperm(len(x)).split(64):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[index]), y[index]).backward()
-            optimiser.step()
+            optimizer.step()
     return model.eval()
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.drawn_classes import DrawnClasses, Tally, class_sizes, estimate
-from qualms.gradients.job import Job
-from qualms.gradients.learnt import Learnt
+from qualms.gradients.engines.class_sampling import SampledClasses, Tally, class_sizes, estimate
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
 from qualms.methods import REGrad
 from qualms.methods.few_classes import FIRST, ClassSums
@@ -31,7 +31,9 @@ def classifier(sharpness: float = 3.0) -> nn.Sequential:
 
 def inputs(number: int = 12) -> Tensor:
     noise = torch.Generator().manual_seed(1)
-    return torch.randn(number, 10, generator=noise).double() * torch.linspace(0.3, 4, number)[:, None]
+    return (
+        torch.randn(number, 10, generator=noise).double() * torch.linspace(0.3, 4, number)[:, None]
+    )
 
 
 def convolutional() -> tuple[nn.Module, Tensor]:
@@ -57,8 +59,12 @@ def test_how_many_classes_a_pass_will_take_follows_the_tolerance() -> None:
     flat, steep = torch.zeros(1, CLASSES).double(), torch.linspace(0, 30, CLASSES).double()[None]
 
     def needed(logits: Tensor, tolerance: float) -> float:
-        job = Job(nn.Identity(), logits, [0], Settings(tolerance=tolerance), Directions(("classes",)))
-        numbers = ClassSums(job, [REGrad(layers=0.3)], Learnt(), None, lam=0.3).first_numbers(logits)
+        job = GradientRequest(
+            nn.Identity(), logits, [0], Settings(tolerance=tolerance), Directions(("classes",))
+        )
+        numbers = ClassSums(job, [REGrad(layers=0.3)], PlanCache(), None, lam=0.3).first_numbers(
+            logits
+        )
         return float(numbers.double().mean())
 
     assert needed(flat, 0.0) == needed(steep, 0.0) == CLASSES
@@ -80,8 +86,12 @@ def test_the_error_is_reported_and_within_the_tolerance(spec: str) -> None:
         assert ((have - want).abs().mean() <= tolerance * want.mean()).all()
 
 
-@pytest.mark.parametrize("make", [convolutional, lambda: (classifier(0.1), inputs())], ids=["resnet", "undecided"])
-def test_other_models_keep_within_the_tolerance(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+@pytest.mark.parametrize(
+    "make", [convolutional, lambda: (classifier(0.1), inputs())], ids=["resnet", "undecided"]
+)
+def test_other_models_keep_within_the_tolerance(
+    make: Callable[[], tuple[nn.Module, Tensor]],
+) -> None:
     model, x = make()
     want = qualms.score(model, x, "regrad+layers", engine="exact")
     scored = qualms.Scorer(model, "regrad+layers", tolerance=0.04)(x)
@@ -117,7 +127,10 @@ def test_fewer_classes_are_pulled_back() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Watched.apply(x)
 
-    model, x = nn.Sequential(nn.Linear(10, 10, dtype=torch.double), Watching(), *classifier()), inputs()
+    model, x = (
+        nn.Sequential(nn.Linear(10, 10, dtype=torch.double), Watching(), *classifier()),
+        inputs(),
+    )
 
     def calls(**more: float) -> int:
         Watched.calls = 0
@@ -128,20 +141,31 @@ def test_fewer_classes_are_pulled_back() -> None:
     assert calls(tolerance=0.5) < calls(tolerance=0.005) <= calls() + 16 + 32
 
 
-@pytest.mark.parametrize("spec", ["regrad+layers(0.3)", pytest.param("exgrad+smooth(0.1,2)", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "spec", ["regrad+layers(0.3)", pytest.param("exgrad+smooth(0.1,2)", marks=pytest.mark.slow)]
+)
 def test_a_score_depends_on_the_input_and_the_seed_alone(spec: str) -> None:
     model, x = classifier(), inputs(5)
     whole = qualms.score(model, x, spec, tolerance=0.02)
     assert torch.equal(qualms.score(model, x, spec, tolerance=0.02), whole)
-    torch.testing.assert_close(qualms.score(model, x, spec, tolerance=0.02, batch_size=2), whole, rtol=1e-9, atol=0)
-    torch.testing.assert_close(qualms.score(model, [x[:2], x[2:]], spec, tolerance=0.02), whole, rtol=1e-9, atol=0)
-    assert not torch.allclose(qualms.score(model, x, spec, tolerance=0.02, seed=1), whole, rtol=1e-6)
+    torch.testing.assert_close(
+        qualms.score(model, x, spec, tolerance=0.02, batch_size=2), whole, rtol=1e-9, atol=0
+    )
+    torch.testing.assert_close(
+        qualms.score(model, [x[:2], x[2:]], spec, tolerance=0.02), whole, rtol=1e-9, atol=0
+    )
+    assert not torch.allclose(
+        qualms.score(model, x, spec, tolerance=0.02, seed=1), whole, rtol=1e-6
+    )
 
 
 def test_one_pass_serves_all_scores_and_strangers_are_exact() -> None:
     model, x = classifier(), inputs()
     specs = ["regrad", "exgrad+layers(0.5)", "gradnorm", "entropy"]
-    together, want = qualms.Scorer(model, specs, tolerance=0.05)(x), qualms.compare(model, x, specs, engine="exact")
+    together, want = (
+        qualms.Scorer(model, specs, tolerance=0.05)(x),
+        qualms.compare(model, x, specs, engine="exact"),
+    )
     for spec in specs[:2]:
         off, error = (together.scores[spec] - want[spec]).abs(), together.errors[spec]
         assert (error <= 0.05 * together.scores[spec]).all()
@@ -167,7 +191,7 @@ def test_estimates_have_the_right_mean_and_error() -> None:
     terms = weights * norms
     found = []
     for seed in range(400):
-        drawn = DrawnClasses(("drawn",), lambda p: class_sizes(p.sqrt(), p), 24, seed)
+        drawn = SampledClasses(("drawn",), lambda p: class_sizes(p.sqrt(), p), 24, seed)
         classes, chances = drawn.draw(logits)
         assert all(len(set(row)) == 24 for row in classes.tolist())
         found.append(torch.stack(estimate(terms.gather(-1, classes), chances)))
@@ -180,24 +204,28 @@ def test_estimates_have_the_right_mean_and_error() -> None:
 
 def test_chances_follow_the_sizes_and_the_largest_are_certain() -> None:
     logits = torch.linspace(0, 12, 60, dtype=torch.double)[None]
-    chances = DrawnClasses(("drawn",), lambda p: class_sizes(p, p), 16, 0).chances(logits)[0]
+    chances = SampledClasses(("drawn",), lambda p: class_sizes(p, p), 16, 0).chances(logits)[0]
     assert float(chances.sum()) == pytest.approx(16)
     assert (chances.diff() >= -1e-12).all()
     assert float(chances[-1]) == 1 > float(chances[0]) > 0
     certain = torch.full((1, 60), -1e4, dtype=torch.double)
     certain[0, 3] = 0  # all other probabilities are exactly zero
-    classes, chances = DrawnClasses(("drawn",), lambda p: class_sizes(p, p), 16, 0).draw(certain)
-    value, error = estimate(torch.zeros(1, 16).scatter(1, (classes == 3).long().argmax(1, keepdim=True), 2.0), chances)
+    classes, chances = SampledClasses(("drawn",), lambda p: class_sizes(p, p), 16, 0).draw(certain)
+    value, error = estimate(
+        torch.zeros(1, 16).scatter(1, (classes == 3).long().argmax(1, keepdim=True), 2.0), chances
+    )
     assert (float(value), float(error)) == (2.0, 0.0)
 
 
 def test_classes_in_a_periodic_order_do_not_fall_in_with_the_steps() -> None:
     classes, number = 96, 12
     sizes = torch.ones(4, classes, dtype=torch.double) / classes
-    norms = (1 + torch.arange(classes) % 2).double().expand(4, -1)  # every second class has twice the gradient
+    norms = (
+        (1 + torch.arange(classes) % 2).double().expand(4, -1)
+    )  # every second class has twice the gradient
     deviations = []
     for seed in range(60):
-        some = DrawnClasses(("drawn",), lambda _: sizes, number, seed)
+        some = SampledClasses(("drawn",), lambda _: sizes, number, seed)
         drawn, chances = some.draw(torch.zeros(4, classes))
         value, error = estimate(norms.gather(-1, drawn), chances)
         deviations.append(float((value - norms.sum(-1))[0] / error[0]))
@@ -258,7 +286,9 @@ def test_classes_that_were_measured_count_when_more_are_needed() -> None:
     assert ((told / true > 0.8) & (told / true < 1.6)).all()
 
 
-def test_further_classes_are_drawn_only_where_the_error_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_classes_are_drawn_only_where_the_error_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, x = classifier(), inputs()
     turns: list[tuple[int, int]] = []
     measure = ClassSums._measure
@@ -278,5 +308,9 @@ def test_scores_of_many_classes_depend_on_the_input_and_the_seed_alone() -> None
     model, x = deep(), torch.randn(5, 32).double()
     whole = qualms.score(model, x, "regrad", tolerance=0.03)
     for how in ({"batch_size": 2}, {"batch_size": 1}):
-        torch.testing.assert_close(qualms.score(model, x, "regrad", tolerance=0.03, **how), whole, rtol=1e-9, atol=0)
-    assert not torch.allclose(qualms.score(model, x, "regrad", tolerance=0.03, seed=1), whole, rtol=1e-6)
+        torch.testing.assert_close(
+            qualms.score(model, x, "regrad", tolerance=0.03, **how), whole, rtol=1e-9, atol=0
+        )
+    assert not torch.allclose(
+        qualms.score(model, x, "regrad", tolerance=0.03, seed=1), whole, rtol=1e-6
+    )

@@ -30,17 +30,26 @@ def score(setting: Setting, method: str, **more: object) -> Tensor:
 
 @pytest.mark.parametrize("engine", ["exact", "reference"])
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("modifiers", ["", "+layers(0.4)", "+layers(0)", "+smooth(0.1,4)", "+layers+smooth(0.1,3)"])
-def test_class_weighted_gradient_norms(setting: Setting, name: str, modifiers: str, engine: str) -> None:
+@pytest.mark.parametrize(
+    "modifiers", ["", "+layers(0.4)", "+layers(0)", "+smooth(0.1,4)", "+layers+smooth(0.1,3)"]
+)
+def test_class_weighted_gradient_norms(
+    setting: Setting, name: str, modifiers: str, engine: str
+) -> None:
     have = score(setting, name + modifiers, engine=engine, seed=3)
     lam = {"(0.4)": 0.4, "(0)": 0.0}.get(modifiers.removeprefix("+layers").split("+")[0], 0.3)
     for b, x in enumerate(setting.x):
         g = setting.gradients[b]
         if "smooth" in modifiers:
-            g = smoothed_gradients(setting.model, x, Smoothing(0.1, 4 if "4" in modifiers else 3), b, seed=3)
+            g = smoothed_gradients(
+                setting.model, x, Smoothing(0.1, 4 if "4" in modifiers else 3), b, seed=3
+            )
         depth = len(g[0])
         if "layers" in modifiers:
-            norms = [sum(math.exp(lam * (m + 1 - depth)) * v.norm() for m, v in enumerate(g_c)) for g_c in g]
+            norms = [
+                sum(math.exp(lam * (m + 1 - depth)) * v.norm() for m, v in enumerate(g_c))
+                for g_c in g
+            ]
         else:
             norms = [torch.cat(g_c).norm() for g_c in g]
         want = (WEIGHTS[name](setting.probs[b]) * torch.stack(norms) ** POWERS.get(name, 1)).sum()
@@ -75,7 +84,9 @@ def test_a_sketch_of_squared_norms_knows_its_error(setting: Setting, name: str) 
 @pytest.mark.parametrize("spec", ["fisher", "isotropic"])
 def test_squared_norms_keep_within_a_tolerance_with_fewer_classes(spec: str) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.ReLU(), torch.nn.Linear(32, 200)).double()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 32), torch.nn.ReLU(), torch.nn.Linear(32, 200)
+    ).double()
     x = torch.randn(8, 6).double()
     want = qualms.score(model, x, spec, engine="exact")
     have, error = qualms.score_with_error(model, x, spec, tolerance=0.05)
@@ -99,7 +110,9 @@ def test_layers_can_be_tensors(setting: Setting) -> None:
     want = 0.0
     for c in range(5):
         norms = [g.norm() for g in torch.autograd.grad(log_p[c], parameters, retain_graph=True)]
-        want += setting.probs[0, c] * sum(math.exp(0.5 * (i + 1 - 8)) * n for i, n in enumerate(norms))
+        want += setting.probs[0, c] * sum(
+            math.exp(0.5 * (i + 1 - 8)) * n for i, n in enumerate(norms)
+        )
     torch.testing.assert_close(have[0], want.detach())
 
 
@@ -125,7 +138,9 @@ def test_negrad_is_zero(setting: Setting) -> None:
 def test_gradnorm_huang_is_minus_the_l1_norm_over_the_last_weight(setting: Setting) -> None:
     have = score(setting, "gradnorm-huang")
     for b, x in enumerate(setting.x):
-        loss = -setting.model(x[None])[0].log_softmax(0).mean()  # cross-entropy to the uniform distribution
+        loss = (
+            -setting.model(x[None])[0].log_softmax(0).mean()
+        )  # cross-entropy to the uniform distribution
         (g,) = torch.autograd.grad(loss, [setting.model[8].weight])
         torch.testing.assert_close(have[b], -g.abs().sum())
 
@@ -134,7 +149,9 @@ def test_confounding_label(setting: Setting) -> None:
     for engine in ("exact", "reference"):
         have = score(setting, "confounding-label", engine=engine)
         for b, x in enumerate(setting.x):
-            loss = F.binary_cross_entropy_with_logits(setting.model(x[None]), torch.ones(1, 5).double())
+            loss = F.binary_cross_entropy_with_logits(
+                setting.model(x[None]), torch.ones(1, 5).double()
+            )
             g = torch.autograd.grad(loss, list(setting.model.parameters()))
             torch.testing.assert_close(have[b], -torch.cat([t.flatten() for t in g]).norm())
 
@@ -148,7 +165,9 @@ def test_scores_of_the_logits(setting: Setting) -> None:
         "energy": -z.exp().sum(1).log(),
         "exgrad-v": -(p - 0.2).abs().sum(1),
         "gen": (p**0.1 * (1 - p) ** 0.1).sum(1),
-        "gen(0.5,2)": (p.sort(1).values[:, -2:] ** 0.5 * (1 - p.sort(1).values[:, -2:]) ** 0.5).sum(1),
+        "gen(0.5,2)": (p.sort(1).values[:, -2:] ** 0.5 * (1 - p.sort(1).values[:, -2:]) ** 0.5).sum(
+            1
+        ),
     }
     have = qualms.compare(setting.model, setting.x, list(want))
     for name in want:
@@ -179,7 +198,8 @@ def test_perturb_theta(setting: Setting) -> None:
     for draw in range(3):
         noise = generator(2, draw)
         moved = {
-            n: p + 0.05 * torch.randn(p.shape, generator=noise).double() for n, p in setting.model.named_parameters()
+            n: p + 0.05 * torch.randn(p.shape, generator=noise).double()
+            for n, p in setting.model.named_parameters()
         }
         q = torch.func.functional_call(setting.model, moved, setting.x).softmax(1)
         total += kl(q, setting.probs).detach() / 3
@@ -223,7 +243,13 @@ def test_mc_batchnorm(setting: Setting) -> None:
     for batch in train:
         inside = setting.model[0](batch)
         mean, variance = inside.mean((0, 2, 3)).detach(), inside.var((0, 2, 3)).detach()
-        h = F.batch_norm(setting.model[0](setting.x), mean, variance, setting.model[1].weight, setting.model[1].bias)
+        h = F.batch_norm(
+            setting.model[0](setting.x),
+            mean,
+            variance,
+            setting.model[1].weight,
+            setting.model[1].bias,
+        )
         draws.append(setting.model[2:](h).softmax(1).detach())
     for b in range(4):
         torch.testing.assert_close(have[b], mutual_information(torch.stack(draws)[:, b]))
@@ -243,7 +269,10 @@ def test_coherence(setting: Setting) -> None:
     for b, x in enumerate(setting.x):
         z = setting.model(x[None])[0]
         late = [*setting.model[5].parameters(), *setting.model[8].parameters()]
-        rows = [torch.cat([t.flatten() for t in torch.autograd.grad(v, late, retain_graph=True)]) for v in z]
+        rows = [
+            torch.cat([t.flatten() for t in torch.autograd.grad(v, late, retain_graph=True)])
+            for v in z
+        ]
         jacobian = torch.stack(rows)
         unit = F.normalize(jacobian, dim=1)
         cosines = (unit @ unit.T) ** 2
@@ -258,7 +287,9 @@ def test_coherence(setting: Setting) -> None:
 def test_a_logit_without_gradient_has_no_direction_and_others_keep_theirs() -> None:
     """Two gradients at 60 degrees, the third zero: of the three pairs one has a squared cosine, of 1/4."""
     jacobian = torch.tensor([[1.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 0.0]]).double()
-    torch.testing.assert_close(collinearity((jacobian @ jacobian.T)[None]), torch.tensor([0.25 / 3]).double())
+    torch.testing.assert_close(
+        collinearity((jacobian @ jacobian.T)[None]), torch.tensor([0.25 / 3]).double()
+    )
 
 
 def test_gradnorm_of_two_classes_by_hand() -> None:

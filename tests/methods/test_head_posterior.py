@@ -28,7 +28,10 @@ def trained(bias: bool) -> tuple[nn.Sequential, nn.Linear]:
     """A network that has learnt the first 1000 digits: body and head."""
     torch.manual_seed(0)
     x, y = (t[:1000] for t in digits())
-    body, head = nn.Sequential(nn.Linear(64, 24), nn.Tanh()).double(), nn.Linear(24, 10, bias=bias).double()
+    body, head = (
+        nn.Sequential(nn.Linear(64, 24), nn.Tanh()).double(),
+        nn.Linear(24, 10, bias=bias).double(),
+    )
     model = nn.Sequential(body, head)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-4)
     for _ in range(100):
@@ -38,11 +41,16 @@ def trained(bias: bool) -> tuple[nn.Sequential, nn.Linear]:
     return body, head
 
 
-def random_head(inputs: int, classes: int, width: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def random_head(
+    inputs: int, classes: int, width: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
     """Features, logits, weight and bias."""
     torch.manual_seed(0)
     h = torch.randn(inputs, width, dtype=dtype)
-    weight, bias = torch.randn(classes, width, dtype=dtype) / width**0.5, torch.randn(classes, dtype=dtype)
+    weight, bias = (
+        torch.randn(classes, width, dtype=dtype) / width**0.5,
+        torch.randn(classes, dtype=dtype),
+    )
     return h, h @ weight.mT + bias, weight, bias
 
 
@@ -60,7 +68,9 @@ def _double() -> Iterator[None]:
 @pytest.mark.parametrize("prior_precision", [1.0, 0.01, 30.0])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("structure", BOTH)
-def test_agrees_with_laplace_torch(structure: Structure, bias: bool, prior_precision: float) -> None:
+def test_agrees_with_laplace_torch(
+    structure: Structure, bias: bool, prior_precision: float
+) -> None:
     from laplace import Laplace
 
     x, y = digits()
@@ -97,8 +107,12 @@ def test_full_is_the_gauss_newton_matrix_written_out() -> None:
 def test_batches_of_any_size_give_the_same_posterior(structure: Structure) -> None:
     h, logits, weight, bias = random_head(2500, 5, 8)
     whole = fit_head([(h, logits)], weight, bias, structure=structure)
-    parts = fit_head(zip(h.split(7), logits.split(7), strict=True), weight, bias, structure=structure)
-    torch.testing.assert_close(parts.functional_variance(h), whole.functional_variance(h), rtol=1e-10, atol=0)
+    parts = fit_head(
+        zip(h.split(7), logits.split(7), strict=True), weight, bias, structure=structure
+    )
+    torch.testing.assert_close(
+        parts.functional_variance(h), whole.functional_variance(h), rtol=1e-10, atol=0
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -113,10 +127,10 @@ def test_logits_of_samples_vary_as_predicted(structure: Structure, bias: bool) -
     mean, variance = h @ weight.mT + (b if bias else 0), posterior.functional_variance(h)
     scale = variance.diagonal(dim1=1, dim2=2)
     assert ((sampled.mean(1) - mean).abs() < 5 * (scale / n).sqrt()).all()
-    centred = sampled - mean[:, None]
-    # Var(ab) = Σ_aa Σ_bb + Σ_ab² for centred Gaussians.
+    centered = sampled - mean[:, None]
+    # Var(ab) = Σ_aa Σ_bb + Σ_ab² for centered Gaussians.
     bar = ((scale[:, :, None] * scale[:, None] + variance.square()) / n).sqrt()
-    assert ((centred.mT @ centred / n - variance).abs() < 5 * bar).all()
+    assert ((centered.mT @ centered / n - variance).abs() < 5 * bar).all()
 
 
 @pytest.mark.parametrize("structure", BOTH)
@@ -135,10 +149,14 @@ def test_the_seed_decides_the_samples(structure: Structure) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_kron_is_full_when_all_probabilities_are_equal(bias: bool) -> None:
     h, logits, weight, b = random_head(100, 4, 6)
-    h = h - h.mean(0)  # otherwise the weight and the bias are not independent, as kron takes them to be
+    h = h - h.mean(
+        0
+    )  # otherwise the weight and the bias are not independent, as kron takes them to be
     same = logits[:1].expand_as(logits)
     full, kron = (fit_head([(h, same)], weight, b if bias else None, structure=s) for s in BOTH)
-    torch.testing.assert_close(kron.functional_variance(h), full.functional_variance(h), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        kron.functional_variance(h), full.functional_variance(h), rtol=1e-9, atol=1e-12
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -168,7 +186,9 @@ def test_a_large_head_needs_little_memory() -> None:
     assert weights.shape == (8, 100, 512)
     assert variance.shape == (16, 100, 100)
     assert (variance.diagonal(dim1=1, dim2=2) > 0).all()
-    assert largest.elements <= 1024 * 513  # a chunk of features; the whole matrix would have 51,300²
+    assert (
+        largest.elements <= 1024 * 513
+    )  # a chunk of features; the whole matrix would have 51,300²
 
 
 @pytest.mark.parametrize("structure", BOTH)
@@ -191,9 +211,13 @@ def test_certain_predictions_leave_curvature(structure: Structure) -> None:
     """At p = 1 - 1e-20, 1 - p is 0 in float64; the curvature is not."""
     h = torch.full((1, 1), 1e10, dtype=torch.float64)
     logits = torch.tensor([[0.0, -46.0]], dtype=torch.float64)
-    variance = fit_head([(h, logits)], torch.ones(2, 1).double(), None, 1e-6, structure).functional_variance(h / 1e10)
+    variance = fit_head(
+        [(h, logits)], torch.ones(2, 1).double(), None, 1e-6, structure
+    ).functional_variance(h / 1e10)
     curvature = 1e20 * torch.tensor(-46.0).double().exp()
-    want = torch.linalg.inv(curvature * torch.tensor([[1.0, -1], [-1, 1]]).double() + 1e-6 * torch.eye(2).double())
+    want = torch.linalg.inv(
+        curvature * torch.tensor([[1.0, -1], [-1, 1]]).double() + 1e-6 * torch.eye(2).double()
+    )
     torch.testing.assert_close(variance[0], want, rtol=1e-6, atol=0)
 
 
@@ -214,7 +238,9 @@ def test_errors_say_what_to_do(structure: Structure) -> None:
         fit_head([], weight, bias, structure=structure)
     with pytest.raises(QualmsError, match="no training input"):
         fit_head([(h[:0], logits[:0])], weight, bias, structure=structure)
-    with pytest.raises(QualmsError, match=r"\(20, 3\) and logits .* \(20, 4\); this head needs \(n, 4\)"):
+    with pytest.raises(
+        QualmsError, match=r"\(20, 3\) and logits .* \(20, 4\); this head needs \(n, 4\)"
+    ):
         fit_head([(logits, h)], weight, bias, structure=structure)
     with pytest.raises(QualmsError, match="NaN"):
         fit_head([(h * torch.nan, logits)], weight, bias, structure=structure)

@@ -21,7 +21,9 @@ from tests.methods.conftest import Setting
 Combined = Callable[[Tensor], Tensor]
 
 
-def rectifiers(bias: bool = False, classes: int = 4, widths: tuple[int, ...] = (6, 12, 10, 8)) -> nn.Sequential:
+def rectifiers(
+    bias: bool = False, classes: int = 4, widths: tuple[int, ...] = (6, 12, 10, 8)
+) -> nn.Sequential:
     torch.manual_seed(0)
     layers = []
     for a, b in pairwise(widths):
@@ -39,10 +41,14 @@ def ratios(model: nn.Sequential, x: Tensor, blocks: list[nn.Module], head: nn.Li
         jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
         return (jacobian - jacobian.mean(0)).square().sum()
 
-    return torch.stack([trace(*block) if isinstance(block, tuple) else trace(block) for block in blocks]) / trace(head)
+    return torch.stack(
+        [trace(*block) if isinstance(block, tuple) else trace(block) for block in blocks]
+    ) / trace(head)
 
 
-def by_hand(model: nn.Sequential, x: Tensor, noise: Tensor, blocks: list[nn.Module], combined: Combined) -> Tensor:
+def by_hand(
+    model: nn.Sequential, x: Tensor, noise: Tensor, blocks: list[nn.Module], combined: Combined
+) -> Tensor:
     """T · H(softmax(z / T)) of each input, from the Jacobians of the blocks and of the last layer."""
     unit = torch.stack([combined(ratios(model, y, blocks, model[-1])) for y in noise]).mean()
     t = torch.stack([(combined(ratios(model, y, blocks, model[-1])) - unit).exp() for y in x])
@@ -66,7 +72,9 @@ def test_the_formula_by_hand(setting: Setting, name: str, combined: Combined) ->
     model = setting.model
     noise = torch.randn(32, 1, 8, 8, generator=generator(3, PURPOSE)).double()
     want = by_hand(model, setting.x, noise, [(model[0], model[1]), (model[5],)], combined)
-    torch.testing.assert_close(qualms.score(model, setting.x, name, seed=3).exp(), want, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        qualms.score(model, setting.x, name, seed=3).exp(), want, rtol=1e-9, atol=0
+    )
 
 
 def test_of_many_blocks_the_last_three_count() -> None:
@@ -103,7 +111,9 @@ def test_noise_of_which_most_has_features_sets_the_unit() -> None:
         model[0].weight.copy_(torch.eye(2))
         model[0].bias.zero_()
     x = torch.rand(8, 2).double() + 0.1
-    assert not torch.allclose(qualms.score(model, x, "heat").exp(), qualms.score(model, x, "entropy"))
+    assert not torch.allclose(
+        qualms.score(model, x, "heat").exp(), qualms.score(model, x, "entropy")
+    )
 
 
 def test_a_shift_of_all_logits_changes_nothing() -> None:
@@ -116,10 +126,17 @@ def test_a_shift_of_all_logits_changes_nothing() -> None:
 def test_a_factor_moved_between_layers_changes_the_sum_but_not_the_geometric_mean() -> None:
     model, x = rectifiers(), torch.randn(5, 6).double()
     before = qualms.compare(model, x, ["heat", "heat-geometric"])
-    for layer, factor in ((0, 7.0), (2, 1 / 7), (4, 3.0), (6, 1 / 3)):  # the last of them is the classifier
+    for layer, factor in (
+        (0, 7.0),
+        (2, 1 / 7),
+        (4, 3.0),
+        (6, 1 / 3),
+    ):  # the last of them is the classifier
         model[layer].weight.data *= factor
     after = qualms.compare(model, x, ["heat", "heat-geometric"])
-    torch.testing.assert_close(after["heat-geometric"], before["heat-geometric"], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        after["heat-geometric"], before["heat-geometric"], rtol=1e-9, atol=1e-12
+    )
     assert (after["heat"] - before["heat"]).abs().max() > 0.01
 
 
@@ -144,7 +161,7 @@ def test_noise_that_no_unit_answers_to_does_not_set_the_unit(seed: int) -> None:
     assert scores.abs().max() < 5
 
 
-def test_a_head_that_is_parametrised_is_no_block() -> None:
+def test_a_head_that_is_parametrized_is_no_block() -> None:
     model, x = rectifiers(bias=True), torch.randn(5, 6).double()
     plain = qualms.score(model, x, "heat")
     nn.utils.parametrizations.weight_norm(model[-1])
@@ -156,7 +173,10 @@ class Company(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 3)
+        self.body, self.head = (
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x - x.mean(0) / 2))
@@ -195,7 +215,7 @@ def test_many_classes_are_estimated_and_rank_alike(monkeypatch: pytest.MonkeyPat
 
 
 class PostNorm(nn.Module):
-    """Text in, a normalisation before the classifier."""
+    """Text in, a normalization before the classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,10 +228,14 @@ class PostNorm(nn.Module):
 
 @pytest.mark.parametrize("make", [
     lambda: (vit_tiny(5), torch.randn(3, 3, 32, 32)), lambda: (PostNorm(), torch.randint(0, 50, (3, 7)))])  # fmt: skip
-def test_behind_a_normalisation_it_is_the_entropy_and_says_so(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+def test_behind_a_normalization_it_is_the_entropy_and_says_so(
+    make: Callable[[], tuple[nn.Module, Tensor]],
+) -> None:
     torch.manual_seed(0)
     model, x = make()
-    scored = qualms.Scorer(model.double(), ["heat", "entropy"])(x.double() if x.is_floating_point() else x)
+    scored = qualms.Scorer(model.double(), ["heat", "entropy"])(
+        x.double() if x.is_floating_point() else x
+    )
     torch.testing.assert_close(scored.scores["heat"].exp(), scored.scores["entropy"])
     assert scored.notes == {
         "heat": "the length of the features that the classifier reads hardly grows with the input, so heat is the "
@@ -221,7 +245,9 @@ def test_behind_a_normalisation_it_is_the_entropy_and_says_so(make: Callable[[],
 
 
 def test_a_linear_model_has_no_block_and_says_so() -> None:
-    scored = qualms.Scorer(nn.Linear(4, 3).double(), ["heat", "entropy"])(torch.randn(5, 4).double())
+    scored = qualms.Scorer(nn.Linear(4, 3).double(), ["heat", "entropy"])(
+        torch.randn(5, 4).double()
+    )
     torch.testing.assert_close(scored.scores["heat"].exp(), scored.scores["entropy"])
     assert "no counted weights come before the classifier" in scored.notes["heat"]
 
@@ -270,7 +296,10 @@ def test_batches_of_two_lengths_have_scores_of_one_kind(lengths: tuple[int, int]
     torch.manual_seed(0)
     model = Bag().double()
     model.fc1.bias.data -= 3
-    batches = [{"ids": torch.randint(0, 50, (3, n)), "mask": torch.ones(3, n, dtype=torch.long)} for n in lengths]
+    batches = [
+        {"ids": torch.randint(0, 50, (3, n)), "mask": torch.ones(3, n, dtype=torch.long)}
+        for n in lengths
+    ]
     scored = qualms.Scorer(model, ["heat", "recommended", "gen", "entropy"])(batches)
     s = {name: values.exp() if name == "heat" else values for name, values in scored.scores.items()}
     plain = torch.isclose(s["heat"], s["entropy"])
@@ -294,7 +323,10 @@ def test_masks_and_types_beside_the_ids_are_those_of_plain_text() -> None:
             return super().forward(ids, ~key_padding_mask + 0 * token_type_ids)
 
     torch.manual_seed(0)
-    beside = {"key_padding_mask": torch.ones(3, 7, dtype=torch.bool), "token_type_ids": torch.ones(3, 7).long()}
+    beside = {
+        "key_padding_mask": torch.ones(3, 7, dtype=torch.bool),
+        "token_type_ids": torch.ones(3, 7).long(),
+    }
     beside["key_padding_mask"][:, :5] = False
     qualms.score(Watched(), {"ids": torch.randint(0, 50, (3, 7)), **beside}, "heat")
     assert len(seen["padding"]) > 3
@@ -322,7 +354,9 @@ def test_the_vocabulary_is_that_of_the_embedding_that_reads_the_ids() -> None:
 
 def test_what_stands_beside_the_input_without_a_name_is_an_error() -> None:
     x = (torch.randint(0, 50, (3, 7)), torch.ones(3, 7, dtype=torch.long))
-    with pytest.raises(qualms.QualmsError, match=r"does not know what to put in place of .*tuple; pass a dict"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"does not know what to put in place of .*tuple; pass a dict"
+    ):
         qualms.score(Bag(), x, "heat")
 
 
@@ -335,7 +369,9 @@ def test_a_model_that_refuses_noise_is_told_of_the_noise() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc2(self.fc1(torch.cat([self.embed(x[:, 0].long()), x[:, 1:]], 1)).relu())
 
-    with pytest.raises(qualms.QualmsError, match="heat tries the model on 32 inputs of noise, which fails"):
+    with pytest.raises(
+        qualms.QualmsError, match="heat tries the model on 32 inputs of noise, which fails"
+    ):
         qualms.score(Category(), torch.ones(3, 4), "heat")
 
 
@@ -378,7 +414,10 @@ def test_noise_too_loud_for_the_models_numbers_counts_as_growth() -> None:
 
 
 def test_estimated_traces_have_no_known_error() -> None:
-    few, many = (qualms.score_with_error(rectifiers(classes=c), torch.randn(3, 6).double(), "heat") for c in (17, 18))
+    few, many = (
+        qualms.score_with_error(rectifiers(classes=c), torch.randn(3, 6).double(), "heat")
+        for c in (17, 18)
+    )
     assert (few[1] == 0).all()
     assert many[1].isnan().all()
 

@@ -21,7 +21,9 @@ def train_batches() -> list[Tensor]:
     return [torch.randn(16, 1, 8, 8, generator=noise).double() for _ in range(4)]
 
 
-def all_scores(model: nn.Module, x: Tensor, members: tuple[nn.Module, ...], **more: object) -> dict[str, Tensor]:
+def all_scores(
+    model: nn.Module, x: Tensor, members: tuple[nn.Module, ...], **more: object
+) -> dict[str, Tensor]:
     return qualms.compare(model, x, STARRED, train=train_batches(), models=members, **more)
 
 
@@ -43,7 +45,7 @@ def test_every_method_has_a_name_a_paper_needs_and_a_cost() -> None:
 def test_every_method_runs_on_the_papers_cnn(name: str) -> None:
     torch.manual_seed(0)
     model, other, x = mnist_cnn(), mnist_cnn(), torch.rand(3, 1, 28, 28)
-    missing = {"mc-dropout": "no dropout layer", "mc-batchnorm": "no batch normalisation"}
+    missing = {"mc-dropout": "no dropout layer", "mc-batchnorm": "no batch normalization"}
     if name in missing:  # the paper's CNN has neither
         with pytest.raises(qualms.QualmsError, match=missing[name]):
             qualms.score(model, x, name, train=[x])
@@ -81,12 +83,17 @@ def test_permuting_the_classes_changes_nothing(setting: Setting, member: nn.Modu
 
     before = all_scores(setting.model, setting.x, (member,))
     after = all_scores(permuted(setting.model), setting.x, (permuted(member),))
-    for name in set(STARRED) - {"laplace", "perturb-theta"}:  # their draws are tied to the place of a weight
+    for name in set(STARRED) - {
+        "laplace",
+        "perturb-theta",
+    }:  # their draws are tied to the place of a weight
         torch.testing.assert_close(before[name], after[name], rtol=1e-7, atol=1e-12, msg=name)
 
 
 @pytest.mark.slow
-def test_the_score_of_an_input_does_not_depend_on_the_rest_of_the_batch(setting: Setting, member: nn.Module) -> None:
+def test_the_score_of_an_input_does_not_depend_on_the_rest_of_the_batch(
+    setting: Setting, member: nn.Module
+) -> None:
     whole = all_scores(setting.model, setting.x, (member,))
     in_parts = all_scores(setting.model, setting.x, (member,), batch_size=3)
     as_loader = all_scores(setting.model, [setting.x[:1], setting.x[1:]], (member,))  # type: ignore[arg-type]
@@ -101,7 +108,15 @@ def test_the_seed_decides(setting: Setting, member: nn.Module) -> None:
     again = all_scores(setting.model, setting.x, (member,), seed=1)
     other = all_scores(setting.model, setting.x, (member,), seed=2)
     assert all(torch.equal(one[n], again[n]) for n in STARRED)
-    drawn = {"perturb-x", "perturb-theta", "mc-aa", "inserted-dropout", "laplace", "mc-dropout", STARRED[-1]}
+    drawn = {
+        "perturb-x",
+        "perturb-theta",
+        "mc-aa",
+        "inserted-dropout",
+        "laplace",
+        "mc-dropout",
+        STARRED[-1],
+    }
     drawn |= {"heat", "heat-geometric", "recommended"}  # their noise inputs
     assert {n for n in STARRED if not torch.equal(one[n], other[n])} == drawn
 
@@ -127,7 +142,10 @@ def test_exgrad_bounds_the_divergence_of_small_weight_perturbations(setting: Set
     noise = torch.Generator().manual_seed(0)
     for size in (1e-2, 1e-3):
         for _ in range(20):
-            step = {n: torch.randn(p.shape, generator=noise).double() for n, p in setting.model.named_parameters()}
+            step = {
+                n: torch.randn(p.shape, generator=noise).double()
+                for n, p in setting.model.named_parameters()
+            }
             length = sum(s.square().sum() for s in step.values()).sqrt()
             moved = {n: p + size * step[n] / length for n, p in setting.model.named_parameters()}
             log_q = torch.func.functional_call(setting.model, moved, setting.x).log_softmax(1)
@@ -140,7 +158,9 @@ def test_exgrad_bounds_the_divergence_of_small_weight_perturbations(setting: Set
 def test_bfloat16_scores_are_float32(name: str) -> None:
     model, x = bert()
     if name in ("mc-batchnorm", "rankfeat", "gaia"):
-        pytest.skip("the model has no batch normalisation and no feature maps")
-    out = qualms.score(model.bfloat16(), x, name, train=[training_text()], models=[bert()[0].bfloat16()])
+        pytest.skip("the model has no batch normalization and no feature maps")
+    out = qualms.score(
+        model.bfloat16(), x, name, train=[training_text()], models=[bert()[0].bfloat16()]
+    )
     assert out.dtype == torch.float32
     assert torch.isfinite(out).all()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods import MCAA, METHODS, GradientScore, Method, PerturbX, REGrad, parse
-from qualms.methods.passes import Passes
+from qualms.methods.context import BatchContext
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Margin(Method):
     needs = ("logits",)
     cost = "1"
 
-    def score(self, passes: Passes) -> Tensor:
+    def score(self, passes: BatchContext) -> Tensor:
         top = passes.probs.topk(2).values
         return -((top[:, 0] - top[:, 1]) ** self.power)
 
@@ -54,7 +54,7 @@ class Mixture(Method):
     needs = ("gradients",)
     cost = "many"
 
-    def score(self, passes: Passes) -> Tensor:
+    def score(self, passes: BatchContext) -> Tensor:
         return parse("gradnorm").score(passes) + 2 * parse("regrad+layers(2)").score(passes)
 
 
@@ -100,7 +100,9 @@ def test_a_method_may_be_made_of_scores_that_nobody_asked_for(engine: str) -> No
     model, x = setting()
     parts = qualms.compare(model, x, ["gradnorm", "regrad+layers(2)"], engine=engine)
     for others in ([], ["exgrad"], ["exgrad", "negrad", "regrad+layers(2)"]):
-        have = qualms.compare(model, x, [Mixture(), *others], engine=engine, tolerance=0.2)["mixture"]
+        have = qualms.compare(model, x, [Mixture(), *others], engine=engine, tolerance=0.2)[
+            "mixture"
+        ]
         torch.testing.assert_close(have, parts["gradnorm"] + 2 * parts["regrad+layers(2)"])
 
 
@@ -124,7 +126,9 @@ def test_what_is_not_said_is_as_in_the_paper() -> None:
 
 def test_noise_in_pixels_is_converted_once() -> None:
     smooth = Smoothing(0.5, 3, antithetic=False)
-    assert REGrad(0.3, smooth).in_units(doubled) == REGrad(0.3, Smoothing((1.0, 1.5), 3, antithetic=False))
+    assert REGrad(0.3, smooth).in_units(doubled) == REGrad(
+        0.3, Smoothing((1.0, 1.5), 3, antithetic=False)
+    )
     assert PerturbX(0.5, 7).in_units(doubled) == PerturbX((1.0, 1.5), 7)
     assert MCAA(0.5, 7).in_units(doubled) == MCAA((1.0, 1.5), 7)
     for kind in METHODS:
@@ -137,7 +141,10 @@ def test_quick_methods_have_two_draws_at_most_and_are_otherwise_the_same() -> No
     for kind in METHODS:
         quick = kind().quick()
         changed = {f.name for f in fields(kind) if vars(quick)[f.name] != f.default}
-        fewer = {"vim": {"dimensions"}, "quam": {"steps"}}  # what it takes for them to run on little
+        fewer = {
+            "vim": {"dimensions"},
+            "quam": {"steps"},
+        }  # what it takes for them to run on little
         assert changed == fewer.get(kind.name, {"draws"} & set(vars(quick))), kind.name
         assert vars(quick).get("draws", 2) == 2
     assert PerturbX(0.1, 1).quick() == PerturbX(0.1, 1)
@@ -181,6 +188,8 @@ def test_methods_are_reached_by_package_and_by_module() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["qualms.methods.regrad", "qualms.methods.passes", "qualms.gradients.smoothing"])
+@pytest.mark.parametrize(
+    "first", ["qualms.methods.regrad", "qualms.methods.context", "qualms.gradients.smoothing"]
+)
 def test_any_module_may_be_imported_first(first: str) -> None:
     subprocess.run([sys.executable, "-c", f"import {first}"], check=True, timeout=120)

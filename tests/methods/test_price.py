@@ -12,7 +12,9 @@ from qualms.methods import price
 
 def wide(classes: int = 600) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, classes))
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, classes)
+    )
 
 
 def passes(spec: str, **how: object) -> float:
@@ -31,7 +33,11 @@ def test_a_price_follows_the_classes_the_draws_and_the_engine() -> None:
 
 
 def test_scores_that_share_a_pass_are_paid_once() -> None:
-    both = qualms.Scorer(wide(), ["regrad", "exgrad", "entropy"]).price(torch.randn(2, 16)).forward_passes
+    both = (
+        qualms.Scorer(wide(), ["regrad", "exgrad", "entropy"])
+        .price(torch.randn(2, 16))
+        .forward_passes
+    )
     assert both < 1.5 * passes("regrad")
 
 
@@ -44,8 +50,14 @@ def test_a_price_has_seconds_bytes_and_how_it_is_known() -> None:
 
 def test_a_long_run_is_told_of_before_it_starts_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(price, "LONG_SECONDS", 1e-6)
-    scorer, x = qualms.Scorer(wide(40), "regrad+layers+smooth(0.1,2)", engine="exact"), torch.randn(2, 16)
-    with pytest.warns(qualms.SlowWarning, match="scoring 2 inputs will take about .* minutes .* forward passes each"):
+    scorer, x = (
+        qualms.Scorer(wide(40), "regrad+layers+smooth(0.1,2)", engine="exact"),
+        torch.randn(2, 16),
+    )
+    with pytest.warns(
+        qualms.SlowWarning,
+        match="scoring 2 inputs will take about .* minutes .* forward passes each",
+    ):
         scorer(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -53,8 +65,13 @@ def test_a_long_run_is_told_of_before_it_starts_and_once(monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings("ignore::qualms.SlowWarning")
-def test_inner_products_that_would_be_computed_over_and_over_are_an_error_that_says_what_they_take() -> None:
+def test_inner_products_that_would_be_computed_over_and_over_are_an_error_that_says_what_they_take() -> (
+    None
+):
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4000))
-    with pytest.raises(qualms.QualmsError, match=r"8 of 58 gradients of one input take about .* MiB.* larger `budget`"):
+    with pytest.raises(
+        qualms.QualmsError,
+        match=r"8 of 58 gradients of one input take about .* MiB.* larger `budget`",
+    ):
         qualms.score(model, torch.randn(2, 8), "coherence", budget=2**22)
     assert qualms.score(model, torch.randn(2, 8), "coherence", budget=2**28).isfinite().all()

@@ -22,7 +22,9 @@ from tests.gradients.test_engines_agree import assert_norms_equal
 pytestmark = [
     pytest.mark.data,
     pytest.mark.slow,
-    pytest.mark.skipif("QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"),
+    pytest.mark.skipif(
+        "QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"
+    ),
 ]
 ROOT = Path(os.environ.get("QUALMS_DATA", "."))
 ENTRY = ZOO["cifar10-resnet20"]
@@ -33,25 +35,31 @@ def resnet20() -> nn.Module:
     return load_model("cifar10-resnet20", ROOT / "weights" / str(ENTRY.file))
 
 
-def normalised(name: str, count: int, split: str = "test") -> Tensor:
-    assert ENTRY.normalisation is not None
-    return ENTRY.normalisation.apply(load(name, ROOT, split).pixels[:count])
+def normalized(name: str, count: int, split: str = "test") -> Tensor:
+    assert ENTRY.normalization is not None
+    return ENTRY.normalization.apply(load(name, ROOT, split).pixels[:count])
 
 
 @pytest.fixture(scope="module")
 def scores() -> dict[str, Tensor]:
     model = resnet20()
-    assert ENTRY.normalisation is not None
-    sigma = ENTRY.normalisation.in_model_units(0.02)
-    every: list[Any] = [kind() for kind in METHODS if kind.name != "mc-dropout"]  # the network has none
+    assert ENTRY.normalization is not None
+    sigma = ENTRY.normalization.in_model_units(0.02)
+    every: list[Any] = [
+        kind() for kind in METHODS if kind.name != "mc-dropout"
+    ]  # the network has none
     methods = [replace(m, draws=10) if hasattr(m, "draws") else m for m in every]
     methods += ["regrad+layers(0.2)", REGrad(layers=0.2, smooth=qualms.Smoothing(sigma))]
-    train = normalised("cifar10", 512, "train").split(128)
+    train = normalized("cifar10", 512, "train").split(128)
     other = resnet20()
     with torch.no_grad():
         for p in other.parameters():
-            p += 0.02 * p.abs().mean() * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-    both = torch.cat([normalised("cifar10", INPUTS), normalised("svhn", INPUTS)])
+            p += (
+                0.02
+                * p.abs().mean()
+                * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+            )
+    both = torch.cat([normalized("cifar10", INPUTS), normalized("svhn", INPUTS)])
     return qualms.compare(model, both, methods, train=list(train), models=[other])
 
 
@@ -80,14 +88,14 @@ def test_heat_finds_more_of_svhn_than_the_entropy_it_is_made_of(scores: dict[str
 
 
 def test_the_sketch_ranks_real_inputs_like_the_exact_engine(scores: dict[str, Tensor]) -> None:
-    x = torch.cat([normalised("cifar10", INPUTS), normalised("svhn", INPUTS)])
+    x = torch.cat([normalized("cifar10", INPUTS), normalized("svhn", INPUTS)])
     found, error = qualms.score_with_error(resnet20(), x, "regrad+layers(0.2)", engine="sketch")
     assert spearmanr(found, scores["regrad+layers(0.2)"])[0] > 0.985
     assert (error < 0.3 * found).all()
 
 
 def test_the_exact_engine_is_the_reference_on_it() -> None:
-    model, x = resnet20(), normalised("cifar10", 2)
+    model, x = resnet20(), normalized("cifar10", 2)
     have = qualms.class_gradient_norms(model.double(), x.double())
     want = qualms.class_gradient_norms(model.double(), x.double(), engine="reference")
     assert have.layers == want.layers

@@ -9,7 +9,9 @@ from qualms.models.cnn import mnist_cnn
 from qualms.models.vit import vit_tiny
 
 
-def both(model: nn.Module, x: torch.Tensor, other: str) -> tuple[qualms.Scored, torch.Tensor, torch.Tensor]:
+def both(
+    model: nn.Module, x: torch.Tensor, other: str
+) -> tuple[qualms.Scored, torch.Tensor, torch.Tensor]:
     scored = qualms.Scorer(model, ["recommended", other])(x)
     return scored, scored.scores["recommended"], scored.scores[other]
 
@@ -22,11 +24,13 @@ def test_features_of_free_length_get_heat() -> None:
     assert scored.notes["recommended"] == want
 
 
-def test_behind_a_normalisation_it_is_gen() -> None:
+def test_behind_a_normalization_it_is_gen() -> None:
     torch.manual_seed(0)
     scored, auto, gen = both(vit_tiny(3), torch.rand(2, 3, 32, 32), "gen")
     assert torch.equal(auto, gen)
-    assert scored.notes["recommended"].startswith("recommended picked gen, because the length of the features")
+    assert scored.notes["recommended"].startswith(
+        "recommended picked gen, because the length of the features"
+    )
 
 
 def test_a_model_that_heat_is_not_for_gets_gen_with_the_reason() -> None:

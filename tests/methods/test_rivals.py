@@ -81,7 +81,9 @@ def test_negative_features_count_as_zero_in_what_the_largest_hold() -> None:
     model, x = nn.Linear(20, 3).double(), torch.randn(4, 20).double()
     positive = x.clamp(min=0)
     r = positive.sum(1) / positive.sort(1).values[:, -3:].sum(1)
-    torch.testing.assert_close(qualms.score(model, x, "lts(85)"), -(model(x) * r[:, None] ** 2).logsumexp(1).detach())
+    torch.testing.assert_close(
+        qualms.score(model, x, "lts(85)"), -(model(x) * r[:, None] ** 2).logsumexp(1).detach()
+    )
 
 
 @pytest.mark.parametrize("epsilon", [0.05, (0.05,)])
@@ -97,7 +99,10 @@ def test_odin(setting: Setting, epsilon: float | tuple[float, ...]) -> None:
 
 def test_odins_step_has_a_size_for_each_channel() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).double(), torch.rand(2, 3, 2, 2).double()
+    model, x = (
+        nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).double(),
+        torch.rand(2, 3, 2, 2).double(),
+    )
     levels = (0.1, 0.2, 0.3)
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(-(model(x) / 1000).log_softmax(1).amax(1).sum(), x)
@@ -130,19 +135,25 @@ def test_odin_says_if_its_step_is_lost_to_rounding() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(16, 3).bfloat16(), (torch.rand(40, 16) + 0.5).bfloat16()
     for some in (x, x[:1]):
-        with pytest.raises(qualms.QualmsError, match=r"odin's step .* lost to rounding .* bfloat16; pass a larger"):
+        with pytest.raises(
+            qualms.QualmsError, match=r"odin's step .* lost to rounding .* bfloat16; pass a larger"
+        ):
             qualms.score(model, some, "odin")
     assert torch.isfinite(qualms.score(model, x, ODIN(epsilon=0.1))).all()
     constant = nn.Linear(16, 3)
     nn.init.zeros_(constant.weight)
-    assert torch.isfinite(qualms.score(constant, x.float(), "odin")).all()  # a step of nothing is not lost
+    assert torch.isfinite(
+        qualms.score(constant, x.float(), "odin")
+    ).all()  # a step of nothing is not lost
 
 
 def test_clafr(setting: Setting) -> None:
     have = qualms.score(setting.model, setting.x, "clafr")
     weight = setting.model[8].weight.detach()
     for b, h in enumerate(features_of(setting)):
-        nearest = weight.T @ torch.linalg.lstsq(weight.T, h[:, None]).solution  # of all combinations of the rows
+        nearest = (
+            weight.T @ torch.linalg.lstsq(weight.T, h[:, None]).solution
+        )  # of all combinations of the rows
         assert have[b].item() == pytest.approx(((h - nearest[:, 0]).norm() / h.norm()).item())
 
 
@@ -176,7 +187,9 @@ def test_rankfeat(setting: Setting) -> None:
             vector = matrix.T @ (matrix @ vector)
             vector /= vector.norm()
         rest = matrix - torch.outer(matrix @ vector, vector)
-        assert have[b].item() == pytest.approx(energy(setting.model[4:](rest.reshape(1, 4, 3, 3))[0]))
+        assert have[b].item() == pytest.approx(
+            energy(setting.model[4:](rest.reshape(1, 4, 3, 3))[0])
+        )
 
 
 class Pooled(nn.Module):
@@ -212,7 +225,9 @@ class Pooled(nn.Module):
         return self.rest(self.maps(x))
 
 
-@pytest.mark.parametrize("pooling", ["module", "last axis", "by name", "max", "flat", "by axes", "last axis by axes"])
+@pytest.mark.parametrize(
+    "pooling", ["module", "last axis", "by name", "max", "flat", "by axes", "last axis by axes"]
+)
 def test_rankfeat_finds_the_last_map(pooling: str) -> None:
     torch.manual_seed(0)
     model, x = Pooled(pooling).double().eval(), torch.rand(3, 1, 9, 7).double()
@@ -230,7 +245,9 @@ def test_rankfeat_does_not_take_the_map_of_a_gate_for_the_last() -> None:
 def test_rankfeat_does_not_take_a_convolution_for_a_pooling() -> None:
     torch.manual_seed(0)
     body, last = nn.Conv2d(1, 6, 3, 2, 1), nn.Linear(6, 3)
-    strided = nn.Sequential(body, nn.ReLU(), nn.Conv2d(6, 6, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+    strided = nn.Sequential(
+        body, nn.ReLU(), nn.Conv2d(6, 6, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last
+    )
     with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
         qualms.score(strided, torch.rand(2, 1, 4, 4), "rankfeat")
     assert torch.isfinite(qualms.score(strided, torch.rand(2, 1, 8, 8), "rankfeat")).all()
@@ -241,7 +258,9 @@ def test_rankfeat_with_as_many_channels_as_rows() -> None:
     x = torch.rand(3, 1, 8, 7).double()  # a map of 6 x 5, and 6 channels
     plain, last = Pooled("module").double(), Pooled("last axis").double()
     last.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(qualms.score(last, x, "rankfeat"), qualms.score(plain, x, "rankfeat"))
+    torch.testing.assert_close(
+        qualms.score(last, x, "rankfeat"), qualms.score(plain, x, "rankfeat")
+    )
 
 
 def densities(maps: list[Tensor], logits: Tensor) -> Tensor:
@@ -250,8 +269,8 @@ def densities(maps: list[Tensor], logits: Tensor) -> Tensor:
 
 
 def test_gaia(setting: Setting) -> None:
-    normalised = setting.model[:2](setting.x)
-    want = densities([normalised], setting.model[2:](normalised))
+    normalized = setting.model[:2](setting.x)
+    want = densities([normalized], setting.model[2:](normalized))
     torch.testing.assert_close(qualms.score(setting.model, setting.x, "gaia"), want)
     plain = nn.Sequential(setting.model[0], *setting.model[2:])
     convolved = plain[:1](setting.x)
@@ -264,7 +283,9 @@ def test_gaia_takes_gradients_by_maps_before_they_are_changed_in_place(setting: 
     model[2].inplace = True
     for p in model.parameters():
         p.requires_grad_(False)
-    assert torch.equal(qualms.score(model, setting.x, "gaia"), qualms.score(setting.model, setting.x, "gaia"))
+    assert torch.equal(
+        qualms.score(model, setting.x, "gaia"), qualms.score(setting.model, setting.x, "gaia")
+    )
     assert not any(p.requires_grad for p in model.parameters())
 
 
@@ -273,7 +294,9 @@ def test_gaia_on_a_residual_network() -> None:
     model, x = resnet20().double().eval(), torch.rand(3, 3, 32, 32).double()
     maps: list[Tensor] = []
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    hooks = [m.register_forward_hook(lambda _m, _x, out: maps.append(out) or out.clone()) for m in norms]
+    hooks = [
+        m.register_forward_hook(lambda _m, _x, out: maps.append(out) or out.clone()) for m in norms
+    ]
     want = densities(maps, model(x))
     for hook in hooks:
         hook.remove()
@@ -285,21 +308,29 @@ def test_gaia_on_a_residual_network() -> None:
 def test_gaia_takes_no_single_pixel_for_a_map() -> None:
     torch.manual_seed(0)
     first = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
-    model = nn.Sequential(*first, nn.Conv2d(4, 5, 4), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(5, 3))
+    model = nn.Sequential(
+        *first, nn.Conv2d(4, 5, 4), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(5, 3)
+    )
     model, x = model.double().eval(), torch.randn(4, 1, 6, 6).double()
-    normalised = model[:2](x)
-    torch.testing.assert_close(qualms.score(model, x, "gaia"), densities([normalised], model[2:](normalised)))
+    normalized = model[:2](x)
+    torch.testing.assert_close(
+        qualms.score(model, x, "gaia"), densities([normalized], model[2:](normalized))
+    )
 
 
 def test_gaia_says_that_smooth_activations_tell_it_nothing() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    )
     for x in (torch.rand(2, 1, 8, 8), torch.rand(1, 1, 8, 8)):
         with pytest.raises(qualms.QualmsError, match=r"GELU.*use energy"):
             qualms.score(model, x, "gaia")
 
 
 def test_gaia_is_not_misled_by_a_rectifier_behind_its_maps() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(144, 16), nn.ReLU(), nn.Linear(16, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(144, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
     with pytest.raises(qualms.QualmsError, match="zero equally often for all inputs of noise"):
         qualms.score(model, torch.randn(6, 3, 8, 8), "gaia")
 

@@ -16,9 +16,16 @@ GRADIENT_SCORES = ["regrad", "exgrad", "ungrad", "gradnorm", "negrad", "confound
 
 @pytest.mark.parametrize("spec", ["regrad", "exgrad", "fisher", "isotropic"])
 def test_a_sketch_of_many_tangents_is_near_the_score_itself(setting: Setting, spec: str) -> None:
-    others = ["regrad", "fisher"]  # of which one adds up norms, the other squares, from the same tangents
-    have = qualms.compare(setting.model, setting.x, [spec, *others], engine=qualms.Sketch(400))[spec]
-    torch.testing.assert_close(have, qualms.score(setting.model, setting.x, spec), rtol=0.15, atol=0)
+    others = [
+        "regrad",
+        "fisher",
+    ]  # of which one adds up norms, the other squares, from the same tangents
+    have = qualms.compare(setting.model, setting.x, [spec, *others], engine=qualms.Sketch(400))[
+        spec
+    ]
+    torch.testing.assert_close(
+        have, qualms.score(setting.model, setting.x, spec), rtol=0.15, atol=0
+    )
 
 
 class Counter:
@@ -51,7 +58,9 @@ def counted(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
         handle.remove()
 
 
-def passes(setting: Setting, methods: list[str], monkeypatch: pytest.MonkeyPatch, **more: Any) -> Counter:
+def passes(
+    setting: Setting, methods: list[str], monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> Counter:
     with counted(setting.model, monkeypatch) as counter:
         qualms.compare(setting.model, setting.x, methods, **more)
     return counter
@@ -64,7 +73,9 @@ ALONE = 2  # rows of each chunk that run by themselves, too
 SEPARATE = 1  # backward pass for each chunk, which shows that the model does not move rows about
 
 
-def test_all_gradient_scores_come_from_one_pass(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gradient_scores_come_from_one_pass(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counter = passes(setting, GRADIENT_SCORES, monkeypatch)
     # The logits, which also tell whether inputs influence each other, the look, and the recorded pass.
     assert counter.first == B + LOOK_ROWS + B + ALONE
@@ -75,7 +86,9 @@ def test_all_gradient_scores_come_from_one_pass(setting: Setting, monkeypatch: p
     assert (again.first, again.backward) == (counter.first, counter.backward)
 
 
-def test_all_smoothed_scores_come_from_one_smoothed_pass(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_smoothed_scores_come_from_one_smoothed_pass(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smoothed = [f"{name}+layers+smooth(0.1,4)" for name in ("regrad", "exgrad", "ungrad")]
     counter = passes(setting, smoothed, monkeypatch)
     assert counter.first == B + LOOK_ROWS + 5 * B + ALONE
@@ -88,7 +101,16 @@ def test_all_smoothed_scores_come_from_one_smoothed_pass(setting: Setting, monke
 def test_scores_of_the_logits_and_the_head_cost_one_forward_pass(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    methods = ["entropy", "msp", "max-logit", "energy", "gen", "exgrad-v", "gradnorm-huang", "inserted-dropout"]
+    methods = [
+        "entropy",
+        "msp",
+        "max-logit",
+        "energy",
+        "gen",
+        "exgrad-v",
+        "gradnorm-huang",
+        "inserted-dropout",
+    ]
     counter = passes(setting, methods, monkeypatch)
     assert (counter.first, counter.backward) == (B, 0)
 
@@ -98,12 +120,16 @@ def test_equal_draws_are_shared(setting: Setting, monkeypatch: pytest.MonkeyPatc
     assert counter.first == B + 11 * B
 
 
-def test_what_comes_before_the_first_dropout_runs_once(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_before_the_first_dropout_runs_once(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     whole = torch.conv2d
 
     class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is whole:
                 calls.append(func)
             return func(*args, **(kwargs or {}))
@@ -132,7 +158,9 @@ def test_replay_gives_way_when_the_rest_writes_into_what_came_before() -> None:
     torch.manual_seed(0)
     model, same, x = InPlace(), Plain(), torch.randn(5, 4)
     same.load_state_dict(model.state_dict())
-    torch.testing.assert_close(qualms.score(model, x, "mc-dropout(10)"), qualms.score(same, x, "mc-dropout(10)"))
+    torch.testing.assert_close(
+        qualms.score(model, x, "mc-dropout(10)"), qualms.score(same, x, "mc-dropout(10)")
+    )
 
 
 def test_the_training_data_is_read_once_for_all_batches(setting: Setting) -> None:

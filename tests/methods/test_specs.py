@@ -17,7 +17,9 @@ GOOD = {
     "regrad+layers": REGrad(layers=0.3),
     "regrad+layers+smooth": REGrad(layers=0.3, smooth=qualms.Smoothing(0.02, 8)),
     "regrad+smooth+layers(0.4)": REGrad(layers=0.4, smooth=qualms.Smoothing()),
-    "RegRad + layers( 0.4 ) + smooth(1e-2, 16)": REGrad(layers=0.4, smooth=qualms.Smoothing(0.01, 16)),
+    "RegRad + layers( 0.4 ) + smooth(1e-2, 16)": REGrad(
+        layers=0.4, smooth=qualms.Smoothing(0.01, 16)
+    ),
     "regrad+layers(0)": REGrad(layers=0.0),
     "perturb_x(0.02)": PerturbX(sigma=0.02),
     "gen(0.5, 20)": GEN(0.5, 20),
@@ -48,7 +50,9 @@ def test_a_spec_is_a_method(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", BAD)
 def test_a_misspelt_spec_gets_help(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it would answer before qualms does
+    monkeypatch.setattr(
+        jaxtyping.config, "jaxtyping_disable", True
+    )  # it would answer before qualms does
     with pytest.raises(qualms.QualmsError, match=BAD[spec]):
         parse(spec)
 
@@ -83,7 +87,7 @@ def test_missing_needs_are_named() -> None:
         "laplace": "laplace needs training data; pass train=",
         "ensemble": "ensemble needs several models; pass models=",
         "mc-dropout": "no dropout layer",
-        "mc-batchnorm": "no batch normalisation",
+        "mc-batchnorm": "no batch normalization",
     }.items():
         with pytest.raises(qualms.QualmsError, match=says):
             qualms.score(model, x, name)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.methods.passes import Passes, Subject
+from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.registry import parse
 
 
@@ -50,7 +50,10 @@ def test_many_draws_of_smoothing_reach_the_analytic_mean() -> None:
     model, x, p, _ = linear()
     sigma = 0.05
     smoothing = qualms.Smoothing(sigma, 1000)
-    runs = [qualms.class_gradient_norms(model, x, smoothing=smoothing, seed=s).norms[:, :, 0] for s in range(8)]
+    runs = [
+        qualms.class_gradient_norms(model, x, smoothing=smoothing, seed=s).norms[:, :, 0]
+        for s in range(8)
+    ]
     have, error = torch.stack(runs).mean(0), torch.stack(runs).std(0) / 8**0.5
     plain = qualms.class_gradient_norms(model, x).norms[:, :, 0]
     want = torch.zeros_like(have)
@@ -74,13 +77,17 @@ def test_many_draws_of_smoothing_reach_the_analytic_mean() -> None:
 
 def test_mutual_information_of_laplace_matches_more_samples() -> None:
     model, x, _, _ = linear()
-    train = [torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double() for _ in range(2)]
-    few = torch.stack([qualms.score(model, x, "laplace(1,200)", train=train, seed=s) for s in range(8)])
+    train = [
+        torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double() for _ in range(2)
+    ]
+    few = torch.stack(
+        [qualms.score(model, x, "laplace(1,200)", train=train, seed=s) for s in range(8)]
+    )
     many = qualms.score(model, x, "laplace(1,20000)", train=train, seed=99)
     assert ((few.mean(0) - many).abs() < 4 * few.std(0) / 8**0.5 + 0.01 * many).all()
 
 
 def test_passes_are_enough_to_score() -> None:
     model, x, p, _ = linear()
-    passes = Passes(Subject(model), x)
+    passes = BatchContext(ModelContext(model), x)
     torch.testing.assert_close(parse("msp").score(passes), 1 - p.max(1).values)

@@ -29,7 +29,7 @@ def test_every_method_runs_on_text(name: str) -> None:
     model, x = bert()
     model = model.double()
     if name == "mc-batchnorm":
-        with pytest.raises(qualms.QualmsError, match="no batch normalisation"):
+        with pytest.raises(qualms.QualmsError, match="no batch normalization"):
             qualms.score(model, x, name, train=[x])
         return
     if name in ("rankfeat", "gaia"):
@@ -41,7 +41,9 @@ def test_every_method_runs_on_text(name: str) -> None:
     assert out.shape == (8,)
     assert torch.isfinite(out).all()
     if name != "negrad":
-        alone = qualms.score(model, {k: v[:1] for k, v in x.items()}, name, train=train, models=[bert()[0].double()])
+        alone = qualms.score(
+            model, {k: v[:1] for k, v in x.items()}, name, train=train, models=[bert()[0].double()]
+        )
         torch.testing.assert_close(alone, out[:1], rtol=1e-6, atol=1e-12)
 
 

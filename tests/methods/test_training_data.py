@@ -41,7 +41,8 @@ def score(setting: Setting, method: Any, train: Any = (TRAIN,)) -> np.ndarray:
 @pytest.mark.parametrize("k", [1, 7, 50, 200])
 def test_knn(setting: Setting, k: int) -> None:
     z, known = (
-        f / np.linalg.norm(f, axis=1, keepdims=True) for f in (features(setting, setting.x), features(setting, TRAIN))
+        f / np.linalg.norm(f, axis=1, keepdims=True)
+        for f in (features(setting, setting.x), features(setting, TRAIN))
     )
     want = [sorted(np.linalg.norm(one - known, axis=1))[min(k, 90) - 1] for one in z]
     np.testing.assert_allclose(score(setting, KNN(k), TRAIN.split(32)), want)
@@ -70,7 +71,9 @@ def test_the_papers_rule_for_vim() -> None:
 
 
 def test_vim_needs_something_to_be_left_over(setting: Setting) -> None:
-    with pytest.raises(qualms.QualmsError, match=r"the 5 training features outside of 6 dimensions; pass more"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"the 5 training features outside of 6 dimensions; pass more"
+    ):
         score(setting, ViM(), [TRAIN[:5]])
     with pytest.raises(qualms.QualmsError, match="vim has dimensions 12, but the features have 12"):
         score(setting, ViM(12))
@@ -80,28 +83,38 @@ def test_vim_needs_logits_that_are_positive_on_average(setting: Setting) -> None
     model = copy.deepcopy(setting.model)
     with torch.no_grad():
         model[8].bias -= 100
-    with pytest.raises(qualms.QualmsError, match=r"the largest logit .* is -9.* vim .* must be positive; use knn"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"the largest logit .* is -9.* vim .* must be positive; use knn"
+    ):
         qualms.score(model, setting.x, "vim", train=[TRAIN])
 
 
 @pytest.mark.parametrize("copies", [1, 3])
 def test_mahalanobis_needs_classes_that_vary(copies: int) -> None:
     model, train = nn.Linear(4, 3), torch.randn(3, 4).repeat(copies, 1)
-    with pytest.raises(qualms.QualmsError, match=r"mahalanobis finds no variation within the classes .*; pass more"):
-        qualms.score(model, torch.randn(5, 4), "mahalanobis", train=[(train, torch.arange(3).repeat(copies))])
+    with pytest.raises(
+        qualms.QualmsError, match=r"mahalanobis finds no variation within the classes .*; pass more"
+    ):
+        qualms.score(
+            model, torch.randn(5, 4), "mahalanobis", train=[(train, torch.arange(3).repeat(copies))]
+        )
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_mahalanobis(setting: Setting, labelled: bool) -> None:
+@pytest.mark.parametrize("labeled", [True, False])
+def test_mahalanobis(setting: Setting, labeled: bool) -> None:
     h, known = features(setting, setting.x), features(setting, TRAIN)
     alive = known.std(0) > 0  # ReLUs that never fire say nothing
     h, known = h[:, alive], known[:, alive]
-    y = LABELS.numpy() if labelled else setting.model(TRAIN).argmax(1).numpy()
+    y = LABELS.numpy() if labeled else setting.model(TRAIN).argmax(1).numpy()
     means = {c: known[y == c].mean(0) for c in np.unique(y)}
-    covariance = sum(np.outer(f - means[c], f - means[c]) for f, c in zip(known, y, strict=True)) / 90
+    covariance = (
+        sum(np.outer(f - means[c], f - means[c]) for f, c in zip(known, y, strict=True)) / 90
+    )
     assert np.linalg.matrix_rank(covariance) == alive.sum() > 8
-    want = [min((one - m) @ np.linalg.inv(covariance) @ (one - m) for m in means.values()) for one in h]
-    train = [(TRAIN[:50], LABELS[:50]), [TRAIN[50:], LABELS[50:]]] if labelled else [TRAIN]
+    want = [
+        min((one - m) @ np.linalg.inv(covariance) @ (one - m) for m in means.values()) for one in h
+    ]
+    train = [(TRAIN[:50], LABELS[:50]), [TRAIN[50:], LABELS[50:]]] if labeled else [TRAIN]
     np.testing.assert_allclose(score(setting, "mahalanobis", train), want)
 
 
@@ -118,8 +131,12 @@ def test_mahalanobis_ignores_features_that_never_vary(setting: Setting) -> None:
     model = WithConstants().eval()
     train = [(TRAIN, LABELS)]
     have = qualms.score(model, setting.x, "mahalanobis", train=train)
-    torch.testing.assert_close(have, qualms.score(setting.model, setting.x, "mahalanobis", train=train))
-    single = qualms.score(model.float(), setting.x.float(), "mahalanobis", train=[(TRAIN.float(), LABELS)])
+    torch.testing.assert_close(
+        have, qualms.score(setting.model, setting.x, "mahalanobis", train=train)
+    )
+    single = qualms.score(
+        model.float(), setting.x.float(), "mahalanobis", train=[(TRAIN.float(), LABELS)]
+    )
     torch.testing.assert_close(single, have.float(), rtol=1e-3, atol=0)
 
 
@@ -131,7 +148,9 @@ def test_react(setting: Setting, quantile: float) -> None:
     low, high = ordered[int(place)], ordered[int(place) + 1]
     clipped = np.minimum(h, low + (place - int(place)) * (high - low))
     assert (clipped < h).any()
-    np.testing.assert_allclose(score(setting, ReAct(quantile)), -np.log(np.exp(clipped @ w.T + b).sum(1)))
+    np.testing.assert_allclose(
+        score(setting, ReAct(quantile)), -np.log(np.exp(clipped @ w.T + b).sum(1))
+    )
 
 
 def test_fdbd(setting: Setting) -> None:
@@ -162,7 +181,9 @@ def test_fdbd_of_classes_without_a_boundary_and_of_the_mean_itself_is_finite() -
 def test_quam(setting: Setting, bias: bool) -> None:
     model = copy.deepcopy(setting.model)
     model[8] = nn.Linear(12, 5, bias=bias).double()
-    method = QUAM(steps=6, penalty=3.0, growth=1.5, every=2, rate=0.02, weight_decay=0.01, temperature=0.05)
+    method = QUAM(
+        steps=6, penalty=3.0, growth=1.5, every=2, rate=0.02, weight_decay=0.01, temperature=0.05
+    )
     h, known = model[:8](setting.x).detach(), model[:8](TRAIN).detach()
     cross_entropy = nn.functional.cross_entropy
     p, given_loss = model[8](h).softmax(1).detach(), cross_entropy(model[8](known), LABELS).detach()
@@ -199,14 +220,18 @@ def test_quam_takes_each_step_on_other_training_inputs_and_the_seed_says_which()
     assert torch.equal(*(qualms.score(model, x, "quam(4)", train=few, seed=s) for s in (0, 1)))
 
 
-@pytest.mark.parametrize(("inputs", "steps", "sizes"), [(3, 9, [3]), (4, 9, [4]), (11, 9, [4, 4]), (40, 3, [4, 4, 4])])
+@pytest.mark.parametrize(
+    ("inputs", "steps", "sizes"), [(3, 9, [3]), (4, 9, [4]), (11, 9, [4, 4]), (40, 3, [4, 4, 4])]
+)
 def test_quam_takes_whole_batches_and_no_more_than_it_has_steps(
     inputs: int, steps: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qualms.methods.quam.BATCH", 4)
     taken, plain = list[list[int]](), QUAM._searched
 
-    def searched(self: QUAM, x: Tensor, wanted: Tensor, start: Tensor, training: Any) -> tuple[Tensor, Tensor]:
+    def searched(
+        self: QUAM, x: Tensor, wanted: Tensor, start: Tensor, training: Any
+    ) -> tuple[Tensor, Tensor]:
         taken.append([len(known.labels) for known in training])
         return plain(self, x, wanted, start, training)
 
@@ -231,8 +256,12 @@ def test_quam_keeps_to_the_budget(setting: Setting, monkeypatch: pytest.MonkeyPa
     within = qualms.score(model, x, QUAM(steps=2), train=train, budget=2**24)
     assert 1 < max(at_once) <= 2**24 // (100 * 513 * 4 * 4)
     assert sum(at_once) == 200
-    torch.testing.assert_close(within, qualms.score(model, x, QUAM(steps=2), train=train, budget=2**29))
-    with pytest.raises(qualms.QualmsError, match=r"one head that quam adapts takes about .* the budget of 0.5 MiB"):
+    torch.testing.assert_close(
+        within, qualms.score(model, x, QUAM(steps=2), train=train, budget=2**29)
+    )
+    with pytest.raises(
+        qualms.QualmsError, match=r"one head that quam adapts takes about .* the budget of 0.5 MiB"
+    ):
         qualms.score(model, x, "quam", train=train, budget=2**19)
 
 
@@ -245,14 +274,19 @@ def test_quam_in_parts_is_quam(setting: Setting, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_knn_of_training_features_that_are_zero(k: int) -> None:
     """A vector of zeros stays one: it is 1 away from every other."""
-    train, x = torch.tensor([[0.0, 0.0], [1.0, 3.0], [3.0, 1.0], [-1.0, 0.2]]), torch.tensor([[1.0, -0.8], [0.0, 0.0]])
+    train, x = (
+        torch.tensor([[0.0, 0.0], [1.0, 3.0], [3.0, 1.0], [-1.0, 0.2]]),
+        torch.tensor([[1.0, -0.8], [0.0, 0.0]]),
+    )
     z, known = nn.functional.normalize(x), nn.functional.normalize(train)
     want = torch.stack([(one - known).norm(dim=1).sort().values[k - 1] for one in z])
     torch.testing.assert_close(qualms.score(nn.Linear(2, 2), x, KNN(k), train=[train]), want)
 
 
 def test_knn_of_nothing_but_zeros_is_the_length_of_a_unit_vector() -> None:
-    have = qualms.score(nn.Linear(2, 2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]), KNN(2), train=[torch.zeros(3, 2)])
+    have = qualms.score(
+        nn.Linear(2, 2), torch.tensor([[3.0, 4.0], [0.0, 0.0]]), KNN(2), train=[torch.zeros(3, 2)]
+    )
     torch.testing.assert_close(have, torch.tensor([1.0, 0.0]))
 
 
@@ -283,10 +317,17 @@ def test_labels_are_used_where_they_are(setting: Setting, name: str) -> None:
         torch.utils.data.DataLoader(Pairs(), batch_size=32),
         Pairs(),
     ):
-        torch.testing.assert_close(qualms.score(setting.model, setting.x, name, train=same), torch.from_numpy(want))
+        torch.testing.assert_close(
+            qualms.score(setting.model, setting.x, name, train=same), torch.from_numpy(want)
+        )
     predicted = score(setting, name)
     assert not np.allclose(predicted, want)
-    none = [(TRAIN, nn.functional.one_hot(LABELS).double())], [(TRAIN, LABELS.double())], [(TRAIN, ["a"] * 90)], TRAIN
+    none = (
+        [(TRAIN, nn.functional.one_hot(LABELS).double())],
+        [(TRAIN, LABELS.double())],
+        [(TRAIN, ["a"] * 90)],
+        TRAIN,
+    )
     for without in none:
         torch.testing.assert_close(
             qualms.score(setting.model, setting.x, name, train=without), torch.from_numpy(predicted)
@@ -299,7 +340,10 @@ def test_labels_in_a_dict_are_used() -> None:
     model, x = bert()
     train = training_text()
     labels = torch.arange(len(train["input_ids"])) % 3
-    named = [qualms.score(model, x, "mahalanobis", train=[{**train, key: labels}]) for key in ("label", "labels")]
+    named = [
+        qualms.score(model, x, "mahalanobis", train=[{**train, key: labels}])
+        for key in ("label", "labels")
+    ]
     assert torch.equal(*named)
     assert not torch.allclose(named[0], qualms.score(model, x, "mahalanobis", train=[train]))
 
@@ -309,12 +353,15 @@ def test_labels_that_are_no_classes_are_refused(setting: Setting, bad: int) -> N
     labels = LABELS.clone()
     labels[7] = bad
     with pytest.raises(
-        qualms.QualmsError, match=r"the labels in train= go from .* has 5 classes, numbered from 0; correct"
+        qualms.QualmsError,
+        match=r"the labels in train= go from .* has 5 classes, numbered from 0; correct",
     ):
         score(setting, "mahalanobis", [(TRAIN, labels)])
 
 
-def test_the_training_data_is_read_once_for_all_of_them_and_again_for_other_weights(setting: Setting) -> None:
+def test_the_training_data_is_read_once_for_all_of_them_and_again_for_other_weights(
+    setting: Setting,
+) -> None:
     class Loader:
         read = 0
 
@@ -330,7 +377,10 @@ def test_the_training_data_is_read_once_for_all_of_them_and_again_for_other_weig
     assert loader.read == 1
     with torch.no_grad():
         model[5].weight += 0.1
-    after, fresh = scorer(setting.x).scores, qualms.compare(model, setting.x, ALL, train=[(TRAIN, LABELS)])
+    after, fresh = (
+        scorer(setting.x).scores,
+        qualms.compare(model, setting.x, ALL, train=[(TRAIN, LABELS)]),
+    )
     assert loader.read == 2
     for method in ALL:
         torch.testing.assert_close(after[method.name], fresh[method.name])
@@ -340,7 +390,10 @@ def test_the_training_data_is_read_once_for_all_of_them_and_again_for_other_weig
 @pytest.mark.parametrize("name", ["mahalanobis", "laplace", "mc-batchnorm"])
 def test_errors_in_the_training_data_are_said_to_be_there(setting: Setting, name: str) -> None:
     for train, match in (
-        ((TRAIN, LABELS), r"^train is a tuple, .*pass a list of batches: train=\[\(inputs, labels\)\]"),
+        (
+            (TRAIN, LABELS),
+            r"^train is a tuple, .*pass a list of batches: train=\[\(inputs, labels\)\]",
+        ),
         ([torch.full_like(TRAIN, torch.nan)], "^input 0 of train has a value that is NaN"),
         ([TRAIN[:0]], "^train is an empty batch"),
         (3, "^train is a int"),
@@ -364,7 +417,9 @@ def test_a_tuple_is_training_data_of_a_model_that_takes_two_inputs() -> None:
 
 @pytest.mark.parametrize("method", ALL)
 def test_what_they_need_is_said(setting: Setting, method: qualms.methods.Method) -> None:
-    with pytest.raises(qualms.QualmsError, match=f"^{method.name} needs training data; pass train="):
+    with pytest.raises(
+        qualms.QualmsError, match=f"^{method.name} needs training data; pass train="
+    ):
         qualms.score(setting.model, setting.x, method)
     with pytest.raises(qualms.QualmsError, match="logits are not the result of a linear layer"):
         qualms.score(nn.Sequential(setting.model, nn.Tanh()), setting.x, method, train=[TRAIN])
@@ -379,21 +434,38 @@ def test_quam_is_positive_however_confident_the_model_is() -> None:
 
 
 def test_labels_that_are_not_one_for_each_input_are_an_error(setting: Setting) -> None:
-    with pytest.raises(qualms.QualmsError, match=f"has {len(TRAIN)} inputs and 5 labels; give one label for each"):
-        qualms.score(setting.model, setting.x, "mahalanobis", train=[(TRAIN, torch.zeros(5, dtype=torch.long))])
+    with pytest.raises(
+        qualms.QualmsError, match=f"has {len(TRAIN)} inputs and 5 labels; give one label for each"
+    ):
+        qualms.score(
+            setting.model,
+            setting.x,
+            "mahalanobis",
+            train=[(TRAIN, torch.zeros(5, dtype=torch.long))],
+        )
 
 
 @pytest.mark.data
 @pytest.mark.slow
-@pytest.mark.skipif("QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here")
+@pytest.mark.skipif(
+    "QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"
+)
 def test_a_real_mnist_network_against_fashion_mnist() -> None:
     root, entry = Path(os.environ["QUALMS_DATA"]), ZOO["mnist-cnn-5x5"]
-    assert entry.normalisation is not None
+    assert entry.normalization is not None
     model = load_model("mnist-cnn-5x5", root / "weights" / str(entry.file))
-    known, unknown = (entry.normalisation.apply(load(n, root).pixels[:64]) for n in ("mnist", "fashion-mnist"))
+    known, unknown = (
+        entry.normalization.apply(load(n, root).pixels[:64]) for n in ("mnist", "fashion-mnist")
+    )
     images = load("mnist", root, "train").take(slice(0, 5120))
     assert images.labels is not None
-    train = list(zip(entry.normalisation.apply(images.pixels).split(512), images.labels.split(512), strict=True))
+    train = list(
+        zip(
+            entry.normalization.apply(images.pixels).split(512),
+            images.labels.split(512),
+            strict=True,
+        )
+    )
     found = qualms.compare(model, torch.cat([known, unknown]), (*ALL[:-1], QUAM()), train=train)
     detected = {name: auroc(values[:64], values[64:]) for name, values in found.items()}
     assert detected["quam"] > 0.9

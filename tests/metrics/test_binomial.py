@@ -7,9 +7,13 @@ from qualms.metrics.binomial import few_or_fewer, least_inputs, upper_limit
 
 
 @pytest.mark.parametrize("rate", [1e-6, 0.01, 0.3, 0.999])
-@pytest.mark.parametrize(("wrong", "inputs"), [(0, 1), (0, 7), (1, 7), (3, 50), (49, 50), (3, 900), (40, 5000)])
+@pytest.mark.parametrize(
+    ("wrong", "inputs"), [(0, 1), (0, 7), (1, 7), (3, 50), (49, 50), (3, 900), (40, 5000)]
+)
 def test_few_or_fewer_is_the_binomial_distribution(wrong: int, inputs: int, rate: float) -> None:
-    assert few_or_fewer(wrong, inputs, rate) == pytest.approx(binom.cdf(wrong, inputs, rate), rel=1e-9, abs=1e-300)
+    assert few_or_fewer(wrong, inputs, rate) == pytest.approx(
+        binom.cdf(wrong, inputs, rate), rel=1e-9, abs=1e-300
+    )
 
 
 def test_a_probability_is_never_more_than_one() -> None:
@@ -19,7 +23,9 @@ def test_a_probability_is_never_more_than_one() -> None:
 
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
 @pytest.mark.parametrize(("wrong", "inputs"), [(0, 1), (0, 50), (39, 40), (3, 900), (40, 5000)])
-def test_the_upper_limit_is_that_of_clopper_and_pearson(wrong: int, inputs: int, confidence: float) -> None:
+def test_the_upper_limit_is_that_of_clopper_and_pearson(
+    wrong: int, inputs: int, confidence: float
+) -> None:
     want = beta.ppf(confidence, wrong + 1, inputs - wrong)
     assert upper_limit(wrong, inputs, confidence) == pytest.approx(want, rel=1e-10)
 

@@ -15,14 +15,18 @@ def test_the_interval_of_auroc_covers_the_truth_about_as_often_as_it_says() -> N
     hits = 0
     for trial in range(200):
         inside, outside = random.normal(0, 1, 60), random.normal(1, 1, 40)
-        low, high = metrics.interval(metrics.auroc, inside, outside, resamples=100, level=0.8, seed=trial)
+        low, high = metrics.interval(
+            metrics.auroc, inside, outside, resamples=100, level=0.8, seed=trial
+        )
         hits += low <= truth <= high
     assert 0.7 <= hits / 200 <= 0.88
 
 
 def test_rows_of_paired_samples_stay_together() -> None:
     uncertainty = np.arange(50.0)
-    assert metrics.interval(lambda a, b: float((a - b).mean()), uncertainty, uncertainty, paired=True) == (0, 0)
+    assert metrics.interval(
+        lambda a, b: float((a - b).mean()), uncertainty, uncertainty, paired=True
+    ) == (0, 0)
     low, high = metrics.interval(lambda a, b: float((a - b).mean()), uncertainty, uncertainty)
     assert low < -1 < 1 < high
 
@@ -31,8 +35,12 @@ def test_the_interval_holds_the_value_on_the_samples_and_grows_with_the_level() 
     random = np.random.default_rng(0)
     uncertainty = random.normal(size=200)
     correct = uncertainty + random.normal(size=200) < 1
-    narrow = metrics.interval(metrics.raulc, uncertainty, correct, paired=True, level=0.5, resamples=200)
-    wide = metrics.interval(metrics.raulc, uncertainty, correct, paired=True, level=0.99, resamples=200)
+    narrow = metrics.interval(
+        metrics.raulc, uncertainty, correct, paired=True, level=0.5, resamples=200
+    )
+    wide = metrics.interval(
+        metrics.raulc, uncertainty, correct, paired=True, level=0.99, resamples=200
+    )
     assert wide[0] < narrow[0] < metrics.raulc(uncertainty, correct) < narrow[1] < wide[1]
 
 
@@ -57,12 +65,16 @@ def test_a_single_sample_may_be_called_paired() -> None:
 
 def test_tables_of_logits_are_resampled_by_row() -> None:
     logits = np.eye(4)[[0, 1, 2, 3, 3, 3]]
-    assert metrics.interval(metrics.accuracy, logits, [0, 1, 2, 3, 3, 3], paired=True, resamples=20) == (1, 1)
+    assert metrics.interval(
+        metrics.accuracy, logits, [0, 1, 2, 3, 3, 3], paired=True, resamples=20
+    ) == (1, 1)
 
 
 def test_resamples_without_a_mistake_are_drawn_again() -> None:
     correct = np.arange(30) > 0  # a third of the resamples miss the one mistake
-    low, high = metrics.interval(metrics.raulc, np.arange(30.0), correct, paired=True, resamples=100)
+    low, high = metrics.interval(
+        metrics.raulc, np.arange(30.0), correct, paired=True, resamples=100
+    )
     assert low < high < 0
 
 

@@ -27,7 +27,13 @@ from qualms.metrics import (
 
 RANKINGS: list[Callable[..., Any]] = [auroc, aupr, fpr95, roc]
 PAIRED: list[Callable[..., Any]] = [raulc, lift_curve, aurc, risk_coverage, prr]
-BAD = {"NaN": [0.1, np.nan], "infinite": [0.1, np.inf], "empty": [], "two axes": [[0.1, 0.2]], "text": ["a", "b"]}
+BAD = {
+    "NaN": [0.1, np.nan],
+    "infinite": [0.1, np.inf],
+    "empty": [],
+    "two axes": [[0.1, 0.2]],
+    "text": ["a", "b"],
+}
 
 
 @pytest.mark.parametrize("name", BAD)

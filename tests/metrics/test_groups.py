@@ -15,12 +15,16 @@ OTHER = (random.normal(size=(9, 1)) + random.normal(size=(9, 15)) + 0.5).round(1
 
 def test_all_pairs_of_all_groups_are_the_auroc() -> None:
     won = pairs_won(list(KNOWN), list(OTHER))
-    assert won.sum() / (KNOWN.size * OTHER.size) == pytest.approx(metrics.auroc(KNOWN.ravel(), OTHER.ravel()))
+    assert won.sum() / (KNOWN.size * OTHER.size) == pytest.approx(
+        metrics.auroc(KNOWN.ravel(), OTHER.ravel())
+    )
     assert won[3, 4] / (20 * 15) == pytest.approx(metrics.auroc(KNOWN[3], OTHER[4]))
 
 
 def test_the_interval_is_that_of_drawn_groups_ranked_anew() -> None:
-    want = metrics.interval(lambda a, b: metrics.auroc(a.ravel(), b.ravel()), KNOWN, OTHER, resamples=200, seed=3)
+    want = metrics.interval(
+        lambda a, b: metrics.auroc(a.ravel(), b.ravel()), KNOWN, OTHER, resamples=200, seed=3
+    )
     assert auroc_interval(list(KNOWN), list(OTHER), resamples=200, seed=3) == pytest.approx(want)
 
 
@@ -32,7 +36,9 @@ def test_groups_that_belong_together_are_drawn_together() -> None:
         return metrics.auroc(u[r == 1], u[r == 0])
 
     want = metrics.interval(measure, KNOWN, right, paired=True, resamples=200, seed=1)
-    split = [[u[r == outcome] for u, r in zip(KNOWN, right, strict=True)] for outcome in (True, False)]
+    split = [
+        [u[r == outcome] for u, r in zip(KNOWN, right, strict=True)] for outcome in (True, False)
+    ]
     assert auroc_interval(*split, paired=True, resamples=200, seed=1) == pytest.approx(want)
 
 
@@ -57,7 +63,10 @@ def test_the_lead_of_a_score_is_drawn_on_the_same_groups_as_its_rival() -> None:
 def test_unless_told_there_are_1000_resamples_of_seed_0() -> None:
     mine, theirs = (list(KNOWN), list(OTHER)), (list(KNOWN**3), list(OTHER))
     for have, want, other in (
-        (auroc_interval(*mine), *(auroc_interval(*mine, resamples=n, level=0.95, seed=0) for n in (1000, 1001))),
+        (
+            auroc_interval(*mine),
+            *(auroc_interval(*mine, resamples=n, level=0.95, seed=0) for n in (1000, 1001)),
+        ),
         (
             lead_interval(mine, theirs),
             *(lead_interval(mine, theirs, resamples=n, level=0.95, seed=0) for n in (1000, 1001)),

@@ -75,12 +75,16 @@ def test_raulc_is_one_for_the_ideal_order_and_never_more(pairs: Pairs) -> None:
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=40), st.floats(-1e3, 1e3))
-def test_a_score_that_is_the_same_everywhere_lifts_nothing(correct: list[bool], value: float) -> None:
+def test_a_score_that_is_the_same_everywhere_lifts_nothing(
+    correct: list[bool], value: float
+) -> None:
     assume(0 < sum(correct) < len(correct))
     same = [value] * len(correct)
     assert metrics.raulc(same, correct) == pytest.approx(0, abs=1e-12)
     np.testing.assert_allclose(metrics.lift_curve(same, correct), 1)
-    np.testing.assert_allclose(metrics.risk_coverage(same, correct), 1 - np.mean(correct), atol=1e-12)
+    np.testing.assert_allclose(
+        metrics.risk_coverage(same, correct), 1 - np.mean(correct), atol=1e-12
+    )
 
 
 @given(PAIRS, st.randoms(use_true_random=False))
@@ -95,15 +99,21 @@ def test_only_the_order_of_the_scores_counts(pairs: Pairs, random: np.random.Gen
 def test_coverage_rounds_up_to_whole_inputs_as_a_threshold_does() -> None:
     uncertainty, correct = np.arange(100.0), np.arange(100) != 94
     accepted = qualms.Threshold.from_scores(uncertainty, coverage=0.95).accept(uncertainty).numpy()
-    assert metrics.selective_risk(uncertainty, correct, 0.95) == (~correct[accepted]).mean() == 1 / 95
+    assert (
+        metrics.selective_risk(uncertainty, correct, 0.95) == (~correct[accepted]).mean() == 1 / 95
+    )
     assert metrics.selective_risk(uncertainty, correct, 0.941) == 1 / 95
     assert metrics.selective_risk(uncertainty, correct, 0.94) == 0
     assert metrics.selective_risk(uncertainty, correct, 1e-12) == 0
 
 
-@pytest.mark.parametrize("measure", [metrics.raulc, metrics.lift_curve, metrics.risk_coverage, metrics.aurc])
+@pytest.mark.parametrize(
+    "measure", [metrics.raulc, metrics.lift_curve, metrics.risk_coverage, metrics.aurc]
+)
 def test_errors(measure: Callable[..., object]) -> None:
-    with pytest.raises(qualms.QualmsError, match="2 scores in uncertainty and 1 outcomes in correct"):
+    with pytest.raises(
+        qualms.QualmsError, match="2 scores in uncertainty and 1 outcomes in correct"
+    ):
         measure([1.0, 2.0], [True])
     with pytest.raises(qualms.QualmsError, match="correct has values other than 0 and 1"):
         measure([1.0, 2.0], [3, 1])

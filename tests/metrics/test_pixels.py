@@ -22,7 +22,9 @@ def maps(seed: int, levels: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(st.integers(0, 10_000), st.sampled_from([3, 10, 10_000]))
-def test_all_pixels_that_count_are_in_one_ranking_as_scikit_learn_ranks(seed: int, levels: int) -> None:
+def test_all_pixels_that_count_are_in_one_ranking_as_scikit_learn_ranks(
+    seed: int, levels: int
+) -> None:
     scores, labels = maps(seed, levels)
     counts = labels != IGNORED
     positive, flat = labels[counts] == UNKNOWN, scores[counts]
@@ -35,7 +37,10 @@ def test_all_pixels_that_count_are_in_one_ranking_as_scikit_learn_ranks(seed: in
 
 def test_images_are_not_averaged() -> None:
     """Each image alone is ranked perfectly; together they are not."""
-    scores, labels = torch.tensor([[[0.1, 0.2]], [[0.5, 0.6]]]), torch.tensor([[[0, UNKNOWN]], [[0, UNKNOWN]]])
+    scores, labels = (
+        torch.tensor([[[0.1, 0.2]], [[0.5, 0.6]]]),
+        torch.tensor([[[0, UNKNOWN]], [[0, UNKNOWN]]]),
+    )
     for image in range(2):
         assert metrics.pixel_metrics(scores[image], labels[image], UNKNOWN)["auroc"] == 1
     assert metrics.pixel_metrics(scores, labels, UNKNOWN) == {
@@ -57,7 +62,10 @@ def test_a_pixel_without_a_score_that_is_not_ignored_is_told() -> None:
     scores, labels = np.zeros((2, 3, 3)), np.zeros((2, 3, 3), np.uint8)
     labels[0, 0] = UNKNOWN
     scores[1, 2, 0] = np.nan
-    with pytest.raises(qualms.QualmsError, match=r"pixel \(1, 2, 0\) is NaN or infinite, and its label 0 is not ign"):
+    with pytest.raises(
+        qualms.QualmsError,
+        match=r"pixel \(1, 2, 0\) is NaN or infinite, and its label 0 is not ign",
+    ):
         metrics.pixel_metrics(scores, labels, UNKNOWN)
     labels[1, 2, 0] = IGNORED
     assert metrics.pixel_metrics(scores, labels, UNKNOWN)["auroc"] == 0.5
@@ -65,15 +73,21 @@ def test_a_pixel_without_a_score_that_is_not_ignored_is_told() -> None:
 
 def test_errors() -> None:
     labels = np.array([[0, UNKNOWN]])
-    with pytest.raises(qualms.QualmsError, match=r"scores have shape \(2,\) and labels shape \(1, 2\)"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"scores have shape \(2,\) and labels shape \(1, 2\)"
+    ):
         metrics.pixel_metrics([1.0, 2.0], labels, UNKNOWN)
-    with pytest.raises(qualms.QualmsError, match=r"scores have shape \(1, 1\) and labels shape \(1, 2\)"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"scores have shape \(1, 1\) and labels shape \(1, 2\)"
+    ):
         metrics.pixel_metrics([[1.0]], labels, UNKNOWN)
-    with pytest.raises(qualms.QualmsError, match="of type float64; pass a score and a whole number"):
+    with pytest.raises(
+        qualms.QualmsError, match="of type float64; pass a score and a whole number"
+    ):
         metrics.pixel_metrics(labels.astype(float), labels.astype(float), UNKNOWN)
     with pytest.raises(qualms.QualmsError, match="label 255 is both unknown and ignored"):
         metrics.pixel_metrics(labels, labels, {254, 255})
-    with pytest.raises(qualms.QualmsError, match=r"no pixels labelled \[3\] to rank"):
+    with pytest.raises(qualms.QualmsError, match=r"no pixels labeled \[3\] to rank"):
         metrics.pixel_metrics(labels, labels, 3)
     with pytest.raises(qualms.QualmsError, match="no known pixels to rank"):
         metrics.pixel_metrics(labels, labels, {0, 254})

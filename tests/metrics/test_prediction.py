@@ -28,7 +28,9 @@ def test_nll_softmax_twice_is_torchs_loss_on_probabilities() -> None:
 
 def test_nll_softmax_twice_has_the_bounds_that_its_docstring_gives() -> None:
     certain = 1000 * torch.eye(10)
-    assert metrics.nll_softmax_twice(certain, range(10)) == pytest.approx(-math.log(math.e / (math.e + 9)))
+    assert metrics.nll_softmax_twice(certain, range(10)) == pytest.approx(
+        -math.log(math.e / (math.e + 9))
+    )
     assert metrics.nll_softmax_twice(certain, range(10)) == pytest.approx(1.461, abs=5e-4)
     assert metrics.nll_softmax_twice(torch.zeros(10, 10), range(10)) == pytest.approx(math.log(10))
     assert metrics.nll_softmax_twice(LOGITS, LABELS) > 1.461
@@ -70,4 +72,8 @@ def test_errors(measure: Callable[..., object]) -> None:
 
 def test_labels_of_two_classes_may_be_true_and_false() -> None:
     logits = [[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]
-    assert metrics.accuracy(logits, [False, True, True]) == metrics.accuracy(logits, [0, 1, 1]) == 2 / 3
+    assert (
+        metrics.accuracy(logits, [False, True, True])
+        == metrics.accuracy(logits, [0, 1, 1])
+        == 2 / 3
+    )

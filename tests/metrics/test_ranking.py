@@ -18,21 +18,27 @@ UNTIED = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
 SCORES = TIED | UNTIED
 
 
-def labelled(inside: list[float], outside: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    return np.r_[np.zeros(len(inside)), np.ones(len(outside))], np.array([*inside, *outside], dtype=float)
+def labeled(inside: list[float], outside: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    return np.r_[np.zeros(len(inside)), np.ones(len(outside))], np.array(
+        [*inside, *outside], dtype=float
+    )
 
 
 @given(SCORES, SCORES)
-def test_auroc_and_aupr_are_those_of_scikit_learn(inside: list[float], outside: list[float]) -> None:
-    is_out, scores = labelled(inside, outside)
+def test_auroc_and_aupr_are_those_of_scikit_learn(
+    inside: list[float], outside: list[float]
+) -> None:
+    is_out, scores = labeled(inside, outside)
     assert metrics.auroc(inside, outside) == pytest.approx(roc_auc_score(is_out, scores))
     assert metrics.aupr(inside, outside) == pytest.approx(average_precision_score(is_out, scores))
-    assert metrics.aupr(inside, outside, positive="in") == pytest.approx(average_precision_score(1 - is_out, -scores))
+    assert metrics.aupr(inside, outside, positive="in") == pytest.approx(
+        average_precision_score(1 - is_out, -scores)
+    )
 
 
 @given(SCORES, SCORES)
 def test_the_roc_curve_is_that_of_scikit_learn(inside: list[float], outside: list[float]) -> None:
-    want_fpr, want_tpr, _ = roc_curve(*labelled(inside, outside), drop_intermediate=False)
+    want_fpr, want_tpr, _ = roc_curve(*labeled(inside, outside), drop_intermediate=False)
     fpr, tpr = metrics.roc(inside, outside)
     np.testing.assert_allclose(fpr, want_fpr)
     np.testing.assert_allclose(tpr, want_tpr)
@@ -40,11 +46,15 @@ def test_the_roc_curve_is_that_of_scikit_learn(inside: list[float], outside: lis
 
 
 @given(SCORES, SCORES)
-def test_fpr95_is_read_off_the_roc_curve_in_both_conventions(inside: list[float], outside: list[float]) -> None:
-    is_out, scores = labelled(inside, outside)
+def test_fpr95_is_read_off_the_roc_curve_in_both_conventions(
+    inside: list[float], outside: list[float]
+) -> None:
+    is_out, scores = labeled(inside, outside)
     for positive, labels, s in (("out", is_out, scores), ("in", 1 - is_out, -scores)):
         fpr, tpr, _ = roc_curve(labels, s, drop_intermediate=False)
-        assert metrics.fpr95(inside, outside, positive) == pytest.approx(fpr[tpr >= 0.95 - 1e-9].min())
+        assert metrics.fpr95(inside, outside, positive) == pytest.approx(
+            fpr[tpr >= 0.95 - 1e-9].min()
+        )
 
 
 def test_fpr95_says_how_many_known_inputs_are_flagged_when_95_of_100_unknown_ones_are() -> None:
@@ -68,7 +78,9 @@ def test_swapping_roles_and_sign_swaps_the_conventions(a: list[int], b: list[int
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.floats(-1e3, 1e3))
-def test_a_score_that_is_the_same_everywhere_is_worth_nothing(n_in: int, n_out: int, value: float) -> None:
+def test_a_score_that_is_the_same_everywhere_is_worth_nothing(
+    n_in: int, n_out: int, value: float
+) -> None:
     inside, outside = [value] * n_in, [value] * n_out
     assert metrics.auroc(inside, outside) == 0.5
     assert metrics.aupr(inside, outside) == n_out / (n_in + n_out)
@@ -84,7 +96,9 @@ def test_a_perfect_score() -> None:
 
 
 @given(TIED, TIED, st.randoms(use_true_random=False))
-def test_only_the_order_of_the_scores_counts(a: list[int], b: list[int], random: np.random.Generator) -> None:
+def test_only_the_order_of_the_scores_counts(
+    a: list[int], b: list[int], random: np.random.Generator
+) -> None:
     cubed = ([s**3 + s - 7 for s in a], [s**3 + s - 7 for s in b])  # whole numbers: nothing merges
     shuffled = (random.sample(a, len(a)), random.sample(b, len(b)))
     for measure in (metrics.auroc, metrics.aupr, metrics.fpr95):
@@ -115,5 +129,7 @@ def test_errors(measure: Callable[..., object]) -> None:
 
 @pytest.mark.parametrize("measure", [metrics.aupr, metrics.fpr95])
 def test_an_unknown_positive_class_is_refused(measure: Callable[..., object]) -> None:
-    with pytest.raises(qualms.QualmsError, match="positive='ood' is not known; choose 'out' or 'in'"):
+    with pytest.raises(
+        qualms.QualmsError, match="positive='ood' is not known; choose 'out' or 'in'"
+    ):
         measure([1.0], [2.0], positive="ood")

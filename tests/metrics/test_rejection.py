@@ -21,16 +21,23 @@ def area(qualities: list[float]) -> float:
 
 def test_the_ratio_is_what_it_is_by_hand() -> None:
     # Kept by the score: 1; 1 and 0; all: means 1, 1/2, 1/2. Ideal: 1; 1 and 1/2; all: 1, 3/4, 1/2. At random: 1/2.
-    assert metrics.prr([0.1, 0.2, 0.3], [1.0, 0.0, 0.5]) == pytest.approx((2 / 3 - 1 / 2) / (3 / 4 - 1 / 2))
+    assert metrics.prr([0.1, 0.2, 0.3], [1.0, 0.0, 0.5]) == pytest.approx(
+        (2 / 3 - 1 / 2) / (3 / 4 - 1 / 2)
+    )
 
 
 @given(PAIRS)
-def test_ties_count_as_in_every_order_of_theirs_and_random_is_every_order(pairs: list[tuple[int, int]]) -> None:
+def test_ties_count_as_in_every_order_of_theirs_and_random_is_every_order(
+    pairs: list[tuple[int, int]],
+) -> None:
     qualities = [float(q) for _, q in pairs]
     assume(len(set(qualities)) > 1)
     every = list(itertools.permutations(pairs))
     allowed = [order for order in every if [u for u, _ in order] == sorted(u for u, _ in order)]
-    mine, random = (np.mean([area([float(q) for _, q in order]) for order in orders]) for orders in (allowed, every))
+    mine, random = (
+        np.mean([area([float(q) for _, q in order]) for order in orders])
+        for orders in (allowed, every)
+    )
     ideal = area(sorted(qualities, reverse=True))
     have = metrics.prr([u for u, _ in pairs], qualities)
     assert have == pytest.approx((mine - random) / (ideal - random), abs=1e-9)
@@ -54,5 +61,7 @@ def test_the_unit_and_the_zero_of_the_quality_do_not_matter() -> None:
 def test_one_quality_for_all_has_no_ratio() -> None:
     with pytest.raises(qualms.QualmsError, match="quality is 2 everywhere"):
         metrics.prr([1, 2, 3], [2, 2, 2])
-    with pytest.raises(qualms.QualmsError, match="2 scores in uncertainty and 3 numbers in quality"):
+    with pytest.raises(
+        qualms.QualmsError, match="2 scores in uncertainty and 3 numbers in quality"
+    ):
         metrics.prr([1, 2], [2, 2, 3])

@@ -99,7 +99,9 @@ def test_a_tensor_with_two_names_need_not_be_stored_twice(tmp_path: Path) -> Non
     assert holds(model, before.state_dict())
 
 
-def test_without_safetensors_an_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_safetensors_an_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_file(network().state_dict(), tmp_path / "w.safetensors")
     plain = builtins.__import__
 
@@ -109,7 +111,9 @@ def test_without_safetensors_an_error_says_what_to_install(tmp_path: Path, monke
         return plain(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(QualmsError, match=r"needs the package safetensors; pip install '\.\[app\]'"):
+    with pytest.raises(
+        QualmsError, match=r"needs the package safetensors; pip install '\.\[app\]'"
+    ):
         read_state(tmp_path / "w.safetensors")
 
 
@@ -151,9 +155,13 @@ def test_what_does_not_fit_is_counted_and_named_and_the_network_stays_as_it_was(
 
 def test_another_number_of_classes_is_told(tmp_path: Path) -> None:
     saved(tmp_path / "w.pt", load_model("mnist-cnn", classes=7).state_dict())
-    with pytest.raises(QualmsError, match=r"fit mnist-cnn: 2 keys of another shape .*\(7, 128\).*; pass classes="):
+    with pytest.raises(
+        QualmsError, match=r"fit mnist-cnn: 2 keys of another shape .*\(7, 128\).*; pass classes="
+    ):
         load_model("mnist-cnn", tmp_path / "w.pt")
-    assert load_model("mnist-cnn", tmp_path / "w.pt", classes=7)(torch.rand(1, 1, 28, 28)).shape == (1, 7)
+    assert load_model("mnist-cnn", tmp_path / "w.pt", classes=7)(
+        torch.rand(1, 1, 28, 28)
+    ).shape == (1, 7)
 
 
 class RunsCode:
@@ -168,11 +176,15 @@ def test_a_file_that_could_run_code_is_refused_before_it_does(tmp_path: Path) ->
     mark = tmp_path / "ran"
     state = network().state_dict()
     path = saved(tmp_path / "w.pt", {"state_dict": state, "extra": RunsCode(mark)})
-    with pytest.raises(QualmsError, match=r"\(posix.system\) and could run code.*save its state_dict\(\) alone"):
+    with pytest.raises(
+        QualmsError, match=r"\(posix.system\) and could run code.*save its state_dict\(\) alone"
+    ):
         read_state(path)
     for protocol in (2, 4):
         (tmp_path / "w.pkl").write_bytes(pickle.dumps(RunsCode(mark), protocol))
-        with pytest.raises(QualmsError, match=r"w[.]pkl is damaged or no checkpoint|could run code"):
+        with pytest.raises(
+            QualmsError, match=r"w[.]pkl is damaged or no checkpoint|could run code"
+        ):
             read_state(tmp_path / "w.pkl")
     assert not mark.exists()
     torch.load(path, weights_only=False)
@@ -180,9 +192,13 @@ def test_a_file_that_could_run_code_is_refused_before_it_does(tmp_path: Path) ->
 
 
 def test_a_whole_network_and_torchscript_are_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(QualmsError, match=r"holds more than tensors \(torch.nn.modules.container.Sequential\)"):
+    with pytest.raises(
+        QualmsError, match=r"holds more than tensors \(torch.nn.modules.container.Sequential\)"
+    ):
         read_state(saved(tmp_path / "w.pt", network()))
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of TorchScript altogether
+    with warnings.catch_warnings(
+        action="ignore", category=DeprecationWarning
+    ):  # of TorchScript altogether
         traced = torch.jit.trace(nn.Linear(3, 2), torch.rand(1, 3))
         torch.jit.save(traced, tmp_path / "script.pt")
     with pytest.raises(QualmsError, match=r"holds more than tensors \(TorchScript\)"):
@@ -221,6 +237,8 @@ def test_files_that_are_missing_or_damaged_get_one_sentence(tmp_path: Path) -> N
         ({"state_dict": {}}, "nothing"),
     ],
 )
-def test_a_file_without_named_tensors_says_what_it_has(content: Any, found: str, tmp_path: Path) -> None:
+def test_a_file_without_named_tensors_says_what_it_has(
+    content: Any, found: str, tmp_path: Path
+) -> None:
     with pytest.raises(QualmsError, match=f"holds no tensors by name, only {found};"):
         read_state(saved(tmp_path / "w.pt", content))

@@ -31,8 +31,12 @@ def test_every_pixel_is_scored_by_its_own_logits() -> None:
     with torch.no_grad():
         logits = model(x).double()
     log_p = logits.log_softmax(1)
-    torch.testing.assert_close(part.scores["entropy"].double(), -(log_p.exp() * log_p).sum(1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(part.scores["energy"].double(), -logits.logsumexp(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        part.scores["entropy"].double(), -(log_p.exp() * log_p).sum(1), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        part.scores["energy"].double(), -logits.logsumexp(1), rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(part.prediction, logits.argmax(1))
 
 
@@ -44,6 +48,9 @@ def test_gradients_at_all_pixels_agree_with_the_exact_ones_at_a_few() -> None:
     methods = ["regrad", "fisher"]
     sketch = qualms.Scorer(model, methods, class_dim=1, engine=qualms.Sketch(tangents=256))(x)
     exact = qualms.Scorer(model, methods, class_dim=1, positions=some, engine="exact")(x)
-    for method, most in (("regrad", 0.15), ("fisher", 0.3)):  # the first is a norm, the other its square
+    for method, most in (
+        ("regrad", 0.15),
+        ("fisher", 0.3),
+    ):  # the first is a norm, the other its square
         ratio = sketch.scores[method].flatten()[some] / exact.scores[method].flatten()
         assert float((ratio - 1).abs().max()) < most, method

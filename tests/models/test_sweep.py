@@ -20,16 +20,18 @@ CAUSES = {
     "T5ForSequenceClassification": "a mask only where something is padded",
     "Siglip2ForImageClassification": "positions written for each image",
     "MobileViTForImageClassification": "patches are folded into the batch axis",
-    "CvtForImageClassification": "batch normalisation of an image alone, with a cotangent in another order",
+    "CvtForImageClassification": "batch normalization of an image alone, with a cotangent in another order",
     "SqueezeBertForSequenceClassification": "convolutions instead of linear layers",
-    "Wav2Vec2ForSequenceClassification": "sound, and a weight-normalised convolution",
+    "Wav2Vec2ForSequenceClassification": "sound, and a weight-normalized convolution",
     "LlamaForSequenceClassification": "casts to single precision inside",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CAUSES)
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 def test_runs_in_batches_and_says_what_the_reference_says(name: str) -> None:
     model, x = transformers_model(name)
     model = lively(model)

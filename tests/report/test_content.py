@@ -8,17 +8,17 @@ import torch
 
 import qualms
 from qualms import metrics
-from qualms.data import Normalisation
+from qualms.data import Normalization
 from qualms.methods import parse
 from qualms.report import numbers
 from qualms.report.comparison import cells, columns, said, times
 from qualms.report.content import Content, Group, LayerContributions
 from qualms.report.gallery import confident_and_wrong, ends
-from qualms.report.layers import layer_name, layers_of
+from qualms.report.layer_chart import layer_name, layers_of
 from qualms.report.roles import default_of, not_for_use, why_not_default
 from qualms.tasks.network import Network
 from qualms.tasks.rows import LeftOutRow
-from tests.report.contents import bare, cycles, full, group
+from tests.helpers.report_contents import bare, cycles, full, group
 
 
 def test_every_method_is_judged_by_the_metrics_best_mean_auroc_first() -> None:
@@ -26,7 +26,12 @@ def test_every_method_is_judged_by_the_metrics_best_mean_auroc_first() -> None:
     found = numbers.at_a_glance(content, resamples=50)
     assert sorted(j.method for j in found) == sorted(content.methods)
     means = [
-        np.mean([metrics.auroc(content.known.scores[j.method], g.scores[j.method]) for g in content.unknown])
+        np.mean(
+            [
+                metrics.auroc(content.known.scores[j.method], g.scores[j.method])
+                for g in content.unknown
+            ]
+        )
         for j in found
     ]
     assert means == sorted(means, reverse=True)
@@ -34,7 +39,9 @@ def test_every_method_is_judged_by_the_metrics_best_mean_auroc_first() -> None:
     for j in found:
         known, letters = content.known.scores[j.method], content.unknown[0].scores[j.method]
         assert j.aupr[0] == metrics.aupr(known, letters)
-        assert (j.auroc[0].low, j.auroc[0].high) == metrics.interval(metrics.auroc, known, letters, resamples=50)
+        assert (j.auroc[0].low, j.auroc[0].high) == metrics.interval(
+            metrics.auroc, known, letters, resamples=50
+        )
         assert j.raulc is not None
         assert j.raulc.value == metrics.raulc(known, content.known.correct)
         assert j.cost == content.costs.get(j.method)
@@ -48,7 +55,9 @@ def test_equal_scores_are_chance() -> None:
 
 def test_without_unknown_groups_the_best_raulc_comes_first() -> None:
     content = replace(full(), unknown=(), layers={})
-    values = [j.raulc.value for j in numbers.at_a_glance(content, resamples=20) if j.raulc is not None]
+    values = [
+        j.raulc.value for j in numbers.at_a_glance(content, resamples=20) if j.raulc is not None
+    ]
     assert len(values) == 4
     assert values == sorted(values, reverse=True)
 
@@ -117,10 +126,14 @@ def test_an_input_without_uncertainty_has_no_shares() -> None:
 
 def test_layers_add_up_to_the_score_of_a_method_that_weights_them() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 5), torch.nn.Flatten(), torch.nn.Linear(48, 3))
-    network = Network("small", model, Normalisation((0.5,), (0.25,)))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 5), torch.nn.Flatten(), torch.nn.Linear(48, 3)
+    )
+    network = Network("small", model, Normalization((0.5,), (0.25,)))
     known = group("digits", 6, 0)
-    methods = {spec: parse(spec) for spec in ("regrad+layers", "exgrad+layers(0.4)", "entropy", "negrad")}
+    methods = {
+        spec: parse(spec) for spec in ("regrad+layers", "exgrad+layers(0.4)", "entropy", "negrad")
+    }
     found = layers_of(network, [known], methods)
     assert list(found) == ["regrad+layers", "exgrad+layers(0.4)"]
     for spec, layers in found.items():
@@ -135,7 +148,7 @@ def test_learning_curves_begin_at_the_shared_start_and_average_over_seeds() -> N
     found = numbers.learning_curves(cycles(), "accuracy")
     random, entropy = found["digits"]
     assert (random.method, entropy.method) == ("Random", "entropy")
-    assert entropy.labelled == [10, 20, 30]
+    assert entropy.labeled == [10, 20, 30]
     assert entropy.mean == pytest.approx([0.5, 0.71, 0.91])
     assert (entropy.low[1], entropy.high[1]) == pytest.approx((0.7, 0.72))
 
@@ -165,7 +178,9 @@ def test_the_default_is_known_by_its_kind_and_its_absence_is_explained() -> None
     assert default_of(without) is None
     assert "was not among the methods that were asked for" in why_not_default(without)
     row = LeftOutRow(row="left out", method="regrad+layers+smooth", why="the model is odd.")
-    assert why_not_default(replace(without, left_out=[row])).endswith("could not be used: the model is odd.")
+    assert why_not_default(replace(without, left_out=[row])).endswith(
+        "could not be used: the model is odd."
+    )
 
 
 def test_methods_that_are_not_for_use_stand_with_others_only() -> None:
@@ -182,7 +197,9 @@ def test_rows_whose_interval_reaches_the_best_are_tied() -> None:
     assert found.best.main is not None
     for j in judged[1:]:
         assert j.main is not None
-        assert (j.method in found.tied) == (j.main.high >= found.best.main.low and j.method != "flat")
+        assert (j.method in found.tied) == (
+            j.main.high >= found.best.main.low and j.method != "flat"
+        )
     assert "wide" in found.tied  # it ranks as `exact` does
     assert "exact has the highest mean AUROC" in " ".join(said(content, judged, found))
 
@@ -216,7 +233,9 @@ def test_whiskers_span_the_methods_that_are_for_use() -> None:
     assert all(len(row) == len(heads) for row in rows.values())
     drawn = [row[0]["whisker"] for name, row in rows.items() if name != "flat"]
     assert all(0 < w["low"] <= w["at"] <= w["low"] + w["width"] < 100 for w in drawn)
-    assert min(w["low"] for w in drawn) > 5  # a group's own interval begins lower than that of the mean
+    assert (
+        min(w["low"] for w in drawn) > 5
+    )  # a group's own interval begins lower than that of the mean
     assert rows["flat"][0]["whisker"]["at"] == 0
     assert rows["exact"][-1]["text"] == "56×"
     assert [times(cost) for cost in (1, 1.24, 9.96, 56.3)] == ["1×", "1.2×", "10×", "56×"]
@@ -224,13 +243,19 @@ def test_whiskers_span_the_methods_that_are_for_use() -> None:
 
 def test_errors() -> None:
     known = full().known
-    with pytest.raises(qualms.QualmsError, match="digits has 150 images, and the predictions are 3"):
+    with pytest.raises(
+        qualms.QualmsError, match="digits has 150 images, and the predictions are 3"
+    ):
         replace(known, predicted=np.arange(3))
-    with pytest.raises(qualms.QualmsError, match="the scores of exact for digits is NaN or infinite for input 0"):
+    with pytest.raises(
+        qualms.QualmsError, match="the scores of exact for digits is NaN or infinite for input 0"
+    ):
         replace(known, scores={"exact": np.full(150, np.nan)})
     with pytest.raises(qualms.QualmsError, match="digits has no scores"):
         Content("t", Group("digits", known.images, {}, known.predicted))
-    with pytest.raises(qualms.QualmsError, match="only one of digits and letters has scores of flat"):
+    with pytest.raises(
+        qualms.QualmsError, match="only one of digits and letters has scores of flat"
+    ):
         Content("t", known, [replace(full().unknown[0], scores={"exact": np.zeros(90)})])
     with pytest.raises(qualms.QualmsError, match="two groups of images have one name"):
         Content("t", known, [known])

@@ -15,8 +15,8 @@ from qualms.tasks.scoring import score_images
 from tests.cli.test_commands import run
 from tests.report.test_page import Page
 
-NORMALISED = ("--mean", "0.3053", "--std", "0.376", "--size", "8")
-OWN = ("--model", "digits-cnn", "--weights", "weights.pt", *NORMALISED, "--out", "page.html")
+NORMALIZED = ("--mean", "0.3053", "--std", "0.376", "--size", "8")
+OWN = ("--model", "digits-cnn", "--weights", "weights.pt", *NORMALIZED, "--out", "page.html")
 
 
 def saved(images: Images, folder: Path, classes: bool = False) -> None:
@@ -38,13 +38,28 @@ def here(weights_here: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_folders_with_labels_and_unknown_groups(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ("--id", "sorted/", "--ood", "others/,further/", "--methods", "regrad+layers+smooth(0.02,2),entropy,negrad")
+def test_folders_with_labels_and_unknown_groups(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (
+        "--id",
+        "sorted/",
+        "--ood",
+        "others/,further/",
+        "--methods",
+        "regrad+layers+smooth(0.02,2),entropy,negrad",
+    )
     assert run(monkeypatch, "report", *asked, *OWN) == 0
     page = Page((here / "page.html").read_text("utf-8"))
     sorted_, others, further = page.data["groups"]
-    assert [group["name"] for group in (sorted_, others, further)] == ["sorted", "others", "further"]
-    assert set(sorted_["ids"]) == {f"{path.parent.name}/{path.name}" for path in (here / "sorted").glob("*/*.png")}
+    assert [group["name"] for group in (sorted_, others, further)] == [
+        "sorted",
+        "others",
+        "further",
+    ]
+    assert set(sorted_["ids"]) == {
+        f"{path.parent.name}/{path.name}" for path in (here / "sorted").glob("*/*.png")
+    }
     assert set(others["ids"]) == {f"photo {i}.png" for i in range(12)}
     assert set(sorted_["labels"]["words"]) <= set("0123456789")
     assert others["labels"] is None
@@ -54,7 +69,9 @@ def test_folders_with_labels_and_unknown_groups(here: Path, monkeypatch: pytest.
     assert bars == {"regrad+layers+smooth(0.02,2)": 4, "entropy": 0, "negrad": 0}
 
 
-def test_a_folder_without_labels_or_unknown_images(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_labels_or_unknown_images(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(monkeypatch, "report", "--id", "flat", "--methods", "entropy,msp", *OWN) == 0
     page = Page((here / "page.html").read_text("utf-8"))
     (only,) = page.data["groups"]
@@ -75,7 +92,9 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(
 
 
 def test_scores_from_an_earlier_run_come_with_the_same_confidence(here: Path) -> None:
-    network = Network("digits-cnn", load_model("digits-cnn", "weights.pt"), DATASETS["digits"].normalisation)
+    network = Network(
+        "digits-cnn", load_model("digits-cnn", "weights.pt"), DATASETS["digits"].normalization
+    )
     images, methods = load("digits").take(slice(0, 40)), {"entropy": parse("entropy")}
     with Journal(here / "rows.jsonl", {}) as journal:
         first = score_images(network, images, methods, journal)

@@ -5,13 +5,15 @@ import torch
 
 from qualms.gradients.settings import Settings
 from qualms.methods import parse
-from qualms.report.layers import layer_sums
+from qualms.report.layer_chart import layer_sums
 
 
 @pytest.mark.parametrize("spec", ["regrad+layers", "exgrad", "fisher"])
 def test_some_of_many_classes_tell_what_each_layer_adds(spec: str) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 128), torch.nn.ReLU(), torch.nn.Linear(128, 300)).double()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 128), torch.nn.ReLU(), torch.nn.Linear(128, 300)
+    ).double()
     x = torch.randn(4, 6).double()
     names, exact = layer_sums(model, x, {"m": parse(spec)}, Settings("exact"))
     also, few = layer_sums(model, x, {"m": parse(spec)})

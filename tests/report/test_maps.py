@@ -15,8 +15,8 @@ import qualms
 from qualms import Threshold, metrics
 from qualms.data import Images
 from qualms.report.maps import NO_SCORE, STEPS, Maps, write_maps
-from tests.report.contents import NASTY
-from tests.report.map_contents import IGNORED, UNKNOWN, bare, full
+from tests.helpers.map_contents import IGNORED, UNKNOWN, bare, full
+from tests.helpers.report_contents import NASTY
 from tests.report.test_page import Page
 
 
@@ -30,7 +30,9 @@ def unpacked(found: dict[str, str]) -> np.ndarray:
 
 def pictures(page: Page) -> list[np.ndarray]:
     """Every picture of the page, in order, with transparency."""
-    sources = [str(attrs["src"]).partition("base64,")[2] for tag, attrs in page.elements if tag == "img"]
+    sources = [
+        str(attrs["src"]).partition("base64,")[2] for tag, attrs in page.elements if tag == "img"
+    ]
     return [np.asarray(Image.open(BytesIO(base64.b64decode(s))).convert("RGBA")) for s in sources]
 
 
@@ -41,7 +43,11 @@ def test_the_page_is_well_formed_and_asks_for_nothing(maps: Maps, tmp_path: Path
     assert page.open == []
     assert len(page.ids) == len(set(page.ids))
     for tag, attrs in page.elements:
-        assert not (attrs.get("src") or "data:").removeprefix("data:image/png;base64,").startswith("http")
+        assert (
+            not (attrs.get("src") or "data:")
+            .removeprefix("data:image/png;base64,")
+            .startswith("http")
+        )
         assert tag != "canvas" or attrs["aria-label"]
     assert "default-src 'none'" in page.source
     assert NASTY not in page.source
@@ -61,7 +67,9 @@ def test_the_threshold_at_every_place_is_that_of_qualms(tmp_path: Path) -> None:
             accepted = known <= threshold.value
             assert unpacked(method["thresholds"])[step] == threshold.value
             assert unpacked(method["accepted"])[step] == pytest.approx(accepted.mean())
-            assert unpacked(method["flagged"])[step] == pytest.approx((unknown > threshold.value).mean())
+            assert unpacked(method["flagged"])[step] == pytest.approx(
+                (unknown > threshold.value).mean()
+            )
             assert unpacked(method["right"])[step] == pytest.approx(right[accepted].mean())
 
 
@@ -77,18 +85,20 @@ def test_a_pixel_is_flagged_where_its_score_is_above_the_threshold(tmp_path: Pat
                 assert (flagged == (scores > thresholds[step])).all()
 
 
-def test_labels_and_predictions_have_the_colours_of_the_legend(tmp_path: Path) -> None:
+def test_labels_and_predictions_have_the_colors_of_the_legend(tmp_path: Path) -> None:
     maps = full()
     page = written(maps, tmp_path)
-    styles = [str(a.get("style")) for tag, a in page.elements if tag == "i" and a.get("class") == "swatch"]
-    colours = [tuple(bytes.fromhex(style[-6:])) for style in styles]  # background, one, two, unknown
-    assert len(set(colours)) == 4
+    styles = [
+        str(a.get("style")) for tag, a in page.elements if tag == "i" and a.get("class") == "swatch"
+    ]
+    colors = [tuple(bytes.fromhex(style[-6:])) for style in styles]  # background, one, two, unknown
+    assert len(set(colors)) == 4
     assert maps.labels is not None
     _, labels, prediction, _ = pictures(page)[:4]
-    for number, colour in zip((0, 1, 2, UNKNOWN), colours, strict=True):
-        assert (labels[maps.labels[0] == number] == (*colour, 255)).all()
+    for number, color in zip((0, 1, 2, UNKNOWN), colors, strict=True):
+        assert (labels[maps.labels[0] == number] == (*color, 255)).all()
         if number != UNKNOWN:
-            assert (prediction[maps.prediction[0] == number] == (*colour, 255)).all()
+            assert (prediction[maps.prediction[0] == number] == (*color, 255)).all()
     assert (labels[maps.labels[0] == IGNORED][:, 3] == 0).all()  # transparent
 
 
@@ -110,7 +120,9 @@ def test_without_labels_there_are_maps_and_no_measures(tmp_path: Path) -> None:
     assert "glance" not in page.ids
     assert "flagged" not in page.ids
     assert len(pictures(page)) == 3 * 3  # image, prediction and the image below the flags
-    assert all(method["flagged"] is None and method["right"] is None for method in page.data["methods"])
+    assert all(
+        method["flagged"] is None and method["right"] is None for method in page.data["methods"]
+    )
     assert "of the pixels accepted" in " ".join(page.words)
 
 
@@ -118,7 +130,9 @@ def test_a_large_map_is_thinned_and_no_pixel_is_mixed_with_others(tmp_path: Path
     random = np.random.default_rng(0)
     scores = random.normal(0, 1, (1, 200, 120))
     images = Images("large", torch.zeros(1, 3, 200, 120, dtype=torch.uint8), None)
-    page = written(Maps("Large", images, np.zeros((1, 200, 120), np.int64), {"m": scores}), tmp_path)
+    page = written(
+        Maps("Large", images, np.zeros((1, 200, 120), np.int64), {"m": scores}), tmp_path
+    )
     assert page.data["size"] == [67, 40]
     method = page.data["methods"][0]
     flagged = unpacked(method["levels"][0]).reshape(67, 40) > 99
@@ -138,4 +152,6 @@ def test_maps_that_do_not_fit_are_told(tmp_path: Path) -> None:
         scores={"m": np.zeros((14, 16, 16))}
     )
     assert "and the labels (16, 24)" in error(labels=np.zeros((16, 24), np.int64))
-    assert error(scores={"m": np.full((14, 16, 24), np.nan)}).startswith("a method has no score at any pixel")
+    assert error(scores={"m": np.full((14, 16, 24), np.nan)}).startswith(
+        "a method has no score at any pixel"
+    )

@@ -19,7 +19,7 @@ from qualms.report.content import Content, Group
 from qualms.report.gallery import png
 from qualms.report.offline import packed
 from qualms.report.page import write_page
-from tests.report.contents import NASTY, bare, full, group
+from tests.helpers.report_contents import NASTY, bare, full, group
 
 VOID = {"meta", "link", "input", "br", "wbr", "img"}
 Write = Callable[[Content], "Page"]
@@ -63,7 +63,9 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    return lambda content: Page(write_page(content, tmp_path / "report.html", resamples=10).read_text("utf-8"))
+    return lambda content: Page(
+        write_page(content, tmp_path / "report.html", resamples=10).read_text("utf-8")
+    )
 
 
 @pytest.mark.parametrize("content", [full(), bare()], ids=["full", "bare"])
@@ -86,14 +88,21 @@ def test_nothing_comes_from_elsewhere(write: Write) -> None:
     addresses = [str(attrs[k]) for _, attrs in page.elements for k in ("src", "href") if k in attrs]
     assert addresses
     assert all(a.startswith(("#", "data:")) for a in addresses)
-    policy = next(str(a["content"]) for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        str(a["content"])
+        for _, a in page.elements
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'")
 
 
 def test_names_are_text_and_never_markup(write: Write) -> None:
     content = full(known=NASTY, title=NASTY)
     nasty_method = {NASTY: content.known.scores["exact"]}
-    others = [replace(g, name=f"{g.name}{NASTY}", scores={NASTY: g.scores["exact"]}) for g in content.unknown]
+    others = [
+        replace(g, name=f"{g.name}{NASTY}", scores={NASTY: g.scores["exact"]})
+        for g in content.unknown
+    ]
     rows = [{**row, "method": NASTY, "data": NASTY} for row in content.cycles]
     known = replace(content.known, scores=nasty_method)
     page = write(Content(NASTY, known, others, {NASTY: NASTY}, {NASTY: NASTY}, cycles=rows))
@@ -105,7 +114,17 @@ def test_names_are_text_and_never_markup(write: Write) -> None:
 
 
 def test_what_is_missing_is_left_out_or_explained(write: Write) -> None:
-    everything = {"glance", "curves", "gallery", "layers", "learning", "roc", "lift", "accuracy", "let-through-2"}
+    everything = {
+        "glance",
+        "curves",
+        "gallery",
+        "layers",
+        "learning",
+        "roc",
+        "lift",
+        "accuracy",
+        "let-through-2",
+    }
     assert everything <= set(write(full()).ids)
     page = write(bare())
     assert everything & set(page.ids) == {"glance", "curves", "gallery"}
@@ -123,7 +142,9 @@ def test_what_is_missing_is_left_out_or_explained(write: Write) -> None:
 
 def test_the_page_opens_on_the_default_method_and_marks_it(write: Write) -> None:
     page = write(full())
-    chosen = [attrs["value"] for tag, attrs in page.elements if tag == "option" and "selected" in attrs]
+    chosen = [
+        attrs["value"] for tag, attrs in page.elements if tag == "option" and "selected" in attrs
+    ]
     assert [page.data["methods"][int(str(number))]["name"] for number in chosen] == ["exact"]
     assert page.words.count("default") == 1
     assert "why-not-default" not in page.ids
@@ -131,13 +152,19 @@ def test_the_page_opens_on_the_default_method_and_marks_it(write: Write) -> None
 
 def test_methods_that_are_not_for_use_are_folded_away(write: Write) -> None:
     page = write(full())
-    assert [attrs.get("id") for tag, attrs in page.elements if tag == "tbody" and "hidden" in attrs] == ["folded"]
+    assert [
+        attrs.get("id") for tag, attrs in page.elements if tag == "tbody" and "hidden" in attrs
+    ] == ["folded"]
     assert "flat: kept for comparison with the paper." in " ".join(page.words)
 
 
 def test_layers_are_told_in_words_only_for_methods_that_have_them(write: Write) -> None:
     found = {m["name"]: m["layers"] for m in write(full()).data["methods"]}
-    assert [bar["name"] for bar in found["exact"]["bars"]] == ["Conv 5×5 · conv1", "Conv 3×3 · conv2", "Linear · fc"]
+    assert [bar["name"] for bar in found["exact"]["bars"]] == [
+        "Conv 5×5 · conv1",
+        "Conv 3×3 · conv2",
+        "Linear · fc",
+    ]
     assert "in digits from Linear · fc" in found["exact"]["said"]
     assert found["wide"]["bars"] == []
     assert found["wide"]["said"] == (
@@ -185,17 +212,25 @@ def test_scores_arrive_without_a_digit_lost(write: Write) -> None:
 
 
 def test_large_samples_are_thinned_for_drawing(write: Write) -> None:
-    content = Content("t", group("digits", 5000, 0, labelled=True), [group("letters", 5000, 1)])
+    content = Content("t", group("digits", 5000, 0, labeled=True), [group("letters", 5000, 1)])
     page = write(content)
     for method in page.data["methods"]:
         for each in method["curves"].values():
             assert all(len(line["x"]) <= 300 for line in each["lines"])
-    assert len(page.source) < 1_500_000  # the scores of 10,000 images by four methods, and their names
+    assert (
+        len(page.source) < 1_500_000
+    )  # the scores of 10,000 images by four methods, and their names
 
 
 def test_each_image_is_in_the_file_once(write: Write) -> None:
     data = write(full()).data
-    shown = [f"{g}/{i}" for m in data["methods"] for g, both in enumerate(m["gallery"]) for end in both for i in end]
+    shown = [
+        f"{g}/{i}"
+        for m in data["methods"]
+        for g, both in enumerate(m["gallery"])
+        for end in both
+        for i in end
+    ]
     assert len(shown) == 4 * 3 * 2 * 8
     shown += [f"0/{i}" for i in data["wrong"]]
     assert set(shown) == set(data["images"])
@@ -212,8 +247,8 @@ def test_images_are_small_png_files_of_the_right_pixels() -> None:
         assert head == "data:image/png;base64"
         return Image.open(BytesIO(base64.b64decode(content)))
 
-    colour = full().unknown[1].images
-    assert (np.asarray(decoded(colour, 3)) == colour.pixels[3].permute(1, 2, 0).numpy()).all()
+    color = full().unknown[1].images
+    assert (np.asarray(decoded(color, 3)) == color.pixels[3].permute(1, 2, 0).numpy()).all()
     large = Images("large", torch.zeros(1, 1, 300, 200, dtype=torch.uint8), None)
     assert decoded(large, 0).size == (64, 96)
     with pytest.raises(qualms.QualmsError, match="odd has 4 channels"):
@@ -222,7 +257,9 @@ def test_images_are_small_png_files_of_the_right_pixels() -> None:
 
 def test_a_single_image_makes_a_page(write: Write) -> None:
     images = Images("one", torch.zeros(1, 1, 4, 4, dtype=torch.uint8), None)
-    page = write(Content("t", Group("one", images, {"m": np.array([1.0])}, np.array([0]), np.array([0]))))
+    page = write(
+        Content("t", Group("one", images, {"m": np.array([1.0])}, np.array([0]), np.array([0])))
+    )
     assert page.wrong == []
 
 

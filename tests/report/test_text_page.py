@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from qualms import QualmsError
-from qualms.report.texts import ShownToken, shown_tokens, write_text_page
+from qualms.report.text_page import ShownToken, shown_tokens, write_text_page
 from qualms.texts.document import Document, ScoredDocument
 from qualms.texts.spans import worst_span
-from tests.report.scored_texts import BEFORE, METHODS, NASTY, PAPER, STORY, noise, scored, some
+from tests.helpers.scored_texts import BEFORE, METHODS, NASTY, PAPER, STORY, noise, scored, some
 from tests.report.test_page import Page
 
 Write = Callable[..., Page]
@@ -22,8 +22,14 @@ Write = Callable[..., Page]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def written(documents: list[ScoredDocument], title: str = "Texts", about: dict[str, str] | None = None) -> Page:
-        return Page(write_text_page(documents, tmp_path / "texts.html", title, about or {}).read_text("utf-8"))
+    def written(
+        documents: list[ScoredDocument], title: str = "Texts", about: dict[str, str] | None = None
+    ) -> Page:
+        return Page(
+            write_text_page(documents, tmp_path / "texts.html", title, about or {}).read_text(
+                "utf-8"
+            )
+        )
 
     return written
 
@@ -61,12 +67,20 @@ def test_nothing_comes_from_elsewhere(write: Write) -> None:
     assert "https:" not in ours
     addresses = [str(attrs[k]) for _, attrs in page.elements for k in ("src", "href") if k in attrs]
     assert all(a.startswith(("#", "data:")) for a in addresses)
-    policy = next(str(a["content"]) for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        str(a["content"])
+        for _, a in page.elements
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'")
 
 
 def test_texts_and_names_are_text_and_never_markup(write: Write) -> None:
-    page = write([noise(NASTY, f"a {NASTY} b", 1), noise("plain", "c d", 2)], title=NASTY, about={NASTY: NASTY})
+    page = write(
+        [noise(NASTY, f"a {NASTY} b", 1), noise("plain", "c d", 2)],
+        title=NASTY,
+        about={NASTY: NASTY},
+    )
     assert "<script>alert" not in page.source
     assert "<b>" not in page.source
     assert [attrs.get("id") for tag, attrs in page.elements if tag == "script"] == ["data", None]
@@ -79,7 +93,11 @@ def test_texts_and_names_are_text_and_never_markup(write: Write) -> None:
 
 def test_the_text_that_the_model_knows_least_comes_first(write: Write) -> None:
     page = write(some())
-    assert [str(i) for i in page.ids if str(i).startswith("document-")] == ["document-1", "document-2", "document-0"]
+    assert [str(i) for i in page.ids if str(i).startswith("document-")] == [
+        "document-1",
+        "document-2",
+        "document-0",
+    ]
     assert [str(i) for i in page.ids if str(i).startswith("row-")] == ["row-1", "row-2", "row-0"]
     names = [word for word in page.words if word in ("a-poem", "b-paper", "c-story")]
     assert names == ["c-story", "a-poem", "b-paper"] * 2
@@ -132,12 +150,20 @@ def test_the_likeliest_tokens_arrive_in_order(write: Write) -> None:
     assert unpacked(found["probs"]).tolist() == [0.9, 0.1, 0.75, 0, 0, 0]
 
 
-def test_the_bytes_of_a_character_are_shown_as_one_token_with_their_highest_score(write: Write) -> None:
+def test_the_bytes_of_a_character_are_shown_as_one_token_with_their_highest_score(
+    write: Write,
+) -> None:
     offsets = ((0, 0), (0, 1), (1, 2), (1, 2), (1, 2), (2, 4))
-    assert shown_tokens(offsets) == [ShownToken(0, 1, (1,)), ShownToken(1, 2, (2, 3, 4)), ShownToken(2, 4, (5,))]
+    assert shown_tokens(offsets) == [
+        ShownToken(0, 1, (1,)),
+        ShownToken(1, 2, (2, 3, 4)),
+        ShownToken(2, 4, (5,)),
+    ]
     values = (9.0, 1.0, 2.0, 7.0, 3.0, math.nan)
     likely = tuple(((str(i), 0.5),) for i in range(6))
-    document = ScoredDocument(Document("t", "a😀 b"), tuple(range(6)), offsets, {"m": values}, likely, (-1.0,) * 6)
+    document = ScoredDocument(
+        Document("t", "a😀 b"), tuple(range(6)), offsets, {"m": values}, likely, (-1.0,) * 6
+    )
     data = write([document]).data
     found = data["documents"][0]
     assert shown(found) == ["a", "😀", " b"]
@@ -145,7 +171,11 @@ def test_the_bytes_of_a_character_are_shown_as_one_token_with_their_highest_scor
     assert unpacked(found["counts"]).tolist() == [1, 3, 1]
     assert found["worst"] == [{"start": 0, "end": 2}]
     assert unpacked(found["worstScores"]).tolist() == [(1 + 2 + 7 + 3) / 4]
-    assert [data["words"][code] for code in unpacked(found["codes"])] == ["1", "4", "5"]  # after the whole character
+    assert [data["words"][code] for code in unpacked(found["codes"])] == [
+        "1",
+        "4",
+        "5",
+    ]  # after the whole character
 
 
 def test_tokens_that_overlap_are_cut_where_the_one_before_ends() -> None:
@@ -157,13 +187,17 @@ def test_tokens_that_overlap_are_cut_where_the_one_before_ends() -> None:
 
 
 def test_an_empty_text_makes_a_page(write: Write) -> None:
-    empty = ScoredDocument(Document("empty", ""), (1,), ((0, 0),), dict.fromkeys(METHODS, (1.0,)), ((),), (math.nan,))
+    empty = ScoredDocument(
+        Document("empty", ""), (1,), ((0, 0),), dict.fromkeys(METHODS, (1.0,)), ((),), (math.nan,)
+    )
     assert write([empty, noise("other", STORY, 1)]).wrong == []
     assert write([empty]).data["documents"][0]["worst"] == [None, None]
 
 
 def test_texts_scored_by_different_methods_are_refused(write: Write) -> None:
-    with pytest.raises(QualmsError, match=r"two is scored by gen, and one by regrad, entropy; score all texts"):
+    with pytest.raises(
+        QualmsError, match=r"two is scored by gen, and one by regrad, entropy; score all texts"
+    ):
         write([noise("one", STORY, 1), scored("two", "a b", {"gen": [1.0]})])
     with pytest.raises(QualmsError, match="there are no texts"):
         write([])

@@ -31,7 +31,7 @@ def digits() -> Images:
 @pytest.fixture(scope="module")
 def network() -> Network:
     torch.manual_seed(0)
-    return Network("digits-cnn", load_model("digits-cnn"), DATASETS["digits"].normalisation)
+    return Network("digits-cnn", load_model("digits-cnn"), DATASETS["digits"].normalization)
 
 
 @pytest.fixture

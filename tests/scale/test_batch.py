@@ -28,12 +28,19 @@ def batches(network: Network, tmp_path: Path) -> BatchScorer:
 
 
 def files(*contents: bytes | None) -> Columns:
-    return {"id": np.array([f"{i}.png" for i in range(len(contents))]), "content": np.array(contents, dtype=object)}
+    return {
+        "id": np.array([f"{i}.png" for i in range(len(contents))]),
+        "content": np.array(contents, dtype=object),
+    }
 
 
-def test_a_batch_of_files_has_the_columns_of_the_table(batches: BatchScorer, digits: Images, tmp_path: Path) -> None:
+def test_a_batch_of_files_has_the_columns_of_the_table(
+    batches: BatchScorer, digits: Images, tmp_path: Path
+) -> None:
     some = digits.take(slice(0, 3))
-    found = batches(files(png(some.pixels[0]), png(some.pixels[1]), b"no image", png(some.pixels[2]), None))
+    found = batches(
+        files(png(some.pixels[0]), png(some.pixels[1]), b"no image", png(some.pixels[2]), None)
+    )
     want = batches.scored(some).columns()
     assert list(found) == list(want)
     assert found["id"].tolist() == ["0.png", "1.png", "3.png"]
@@ -45,7 +52,9 @@ def test_a_batch_of_files_has_the_columns_of_the_table(batches: BatchScorer, dig
     ]
 
 
-def test_a_batch_that_is_run_again_lists_nothing_twice(batches: BatchScorer, tmp_path: Path) -> None:
+def test_a_batch_that_is_run_again_lists_nothing_twice(
+    batches: BatchScorer, tmp_path: Path
+) -> None:
     for _ in range(2):
         batches(files(b"", b"x"))
     assert len(rejected_in(tmp_path / "rejected")) == 2
@@ -53,9 +62,13 @@ def test_a_batch_that_is_run_again_lists_nothing_twice(batches: BatchScorer, tmp
     assert parquet.read_metadata(file).num_rows == 2
 
 
-def test_a_batch_of_which_nothing_can_be_read_has_all_columns(batches: BatchScorer, digits: Images) -> None:
+def test_a_batch_of_which_nothing_can_be_read_has_all_columns(
+    batches: BatchScorer, digits: Images
+) -> None:
     whole, empty = batches(files(png(digits.pixels[0]))), batches(files(b"x", b"y"))
-    assert {name: values.dtype.kind for name, values in empty.items()} == {n: v.dtype.kind for n, v in whole.items()}
+    assert {name: values.dtype.kind for name, values in empty.items()} == {
+        n: v.dtype.kind for n, v in whole.items()
+    }
     assert all(len(values) == 0 for values in empty.values())
 
 
@@ -75,7 +88,9 @@ def test_an_image_without_a_score_is_named(network: Network, digits: Images) -> 
 
     broken = copy.deepcopy(network.model)
     broken.register_forward_hook(not_a_number_for_the_second)
-    batches = BatchScorer(replace(network, model=broken), qualms.Scorer(broken, "entropy"), "digits", size=(8, 8))
+    batches = BatchScorer(
+        replace(network, model=broken), qualms.Scorer(broken, "entropy"), "digits", size=(8, 8)
+    )
     with pytest.raises(qualms.QualmsError, match=r"1\.png of digits|input 1"):
         batches(files(png(digits.pixels[0]), png(digits.pixels[1])))
 

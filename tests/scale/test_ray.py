@@ -24,7 +24,7 @@ from qualms.data import Images
 from qualms.scale import cluster as module
 from qualms.scale.batch import BatchScorer
 from qualms.scale.cluster import cluster, score_on_ray
-from qualms.scale.folder import Done
+from qualms.scale.shard_folder import Done
 from qualms.scale.shards import score_shards
 from qualms.scale.source import Source, open_source
 from qualms.tasks.network import Network
@@ -67,7 +67,9 @@ def batches(network: Network) -> BatchScorer:
 
 
 def by_id(folder: Path) -> pyarrow.Table:
-    table = pyarrow.concat_tables([parquet.read_table(path) for path in sorted(folder.glob("shard*.parquet"))])
+    table = pyarrow.concat_tables(
+        [parquet.read_table(path) for path in sorted(folder.glob("shard*.parquet"))]
+    )
     assert len(set(table["id"].to_pylist())) == len(table), "some rows are there twice"
     return table.sort_by("id")
 
@@ -93,7 +95,9 @@ def test_ray_gives_the_scores_of_one_process(
     found = score_on_ray(batches, source, tmp_path / "out", {"seed": 0}, 30, WORKERS)
     assert found == want
     assert_same(by_id(tmp_path / "out"), by_id(tmp_path / "local"))
-    rejected = [parquet.read_table(tmp_path / runner / "rejected.parquet") for runner in ("out", "local")]
+    rejected = [
+        parquet.read_table(tmp_path / runner / "rejected.parquet") for runner in ("out", "local")
+    ]
     assert rejected[0] == rejected[1]
     assert len(rejected[0]) == (kind == "folder")
     assert {p.name for p in (tmp_path / "out").iterdir() if not p.name.startswith("shard")} == {
@@ -101,16 +105,23 @@ def test_ray_gives_the_scores_of_one_process(
         "manifest.json",
         ".lock",
     }
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["done"]["scored"] == found.scored
+    assert (
+        json.loads((tmp_path / "out" / "manifest.json").read_text())["done"]["scored"]
+        == found.scored
+    )
 
 
-SEEN: dict[Path, set[float]] = {}  # batches, in this process; a model's own attributes are put back after each pass
+SEEN: dict[
+    Path, set[float]
+] = {}  # batches, in this process; a model's own attributes are put back after each pass
 
 
 class Fragile(nn.Module):
     """A network that does something else once a worker has seen so many batches."""
 
-    def __init__(self, inner: nn.Module, out: Path, act: Callable[[Path], None], after: int) -> None:
+    def __init__(
+        self, inner: nn.Module, out: Path, act: Callable[[Path], None], after: int
+    ) -> None:
         super().__init__()
         self.inner, self.out, self.act, self.after, self.home = inner, out, act, after, os.getpid()
 
@@ -148,7 +159,9 @@ def by_one_process(source: Source, network: Network, out: Path) -> pyarrow.Table
 
 
 def batches_of(model: nn.Module, network: Network) -> BatchScorer:
-    return BatchScorer(Network("fragile", model, network.normalisation), qualms.Scorer(model, "entropy"), "digits")
+    return BatchScorer(
+        Network("fragile", model, network.normalization), qualms.Scorer(model, "entropy"), "digits"
+    )
 
 
 def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost_or_doubled(
@@ -161,14 +174,19 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost_or_doubled(
     assert_same(by_id(out), by_one_process(source, network, tmp_path / "local"))
 
 
-def test_a_run_that_ended_early_is_gone_on_with(ray: Any, digits: Images, network: Network, tmp_path: Path) -> None:
+def test_a_run_that_ended_early_is_gone_on_with(
+    ray: Any, digits: Images, network: Network, tmp_path: Path
+) -> None:
     source, out = open_source(as_parquet(digits, tmp_path / "data"), None, None), tmp_path / "out"
     # The first two batches are one task of Ray's: 40 rows in batches of 32.
     batches = batches_of(Fragile(network.model, out, give_up, after=2), network)
     with pytest.raises(qualms.QualmsError, match=r"^the network gives up; ask again\.$"):
         score_on_ray(batches, source, out, {}, 10, 1)
     (out / ".rejected").mkdir()
-    parquet.write_table(pyarrow.table({"id": ["0.parquet row 3"], "reason": ["away"]}), out / ".rejected" / "0.parquet")
+    parquet.write_table(
+        pyarrow.table({"id": ["0.parquet row 3"], "reason": ["away"]}),
+        out / ".rejected" / "0.parquet",
+    )
     early = {path.name: path.read_bytes() for path in (out / ".writing").glob("shard*.parquet")}
     assert early
     (out / ".go on").touch()
@@ -200,24 +218,40 @@ def test_a_finished_folder_is_left_alone_and_another_seed_is_refused(
 
 
 def test_the_command_says_what_it_did(
-    ray: Any, digits: Images, weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ray: Any,
+    digits: Images,
+    weights_here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     as_folder(digits.take(slice(0, 6)), weights_here / "pictures")
     (weights_here / "pictures" / "003.png").write_bytes(b"no image")
     words = own("--methods", "entropy", "--out", "many/", "--runner", "ray", "--workers", "2")
     assert run(monkeypatch, "score", "pictures", *words) == SOME_REJECTED
     told = capsys.readouterr()
-    assert told.out == "5 images scored by entropy: many/; 1 could not be read: many/rejected.parquet\n"
-    assert parquet.read_table(weights_here / "many" / "rejected.parquet")["id"].to_pylist() == ["003.png"]
+    assert (
+        told.out
+        == "5 images scored by entropy: many/; 1 could not be read: many/rejected.parquet\n"
+    )
+    assert parquet.read_table(weights_here / "many" / "rejected.parquet")["id"].to_pylist() == [
+        "003.png"
+    ]
 
 
-def test_the_command_asks_a_cluster_that_is_there(ray: Any, digits: Images, weights_here: Path) -> None:
+def test_the_command_asks_a_cluster_that_is_there(
+    ray: Any, digits: Images, weights_here: Path
+) -> None:
     """By its address, from another process."""
     as_folder(digits.take(slice(0, 6)), weights_here / "pictures")
     address = ray.get_runtime_context().gcs_address
-    words = own("--methods", "entropy", "--out", "many/", "--runner", "ray", "--ray-address", address)
+    words = own(
+        "--methods", "entropy", "--out", "many/", "--runner", "ray", "--ray-address", address
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "qualms", "score", "pictures", *words], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "qualms", "score", "pictures", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.stdout == "6 images scored by entropy: many/\n", done.stderr
     assert ray.is_initialized()  # it is still there
@@ -230,17 +264,29 @@ def test_a_run_that_is_killed_is_gone_on_with(ray: Any, digits: Images, weights_
     command = [sys.executable, "-m", "qualms", "score", *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     address = ("--ray-address", ray.get_runtime_context().gcs_address)
-    subprocess.run([*command, *address, "--out", "whole/"], env=env, check=True, timeout=300, capture_output=True)
-    with subprocess.Popen([*command, *address, "--out", "out/"], env=env, stderr=subprocess.DEVNULL) as process:
+    subprocess.run(
+        [*command, *address, "--out", "whole/"],
+        env=env,
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+    with subprocess.Popen(
+        [*command, *address, "--out", "out/"], env=env, stderr=subprocess.DEVNULL
+    ) as process:
         while not list((weights_here / "out" / ".noted").glob("shard*.parquet")):
             assert process.poll() is None, "it was quicker"
             time.sleep(0.01)
         process.kill()
-    subprocess.run([*command, *address, "--out", "out/"], env=env, check=True, timeout=300, capture_output=True)
+    subprocess.run(
+        [*command, *address, "--out", "out/"], env=env, check=True, timeout=300, capture_output=True
+    )
     assert_same(by_id(weights_here / "out"), by_id(weights_here / "whole"))
 
 
-def test_what_only_one_process_can_read_is_refused(digits: Images, batches: BatchScorer, tmp_path: Path) -> None:
+def test_what_only_one_process_can_read_is_refused(
+    digits: Images, batches: BatchScorer, tmp_path: Path
+) -> None:
     source = open_source(as_npz(digits, tmp_path / "data"), None, None)
     with pytest.raises(qualms.QualmsError, match=r"Ray cannot read .*; name a folder"):
         score_on_ray(batches, source, tmp_path / "out", {}, 30)

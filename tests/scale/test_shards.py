@@ -22,8 +22,8 @@ from pyarrow import parquet
 
 import qualms
 from qualms.data import Images, load
-from qualms.disk import locked
-from qualms.scale.folder import LOCK, Done
+from qualms.disk import lock_file
+from qualms.scale.shard_folder import LOCK, Done
 from qualms.scale.shards import ScoreImages, score_shards
 from qualms.scale.source import PART, Part, open_source
 from qualms.tasks.network import Network
@@ -32,7 +32,9 @@ from tests.scale.conftest import COUNT, FORMATS, METHODS, as_folder, as_npz, as_
 
 
 def shards(folder: Path) -> pyarrow.Table:
-    return pyarrow.concat_tables([parquet.read_table(path) for path in sorted(folder.glob("shard-*.parquet"))])
+    return pyarrow.concat_tables(
+        [parquet.read_table(path) for path in sorted(folder.glob("shard-*.parquet"))]
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -50,11 +52,16 @@ def test_every_format_and_shard_size_gives_the_scores_of_one_call(
     table, want = shards(tmp_path / "out"), score(digits, 0)
     assert len(list((tmp_path / "out").glob("shard-*"))) == (3 if size == 30 else 1)
     for name in METHODS:
-        np.testing.assert_allclose(table[f"score_{name}"].to_numpy(), want.scores[name].numpy(), rtol=1e-4)
+        np.testing.assert_allclose(
+            table[f"score_{name}"].to_numpy(), want.scores[name].numpy(), rtol=1e-4
+        )
     assert table["prediction"].to_pylist() == want.prediction.tolist()
     ids = table["id"].to_pylist()
     assert len(set(ids)) == COUNT
-    assert ids[40] == {"folder": "040.png", "npz": 40, "parquet": "1.parquet row 13", "tar": "1.tar 040"}[kind]
+    assert (
+        ids[40]
+        == {"folder": "040.png", "npz": 40, "parquet": "1.parquet row 13", "tar": "1.tar 040"}[kind]
+    )
 
 
 def test_with_a_threshold_the_accepted_images_of_all_shards_are_counted(
@@ -62,7 +69,9 @@ def test_with_a_threshold_the_accepted_images_of_all_shards_are_counted(
 ) -> None:
     plain = scored_images(network, qualms.Scorer(network.model, "entropy"), digits)
     limit = qualms.Threshold.from_scores(plain.scores["entropy"], coverage=0.6)
-    score = partial(scored_images, network, qualms.Scorer(network.model, "entropy", threshold=limit))
+    score = partial(
+        scored_images, network, qualms.Scorer(network.model, "entropy", threshold=limit)
+    )
     source = open_source(as_npz(digits, tmp_path / "data"), None, None)
     done = score_shards(score, source, tmp_path / "out", {}, 30)
     assert done == Done(COUNT, 0, sum(shards(tmp_path / "out")["accepted"].to_pylist()))
@@ -70,7 +79,9 @@ def test_with_a_threshold_the_accepted_images_of_all_shards_are_counted(
     assert abs(done.accepted - 0.6 * COUNT) <= 1
 
 
-def test_a_shard_may_be_of_a_single_image(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+def test_a_shard_may_be_of_a_single_image(
+    digits: Images, score: ScoreImages, tmp_path: Path
+) -> None:
     source = open_source(as_npz(digits.take(slice(0, 3)), tmp_path / "data"), None, None)
     assert score_shards(score, source, tmp_path / "out", {}, 1) == Done(3, 0, None)
     assert len(list((tmp_path / "out").glob("shard-*"))) == 3
@@ -80,8 +91,18 @@ def test_a_shard_may_be_of_a_single_image(digits: Images, score: ScoreImages, tm
 def test_progress_counts_images_up_to_all_of_them_or_to_those_so_far(
     kind: str, digits: Images, network: Network, score: ScoreImages, tmp_path: Path
 ) -> None:
-    source, told = open_source(FORMATS[kind](digits, tmp_path / "data"), None, network.fit), list[tuple[int, int]]()
-    score_shards(score, source, tmp_path / "out", {}, 30, tell=lambda _, now, total: told.append((now, total)))
+    source, told = (
+        open_source(FORMATS[kind](digits, tmp_path / "data"), None, network.fit),
+        list[tuple[int, int]](),
+    )
+    score_shards(
+        score,
+        source,
+        tmp_path / "out",
+        {},
+        30,
+        tell=lambda _, now, total: told.append((now, total)),
+    )
     so_far = [now for now, _ in told]
     assert so_far == sorted(set(so_far))
     assert [total for _, total in told] == ([COUNT] * len(told) if kind == "folder" else so_far)
@@ -108,7 +129,9 @@ def test_a_run_that_goes_on_leaves_what_is_there_and_ends_as_one_that_was_not_st
         score_shards(stopped, source, tmp_path / "out", {}, 20)
     for half in (".shard-00001.parquet.1.part", ".shard-00002.parquet.1.part"):
         (tmp_path / "out" / half).write_bytes(b"what a kill leaves")
-    assert {"shard-00000.parquet", "shard-00001.parquet"} == {p.name for p in (tmp_path / "out").glob("shard*")}
+    assert {"shard-00000.parquet", "shard-00001.parquet"} == {
+        p.name for p in (tmp_path / "out").glob("shard*")
+    }
     (tmp_path / "out" / "shard-00000.parquet").unlink()
     score_shards(watched, source, tmp_path / "out", {}, 20)
     assert asked == [0, 1, 4, 16, 40, 41, 44, 56, 60, 61, 64]
@@ -129,10 +152,13 @@ def test_what_cannot_be_read_is_listed_and_changes_no_other_score(
     assert score_shards(score, source, tmp_path / "out", {}, 20) == Done(COUNT - 21, 21, None)
     assert parquet.read_metadata(tmp_path / "out" / "shard-00001.parquet").num_rows == 0
     rejected = parquet.read_table(tmp_path / "out" / "rejected.parquet").to_pylist()
-    assert [one["id"] for one in rejected] == [f"{number:03d}.png" for number in (*range(20, 40), 45)]
+    assert [one["id"] for one in rejected] == [
+        f"{number:03d}.png" for number in (*range(20, 40), 45)
+    ]
     assert "not an image" in rejected[0]["reason"]
     found, every = (
-        {row["id"]: row[f"score_{METHODS[0]}"] for row in shards(tmp_path / run).to_pylist()} for run in ("out", "all")
+        {row["id"]: row[f"score_{METHODS[0]}"] for row in shards(tmp_path / run).to_pylist()}
+        for run in ("out", "all")
     )
     assert len(found) == COUNT - 21
     assert found == pytest.approx({one: every[one] for one in found}, rel=1e-4)
@@ -140,18 +166,26 @@ def test_what_cannot_be_read_is_listed_and_changes_no_other_score(
     assert said["done"] == {"scored": COUNT - 21, "rejected": 21, "accepted": None}
 
 
-def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path, score: ScoreImages) -> None:
+def test_a_source_of_which_nothing_can_be_read_is_an_error(
+    tmp_path: Path, score: ScoreImages
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.png").write_bytes(b"no image")
     (tmp_path / "data" / "b.png").symlink_to("nowhere")
     source = open_source(str(tmp_path / "data"), None, None)
-    with pytest.raises(qualms.QualmsError, match=r"no image of .* can be read: a.png is cut or not"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"no image of .* can be read: a.png is cut or not"
+    ):
         score_shards(score, source, tmp_path / "out", {}, 20)
 
 
 @pytest.mark.parametrize(
     ("about", "size", "told"),
-    [({"seed": 1}, 20, "seed 0, not 1"), ({"seed": 0}, 10, "shard_size 20, not 10"), ({}, 20, "seed 0, not None")],
+    [
+        ({"seed": 1}, 20, "seed 0, not 1"),
+        ({"seed": 0}, 10, "shard_size 20, not 10"),
+        ({}, 20, "seed 0, not None"),
+    ],
 )
 def test_a_folder_of_another_run_is_refused(
     about: dict[str, Any], size: int, told: str, digits: Images, score: ScoreImages, tmp_path: Path
@@ -159,7 +193,9 @@ def test_a_folder_of_another_run_is_refused(
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
     score_shards(score, source, tmp_path / "out", {"seed": 0}, 20)
     before = contents(tmp_path / "out")
-    with pytest.raises(qualms.QualmsError, match=f"made with other settings: {told}; use those settings"):
+    with pytest.raises(
+        qualms.QualmsError, match=f"made with other settings: {told}; use those settings"
+    ):
         score_shards(score, source, tmp_path / "out", about, size)
     assert contents(tmp_path / "out") == before
 
@@ -172,20 +208,25 @@ def test_other_images_are_refused(digits: Images, score: ScoreImages, tmp_path: 
         score_shards(score, open_source(data, None, None), tmp_path / "out", {}, 20)
 
 
-def test_a_folder_that_holds_something_else_is_refused(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_else_is_refused(
+    digits: Images, score: ScoreImages, tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
     with pytest.raises(
-        qualms.QualmsError, match=r"out holds mine.txt but no manifest.json; choose an empty or new folder"
+        qualms.QualmsError,
+        match=r"out holds mine.txt but no manifest.json; choose an empty or new folder",
     ):
         score_shards(score, source, tmp_path / "out", {}, 20)
 
 
-def test_two_runs_do_not_meet_in_one_folder(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+def test_two_runs_do_not_meet_in_one_folder(
+    digits: Images, score: ScoreImages, tmp_path: Path
+) -> None:
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
     with (
-        locked(tmp_path / "out" / LOCK),
+        lock_file(tmp_path / "out" / LOCK),
         pytest.raises(qualms.QualmsError, match="is in use by another run; wait for it"),
     ):
         score_shards(score, source, tmp_path / "out", {}, 20)
@@ -200,7 +241,9 @@ def test_a_disk_without_room_is_told_and_leaves_no_half_of_a_file(
 
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
     monkeypatch.setattr(parquet, "write_table", full)
-    with pytest.raises(qualms.QualmsError, match=r"shard-00000.parquet cannot be written .No space left on device"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"shard-00000.parquet cannot be written .No space left on device"
+    ):
         score_shards(score, source, tmp_path / "out", {}, 20)
     assert sorted(os.listdir(tmp_path / "out")) == [LOCK, "manifest.json"]
 
@@ -216,14 +259,18 @@ def test_a_source_goes_on_from_any_place_and_no_part_crosses_a_shard(
     source = open_source(FORMATS[kind](digits, tmp_path / "data"), None, None)
     assert source.count == (None if kind == "tar" else COUNT)
     parts = list(source.parts(start, 50))
-    found = torch.cat([part.images.pixels[:, :1] for part in parts]) if parts else digits.pixels[COUNT:]
+    found = (
+        torch.cat([part.images.pixels[:, :1] for part in parts]) if parts else digits.pixels[COUNT:]
+    )
     assert torch.equal(found, digits.pixels[start:])
     sizes = [part.count for part in parts]
     assert sizes[:-1] == [1, 3, 12, 16, 18, 1, 3, 12][: max(0, len(sizes) - 1)]
     assert max(sizes, default=0) <= PART
 
 
-def test_files_of_one_name_in_several_folders_have_ids_of_their_own(digits: Images, tmp_path: Path) -> None:
+def test_files_of_one_name_in_several_folders_have_ids_of_their_own(
+    digits: Images, tmp_path: Path
+) -> None:
     as_parquet(digits, tmp_path / "a")
     as_parquet(digits, tmp_path / "b")
     source = open_source(f"{tmp_path}/*/0.parquet", None, None)
@@ -265,9 +312,15 @@ def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) ->
     ("write", "told"),
     [
         (lambda p: (p / "a.tar").write_bytes(b"nothing" * 200), "a.tar is cut, not a .tar file"),
-        (lambda p: (p / "a.parquet").write_bytes(b"PAR1 no"), "a.parquet is cut or not a parquet file"),
+        (
+            lambda p: (p / "a.parquet").write_bytes(b"PAR1 no"),
+            "a.parquet is cut or not a parquet file",
+        ),
         (lambda p: (p / "a.npz").write_bytes(b"no"), "a.npz is cut or not a .npz file"),
-        (lambda p: parquet.write_table(pyarrow.table({"y": [1]}), p / "a.parquet"), "the columns y and no images"),
+        (
+            lambda p: parquet.write_table(pyarrow.table({"y": [1]}), p / "a.parquet"),
+            "the columns y and no images",
+        ),
         (
             lambda p: [(p / "a.tar").touch(), (p / "a.parquet").touch()],
             r"matches a\.(tar|parquet) and 1 more; a pattern must match only .parquet or only .tar files",
@@ -299,19 +352,25 @@ def tar(place: Path, *names: str) -> str:
         (("2024.01.02.png", "2024.01.03.png"), "a sample with 2 images that Pillow reads"),
     ],
 )
-def test_a_sample_without_one_image_is_rejected(names: tuple[str, ...], told: str, tmp_path: Path) -> None:
+def test_a_sample_without_one_image_is_rejected(
+    names: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
     (part,) = open_source(tar(tmp_path / "a.tar", *names), None, None).parts(0, 10)
     assert [one.reason for one in part.rejected] == [told]
 
 
 def test_the_image_of_a_sample_is_the_one_with_a_plain_ending(tmp_path: Path) -> None:
-    (part,) = open_source(tar(tmp_path / "a.tar", "one.mask.png", "one.png"), None, None).parts(0, 10)
+    (part,) = open_source(tar(tmp_path / "a.tar", "one.mask.png", "one.png"), None, None).parts(
+        0, 10
+    )
     assert (part.images.ids, part.rejected) == (("one",), ())
 
 
 def test_two_samples_of_one_name_are_an_error(tmp_path: Path) -> None:
     source = open_source(tar(tmp_path / "a.tar", "one.png", "two.png", "one.png"), None, None)
-    with pytest.raises(qualms.QualmsError, match="has two samples called one; give each a name of its own"):
+    with pytest.raises(
+        qualms.QualmsError, match="has two samples called one; give each a name of its own"
+    ):
         list(source.parts(0, 10))
 
 
@@ -330,7 +389,9 @@ def test_a_tar_file_that_seems_to_end_early_is_an_error(damage: str, tmp_path: P
         list(open_source(str(place), None, None).parts(0, 10))
 
 
-def test_images_that_changed_meanwhile_are_refused(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+def test_images_that_changed_meanwhile_are_refused(
+    digits: Images, score: ScoreImages, tmp_path: Path
+) -> None:
     """Also if their files have the same names and sizes."""
     data = as_npz(digits, tmp_path / "data")
     score_shards(score, open_source(data, None, None), tmp_path / "out", {}, 30)
@@ -339,7 +400,9 @@ def test_images_that_changed_meanwhile_are_refused(digits: Images, score: ScoreI
         score_shards(score, open_source(data, None, None), tmp_path / "out", {}, 30)
 
 
-def test_a_folder_without_a_shard_is_begun_anew(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+def test_a_folder_without_a_shard_is_begun_anew(
+    digits: Images, score: ScoreImages, tmp_path: Path
+) -> None:
     """What was tried there before, and came to nothing, does not matter."""
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
 
@@ -352,7 +415,9 @@ def test_a_folder_without_a_shard_is_begun_anew(digits: Images, score: ScoreImag
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["seed"] == 0
 
 
-def test_a_link_to_nowhere_is_an_image_that_cannot_be_read(digits: Images, score: ScoreImages, tmp_path: Path) -> None:
+def test_a_link_to_nowhere_is_an_image_that_cannot_be_read(
+    digits: Images, score: ScoreImages, tmp_path: Path
+) -> None:
     source_of = as_folder(digits, tmp_path / "data")
     (tmp_path / "data" / "link.png").symlink_to("nowhere.png")
     done = score_shards(score, open_source(source_of, None, None), tmp_path / "out", {}, 30)
@@ -363,7 +428,9 @@ def test_a_link_to_nowhere_is_an_image_that_cannot_be_read(digits: Images, score
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_next_images_are_read_while_the_caller_works(kind: str, digits: Images, tmp_path: Path) -> None:
+def test_the_next_images_are_read_while_the_caller_works(
+    kind: str, digits: Images, tmp_path: Path
+) -> None:
     source = open_source(FORMATS[kind](digits, tmp_path / "data"), None, None)
     begun = threading.Event()
 
@@ -405,7 +472,9 @@ def test_a_shard_that_is_taken_away_meanwhile_is_missed(
 def test_one_image_is_a_source(digits: Images, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(digits.pixels[0]))
     (part,) = open_source(str(tmp_path / "a.png"), None, None).parts(0, 8)
-    assert torch.equal(part.images.pixels, digits.pixels[:1].expand_as(part.images.pixels))  # grey, in three channels
+    assert torch.equal(
+        part.images.pixels, digits.pixels[:1].expand_as(part.images.pixels)
+    )  # gray, in three channels
 
 
 def test_a_machine_without_the_folder_says_so(digits: Images, tmp_path: Path) -> None:
@@ -413,7 +482,9 @@ def test_a_machine_without_the_folder_says_so(digits: Images, tmp_path: Path) ->
     assert source.pieces is not None
     (piece,) = source.pieces()
     (tmp_path / "data").rename(tmp_path / "elsewhere")
-    with pytest.raises(qualms.QualmsError, match=r"data is not there on .*; every machine must find the images"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"data is not there on .*; every machine must find the images"
+    ):
         piece()
 
 

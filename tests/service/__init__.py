@@ -8,6 +8,10 @@ from importlib.util import find_spec
 
 import pytest
 
-MISSING = [name for name in ("fastapi", "litserve", "prometheus_client", "multipart") if find_spec(name) is None]
+MISSING = [
+    name
+    for name in ("fastapi", "litserve", "prometheus_client", "multipart")
+    if find_spec(name) is None
+]
 if MISSING and "QUALMS_NEEDS_SERVE" not in os.environ:
     pytest.skip(f"{MISSING[0]} is not installed; run `make test-serve`", allow_module_level=True)

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qualms.service.batching import Desk
+from qualms.service.batching import BatchClient
 from qualms.service.connection import HEAD
-from tests.service.services import TOKEN, client, pixels, png, run_async
+from tests.helpers.services import TOKEN, client, pixels, png, run_async
 from tests.service.test_limits import OPEN, bomb
 from tests.service.test_server import HERE, PATIENCE, Running, image
 
@@ -61,8 +61,14 @@ def connected(service: Running) -> socket.socket:
     return socket.create_connection(("127.0.0.1", service.port), timeout=30)
 
 
-def post(body: bytes, *, head: bytes = JSON, path: bytes = b"/v1/score", length: int | None = None) -> bytes:
-    size = b"" if CHUNKED in head else b"Content-Length: %d\r\n" % (len(body) if length is None else length)
+def post(
+    body: bytes, *, head: bytes = JSON, path: bytes = b"/v1/score", length: int | None = None
+) -> bytes:
+    size = (
+        b""
+        if CHUNKED in head
+        else b"Content-Length: %d\r\n" % (len(body) if length is None else length)
+    )
     return b"POST %b HTTP/1.1\r\n%b%b%b\r\n%b" % (path, HOST, head, size, body)
 
 
@@ -154,7 +160,9 @@ def test_a_body_in_many_small_pieces_is_answered_as_a_whole_one_is(service: Runn
     assert json.loads(found)["results"] == json.loads(whole)["results"]
 
 
-@pytest.mark.parametrize("endless", [b"X: " + b"y" * 1000 + b"\r\n", b"y" * 1000], ids=["many", "one long"])
+@pytest.mark.parametrize(
+    "endless", [b"X: " + b"y" * 1000 + b"\r\n", b"y" * 1000], ids=["many", "one long"]
+)
 def test_headers_without_end_are_cut_off(service: Running, endless: bytes) -> None:
     before, sent = web_side(service).memory_info().rss, 0
     with connected(service) as one:
@@ -165,7 +173,9 @@ def test_headers_without_end_are_cut_off(service: Running, endless: bytes) -> No
                 sent += 64 * len(endless)
         except OSError:  # closed
             pass
-    assert sent < 32 * MEGABYTE, "whatever came was taken"  # what the machine itself holds for a connection is in it
+    assert sent < 32 * MEGABYTE, (
+        "whatever came was taken"
+    )  # what the machine itself holds for a connection is in it
     assert web_side(service).memory_info().rss - before < 4 * MEGABYTE
     assert service.ask("/healthz")[0] == 200
 
@@ -218,7 +228,12 @@ def test_a_client_that_trickles_is_let_go_and_others_are_answered(service: Runni
         "body that stops": (post(GOOD[:9], length=5000), b"", 408, 2),
         "body in chunks": (post(b"", head=JSON + CHUNKED), b"1\r\n \r\n", 408, 2),
         "form": (post(PART, head=FORM, length=5000), b"x", 408, 2),
-        "a body that nobody reads": (post(b"x", head=b"Content-Type: text/plain\r\n", length=5000), b" ", 415, 2),
+        "a body that nobody reads": (
+            post(b"x", head=b"Content-Type: text/plain\r\n", length=5000),
+            b" ",
+            415,
+            2,
+        ),
     }
     with ThreadPoolExecutor(8 * len(cases)) as pool:
         slow = {
@@ -253,7 +268,11 @@ def test_a_thousand_at_once_are_answered_or_told_to_come_back(service: Running) 
     statuses = [status for status, _ in found]
     assert set(statuses) <= {200, 429, 504}  # the last where the machine has much else to do
     assert 200 in statuses
-    scores = [json.loads(body)["results"][0]["scores"]["entropy"] for status, body in found if status == 200]
+    scores = [
+        json.loads(body)["results"][0]["scores"]["entropy"]
+        for status, body in found
+        if status == 200
+    ]
     assert scores == pytest.approx([scores[0]] * len(scores), rel=1e-5)
     assert service.ask("/v1/score", image(0))[0] == 200
     until = time.monotonic() + PATIENCE
@@ -274,7 +293,9 @@ def answered_within(service: Running, seconds: float) -> bool:
 
 
 @pytest.mark.slow
-def test_silent_clients_that_take_all_connections_lose_them_at_the_deadline(service: Running) -> None:
+def test_silent_clients_that_take_all_connections_lose_them_at_the_deadline(
+    service: Running,
+) -> None:
     web = web_side(service).pid
     least, most = resource.prlimit(web, resource.RLIMIT_NOFILE)
     resource.prlimit(web, resource.RLIMIT_NOFILE, (web_side(service).num_fds() + 20, most))
@@ -292,7 +313,9 @@ def form(*parts: bytes) -> bytes:
 
 
 NESTED = b'{"inputs":' + b"[" * 5000 + b"]" * 5000 + b"}"
-ABUSE: list[tuple[bytes, int]] = [  # a request, and after how many of its bytes the client leaves; -1: it waits
+ABUSE: list[
+    tuple[bytes, int]
+] = [  # a request, and after how many of its bytes the client leaves; -1: it waits
     (post(GOOD), -1),
     (post(GOOD), len(post(GOOD))),
     (post(GOOD), len(post(GOOD)) - 40),
@@ -326,7 +349,9 @@ def abuse(service: Running, rounds: int) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_of_abusive_requests_leave_neither_memory_nor_files_behind(service: Running) -> None:
+def test_hundreds_of_abusive_requests_leave_neither_memory_nor_files_behind(
+    service: Running,
+) -> None:
     def held() -> tuple[float, int]:
         family = service.family()
         return sum(p.memory_info().rss for p in family) / MEGABYTE, sum(p.num_fds() for p in family)
@@ -346,7 +371,11 @@ def test_hundreds_of_abusive_requests_leave_neither_memory_nor_files_behind(serv
 
 def test_a_network_that_raises_fails_the_request_alone_and_tells_nothing(service: Running) -> None:
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda i: (i, *service.ask("/v1/score", image(i) if i % 2 else BLACK)), range(8)))
+        found = list(
+            pool.map(
+                lambda i: (i, *service.ask("/v1/score", image(i) if i % 2 else BLACK)), range(8)
+            )
+        )
     for i, status, said in found:
         assert status == (200 if i % 2 else 422), said
         assert not TOLD.search(json.dumps(said))
@@ -380,13 +409,15 @@ def test_a_network_that_hangs_ends_the_service_with_a_sentence(tmp_path: Path) -
         log = one.log.read_text()
         assert "qualms: the network did not come back within 8 s from a batch of 3" in log
         assert "services.py" in log  # where it was
-        assert log.rstrip().splitlines()[-1].startswith("qualms: the process with the network ended")
+        assert (
+            log.rstrip().splitlines()[-1].startswith("qualms: the process with the network ended")
+        )
     finally:
         one.stop()
 
 
 def test_a_question_without_a_reply_for_two_deadlines_is_a_network_that_hangs() -> None:
-    desk = Desk(deadline=5.0)
+    desk = BatchClient(deadline=5.0)
     assert not desk.hangs
     desk.asked["one"] = time.monotonic() - 9
     assert not desk.hangs
@@ -412,8 +443,12 @@ NUMBERS = [
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number[:12].decode())
 def test_numbers_that_no_pixel_has_are_refused(number: bytes) -> None:
     ask, head = client(), {"content-type": "application/json"}
-    tensor = b'{"inputs": [{"name": "images", "shape": [1, 1, 1], "datatype": "FP32", "data": [%b]}]}'
-    shape = b'{"inputs": [{"name": "images", "shape": [1, 1, %b], "datatype": "FP32", "data": [0]}]}'
+    tensor = (
+        b'{"inputs": [{"name": "images", "shape": [1, 1, 1], "datatype": "FP32", "data": [%b]}]}'
+    )
+    shape = (
+        b'{"inputs": [{"name": "images", "shape": [1, 1, %b], "datatype": "FP32", "data": [0]}]}'
+    )
     infer = "/v2/models/digits/infer"
     for path, body in (
         ("/v1/score", b'{"images": [[[%b]]]}' % number),
@@ -427,7 +462,9 @@ def test_numbers_that_no_pixel_has_are_refused(number: bytes) -> None:
 
 
 @pytest.mark.parametrize("depth", [10, 150, 250, 100_000])
-@pytest.mark.parametrize(("start", "end"), [(b"[", b"]"), (b'{"a":', b"}")], ids=["lists", "objects"])
+@pytest.mark.parametrize(
+    ("start", "end"), [(b"[", b"]"), (b'{"a":', b"}")], ids=["lists", "objects"]
+)
 def test_json_that_is_nested_deep_is_refused(depth: int, start: bytes, end: bytes) -> None:
     ask, head = client(), {"content-type": "application/json"}
     nested = start * depth + b"0" + end * depth
@@ -438,7 +475,8 @@ def test_json_that_is_nested_deep_is_refused(depth: int, start: bytes, end: byte
         ("/v2/models/digits/infer", b'{"inputs": %b}' % nested),
         (
             "/v2/models/digits/infer",
-            b'{"inputs": [{"name": "images", "shape": [1, 1, 1], "datatype": "UINT8", "data": [%b]}]}' % nested,
+            b'{"inputs": [{"name": "images", "shape": [1, 1, 1], "datatype": "UINT8", "data": [%b]}]}'
+            % nested,
         ),
     ):
         found = ask.post(path, content=body, headers=head)
@@ -464,7 +502,9 @@ PIECES = [
     "%00",
     "é",
 ]
-paths = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=5).map(lambda parts: "/" + "/".join(parts))
+paths = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=5).map(
+    lambda parts: "/" + "/".join(parts)
+)
 
 
 def spoken(app: Any, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, str]:
@@ -477,14 +517,24 @@ def spoken(app: Any, method: str, path: str, headers: list[tuple[bytes, bytes]])
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
-    run_async(app({**scope, "headers": headers, "http_version": "1.1", "scheme": "http"}, receive, send))
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+    }
+    run_async(
+        app({**scope, "headers": headers, "http_version": "1.1", "scheme": "http"}, receive, send)
+    )
     return sent[0]["status"], b"".join(part.get("body", b"") for part in sent[1:]).decode()
 
 
 @given(st.sampled_from(METHODS), paths)
 @settings(max_examples=60)
-def test_an_address_of_any_kind_is_answered_or_refused_in_one_sentence(method: str, path: str) -> None:
+def test_an_address_of_any_kind_is_answered_or_refused_in_one_sentence(
+    method: str, path: str
+) -> None:
     status, body = spoken(OPEN_APP, method, path, [(b"host", b"localhost")])
     assert not TOLD.search(body)
     if status != 200:
@@ -493,8 +543,15 @@ def test_an_address_of_any_kind_is_answered_or_refused_in_one_sentence(method: s
 
 @given(st.sampled_from(METHODS), paths, st.binary(max_size=40))
 @settings(max_examples=150)
-def test_no_spelling_of_an_address_gets_round_the_token(method: str, path: str, token: bytes) -> None:
-    for header in (b"", b"Bearer " + token, b"Bearer " + TOKEN.encode()[:-1] + token[:1].swapcase(), token):
+def test_no_spelling_of_an_address_gets_round_the_token(
+    method: str, path: str, token: bytes
+) -> None:
+    for header in (
+        b"",
+        b"Bearer " + token,
+        b"Bearer " + TOKEN.encode()[:-1] + token[:1].swapcase(),
+        token,
+    ):
         if path not in OPEN and header.partition(b" ")[2].strip() != TOKEN.encode():
             assert spoken(GUARDED_APP, method, path, [(b"authorization", header)])[0] == 401
 
@@ -518,5 +575,7 @@ def test_nobody_is_sent_elsewhere(path: str) -> None:
 @pytest.mark.parametrize("content", [b"not an image", png(pixels(0))[:60], b"\x89PNG\r\n\x1a\n"])
 def test_what_pillow_calls_its_errors_is_not_told(content: bytes) -> None:
     found = client().post("/v1/score", files=[("images", ("a.png", content))])
-    assert "a.png is cut or not an image; send PNG" in sentence((found.status_code, found.text), 422)
+    assert "a.png is cut or not an image; send PNG" in sentence(
+        (found.status_code, found.text), 422
+    )
     assert not TOLD.search(found.text)

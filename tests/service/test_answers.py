@@ -10,12 +10,24 @@ import torch
 from PIL import Image
 
 from qualms import QualmsError, Scorer, Sketch
-from qualms.data import Fit, Images
+from qualms.data import Images, ImageTransform
 from qualms.models.fingerprint import fingerprint
-from qualms.report.layers import layer_sums
-from qualms.scored import Scored
+from qualms.report.layer_chart import layer_sums
+from qualms.result import Scored
 from qualms.service.scoring import Question, Reply, Served, replies
-from tests.service.services import NAMES, REGRAD, client, digits, network, pixels, png, refused, served, upload, usual
+from tests.helpers.services import (
+    NAMES,
+    REGRAD,
+    client,
+    digits,
+    network,
+    pixels,
+    png,
+    refused,
+    served,
+    upload,
+    usual,
+)
 
 pytestmark = pytest.mark.serve
 
@@ -32,10 +44,14 @@ def test_files_are_scored_as_the_scorer_does() -> None:
     assert answer.status_code == 200
     found, want = answer.json(), expected(3, 5, 8)
     for name, values in want.items():
-        assert [r["scores"][name] for r in found["results"]] == pytest.approx(values.tolist(), rel=1e-6)
+        assert [r["scores"][name] for r in found["results"]] == pytest.approx(
+            values.tolist(), rel=1e-6
+        )
     probs = network().model(network().inputs(digits().take(torch.tensor([3, 5, 8])))).softmax(1)
     assert [r["prediction"] for r in found["results"]] == probs.argmax(1).tolist()
-    assert [r["confidence"] for r in found["results"]] == pytest.approx(probs.amax(1).tolist(), rel=1e-6)
+    assert [r["confidence"] for r in found["results"]] == pytest.approx(
+        probs.amax(1).tolist(), rel=1e-6
+    )
     assert [r["class_name"] for r in found["results"]] == [NAMES[i] for i in probs.argmax(1)]
     assert [r["id"] for r in found["results"]] == ["3.png", "5.png", "8.png"]
     assert found["model_hash"] == fingerprint(network().model)
@@ -48,15 +64,23 @@ def test_percentile_and_decision_are_the_thresholds() -> None:
     threshold = usual().scorer.threshold
     assert threshold is not None
     scores = [r["scores"][REGRAD] for r in found["results"]]
-    assert [r["percentile"] for r in found["results"]] == threshold.percentile(torch.tensor(scores)).tolist()
-    decisions = ["accepted" if taken else "abstain" for taken in threshold.accept(torch.tensor(scores))]
+    assert [r["percentile"] for r in found["results"]] == threshold.percentile(
+        torch.tensor(scores)
+    ).tolist()
+    decisions = [
+        "accepted" if taken else "abstain" for taken in threshold.accept(torch.tensor(scores))
+    ]
     assert [r["decision"] for r in found["results"]] == decisions
     assert set(decisions) == {"accepted", "abstain"}
     assert found["threshold"] == threshold.value
 
 
 def test_without_a_threshold_nothing_is_decided() -> None:
-    (found,) = client(served(("entropy",), decided=False)).post("/v1/score", files=upload(0)).json()["results"]
+    (found,) = (
+        client(served(("entropy",), decided=False))
+        .post("/v1/score", files=upload(0))
+        .json()["results"]
+    )
     assert found["decision"] is None
     assert found["percentile"] is None
     assert found["scores"].keys() == {"entropy"}
@@ -70,7 +94,7 @@ def test_without_a_threshold_nothing_is_decided() -> None:
         {"images": [np.repeat(pixels(4)[..., None], 3, 2).tolist()], "white": 255},
         {"images": [(pixels(4) / 255).tolist()], "white": 1},
     ],
-    ids=["grey", "one channel", "colour", "from 0 to 1"],
+    ids=["gray", "one channel", "color", "from 0 to 1"],
 )
 def test_numbers_are_scored_as_the_file_of_the_same_image(body: dict[str, object]) -> None:
     ask = client()
@@ -80,9 +104,17 @@ def test_numbers_are_scored_as_the_file_of_the_same_image(body: dict[str, object
     assert array["id"] == "0"
 
 
-@pytest.mark.parametrize("fit", [Fit((8, 8), channels=1), Fit((8, 8), 10, "bicubic", 1), None], ids=str)
-def test_numbers_of_another_size_are_fitted_as_the_file_of_the_same_image(fit: Fit | None) -> None:
-    big = np.random.default_rng(0).integers(0, 256, (50, 30, 3) if fit else (8, 8, 3), dtype=np.uint8)
+@pytest.mark.parametrize(
+    "fit",
+    [ImageTransform((8, 8), channels=1), ImageTransform((8, 8), 10, "bicubic", 1), None],
+    ids=str,
+)
+def test_numbers_of_another_size_are_fitted_as_the_file_of_the_same_image(
+    fit: ImageTransform | None,
+) -> None:
+    big = np.random.default_rng(0).integers(
+        0, 256, (50, 30, 3) if fit else (8, 8, 3), dtype=np.uint8
+    )
     own = served()
     ask = client(replace(own, network=replace(own.network, fit=fit)))
     (file,) = ask.post("/v1/score", files=[("images", ("big.png", png(big)))]).json()["results"]
@@ -98,7 +130,9 @@ def test_a_photograph_is_fitted_as_the_command_fits_it(tmp_path: Path) -> None:
     net = network()
     x, own = net.numbered_inputs(load(str(tmp_path), fit=net.fit))
     want = Scorer(net.model, REGRAD, pixel_std=0.5)(x, numbers=own).scores[REGRAD]
-    (found,) = client().post("/v1/score", files=[("images", ("big.png", png(big)))]).json()["results"]
+    (found,) = (
+        client().post("/v1/score", files=[("images", ("big.png", png(big)))]).json()["results"]
+    )
     assert found["scores"][REGRAD] == pytest.approx(float(want), rel=1e-6)
 
 
@@ -108,24 +142,40 @@ def test_layers_are_told_when_they_are_asked_for() -> None:
     (layered,) = ask.post("/v1/score?layers=true", files=upload(2)).json()["results"]
     assert plain["layers"] is None
     net = network()
-    names, sums = layer_sums(net.model, net.inputs(digits().take(torch.tensor([2]))), usual().scorer.methods)
-    assert [layer["name"] for layer in layered["layers"]] == names == ["Conv 3×3 · 0", "Conv 3×3 · 2", "Linear · 5"]
+    names, sums = layer_sums(
+        net.model, net.inputs(digits().take(torch.tensor([2]))), usual().scorer.methods
+    )
+    assert (
+        [layer["name"] for layer in layered["layers"]]
+        == names
+        == ["Conv 3×3 · 0", "Conv 3×3 · 2", "Linear · 5"]
+    )
     shares = sums[REGRAD][0] / sums[REGRAD][0].sum()
-    assert [layer["share"] for layer in layered["layers"]] == pytest.approx(shares.tolist(), rel=1e-5)
-    (none,) = client(served(("entropy",))).post("/v1/score?layers=true", files=upload(2)).json()["results"]
+    assert [layer["share"] for layer in layered["layers"]] == pytest.approx(
+        shares.tolist(), rel=1e-5
+    )
+    (none,) = (
+        client(served(("entropy",)))
+        .post("/v1/score?layers=true", files=upload(2))
+        .json()["results"]
+    )
     assert none["layers"] is None
 
 
 def test_layers_come_from_the_scorers_own_engine() -> None:
     own = served((REGRAD,), decided=False)
-    sketched = replace(own, scorer=Scorer(own.network.model, REGRAD, engine=Sketch(4), pixel_std=0.5))
+    sketched = replace(
+        own, scorer=Scorer(own.network.model, REGRAD, engine=Sketch(4), pixel_std=0.5)
+    )
     (found,) = client(sketched).post("/v1/score?layers=true", files=upload(2)).json()["results"]
     x = own.network.inputs(digits().take(torch.tensor([2])))
     shares = {}
     for engine, scorer in (("exact", own.scorer), ("sketch", sketched.scorer)):
         sums = layer_sums(own.network.model, x, scorer.methods, scorer.settings)[1][REGRAD][0]
         shares[engine] = (sums / sums.sum()).tolist()
-    assert [layer["share"] for layer in found["layers"]] == pytest.approx(shares["sketch"], rel=1e-5)
+    assert [layer["share"] for layer in found["layers"]] == pytest.approx(
+        shares["sketch"], rel=1e-5
+    )
     assert shares["sketch"] != pytest.approx(shares["exact"], rel=1e-2)
 
 
@@ -150,7 +200,7 @@ def test_an_image_has_the_same_score_in_whatever_company() -> None:
 
 
 def not_a_number_for_black(_: object, x: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    black = x[0].amax((1, 2, 3)) < 0  # normalised
+    black = x[0].amax((1, 2, 3)) < 0  # normalized
     return torch.where(black[:, None, None, None], torch.nan, out)
 
 
@@ -165,7 +215,9 @@ def test_an_image_that_cannot_be_scored_fails_alone(caplog: pytest.LogCaptureFix
     assert "cannot be scored" in caplog.text
     answer = client(own).post("/v1/score", json={"images": [[[0] * 8] * 8]})
     assert answer.status_code == 422
-    assert answer.json()["error"].startswith("the network cannot score these images of 8 x 8 pixels")
+    assert answer.json()["error"].startswith(
+        "the network cannot score these images of 8 x 8 pixels"
+    )
 
 
 def test_a_request_that_meets_a_defect_fails_alone(
@@ -179,15 +231,21 @@ def test_a_request_that_meets_a_defect_fails_alone(
         return real(own, some)
 
     monkeypatch.setattr(Served, "score", defective)
-    good, bad, other = replies(usual(), [question(0), Question([np.zeros((1, 8, 8), dtype=np.uint8)]), question(1)])
+    good, bad, other = replies(
+        usual(), [question(0), Question([np.zeros((1, 8, 8), dtype=np.uint8)]), question(1)]
+    )
     assert (good.broken, bad.broken, other.broken) == (False, True, False)
     assert good.results is not None
     assert other.results is not None
     assert "a defect with black images" in caplog.text
-    refused(client().post("/v1/score", json={"images": [[[0] * 8] * 8]}), 500, "could not be scored")
+    refused(
+        client().post("/v1/score", json={"images": [[[0] * 8] * 8]}), 500, "could not be scored"
+    )
 
 
-def test_only_the_part_with_an_image_that_cannot_be_scored_is_scored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_part_with_an_image_that_cannot_be_scored_is_scored_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scored: list[int] = []
     real = Served.score
 

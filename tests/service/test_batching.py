@@ -14,10 +14,10 @@ import pytest
 from fastapi import HTTPException
 from litserve.utils import LitAPIStatus
 
-from qualms.service.batching import Desk, ModelSide, server_of
+from qualms.service.batching import BatchClient, ModelSide, server_of
 from qualms.service.scoring import Question, Reply, Served
 from qualms.service.settings import Settings
-from tests.service.services import digits, run_async, served, starting, usual
+from tests.helpers.services import digits, run_async, served, starting, usual
 
 pytestmark = pytest.mark.serve
 QUESTION = Question([digits().pixels[0].numpy()])
@@ -31,13 +31,13 @@ def side_of(settings: Settings) -> ModelSide:
     return ModelSide(make, settings, starting())
 
 
-def desk() -> Desk:
-    made = Desk()
+def desk() -> BatchClient:
+    made = BatchClient()
     made.response_buffer, made.request_queue, made.response_queue_id = {}, queue.Queue(), 0
     return made
 
 
-async def asked(at: Desk, response: Any, status: Any) -> Reply:
+async def asked(at: BatchClient, response: Any, status: Any) -> Reply:
     """Ask, and have that come back."""
     waiting = asyncio.create_task(at.ask(QUESTION))
     _, name, came, question = await asyncio.to_thread(at.request_queue.get)
@@ -106,7 +106,9 @@ def batches(side: ModelSide, *questions: Question) -> list[list[Question]]:
         waiting.put((0, str(number), one.came, one))
     found: list[list[Question]] = []
     while sum(map(len, found)) < len(questions):
-        found.append([one[2] for one in side.loop.get_batch_requests(side, waiting, SimpleNamespace())[0]])
+        found.append(
+            [one[2] for one in side.loop.get_batch_requests(side, waiting, SimpleNamespace())[0]]
+        )
     return found
 
 
@@ -122,8 +124,16 @@ def test_a_batch_is_what_has_come_in_and_no_more_than_it_may_hold() -> None:
 def test_a_batch_has_no_more_images_than_a_request_may_have() -> None:
     questions = [of(32), of(20), of(12), of(1), of(32), of(1)]
     found = batches(side_of(Settings(batch=16, images=32)), *questions)
-    assert [[len(one.images) for one in batch] for batch in found] == [[32], [20, 12], [1], [32], [1]]
-    assert [one for batch in found for one in batch] == questions  # none is lost, and the first to come is the first
+    assert [[len(one.images) for one in batch] for batch in found] == [
+        [32],
+        [20, 12],
+        [1],
+        [32],
+        [1],
+    ]
+    assert [
+        one for batch in found for one in batch
+    ] == questions  # none is lost, and the first to come is the first
     singles = batches(side_of(Settings(batch=4, images=1)), *(of(1) for _ in range(5)))
     assert [len(batch) for batch in singles] == [4, 1]
 
@@ -131,7 +141,9 @@ def test_a_batch_has_no_more_images_than_a_request_may_have() -> None:
 def test_a_batch_has_no_more_pixels_than_a_request_may_have() -> None:
     found = batches(side_of(Settings()), *(of(1, 3_000) for _ in range(5)))  # 9 of 25 million each
     assert [len(batch) for batch in found] == [2, 2, 1]
-    low = batches(side_of(Settings(pixels=64)), *(of(1, 224) for _ in range(5)))  # made large by the fit
+    low = batches(
+        side_of(Settings(pixels=64)), *(of(1, 224) for _ in range(5))
+    )  # made large by the fit
     assert [len(batch) for batch in low] == [5]
 
 
@@ -140,7 +152,9 @@ def test_what_the_door_has_answered_already_is_not_scored() -> None:
     side.request_timeout = 5.0
     for age in (6.0, 1.0):  # the first one took its time to arrive
         waiting.put((0, str(age), now - age, Question([], came=now - age)))
-    batch, dropped = side.loop.get_batch_requests(side, waiting, SimpleNamespace(send=lambda *_: None))
+    batch, dropped = side.loop.get_batch_requests(
+        side, waiting, SimpleNamespace(send=lambda *_: None)
+    )
     assert [question.came for *_, question in batch] == [now - 1.0]
     assert dropped == [(0, "6.0")]
 
@@ -148,7 +162,9 @@ def test_what_the_door_has_answered_already_is_not_scored() -> None:
 def test_the_process_with_the_model_knows_the_deadline() -> None:
     side = side_of(Settings(deadline=5.0))
     side.served = usual()
-    late, good = side.predict([replace(QUESTION, came=time.monotonic() - age) for age in (6.0, 1.0)])
+    late, good = side.predict(
+        [replace(QUESTION, came=time.monotonic() - age) for age in (6.0, 1.0)]
+    )
     assert late == Reply(None, late=True)
     assert good.results is not None
 
@@ -156,12 +172,14 @@ def test_the_process_with_the_model_knows_the_deadline() -> None:
 def test_one_question_is_a_batch_too() -> None:
     side = side_of(Settings(batch=1))
     side.served = usual()
-    (reply,) = side.predict([replace(QUESTION, came=time.monotonic())])  # not when this file was read
+    (reply,) = side.predict(
+        [replace(QUESTION, came=time.monotonic())]
+    )  # not when this file was read
     assert reply.together == 1
 
 
 def test_none_of_litserves_own_pages_are_there() -> None:
     server, at = server_of(make, Settings(deadline=7.0), starting())
     assert server.app.routes == []
-    assert isinstance(at, Desk)
+    assert isinstance(at, BatchClient)
     assert server.timeout == 7

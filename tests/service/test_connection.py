@@ -10,8 +10,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from qualms.service.connection import HEAD, connections
-from qualms.service.hang import ended_if_hung
-from tests.service.services import run_async
+from qualms.service.watchdog import ended_if_hung
+from tests.helpers.services import run_async
 
 pytestmark = pytest.mark.serve
 GET = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
@@ -46,12 +46,18 @@ class Wire(asyncio.Transport):
         return [int(each.split()[0]) for each in self.written.split(b"HTTP/1.1 ")[1:]]
 
 
-def after(*reads: bytes | float, answers: Callable[[], Awaitable[Any]] | None = None, deadline: float = 60.0) -> Wire:
+def after(
+    *reads: bytes | float,
+    answers: Callable[[], Awaitable[Any]] | None = None,
+    deadline: float = 60.0,
+) -> Wire:
     """The wire after reads, and seconds of waiting, of a service that answers after `answers`, which reads no body."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await (answers or (lambda: asyncio.sleep(0)))()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]}
+        )
         await send({"type": "http.response.body", "body": ANSWER})
 
     async def all_of_it() -> Wire:
@@ -84,17 +90,27 @@ def cut(data: bytes, size: int) -> list[bytes]:
     return [data[i : i + size] for i in range(0, len(data), size)]
 
 
-@pytest.mark.parametrize("size", [1000, HEAD, 2**18], ids=["small reads", "middling reads", "one read"])
+@pytest.mark.parametrize(
+    "size", [1000, HEAD, 2**18], ids=["small reads", "middling reads", "one read"]
+)
 @pytest.mark.parametrize(("beyond", "status"), [(0, 200), (1, 431), (2**17, 431)])
-def test_how_large_a_head_may_be_does_not_depend_on_how_it_arrives(size: int, beyond: int, status: int) -> None:
+def test_how_large_a_head_may_be_does_not_depend_on_how_it_arrives(
+    size: int, beyond: int, status: int
+) -> None:
     one = GET + b"X: " + b"y" * (HEAD - FULL + beyond) + b"\r\n\r\n"
-    long = b"GET /" + b"y" * (HEAD - len(b"GET / HTTP/1.1\r\nA: b\r\n\r\n") + beyond) + b" HTTP/1.1\r\nA: b\r\n\r\n"
+    long = (
+        b"GET /"
+        + b"y" * (HEAD - len(b"GET / HTTP/1.1\r\nA: b\r\n\r\n") + beyond)
+        + b" HTTP/1.1\r\nA: b\r\n\r\n"
+    )
     for head in (one, long):
         assert len(head) == HEAD + beyond
         assert after(*cut(head, size)).statuses == [status]
 
 
-@pytest.mark.parametrize("trailers", [b"X: y\r\n" * HEAD, b"X: " + b"y" * 4 * HEAD], ids=["many", "one long"])
+@pytest.mark.parametrize(
+    "trailers", [b"X: y\r\n" * HEAD, b"X: " + b"y" * 4 * HEAD], ids=["many", "one long"]
+)
 def test_what_follows_a_body_in_chunks_is_counted_too(trailers: bytes) -> None:
     wire = after(CHUNKED, *cut(b"1\r\na\r\n0\r\n" + trailers, 5000), answers=never)
     assert (wire.statuses, wire.closed) == ([431], True)
@@ -110,10 +126,19 @@ def test_a_large_body_and_the_next_head_in_one_read_are_no_large_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "second", [GET + b"X: " + b"y" * 2 * HEAD, GET + b"X: " + b"y" * 2 * HEAD + b"\r\n\r\n", b"\x00\r\n", GET + b"\x00"]
+    "second",
+    [
+        GET + b"X: " + b"y" * 2 * HEAD,
+        GET + b"X: " + b"y" * 2 * HEAD + b"\r\n\r\n",
+        b"\x00\r\n",
+        GET + b"\x00",
+    ],
 )
 def test_a_refusal_is_never_read_as_the_answer_to_an_earlier_request(second: bytes) -> None:
-    for reads in ([GET + b"\r\n" + second, *[b"y" * HEAD] * 2], [GET + b"\r\n", *cut(second, 5000)]):
+    for reads in (
+        [GET + b"\r\n" + second, *[b"y" * HEAD] * 2],
+        [GET + b"\r\n", *cut(second, 5000)],
+    ):
         wire = after(*reads, answers=never)
         assert (wire.written, wire.closed) == (b"", True)
     wire = after(GET + b"\r\n", 0.05, *cut(second, 5000))  # which was answered

@@ -13,14 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.service.services import REGRAD
+from tests.helpers.services import REGRAD
 from tests.service.test_server import PATIENCE, Running, image
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 FUZZ = os.environ.get("QUALMS_FUZZ") == "1"
 MOMENTS = 50 if FUZZ else 2
 SERVED = 1.0  # seconds that a service is up before its last moment comes
-ORDERLY = (0, 130, 143, -signal.SIGTERM)  # served; stopped as it loaded; as it was imported; before its first line
+ORDERLY = (
+    0,
+    130,
+    143,
+    -signal.SIGTERM,
+)  # served; stopped as it loaded; as it was imported; before its first line
 
 
 def begun(folder: Path, name: str) -> Running:
@@ -32,7 +37,10 @@ def session(service: Running) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == service.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                os.getsid(process.pid) == service.process.pid
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
@@ -102,7 +110,9 @@ def test_a_service_that_is_ended_takes_all_its_processes_along(
             service.stop()
         served += up
         for one in found:
-            print(f"after {after:.2f} s of {ready:.2f}, {'up' if up else 'not up'}: {one}", flush=True)
+            print(
+                f"after {after:.2f} s of {ready:.2f}, {'up' if up else 'not up'}: {one}", flush=True
+            )
         wrong += found
     print(
         f"serve, {number.name}: {MOMENTS} moments, {MOMENTS - served} over the {ready:.1f} s of its start, {served} "
@@ -120,6 +130,8 @@ def faults(service: Running, number: signal.Signals) -> list[str]:
         found.append(f"{left} live on; {log}")
     if not port_is_free(service.port):
         found.append("the port is taken")
-    if number == signal.SIGTERM and (code not in ORDERLY or "Traceback" in log or "Exception ignored" in log):
+    if number == signal.SIGTERM and (
+        code not in ORDERLY or "Traceback" in log or "Exception ignored" in log
+    ):
         found.append(f"exit code {code}; {log}")
     return found

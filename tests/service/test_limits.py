@@ -14,15 +14,22 @@ import pytest
 from PIL import Image, ImageFile
 
 from qualms import QualmsError
-from qualms.data import Fit
-from qualms.service.images import Intake
+from qualms.data import ImageTransform
 from qualms.service.scoring import Question, Reply
 from qualms.service.settings import Settings
-from tests.service.services import TOKEN, client, pixels, png, refused, run_async, upload, usual
+from qualms.service.uploads import Intake
+from tests.helpers.services import TOKEN, client, pixels, png, refused, run_async, upload, usual
 
 pytestmark = pytest.mark.serve
 OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
-CLOSED = ("/v1/model", "/metrics", "/v2", "/v2/models/digits", "/v2/models/digits/ready", "/anything/else")
+CLOSED = (
+    "/v1/model",
+    "/metrics",
+    "/v2",
+    "/v2/models/digits",
+    "/v2/models/digits/ready",
+    "/anything/else",
+)
 
 
 # The token.
@@ -31,7 +38,17 @@ CLOSED = ("/v1/model", "/metrics", "/v2", "/v2/models/digits", "/v2/models/digit
 @pytest.mark.parametrize("path", CLOSED)
 @pytest.mark.parametrize(
     "header",
-    [None, "", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer é"],
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Basic {TOKEN}",
+        TOKEN,
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        "Bearer é",
+    ],
 )
 def test_whatever_is_not_open_needs_the_token(path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
@@ -65,7 +82,9 @@ def test_probes_and_pages_need_no_token_and_hold_no_scores(path: str) -> None:
     assert not any(str(score) in answer.text for score in [about["threshold"], *about["reference"]])
     assert "seven" not in answer.text
     told = {about[name] for name in ("model_hash", "rule") if about[name] in answer.text}
-    assert told == ({about["model_hash"], about["rule"]} if path == "/" else set())  # as the docs say
+    assert told == (
+        {about["model_hash"], about["rule"]} if path == "/" else set()
+    )  # as the docs say
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +111,15 @@ def test_a_page_elsewhere_cannot_take_the_services_place_in_a_browser(path: str)
     ask = open_.post if path == "/v1/score" else open_.get
     refused(ask(path, headers=other), 403, "only 127.0.0.1 and localhost are answered")
     assert ask(path, headers={"Host": "localhost:8000"}).status_code in (200, 415)
-    assert guarded.get("/v1/model", headers={**other, "Authorization": f"Bearer {TOKEN}"}).status_code == 200
+    assert (
+        guarded.get("/v1/model", headers={**other, "Authorization": f"Bearer {TOKEN}"}).status_code
+        == 200
+    )
 
 
-@pytest.mark.parametrize("token", ["", "short", "sixteen spaces  and more", "ключ-ключ-ключ-ключ", "x" * 20 + "\n"])
+@pytest.mark.parametrize(
+    "token", ["", "short", "sixteen spaces  and more", "ключ-ключ-ключ-ключ", "x" * 20 + "\n"]
+)
 def test_a_token_that_protects_nothing_is_refused(token: str) -> None:
     with pytest.raises(QualmsError, match="the token in QUALMS_TOKEN is no good"):
         Settings(token=token)
@@ -111,12 +135,19 @@ def test_a_token_is_not_shown_with_the_settings() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, value) for name in ("batch", "waiting", "body", "images", "pixels") for value in (0, -1)),
+        *(
+            (name, value)
+            for name in ("batch", "waiting", "body", "images", "pixels")
+            for value in (0, -1)
+        ),
         *(("deadline", value) for value in (0.0, -1.0, float("nan"), float("inf"))),
     ],
 )
 def test_a_limit_that_limits_nothing_is_refused(name: str, value: float) -> None:
-    with pytest.raises(QualmsError, match=f"the limit '{name}' of the service is {value}; it must be a number above 0"):
+    with pytest.raises(
+        QualmsError,
+        match=f"the limit '{name}' of the service is {value}; it must be a number above 0",
+    ):
         Settings(**{name: value})
 
 
@@ -129,7 +160,9 @@ class Raw:
     read: int
 
 
-def raw(app: Any, *parts: bytes, path: str = "/v1/score", gone: bool = False, **headers: str) -> Raw:
+def raw(
+    app: Any, *parts: bytes, path: str = "/v1/score", gone: bool = False, **headers: str
+) -> Raw:
     """The answer to a request whose body begins with these parts, and then does not go on, or the client goes away."""
     left, sent = list(parts), list[dict[str, Any]]()
 
@@ -141,11 +174,24 @@ def raw(app: Any, *parts: bytes, path: str = "/v1/score", gone: bool = False, **
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    named = {"content-type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    named = {
+        "content-type": "application/json",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+    }
     fields = [(name.encode(), value.encode()) for name, value in named.items()]
-    run_async(app({**scope, "headers": fields, "http_version": "1.1", "scheme": "http"}, receive, send))
-    status, error = (sent[0]["status"], json.loads(sent[1]["body"])["error"]) if sent else (None, "")
+    run_async(
+        app({**scope, "headers": fields, "http_version": "1.1", "scheme": "http"}, receive, send)
+    )
+    status, error = (
+        (sent[0]["status"], json.loads(sent[1]["body"])["error"]) if sent else (None, "")
+    )
     return Raw(status, error, len(parts) - len(left))
 
 
@@ -159,8 +205,16 @@ def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
 @pytest.mark.parametrize("path", ["/v1/score", "/v2/models/digits/infer"])
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
 def test_a_body_of_no_stated_length_is_cut_off(path: str, kind: str) -> None:
-    head = b'--b\r\nContent-Disposition: form-data; name="images"; filename="a.png"\r\n\r\n'.ljust(100)
-    answer = raw(client(body=1000, deadline=5.0).app, head, *[b"x" * 100] * 1000, path=path, content_type=kind)
+    head = b'--b\r\nContent-Disposition: form-data; name="images"; filename="a.png"\r\n\r\n'.ljust(
+        100
+    )
+    answer = raw(
+        client(body=1000, deadline=5.0).app,
+        head,
+        *[b"x" * 100] * 1000,
+        path=path,
+        content_type=kind,
+    )
     if "form" in kind and "infer" in path:  # which takes JSON alone
         assert (answer.status, answer.read) == (415, 0)
         return
@@ -171,7 +225,9 @@ def test_a_body_of_no_stated_length_is_cut_off(path: str, kind: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/score", "/v2/models/digits/infer"])
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
-def test_who_goes_away_during_the_upload_is_no_error(path: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_goes_away_during_the_upload_is_no_error(
+    path: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ask = client()
     answer = raw(ask.app, b"--b", path=path, gone=True, content_type=kind)
     assert answer.status is None or answer.status == 415
@@ -183,7 +239,9 @@ def bomb(width: int, height: int) -> bytes:
     """A PNG of a few bytes whose header claims many pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        return (
+            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        )
 
     size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
     packed = zlib.compress(bytes(100_000), 9)
@@ -195,13 +253,17 @@ def bomb(width: int, height: int) -> bytes:
     )
 
 
-@pytest.mark.parametrize(("width", "height"), [(6000, 6000), (50_000, 50_000), (2**31 - 1, 2**31 - 1)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(6000, 6000), (50_000, 50_000), (2**31 - 1, 2**31 - 1)]
+)
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(
     width: int, height: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
     real = ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: loaded.append("loaded") or real(image))
+    monkeypatch.setattr(
+        ImageFile.ImageFile, "load", lambda image: loaded.append("loaded") or real(image)
+    )
     answer = client().post("/v1/score", files=[("images", ("bomb.png", bomb(width, height)))])
     refused(answer, 413, "more than 25,000,000 pixels")
     assert loaded == []
@@ -215,19 +277,32 @@ def test_the_limit_on_pixels_is_for_all_images_together() -> None:
     assert ask.post("/v1/score", json={"images": arrays[:3]}).status_code == 200
     refused(ask.post("/v1/score", json={"images": arrays}), 413, "more than 192 pixels")
     tensor = {"name": "images", "shape": [2, 2**20, 2**20], "datatype": "UINT8", "data": [0]}
-    refused(ask.post("/v2/models/digits/infer", json={"inputs": [tensor]}), 413, "more than 192 pixels")
+    refused(
+        ask.post("/v2/models/digits/infer", json={"inputs": [tensor]}), 413, "more than 192 pixels"
+    )
 
 
 def test_an_image_that_is_long_and_thin_is_not_made_large(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     real = Image.Image.resize
     monkeypatch.setattr(
-        Image.Image, "resize", lambda one, size, *more: made.append(size[0] * size[1]) or real(one, size, *more)
+        Image.Image,
+        "resize",
+        lambda one, size, *more: made.append(size[0] * size[1]) or real(one, size, *more),
     )
     own = usual()
-    ask = client(replace(own, network=replace(own.network, fit=Fit((8, 8), resize=100, channels=1))))
+    ask = client(
+        replace(
+            own, network=replace(own.network, fit=ImageTransform((8, 8), resize=100, channels=1))
+        )
+    )
     thin = np.zeros((1, 20_000), np.uint8)
-    tensor = {"name": "images", "shape": [1, 20_000, 1], "datatype": "UINT8", "data": thin.ravel().tolist()}
+    tensor = {
+        "name": "images",
+        "shape": [1, 20_000, 1],
+        "datatype": "UINT8",
+        "data": thin.ravel().tolist(),
+    }
     assert ask.post("/v1/score", files=[("images", ("thin.png", png(thin)))]).status_code == 200
     assert ask.post("/v1/score", json={"images": [thin.tolist()]}).status_code == 200
     assert ask.post("/v2/models/digits/infer", json={"inputs": [tensor]}).status_code == 200
@@ -257,7 +332,13 @@ class Slow:
         self.asked += 1
         while not self.go.is_set():
             await asyncio.sleep(0.01)
-        result = {"prediction": 0, "class_name": None, "confidence": 1.0, "scores": {}, "percentile": None}
+        result = {
+            "prediction": 0,
+            "class_name": None,
+            "confidence": 1.0,
+            "scores": {},
+            "percentile": None,
+        }
         return Reply([{**result, "decision": None, "layers": None}] * len(question.images), 1)
 
 
@@ -266,7 +347,9 @@ def test_one_request_too_many_is_told_to_come_back() -> None:
     with client(ask=slow, waiting=3) as ask:
         found: list[int] = []
         threads = [
-            threading.Thread(target=lambda: found.append(ask.post("/v1/score", files=upload(0)).status_code))
+            threading.Thread(
+                target=lambda: found.append(ask.post("/v1/score", files=upload(0)).status_code)
+            )
             for _ in range(3)
         ]
         for thread in threads:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.services import NAME, NAMES, REGRAD, client, pixels, served, upload, usual
+from tests.helpers.services import NAME, NAMES, REGRAD, client, pixels, served, upload, usual
 
 pytestmark = pytest.mark.serve
 PATH = f"/v2/models/{NAME}"
@@ -32,7 +32,9 @@ def test_the_outputs_are_what_the_other_route_answers() -> None:
         assert found[key] == [r[key] for r in want]
     assert found["confidence"] == pytest.approx([r["confidence"] for r in want], rel=1e-6)
     for method in (REGRAD, "entropy"):
-        assert found[f"score_{method}"] == pytest.approx([r["scores"][method] for r in want], rel=1e-6)
+        assert found[f"score_{method}"] == pytest.approx(
+            [r["scores"][method] for r in want], rel=1e-6
+        )
     assert found["accepted"] == [r["decision"] == "accepted" for r in want]
     assert all(output["shape"] == [3] for output in answer.json()["outputs"])
 
@@ -49,7 +51,10 @@ def test_numbers_may_be_flat_with_a_channel_axis_or_from_0_to_1() -> None:
 
 
 def test_only_the_outputs_that_are_asked_for_come() -> None:
-    body = {**tensor([pixels(0).tolist()], [1, 8, 8]), "outputs": [{"name": "accepted"}, {"name": "prediction"}]}
+    body = {
+        **tensor([pixels(0).tolist()], [1, 8, 8]),
+        "outputs": [{"name": "accepted"}, {"name": "prediction"}],
+    }
     assert list(columns(client().post(f"{PATH}/infer", json=body))) == ["accepted", "prediction"]
     body["outputs"] = [{"name": "weights"}]
     answer = client().post(f"{PATH}/infer", json=body)
@@ -81,12 +86,18 @@ def test_what_is_no_tensor_of_images_is_refused(body: dict[str, Any], words: str
 
 
 @pytest.mark.parametrize(
-    "odd", ["x" * 1_000_000, None, {}, [0], [[[[[0]]]]]], ids=["text", "null", "object", "list", "deep"]
+    "odd",
+    ["x" * 1_000_000, None, {}, [0], [[[[[0]]]]]],
+    ids=["text", "null", "object", "list", "deep"],
 )
-def test_data_of_something_else_never_reaches_numpy(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_something_else_never_reaches_numpy(
+    odd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would make room for the longest text at each of the places."""
     ask = client()
-    monkeypatch.setattr("qualms.service.protocol.np.asarray", lambda *_: pytest.fail("numpy was asked"))
+    monkeypatch.setattr(
+        "qualms.service.protocol.np.asarray", lambda *_: pytest.fail("numpy was asked")
+    )
     for data in ([0] * 63 + [odd], [odd] + [0] * 63, [[[0] * 8] * 8, odd], [0] * 65, [[0] * 65]):
         answer = ask.post(f"{PATH}/infer", json=tensor(data, [1, 8, 8]))
         assert answer.status_code == 422
@@ -94,9 +105,16 @@ def test_data_of_something_else_never_reaches_numpy(odd: Any, monkeypatch: pytes
 
 
 def test_another_type_than_json_is_refused() -> None:
-    answer = client().post(f"{PATH}/infer", content=b"{}", headers={"content-type": "application/octet-stream"})
+    answer = client().post(
+        f"{PATH}/infer", content=b"{}", headers={"content-type": "application/octet-stream"}
+    )
     assert answer.status_code == 415
-    assert client().post(f"{PATH}/infer", content=b"{", headers={"content-type": "application/json"}).status_code == 400
+    assert (
+        client()
+        .post(f"{PATH}/infer", content=b"{", headers={"content-type": "application/json"})
+        .status_code
+        == 400
+    )
 
 
 def test_the_network_says_what_it_takes_and_gives() -> None:
@@ -107,12 +125,19 @@ def test_the_network_says_what_it_takes_and_gives() -> None:
     given = columns(ask.post(f"{PATH}/infer", json=tensor([pixels(0).tolist()], [1, 8, 8])))
     assert [output["name"] for output in found["outputs"]] == list(given)
     bare = client(served(("entropy",), decided=False)).get(PATH).json()
-    assert [o["name"] for o in bare["outputs"]] == ["prediction", "confidence", "score_entropy", "class_name"]
+    assert [o["name"] for o in bare["outputs"]] == [
+        "prediction",
+        "confidence",
+        "score_entropy",
+        "class_name",
+    ]
     assert ask.get("/v2").json()["name"] == "qualms"
     assert ask.get("/v1/model").json()["class_names"] == list(NAMES)
 
 
-@pytest.mark.parametrize("path", ["/v2/models/other", "/v2/models/other/ready", "/v2/models/other/infer"])
+@pytest.mark.parametrize(
+    "path", ["/v2/models/other", "/v2/models/other/ready", "/v2/models/other/infer"]
+)
 def test_no_other_network_can_be_asked_for(path: str) -> None:
     verb = "POST" if path.endswith("infer") else "GET"
     assert client().request(verb, path, json={} if verb == "POST" else None).status_code == 404

@@ -10,20 +10,27 @@ import pytest
 from PIL import Image, ImageFile
 from pydantic import ValidationError
 
-from qualms.service.images import Intake
 from qualms.service.requests import Arrays, InferRequest, problem
 from qualms.service.scoring import Question, Reply
-from tests.service.services import client, pixels, png, refused, upload
+from qualms.service.uploads import Intake
+from tests.helpers.services import client, pixels, png, refused, upload
 
 pytestmark = pytest.mark.serve
 
 
 def test_what_is_not_an_image_is_refused_by_name() -> None:
     whole = png(pixels(0))
-    cases = {"cut.png": whole[: len(whole) // 2], "empty.png": b"", "text.png": b"not an image", "zip.png": b"PK\3\4"}
+    cases = {
+        "cut.png": whole[: len(whole) // 2],
+        "empty.png": b"",
+        "text.png": b"not an image",
+        "zip.png": b"PK\3\4",
+    }
     cases["object.pkl"] = pickle.dumps({"a": 1})
     for name, content in cases.items():
-        answer = client().post("/v1/score", files=[("images", ("good.png", whole)), ("images", (name, content))])
+        answer = client().post(
+            "/v1/score", files=[("images", ("good.png", whole)), ("images", (name, content))]
+        )
         refused(answer, 422, f"{name} is cut or not an image")
 
 
@@ -32,7 +39,9 @@ def test_formats_that_start_other_programs_are_not_read(monkeypatch: pytest.Monk
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *words: started.append(words))
     file = BytesIO()
     Image.fromarray(pixels(0)).save(file, "EPS")
-    refused(client().post("/v1/score", files=[("images", ("a.eps", file.getvalue()))]), 422, "a.eps is")
+    refused(
+        client().post("/v1/score", files=[("images", ("a.eps", file.getvalue()))]), 422, "a.eps is"
+    )
     assert started == []
 
 
@@ -42,24 +51,41 @@ def test_a_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     content = pickle.dumps(pixels(0))
     ask = client()
     for kind in ("application/octet-stream", "application/x-pickle", "application/x-npy"):
-        refused(ask.post("/v1/score", content=content, headers={"content-type": kind}), 415, "multipart/form-data")
+        refused(
+            ask.post("/v1/score", content=content, headers={"content-type": kind}),
+            415,
+            "multipart/form-data",
+        )
     refused(ask.post("/v1/score", files=[("images", ("a.npy", content))]), 422, "not an image")
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x"])
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x"]
+)
 def test_a_name_in_a_request_is_never_opened(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = client()
     opened: list[Any] = []
     real = open
-    monkeypatch.setattr("builtins.open", lambda path, *more, **rest: opened.append(path) or real(path, *more, **rest))
+    monkeypatch.setattr(
+        "builtins.open",
+        lambda path, *more, **rest: opened.append(path) or real(path, *more, **rest),
+    )
     answer = ask.post("/v1/score", files=[("images", (name, png(pixels(0))))])
     assert answer.status_code == 200
     assert answer.json()["results"][0]["id"] == name
-    for body in ({"path": name}, {"images": name}, {"images": [name]}, {"images": [[[0]]], "model": name}):
+    for body in (
+        {"path": name},
+        {"images": name},
+        {"images": [name]},
+        {"images": [[[0]]], "model": name},
+    ):
         assert ask.post("/v1/score", json=body).status_code == 422
     for path in (f"/v1/score?model={name}", f"/v1/score?weights={name}"):
         assert ask.post(path, files=upload(0)).json()["model"] == "digits"
-    assert ask.post(f"/v2/models/{name.replace('/', '%2F')}/infer", json={}).status_code in (404, 405)
+    assert ask.post(f"/v2/models/{name.replace('/', '%2F')}/infer", json={}).status_code in (
+        404,
+        405,
+    )
     assert not any("passwd" in str(path) for path in opened)
 
 
@@ -85,22 +111,38 @@ def test_a_name_in_a_request_is_never_opened(name: str, monkeypatch: pytest.Monk
     ],
 )
 def test_numbers_that_are_no_image_are_refused(body: bytes, status: int, words: str) -> None:
-    refused(client().post("/v1/score", content=body, headers={"content-type": "application/json"}), status, words)
+    refused(
+        client().post("/v1/score", content=body, headers={"content-type": "application/json"}),
+        status,
+        words,
+    )
 
 
 def test_forms_that_hold_something_else_are_refused() -> None:
     ask = client()
-    refused(ask.post("/v1/score", data={"images": "x"}, files=upload(0)), 422, "parts that are not files named")
-    refused(ask.post("/v1/score", files=[("other", ("a.png", png(pixels(0))))]), 422, "parts that are not files named")
     refused(
-        ask.post("/v1/score", content=b"x", headers={"content-type": "multipart/form-data"}), 400, "form cannot be read"
+        ask.post("/v1/score", data={"images": "x"}, files=upload(0)),
+        422,
+        "parts that are not files named",
+    )
+    refused(
+        ask.post("/v1/score", files=[("other", ("a.png", png(pixels(0))))]),
+        422,
+        "parts that are not files named",
+    )
+    refused(
+        ask.post("/v1/score", content=b"x", headers={"content-type": "multipart/form-data"}),
+        400,
+        "form cannot be read",
     )
     form = {"content-type": "multipart/form-data; boundary=b"}
     refused(ask.post("/v1/score", content=b"--b--\r\n", headers=form), 422, "holds no image")
     refused(ask.post("/v1/score", content=b""), 415, "multipart/form-data")
 
 
-def test_what_nobody_foresaw_is_told_without_its_trace_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_foresaw_is_told_without_its_trace_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def broken(_: Question) -> Reply:
         raise RuntimeError("a secret at /home/somebody/model.py")
 
@@ -124,7 +166,9 @@ def test_memory_that_runs_out_is_told_without_a_trace(
     assert caplog.text == ""
 
 
-def test_memory_that_runs_out_as_a_file_is_decoded_is_not_the_files_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_as_a_file_is_decoded_is_not_the_files_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def too_much(_: ImageFile.ImageFile) -> None:
         raise MemoryError
 
@@ -143,7 +187,9 @@ def test_memory_that_runs_out_as_a_file_is_decoded_is_not_the_files_fault(monkey
         (InferRequest, {"outputs": [{}] * 50_000}),
     ],
 )
-def test_the_first_of_many_mistakes_is_told_and_the_others_are_not_looked_for(kind: Any, body: dict[str, Any]) -> None:
+def test_the_first_of_many_mistakes_is_told_and_the_others_are_not_looked_for(
+    kind: Any, body: dict[str, Any]
+) -> None:
     with pytest.raises(ValidationError) as found:
         kind.model_validate_json(json.dumps(body))
     assert found.value.error_count() <= 102  # as many outputs can be wrong as may be named
@@ -162,7 +208,10 @@ def test_an_error_repeats_no_more_than_a_few_words(length: int) -> None:
     wrong = {"inputs": [tensor], "outputs": [{"name": name}]}
     for answer, words in (
         (ask.post("/v1/score", json={"images": [[[0]]], name: 0}), " is not as it should be"),
-        (ask.post("/v1/score", files=[("images", (name, b"not an image"))]), " is cut or not an image"),
+        (
+            ask.post("/v1/score", files=[("images", (name, b"not an image"))]),
+            " is cut or not an image",
+        ),
         (ask.post("/v2/models/digits/infer", json=wrong), "'; choose from"),
     ):
         refused(answer, 422, "x" * 80 + words)
@@ -172,7 +221,9 @@ def test_an_error_repeats_no_more_than_a_few_words(length: int) -> None:
 def test_more_outputs_than_there_can_be_are_refused() -> None:
     tensor = {"name": "images", "shape": [1, 8, 8], "datatype": "UINT8", "data": pixels(0).tolist()}
     body = {"inputs": [tensor], "outputs": [{"name": "prediction"}] * 101}
-    refused(client().post("/v2/models/digits/infer", json=body), 422, "outputs is not as it should be")
+    refused(
+        client().post("/v2/models/digits/infer", json=body), 422, "outputs is not as it should be"
+    )
 
 
 def test_addresses_that_are_not_there_are_told_in_json() -> None:

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.service import services
+from tests.helpers import services
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed; run `make test-serve`")
+schemathesis = pytest.importorskip(
+    "schemathesis", reason="schemathesis is not installed; run `make test-serve`"
+)
 
 pytestmark = pytest.mark.serve
 HERE = {"Host": "127.0.0.1"}
@@ -15,7 +17,9 @@ REFUSED = [400, 404, 405, 413, 415, 422]
 CONFIG = schemathesis.config.SchemathesisConfig.from_dict(
     {"headers": HERE, "checks": {"negative_data_rejection": {"expected-statuses": REFUSED}}}
 )
-SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", services.client(images=4).app, config=CONFIG, headers=HERE)
+SCHEMA = schemathesis.openapi.from_asgi(
+    "/openapi.json", services.client(images=4).app, config=CONFIG, headers=HERE
+)
 
 
 def test_every_route_is_in_the_schema() -> None:

@@ -22,12 +22,12 @@ import pytest
 
 from qualms import Scorer
 from tests.cli.test_commands import run
-from tests.service.services import NAMES, REGRAD, TOKEN, digits, network, pixels
+from tests.helpers.services import NAMES, REGRAD, TOKEN, digits, network, pixels
 
 pytestmark = pytest.mark.serve
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120  # seconds
-HERE = "tests.service.services"
+HERE = "tests.helpers.services"
 STEP = re.compile(r"\d+\.\d s: |ready after \d+\.\d s: ")
 Start = Callable[..., "Running"]
 
@@ -41,13 +41,27 @@ class Running:
             self.port = free.getsockname()[1]
         shape = ["--size", "8", "--mean", "0.5", "--std", "0.5", "--classes", ",".join(NAMES)]
         model = ["--model", f"{HERE}:plain", "--name", "digits"]
-        command = [sys.executable, "-m", "qualms", "serve", *model, *shape, "--port", str(self.port), *words]
-        env = {k: v for k, v in os.environ.items() if k != "QUALMS_TOKEN"} | {"OMP_NUM_THREADS": "1"}
+        command = [
+            sys.executable,
+            "-m",
+            "qualms",
+            "serve",
+            *model,
+            *shape,
+            "--port",
+            str(self.port),
+            *words,
+        ]
+        env = {k: v for k, v in os.environ.items() if k != "QUALMS_TOKEN"} | {
+            "OMP_NUM_THREADS": "1"
+        }
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
         self.token, self.log = token, log
         with log.open("wb") as out:
             more = {} if token is None else {"QUALMS_TOKEN": token}
-            self.process = subprocess.Popen(command, env=env | more, stdout=out, stderr=out, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=env | more, stdout=out, stderr=out, start_new_session=True
+            )
 
     def wait_until_ready(self) -> None:
         until = time.monotonic() + PATIENCE
@@ -62,7 +76,9 @@ class Running:
 
     def ask(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
         """The status, and the answer."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {token}"} if token else {}
+        )
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
         try:
@@ -113,8 +129,12 @@ def image(number: int) -> dict[str, Any]:
 
 def batches(service: Running) -> tuple[int, int]:
     """How many requests were scored, and how many of them with no other image beside theirs."""
-    lines = dict(line.rsplit(" ", 1) for line in service.ask("/metrics")[1].splitlines() if line[0] != "#")
-    return int(float(lines["qualms_batch_images_count"])), int(float(lines['qualms_batch_images_bucket{le="1.0"}']))
+    lines = dict(
+        line.rsplit(" ", 1) for line in service.ask("/metrics")[1].splitlines() if line[0] != "#"
+    )
+    return int(float(lines["qualms_batch_images_count"])), int(
+        float(lines['qualms_batch_images_bucket{le="1.0"}'])
+    )
 
 
 def test_requests_that_come_together_are_scored_together_and_alike(service: Running) -> None:
@@ -134,7 +154,12 @@ def test_requests_that_come_together_are_scored_together_and_alike(service: Runn
 
 
 def test_it_listens_to_this_machine_alone(service: Running) -> None:
-    heard = {c.laddr.ip for p in service.family() for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+    heard = {
+        c.laddr.ip
+        for p in service.family()
+        for c in p.net_connections()
+        if c.status == psutil.CONN_LISTEN
+    }
     assert heard == {"127.0.0.1"}
 
 
@@ -153,7 +178,10 @@ def test_a_client_that_goes_away_takes_nobody_with_it(service: Running) -> None:
     kind = "Content-Type: application/json"
     head = f"POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
     log = service.log.read_text()
-    taken = [len(body), len(body) // 2] * 5  # some leave as they wait for the answer, some in the middle of the upload
+    taken = [
+        len(body),
+        len(body) // 2,
+    ] * 5  # some leave as they wait for the answer, some in the middle of the upload
     for part in taken:
         with socket.create_connection(("127.0.0.1", service.port), timeout=30) as gone:
             gone.sendall(head.encode() + body[:part])
@@ -185,7 +213,9 @@ def busy(service: Running, token: str | None = None) -> tuple[list[threading.Thr
     return threads, answers
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to the command", "Ctrl-C", "Ctrl-C that the web side hears last"])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM to the command", "Ctrl-C", "Ctrl-C that the web side hears last"]
+)
 def test_a_stop_answers_what_was_taken(start: Start, how: str) -> None:
     token = TOKEN if how == "Ctrl-C" else None
     service = start("--methods", REGRAD, "--batch", "2", token=token)
@@ -237,7 +267,7 @@ DEAD = """
 import os, sys
 from qualms.service.serve import serve
 from qualms.service.settings import Settings
-from tests.service.services import usual
+from tests.helpers.services import usual
 
 def make(begin):
     os._exit(9)
@@ -277,12 +307,21 @@ def test_what_cannot_be_served_is_told_in_a_sentence(
             (["--waiting", "0"], "the limit 'waiting' of the service is 0"),
             (["--deadline", "nan"], "the limit 'deadline' of the service is nan"),
             (["--max-body", "inf"], "--max-body is inf"),
-            (["--threshold", str(tmp_path / "t.json")], "the threshold was set on scores that were made otherwise"),
+            (
+                ["--threshold", str(tmp_path / "t.json")],
+                "the threshold was set on scores that were made otherwise",
+            ),
             (["--threshold", str(tmp_path / "no.json")], "there is no threshold file"),
             (["--size", "8", "--port", str(taken.getsockname()[1])], "Address already in use"),
             (["--size", "5"], "the model does not accept"),
-            (["--size", "8", "--model", f"{HERE}:stubborn", "--classes", "3"], "--classes says 3 classes"),
-            (["--size", "8", "--model", f"{HERE}:stubborn", "--classes", "a,b"], "--classes says 2 classes"),
+            (
+                ["--size", "8", "--model", f"{HERE}:stubborn", "--classes", "3"],
+                "--classes says 3 classes",
+            ),
+            (
+                ["--size", "8", "--model", f"{HERE}:stubborn", "--classes", "a,b"],
+                "--classes says 2 classes",
+            ),
         ):
             assert run(monkeypatch, "serve", *net, *words) == 1
             assert message in capsys.readouterr().err

@@ -12,7 +12,17 @@ from qualms import Scorer
 from qualms.errors import QualmsError
 from qualms.service.scoring import Served
 from qualms.service.startup import Failure, RemoteTraceback, Startup
-from tests.service.services import BUSY, NAME, client, network, pixels, refused, starting, upload, usual
+from tests.helpers.services import (
+    BUSY,
+    NAME,
+    client,
+    network,
+    pixels,
+    refused,
+    starting,
+    upload,
+    usual,
+)
 from tests.service.test_ended import not_ended, port_is_free
 from tests.service.test_server import HERE, PATIENCE, Running, image
 
@@ -66,9 +76,17 @@ def test_a_start_that_failed_is_told_without_its_details() -> None:
     start.fail(QualmsError("there is no file /secret/folder/digits.pt."))
     ask = client(startup=start)
     found = ask.get("/readyz")
-    assert (found.status_code, found.json()["status"], found.json()["step"]) == (503, "failed", "loading digits")
+    assert (found.status_code, found.json()["status"], found.json()["step"]) == (
+        503,
+        "failed",
+        "loading digits",
+    )
     assert "secret" not in found.text
-    refused(ask.post("/v1/score", files=upload(0)), 503, "could not be loaded; the service's log has the details")
+    refused(
+        ask.post("/v1/score", files=upload(0)),
+        503,
+        "could not be loaded; the service's log has the details",
+    )
 
 
 def test_a_network_that_hangs_is_not_ready() -> None:
@@ -103,7 +121,10 @@ def test_the_log_says_each_step_with_its_seconds() -> None:
     start = Startup(usual().about, 3, lines.append)
     start.begin("loading digits")
     start.begin("scoring a first image")
-    assert [re.sub(r"^\d+\.\d s", "T", line) for line in lines] == ["T: loading digits …", "T: scoring a first image …"]
+    assert [re.sub(r"^\d+\.\d s", "T", line) for line in lines] == [
+        "T: loading digits …",
+        "T: scoring a first image …",
+    ]
     assert start.progress().number == 3
 
 
@@ -116,7 +137,9 @@ def wait_for(service: Running, condition: str) -> None:
         time.sleep(0.02)
 
 
-def test_it_listens_while_the_network_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_listens_while_the_network_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUALMS_TEST_GO", str(tmp_path / "go"))
     service = Running("--model", f"{HERE}:slow", "--methods", "regrad+layers", log=tmp_path / "log")
     try:
@@ -125,7 +148,9 @@ def test_it_listens_while_the_network_is_loaded(tmp_path: Path, monkeypatch: pyt
         assert service.ask("/readyz")[0] == 503
         wait_for(service, "loading")
         until = time.monotonic() + PATIENCE
-        while (answer := service.ask("/readyz"))[1].get("step") != "loading digits" and time.monotonic() < until:
+        while (answer := service.ask("/readyz"))[1].get(
+            "step"
+        ) != "loading digits" and time.monotonic() < until:
             time.sleep(0.02)
         status, found = answer
         assert (status, found["status"], found["step"]) == (503, "warming up", "loading digits")
@@ -137,7 +162,9 @@ def test_it_listens_while_the_network_is_loaded(tmp_path: Path, monkeypatch: pyt
         assert service.ask("/v1/score", image(0))[0] == 200
         assert service.ask("/v1/model")[1]["model_hash"] != ""
         wait_for(service, "is served at")
-        lines = [re.sub(r"\d+(\.\d)? m?s\b", "T", line) for line in service.log.read_text().splitlines()]
+        lines = [
+            re.sub(r"\d+(\.\d)? m?s\b", "T", line) for line in service.log.read_text().splitlines()
+        ]
         where = f"http://127.0.0.1:{service.port}"
         assert lines == [
             "T: starting the process with the network …",
@@ -161,7 +188,9 @@ def test_a_stop_ends_a_start_at_once(tmp_path: Path, factory: str, number: signa
             os.killpg(service.process.pid, number)  # as Ctrl-C does
         else:
             service.process.send_signal(number)
-        assert service.process.wait(PATIENCE) == 130  # stopped in order, and not ended by the signal
+        assert (
+            service.process.wait(PATIENCE) == 130
+        )  # stopped in order, and not ended by the signal
         took = time.monotonic() - began
         assert not_ended(service) == []
         assert took < AT_ONCE
@@ -171,7 +200,9 @@ def test_a_stop_ends_a_start_at_once(tmp_path: Path, factory: str, number: signa
         service.stop()
 
 
-def test_a_stop_is_heeded_while_the_process_with_the_network_is_at_its_imports(tmp_path: Path) -> None:
+def test_a_stop_is_heeded_while_the_process_with_the_network_is_at_its_imports(
+    tmp_path: Path,
+) -> None:
     service = Running("--methods", "entropy", log=tmp_path / "log")
     try:
         wait_for(service, "listening on")

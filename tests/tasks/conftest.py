@@ -13,9 +13,9 @@ from qualms.training import RECIPES, fit
 def network() -> Network:
     torch.manual_seed(0)
     model = load_model("digits-cnn")
-    normalisation = DATASETS["digits"].normalisation
-    fit(model, load("digits", split="train"), RECIPES["digits"].shortened(4), normalisation)
-    return Network("digits-cnn", model, normalisation)
+    normalization = DATASETS["digits"].normalization
+    fit(model, load("digits", split="train"), RECIPES["digits"].shortened(4), normalization)
+    return Network("digits-cnn", model, normalization)
 
 
 @pytest.fixture(scope="package")

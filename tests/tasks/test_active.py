@@ -30,11 +30,15 @@ def build() -> nn.Module:
 
 def run(journal: Journal, plan: Plan = PLAN, **more: object) -> Iterator[CycleRow]:
     train, test = load("digits", split="train"), load("digits").subset(100)
-    return active(build, train, test, DATASETS["digits"].normalisation, METHODS, plan, journal, **more)  # type: ignore[arg-type]
+    return active(
+        build, train, test, DATASETS["digits"].normalization, METHODS, plan, journal, **more
+    )  # type: ignore[arg-type]
 
 
 def blank(count: int, classes: int = 10) -> Images:
-    return Images("blank", torch.zeros(count, 1, 1, 1, dtype=torch.uint8), torch.arange(count) % classes)
+    return Images(
+        "blank", torch.zeros(count, 1, 1, 1, dtype=torch.uint8), torch.arange(count) % classes
+    )
 
 
 def test_the_papers_indices_are_used_where_there_are_enough_images() -> None:
@@ -61,7 +65,9 @@ def test_the_start_is_balanced_and_the_seed_decides_it() -> None:
     assert not torch.equal(start, split(train, PLAN, seed=1).start)
 
 
-@pytest.mark.parametrize(("start", "words"), [(25, "not a multiple of the 10 classes"), (400, "fewer than 40")])
+@pytest.mark.parametrize(
+    ("start", "words"), [(25, "not a multiple of the 10 classes"), (400, "fewer than 40")]
+)
 def test_a_start_that_cannot_be_balanced_is_refused(start: int, words: str) -> None:
     with pytest.raises(QualmsError, match=words):
         split(blank(300), replace(PLAN, start=start), seed=0)
@@ -70,7 +76,7 @@ def test_a_start_that_cannot_be_balanced_is_refused(start: int, words: str) -> N
 def test_each_cycle_adds_new_images_of_the_pool_and_judges_a_network_trained_on_them() -> None:
     journal = Journal(None, {})
     found = list(run(journal))
-    assert [(r["method"], r["cycle"], r["labelled"]) for r in found] == [
+    assert [(r["method"], r["cycle"], r["labeled"]) for r in found] == [
         ("start", 0, 20), (RANDOM, 1, 30), (RANDOM, 2, 40), ("entropy", 1, 30), ("entropy", 2, 40),
         ("laplace", 1, 30), ("laplace", 2, 40),
     ]  # fmt: skip
@@ -81,7 +87,9 @@ def test_each_cycle_adds_new_images_of_the_pool_and_judges_a_network_trained_on_
         assert set(chosen) <= set(pool.tolist())
     assert all(0 <= r["accuracy"] <= 1 and r["nll"] > 0 for r in found)
     assert all(1.461 <= r["nll_softmax_twice"] <= 2.303 + 1 for r in found)
-    assert {line.split("|")[1].strip() for line in active_table(found).splitlines() if "|" in line} >= {
+    assert {
+        line.split("|")[1].strip() for line in active_table(found).splitlines() if "|" in line
+    } >= {
         "start",
         *METHODS,
     }
@@ -93,12 +101,18 @@ def test_the_most_uncertain_images_are_picked() -> None:
     journal = Journal(None, {})
     list(run(journal))
     (picked,) = journal.where(row="pick", method="entropy", cycle=0)
-    train, normalisation = load("digits", split="train"), DATASETS["digits"].normalisation
+    train, normalization = load("digits", split="train"), DATASETS["digits"].normalization
     parts = split(train, PLAN, seed=0)
     torch.manual_seed(0)
     model = build()
-    module.fit(model, train.take(parts.start), PLAN.recipe, normalisation, validation=train.take(parts.validation))
-    scores = qualms.score(model, normalisation.apply(train.take(parts.pool).pixels), "entropy")
+    module.fit(
+        model,
+        train.take(parts.start),
+        PLAN.recipe,
+        normalization,
+        validation=train.take(parts.validation),
+    )
+    scores = qualms.score(model, normalization.apply(train.take(parts.pool).pixels), "entropy")
     assert set(picked["chosen"]) == set(parts.pool[scores.topk(10).indices].tolist())
 
 
@@ -134,12 +148,16 @@ def test_a_run_that_was_killed_goes_on_and_trains_nothing_twice(
 
 
 def test_rows_of_another_method_or_network_are_not_taken_for_its_own() -> None:
-    train, test, journal = load("digits", split="train"), load("digits").subset(50), Journal(None, {})
-    plan, normalisation = replace(PLAN, cycles=1), DATASETS["digits"].normalisation
+    train, test, journal = (
+        load("digits", split="train"),
+        load("digits").subset(50),
+        Journal(None, {}),
+    )
+    plan, normalization = replace(PLAN, cycles=1), DATASETS["digits"].normalization
 
     def done(make: Callable[[], nn.Module], spec: str) -> int:
         before = len(journal.where(row="pick"))
-        list(active(make, train, test, normalisation, {"mine": parse(spec)}, plan, journal))
+        list(active(make, train, test, normalization, {"mine": parse(spec)}, plan, journal))
         return len(journal.where(row="pick")) - before
 
     assert [done(build, "regrad"), done(build, "regrad"), done(build, "entropy")] == [1, 0, 1]
@@ -153,11 +171,11 @@ def test_a_pool_that_runs_out_is_told() -> None:
 
 def test_diversity_changes_what_is_picked() -> None:
     train, test = load("digits", split="train"), load("digits").subset(50)
-    normalisation = DATASETS["digits"].normalisation
+    normalization = DATASETS["digits"].normalization
     picks = []
     for diversity in (None, 5.0):
         plan, journal = replace(PLAN, cycles=1, diversity=diversity), Journal(None, {})
-        list(active(build, train, test, normalisation, {"regrad": parse("regrad")}, plan, journal))
+        list(active(build, train, test, normalization, {"regrad": parse("regrad")}, plan, journal))
         picks.append(journal.where(row="pick")[0]["chosen"])
     assert picks[0][0] == picks[1][0]  # the most uncertain comes first
     assert set(picks[0]) != set(picks[1])
@@ -172,7 +190,7 @@ def test_the_table_has_means_over_cycles_and_how_far_seeds_are_apart() -> None:
             "method": "Entropy",
             "seed": seed,
             "cycle": cycle,
-            "labelled": 40,
+            "labeled": 40,
             **measures,
         }
 

@@ -18,7 +18,9 @@ def test_rows_are_there_again_when_the_file_is_opened_again(tmp_path: Path) -> N
         journal.add({"row": "ood", "method": "entropy", "auroc": 0.5})
     with Journal(path, ABOUT) as journal:
         assert [row["method"] for row in journal] == ["regrad", "entropy"]
-        assert journal.where(method="regrad") == [{"row": "ood", "method": "regrad", "auroc": 0.1 + 0.2}]
+        assert journal.where(method="regrad") == [
+            {"row": "ood", "method": "regrad", "auroc": 0.1 + 0.2}
+        ]
         assert journal.where(method="regrad", row="calibration") == []
 
 
@@ -30,7 +32,9 @@ def test_a_row_is_on_disk_before_the_next_is_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", range(1, 20))
-def test_a_line_that_was_cut_short_is_dropped_and_the_run_goes_on(tmp_path: Path, kept: int) -> None:
+def test_a_line_that_was_cut_short_is_dropped_and_the_run_goes_on(
+    tmp_path: Path, kept: int
+) -> None:
     path = tmp_path / "rows.jsonl"
     with Journal(path, ABOUT) as journal:
         journal.add({"n": 1})
@@ -62,7 +66,10 @@ def test_a_file_of_another_run_is_refused_by_what_differs(tmp_path: Path) -> Non
 
 
 def test_two_runs_cannot_write_to_one_file(tmp_path: Path) -> None:
-    with Journal(tmp_path / "rows.jsonl", ABOUT), pytest.raises(QualmsError, match="in use by another run"):
+    with (
+        Journal(tmp_path / "rows.jsonl", ABOUT),
+        pytest.raises(QualmsError, match="in use by another run"),
+    ):
         Journal(tmp_path / "rows.jsonl", ABOUT)
 
 
@@ -79,7 +86,8 @@ def test_a_file_that_holds_something_else_is_refused_by_its_line(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "content", [b"notes without an end of line", b"PK\x03\x04\n\x00 weights\nand more", b'{"a": 1}\n{"b": 2}']
+    "content",
+    [b"notes without an end of line", b"PK\x03\x04\n\x00 weights\nand more", b'{"a": 1}\n{"b": 2}'],
 )
 def test_a_file_of_somebody_else_is_not_cut(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes.txt"

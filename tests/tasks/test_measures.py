@@ -26,7 +26,9 @@ METHODS = {name: parse(name) for name in ("regrad+layers", "entropy", "energy", 
 def test_ood_rows_agree_with_scikit_learn(network: Network, known: Images, strange: Images) -> None:
     journal = Journal(None, {})
     found = {row["method"]: row for row in ood(network, known, [strange], METHODS, journal)}
-    inside, outside = (score_images(network, images, METHODS, journal).scores for images in (known, strange))
+    inside, outside = (
+        score_images(network, images, METHODS, journal).scores for images in (known, strange)
+    )
     truth = [0] * len(known) + [1] * len(strange)
     for name in METHODS:
         scores = [*inside[name], *outside[name]]
@@ -50,10 +52,16 @@ def test_a_second_run_reads_its_rows_and_adds_none(
     network: Network, known: Images, strange: Images, tmp_path: Path
 ) -> None:
     with Journal(tmp_path / "rows", {}) as journal:
-        first = [*ood(network, known, [strange], METHODS, journal), *calibration(network, known, METHODS, journal)]
+        first = [
+            *ood(network, known, [strange], METHODS, journal),
+            *calibration(network, known, METHODS, journal),
+        ]
     size = (tmp_path / "rows").stat().st_size
     with Journal(tmp_path / "rows", {}) as journal:
-        again = [*ood(network, known, [strange], METHODS, journal), *calibration(network, known, METHODS, journal)]
+        again = [
+            *ood(network, known, [strange], METHODS, journal),
+            *calibration(network, known, METHODS, journal),
+        ]
     assert again == first
     assert (tmp_path / "rows").stat().st_size == size
 
@@ -73,14 +81,18 @@ def test_calibration_rows_say_how_often_certain_predictions_are_wrong(network: N
     assert found["negrad"]["raulc"] == pytest.approx(0)  # all scores are equal, and ties are fair
 
 
-def test_images_without_labels_are_refused_before_any_is_scored(network: Network, strange: Images) -> None:
+def test_images_without_labels_are_refused_before_any_is_scored(
+    network: Network, strange: Images
+) -> None:
     journal = Journal(None, {})
     with pytest.raises(QualmsError, match="strange has no labels"):
         list(calibration(network, strange, {"entropy": parse("entropy")}, journal))
     assert not list(journal)
 
 
-def test_where_all_predictions_are_right_there_is_no_raulc_and_the_row_says_so(network: Network, known: Images) -> None:
+def test_where_all_predictions_are_right_there_is_no_raulc_and_the_row_says_so(
+    network: Network, known: Images
+) -> None:
     assert known.labels is not None
     right = known.take((network.logits(known).argmax(1) == known.labels).nonzero().squeeze(1))
     (row,) = calibration(network, right, {"entropy": parse("entropy")}, Journal(None, {}))
@@ -107,7 +119,9 @@ def test_what_is_done_once_for_many_batches_is_not_timed(
         return fit_head(*given)
 
     monkeypatch.setattr(laplace, "fit_head", slow)
-    (row,) = runtime(network, known, {"LA": parse("laplace")}, Journal(None, {}), train=known, rounds=1)
+    (row,) = runtime(
+        network, known, {"LA": parse("laplace")}, Journal(None, {}), train=known, rounds=1
+    )
     assert row["seconds"] < 1
 
 
@@ -126,11 +140,25 @@ def test_tables_put_the_papers_numbers_beside_ours() -> None:
         "row": "ood", "in": "mnist", "out": "omniglot", "n_in": 5, "n_out": 6, "auroc": 0.9, "auroc_low": 0.85,
         "auroc_high": 0.95, "aupr_out": 0.8, "aupr_in": 0.7, "fpr95": 0.3,
     }  # fmt: skip
-    names = ("REGrad*", "regrad+layers(0.3)+smooth(0.02,8)", "regrad", "λ = 0.25", "gen", "regrad+layers(5)")
+    names = (
+        "REGrad*",
+        "regrad+layers(0.3)+smooth(0.02,8)",
+        "regrad",
+        "λ = 0.25",
+        "gen",
+        "regrad+layers(5)",
+    )
     rows = [{**row, "method": m} for m in names]
     lines = ood_table(rows).splitlines()
     assert lines[0] == "mnist → omniglot: 5 and 6 images, %"
-    assert ["98.19/97.95 " in line for line in lines[4:]] == [True, True, False, False, False, False]
+    assert ["98.19/97.95 " in line for line in lines[4:]] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert "98.01/97.86, other settings" in lines[9]
     assert "97.80/97.54" in lines[6]
     assert "98.01/97.86 " in lines[7]
@@ -149,7 +177,9 @@ def test_the_sweeps_hold_the_limits_and_the_papers_values() -> None:
     lambdas, sigmas = lambda_sweep(), sigma_sweep("svhn")
     assert {"λ → 0", "λ = 0", "λ → ∞", "λ = 0.25", "λ = 0.3", "λ = 0.35"} <= set(lambdas)
     assert {"σ = 0.015", "σ = 0.02", "σ = 0.025"} <= set(sigmas)
-    assert sigmas["σ = 0.02"] == parse("regrad+layers(0.3)+smooth(0.02)")  # table 5 is at 0.3, SVHN's setting is 0.2
+    assert sigmas["σ = 0.02"] == parse(
+        "regrad+layers(0.3)+smooth(0.02)"
+    )  # table 5 is at 0.3, SVHN's setting is 0.2
     assert sigma_sweep("cifar100")["σ = 0.02"] == parse("regrad+layers(0.4)+smooth(0.02)")
     assert list(components("mnist"))[-3:] == ["REGrad", "REGrad+layers", "REGrad*"]
 
@@ -159,5 +189,7 @@ def test_an_infinite_lambda_is_the_last_layer_alone(network: Network, known: Ima
     own = score_images(network, known.take(slice(0, 32)), limit, Journal(None, {})).scores["∞"]
     import qualms
 
-    last = qualms.score(network.model, network.inputs(known.take(slice(0, 32))), "regrad", params="8.*")
+    last = qualms.score(
+        network.model, network.inputs(known.take(slice(0, 32))), "regrad", params="8.*"
+    )
     assert own == pytest.approx(last.numpy(), rel=1e-4)

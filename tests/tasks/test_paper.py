@@ -55,7 +55,9 @@ def test_numbers_that_tables_share_agree() -> None:
         dataset = pair.split("→")[0]
         assert rows["λ → 0"] == OOD[pair]["REGrad"]
         assert rows["σ = 0.02"] == OOD[pair]["REGrad*"]
-        lam = 0.3 if dataset == "svhn" else LAMBDA[dataset]  # table 5 speaks of 0.3, the appendix of 0.2
+        lam = (
+            0.3 if dataset == "svhn" else LAMBDA[dataset]
+        )  # table 5 speaks of 0.3, the appendix of 0.2
         assert rows[f"λ = {lam:g}"] == OOD[pair]["REGrad+layers"]
 
 
@@ -67,7 +69,9 @@ def test_settings_follow_the_dataset() -> None:
     assert many["MC-AA"] == parse("mc-aa(0.0005)")
     assert many["REGrad*"] == parse("regrad+layers(0.4)+smooth(0.02)")
     assert few["REGrad+layers"] == parse("regrad+layers(0.2)")
-    assert paper_methods("mnist", Smoothing(0.02, 100))["REGrad*"] == parse("regrad+layers(0.3)+smooth(0.02,100)")
+    assert paper_methods("mnist", Smoothing(0.02, 100))["REGrad*"] == parse(
+        "regrad+layers(0.3)+smooth(0.02,100)"
+    )
 
 
 @pytest.mark.parametrize("name", list(paper_methods("mnist")))
@@ -98,7 +102,9 @@ def test_the_full_preset_is_the_papers_protocol() -> None:
     assert all(s.images is None and s.train is None for s in full.setups.values())
 
 
-def test_the_small_preset_keeps_the_papers_networks_for_digits_and_its_labels_for_active_learning() -> None:
+def test_the_small_preset_keeps_the_papers_networks_for_digits_and_its_labels_for_active_learning() -> (
+    None
+):
     for dataset in ("mnist", "svhn"):
         assert CPU.setups[dataset].recipe == PAPER.setups[dataset].recipe
         assert CPU.setups[dataset].seeds == PAPER.setups[dataset].seeds
@@ -110,7 +116,10 @@ def test_the_small_preset_keeps_the_papers_networks_for_digits_and_its_labels_fo
 
 def test_the_small_preset_tells_its_numbers() -> None:
     sizes = [str(CPU.setups[name].images) for name in ("mnist", "cifar10", "svhn", "cifar100")]
-    assert f"{', '.join(sizes[:3])} and {sizes[3]} test images of each dataset (for MNIST, CIFAR-10, SVHN" in CPU.cuts
+    assert (
+        f"{', '.join(sizes[:3])} and {sizes[3]} test images of each dataset (for MNIST, CIFAR-10, SVHN"
+        in CPU.cuts
+    )
     assert f"{CPU.smooth.draws} antithetic draws instead of 100" in CPU.cuts
     assert f"{CPU.draws} draws instead of 100 for Perturb x" in CPU.cuts
     for dataset, name in (("mnist", "MNIST"), ("cifar10", "CIFAR-10")):
@@ -119,8 +128,14 @@ def test_the_small_preset_tells_its_numbers() -> None:
     assert CPU.active["mnist"].seeds == (0, 1)
     assert f"MNIST with two seeds, a pool of {mnist.pool}, {mnist.recipe.epochs} epochs" in CPU.cuts
     assert CPU.active["svhn"].seeds == CPU.active["cifar10"].seeds == (0,)
-    assert f"with one seed, a pool of {svhn.pool}, {svhn.cycles} cycles, {svhn.recipe.epochs} epochs" in CPU.cuts
-    assert f"batches of {svhn.recipe.batch} and {len(CPU.active['svhn'].methods or ())} methods" in CPU.cuts
+    assert (
+        f"with one seed, a pool of {svhn.pool}, {svhn.cycles} cycles, {svhn.recipe.epochs} epochs"
+        in CPU.cuts
+    )
+    assert (
+        f"batches of {svhn.recipe.batch} and {len(CPU.active['svhn'].methods or ())} methods"
+        in CPU.cuts
+    )
     assert f"{mnist.validation} images to validate on, {CPU.active_test} test images" in CPU.cuts
     assert f"costs on {CPU.timed} images" in CPU.cuts
 
@@ -130,4 +145,6 @@ def test_what_stands_beside_the_papers_methods_is_none_of_them(dataset: str) -> 
     beside = methods_beside(dataset)
     assert {"heat", "coherence", "scale", "odin", "knn", "vim"} <= set(beside)
     assert ("quam" in beside) == (dataset == "mnist")  # a hundred heads to search
-    assert not {type(method) for method in beside.values()} & {type(m) for m in paper_methods(dataset).values()}
+    assert not {type(method) for method in beside.values()} & {
+        type(m) for m in paper_methods(dataset).values()
+    }

@@ -13,7 +13,9 @@ from qualms.tasks.network import Network
 pytestmark = [
     pytest.mark.data,
     pytest.mark.slow,
-    pytest.mark.skipif("QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"),
+    pytest.mark.skipif(
+        "QUALMS_DATA" not in os.environ, reason="QUALMS_DATA is not set: no real data here"
+    ),
 ]
 ROOT = Path(os.environ.get("QUALMS_DATA", "."))
 
@@ -31,8 +33,10 @@ ROOT = Path(os.environ.get("QUALMS_DATA", "."))
 )
 def test_the_whole_test_set(name: str, data: str, share: float) -> None:
     entry = ZOO[name]
-    assert entry.normalisation is not None
-    network = Network(name, load_model(name, ROOT / "weights" / str(entry.file)), entry.normalisation)
+    assert entry.normalization is not None
+    network = Network(
+        name, load_model(name, ROOT / "weights" / str(entry.file)), entry.normalization
+    )
     images = load(data, ROOT)
     assert len(images) == 10_000
     assert network.accuracy(images) == pytest.approx(share, abs=0.0005)

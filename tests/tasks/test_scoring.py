@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.data import Images, Normalisation
+from qualms.data import Images, Normalization
 from qualms.errors import QualmsError
+from qualms.methods.context import BatchContext
 from qualms.methods.mc_aa import MCAA
 from qualms.methods.method import Method
-from qualms.methods.passes import Passes
 from qualms.methods.perturb_x import PerturbX
 from qualms.methods.registry import parse
 from qualms.methods.regrad import REGrad
@@ -103,27 +103,43 @@ def test_what_would_give_other_scores_is_computed_anew(
     network: Network, known: Images, calls: list[tuple[int, tuple[str, ...]]], change: str
 ) -> None:
     journal, few = Journal(None, {}), known.take(slice(0, 32))
-    score_images(network, few, {"m": parse("laplace" if change == "train" else "regrad+smooth")}, journal, train=known)
+    score_images(
+        network,
+        few,
+        {"m": parse("laplace" if change == "train" else "regrad+smooth")},
+        journal,
+        train=known,
+    )
     pixels = few.pixels.clone()
     pixels[0, 0, 0, 0] ^= 1
     with_change = {
-        "seed": lambda: score_images(network, few, {"m": parse("regrad+smooth")}, journal, train=known, seed=1),
+        "seed": lambda: score_images(
+            network, few, {"m": parse("regrad+smooth")}, journal, train=known, seed=1
+        ),
         "engine": lambda: score_images(
             network, few, {"m": parse("regrad+smooth")}, journal, train=known, engine="sketch"
         ),
-        "parameter": lambda: score_images(network, few, {"m": parse("regrad+smooth(0.03)")}, journal, train=known),
+        "parameter": lambda: score_images(
+            network, few, {"m": parse("regrad+smooth(0.03)")}, journal, train=known
+        ),
         "pixel": lambda: score_images(
-            network, replace(few, pixels=pixels), {"m": parse("regrad+smooth")}, journal, train=known
+            network,
+            replace(few, pixels=pixels),
+            {"m": parse("regrad+smooth")},
+            journal,
+            train=known,
         ),
         "train": lambda: score_images(network, few, {"m": parse("laplace")}, journal, train=few),
     }
     before = len(calls)
     with_change[change]()
-    assert len(calls) == before + (1 if change == "pixel" else before)  # the chunk of that pixel, or all
+    assert len(calls) == before + (
+        1 if change == "pixel" else before
+    )  # the chunk of that pixel, or all
 
 
 def test_noise_in_pixels_becomes_noise_in_the_networks_units() -> None:
-    network = Network("n", nn.Linear(1, 2), Normalisation((0.5, 0.5, 0.5), (0.5, 0.25, 0.2)))
+    network = Network("n", nn.Linear(1, 2), Normalization((0.5, 0.5, 0.5), (0.5, 0.25, 0.2)))
     starred = network.in_its_units(parse("regrad+layers(0.2)+smooth(0.02)"))
     assert isinstance(starred, REGrad)
     assert starred.smooth is not None
@@ -137,7 +153,9 @@ def test_noise_in_pixels_becomes_noise_in_the_networks_units() -> None:
     assert network.in_its_units(parse("perturb-theta")) == parse("perturb-theta")
 
 
-def test_methods_that_cannot_be_used_are_left_out_with_the_reason(network: Network, known: Images) -> None:
+def test_methods_that_cannot_be_used_are_left_out_with_the_reason(
+    network: Network, known: Images
+) -> None:
     wanted = {name: parse(name) for name in ("entropy", "mc-dropout", "laplace", "regrad")}
     good, rows = usable(network, known, wanted, None)
     assert list(good) == ["entropy", "regrad"]
@@ -161,7 +179,9 @@ def test_other_trainings_of_the_network_make_an_ensemble(network: Network, known
     assert several.about != network.about
 
 
-def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, network: Network) -> None:
+def test_a_score_that_is_not_finite_is_told_and_not_written(
+    known: Images, network: Network
+) -> None:
     class Broken(Method):
         name, paper, needs, cost = "broken", "", ("logits",), "1"
 
@@ -174,11 +194,13 @@ def test_a_score_that_is_not_finite_is_told_and_not_written(known: Images, netwo
     assert list(journal) == []
 
 
-def test_an_image_without_a_finite_score_is_told_by_its_name(known: Images, network: Network) -> None:
+def test_an_image_without_a_finite_score_is_told_by_its_name(
+    known: Images, network: Network
+) -> None:
     class Broken(Method):
         name, paper, needs, cost = "broken", "", ("logits",), "1"
 
-        def score(self, seen: Passes) -> Tensor:
+        def score(self, seen: BatchContext) -> Tensor:
             return torch.where(torch.arange(len(seen.logits)) == 2, torch.inf, 1.0)
 
     named = replace(known.take(slice(0, 4)), ids=("a", "b", "c", "d"))
@@ -208,39 +230,51 @@ def test_rows_say_how_scores_were_computed_and_not_that_it_was_left_open(
     (measured,) = journal.where(row=task)
     assert measured["engine"] == "exact"
     chunks = journal.where(row="scores", engine="exact")
-    assert {chunk["data"] for chunk in chunks} == ({"digits", "strange"} if task == "ood" else {"digits"})
+    assert {chunk["data"] for chunk in chunks} == (
+        {"digits", "strange"} if task == "ood" else {"digits"}
+    )
     assert not journal.where(engine="auto")
 
 
-def test_labels_are_counted_as_the_network_counts_its_classes(network: Network, known: Images) -> None:
+def test_labels_are_counted_as_the_network_counts_its_classes(
+    network: Network, known: Images
+) -> None:
     named = replace(network, class_names=tuple("9876543210"))
     assert known.labels is not None
     some = known.take((known.labels < 3).nonzero().flatten())
     folder = replace(some, name="mine", classes=("0", "1", "2"), source="mine/")
-    assert torch.equal(named.relabelled(folder).labels, 9 - some.labels)
-    assert named.relabelled(folder).classes == named.class_names
-    with pytest.raises(QualmsError, match="mine/ has the class 'two', which digits-cnn does not know"):
-        named.relabelled(replace(folder, classes=("0", "1", "two")))
+    assert torch.equal(named.relabeled(folder).labels, 9 - some.labels)
+    assert named.relabeled(folder).classes == named.class_names
+    with pytest.raises(
+        QualmsError, match="mine/ has the class 'two', which digits-cnn does not know"
+    ):
+        named.relabeled(replace(folder, classes=("0", "1", "two")))
     with pytest.raises(QualmsError, match="tells 10 classes apart, and mine/ has 3"):
-        network.relabelled(folder)
-    assert network.relabelled(known) is known
-    unlabelled = replace(folder, labels=None)
-    assert named.relabelled(unlabelled) is unlabelled
+        network.relabeled(folder)
+    assert network.relabeled(known) is known
+    unlabeled = replace(folder, labels=None)
+    assert named.relabeled(unlabeled) is unlabeled
 
 
-def test_labels_of_two_classes_with_one_name_are_matched_in_order_or_refused(network: Network, known: Images) -> None:
+def test_labels_of_two_classes_with_one_name_are_matched_in_order_or_refused(
+    network: Network, known: Images
+) -> None:
     named = replace(network, class_names=("crane", "drum", "crane", *"3456789"))
     assert known.labels is not None
     some = known.take((known.labels < 3).nonzero().flatten())
     folder = replace(some, name="mine", classes=("crane", "crane", "drum"), source="mine/")
-    assert torch.equal(named.relabelled(folder).labels, torch.tensor([0, 2, 1])[some.labels])
-    with pytest.raises(QualmsError, match="mine/ has the class 'crane', which is the name of the classes 0 and 2"):
-        named.relabelled(replace(folder, classes=("crane", "drum", "3")))
+    assert torch.equal(named.relabeled(folder).labels, torch.tensor([0, 2, 1])[some.labels])
+    with pytest.raises(
+        QualmsError, match="mine/ has the class 'crane', which is the name of the classes 0 and 2"
+    ):
+        named.relabeled(replace(folder, classes=("crane", "drum", "3")))
 
 
-def test_folders_of_imagenets_classes_may_be_called_by_wordnet_ids(network: Network, known: Images) -> None:
+def test_folders_of_imagenets_classes_may_be_called_by_wordnet_ids(
+    network: Network, known: Images
+) -> None:
     named = replace(network, class_names=imagenet_classes())
     assert known.labels is not None
     some = known.take((known.labels < 2).nonzero().flatten())
     cranes = replace(some, name="mine", classes=("n03126707", "n02012849"), source="mine/")
-    assert torch.equal(named.relabelled(cranes).labels, torch.tensor([517, 134])[some.labels])
+    assert torch.equal(named.relabeled(cranes).labels, torch.tensor([517, 134])[some.labels])

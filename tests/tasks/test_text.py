@@ -20,7 +20,7 @@ from qualms.tasks.text import errors_found, span_means, text, told_apart, with_b
 from qualms.tasks.windows import ScoredWindows, Windows, cut, score_windows, usable_for_tokens
 
 pytest.importorskip("transformers")
-from tests.tiny_llama import LEARNT, llama, tokenizer
+from tests.helpers.tiny_llama import LEARNT, llama, tokenizer
 
 METHODS = {spec: parse(spec) for spec in ("entropy", "regrad", "fisher")}
 TWO = {spec: METHODS[spec] for spec in ("entropy", "regrad")}
@@ -68,7 +68,9 @@ def test_windows_that_no_text_fills_or_no_model_reads_are_refused(model: Any) ->
     language = LanguageModel("tiny", model, tokenizer())
     with pytest.raises(QualmsError, match="no document of short has 20 tokens"):
         cut("short", [Document("a", "Once upon a time")], language, 20)
-    with pytest.raises(QualmsError, match="tiny reads 32 tokens at most, and a window has 33 with what opens it"):
+    with pytest.raises(
+        QualmsError, match="tiny reads 32 tokens at most, and a window has 33 with what opens it"
+    ):
         cut("long", [Document("a", LEARNT)], language, 32)
     with pytest.raises(QualmsError, match="windows of 1 tokens have no next token"):
         cut("long", [Document("a", LEARNT)], language, 1)
@@ -77,7 +79,9 @@ def test_windows_that_no_text_fills_or_no_model_reads_are_refused(model: Any) ->
 def test_what_opens_a_window_is_not_judged_however_long_it_is(model: Any) -> None:
     ids = some("a", 2, seed=6).ids
     one, three = (
-        score_windows(model, Windows("a", ids, opening), {"entropy": METHODS["entropy"]}, Journal(None, {}))
+        score_windows(
+            model, Windows("a", ids, opening), {"entropy": METHODS["entropy"]}, Journal(None, {})
+        )
         for opening in (1, 3)
     )
     np.testing.assert_array_equal(one.scores["entropy"][:, 2:], three.scores["entropy"])
@@ -156,16 +160,22 @@ def test_spans_tell_texts_apart_that_tokens_do_not() -> None:
 
 def test_wrong_next_tokens_are_those_whose_score_should_be_high() -> None:
     right = np.array([[True, False, True], [False, True, True]])
-    log_probs = np.log([[0.3, 0.9, 0.1, 0.8], [0.3, 0.2, 0.6, 0.7]])  # the first is of the token that opens the text
+    log_probs = np.log(
+        [[0.3, 0.9, 0.1, 0.8], [0.3, 0.2, 0.6, 0.7]]
+    )  # the first is of the token that opens the text
     scored = ScoredWindows({}, log_probs, right)
     found = errors_found(np.array([[0.1, 0.9, 0.2, 5.0], [0.8, 0.4, 0.3, -5.0]]), scored)
-    assert (found["accuracy"], found["auroc"], found["raulc"], found["prr"]) == pytest.approx((4 / 6, 1, 1, 1))
+    assert (found["accuracy"], found["auroc"], found["raulc"], found["prr"]) == pytest.approx(
+        (4 / 6, 1, 1, 1)
+    )
     upside_down = errors_found(-np.array([[0.1, 0.9, 0.2, 5.0], [0.8, 0.4, 0.3, -5.0]]), scored)
     assert upside_down["auroc"] == 0
     assert upside_down["prr"] < 0
 
 
-def test_every_method_has_a_row_for_each_text_and_span_and_one_for_errors(model: Any, tmp_path: Path) -> None:
+def test_every_method_has_a_row_for_each_text_and_span_and_one_for_errors(
+    model: Any, tmp_path: Path
+) -> None:
     known, others = some("known", 10, seed=3), [some("other", 9, seed=4), some("more", 8, seed=5)]
     # So that something is right: the likeliest token follows now and then.
     with torch.no_grad():
@@ -189,9 +199,15 @@ def test_a_text_of_which_nothing_is_predicted_has_no_errors_to_find_and_says_so(
     with torch.no_grad():
         for at in range(1, 17):  # the unlikeliest token follows, everywhere
             known.ids[:, at] = model(input_ids=known.ids[:, :at]).logits[:, -1].argmin(-1)
-    *rows, last = text(model, known, [some("other", 4, seed=4)], {"entropy": METHODS["entropy"]}, Journal(None, {}))
+    *rows, last = text(
+        model, known, [some("other", 4, seed=4)], {"entropy": METHODS["entropy"]}, Journal(None, {})
+    )
     assert {row["row"] for row in rows} == {"text"}
-    assert last == {"row": "left out", "method": "next tokens", "why": "all of known are predicted wrong."}
+    assert last == {
+        "row": "left out",
+        "method": "next tokens",
+        "why": "all of known are predicted wrong.",
+    }
 
 
 def test_windows_of_two_lengths_are_not_compared(model: Any) -> None:
@@ -222,7 +238,9 @@ def test_a_score_that_is_not_finite_is_named(model: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.data
 @pytest.mark.slow
-@pytest.mark.skipif("QUALMS_DATA" not in os.environ, reason="QUALMS_DATA, the folder of datasets, is not set")
+@pytest.mark.skipif(
+    "QUALMS_DATA" not in os.environ, reason="QUALMS_DATA, the folder of datasets, is not set"
+)
 def test_gradients_tell_a_book_from_stories_and_entropy_finds_wrong_next_tokens() -> None:
     folder = Path(os.environ["QUALMS_DATA"]) / "lm"
     if not folder.is_dir():
@@ -235,7 +253,9 @@ def test_gradients_tell_a_book_from_stories_and_entropy_finds_wrong_next_tokens(
 
     known, oz = read("tinystories_sample"), read("wizard_of_oz")
     rows = list(text(language.model, known, [oz], METHODS, Journal(None, {})))
-    spans = {row["method"]: row["auroc"] for row in rows if row["row"] == "text" and row["span"] == 8}
+    spans = {
+        row["method"]: row["auroc"] for row in rows if row["row"] == "text" and row["span"] == 8
+    }
     errors = {row["method"]: row["auroc"] for row in rows if row["row"] == "next-token"}
     assert spans["regrad"] > spans["entropy"] > 0.6
     assert errors["entropy"] > errors["regrad"] > 0.6

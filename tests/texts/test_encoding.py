@@ -6,7 +6,7 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.texts.encoding import Window, decoder, encoded, windows
-from tests.tiny_llama import llama, tokenizer
+from tests.helpers.tiny_llama import llama, tokenizer
 
 
 def test_tokens_know_where_they_stand_in_the_text() -> None:
@@ -22,7 +22,9 @@ def test_tokens_know_where_they_stand_in_the_text() -> None:
 @pytest.mark.parametrize("lead", [0, 1, 2])
 @pytest.mark.parametrize("context", [4, 7, 8, 16])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 8, 9, 15, 16, 17, 40])
-def test_windows_score_every_token_once_after_reading_half_a_window(tokens: int, context: int, lead: int) -> None:
+def test_windows_score_every_token_once_after_reading_half_a_window(
+    tokens: int, context: int, lead: int
+) -> None:
     every, room = list(windows(tokens, lead, context)), context - lead
     text = tuple(range(tokens))
     assert [place for one in every for place in range(one.scored, one.end)] == list(text)
@@ -50,5 +52,8 @@ def test_a_piece_keeps_the_space_in_front_of_it() -> None:
 def test_tokens_that_the_model_does_not_know_are_told() -> None:
     model = llama()
     model.resize_token_embeddings(100)
-    with pytest.raises(QualmsError, match=r"x has token \d+, and mine knows tokens 0 to 99; its tokenizer is another"):
+    with pytest.raises(
+        QualmsError,
+        match=r"x has token \d+, and mine knows tokens 0 to 99; its tokenizer is another",
+    ):
         encoded(LanguageModel("mine", model, tokenizer()), Document("x", "a little girl"))

@@ -7,7 +7,7 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.texts.generation import generated
-from tests.tiny_llama import llama, tokenizer
+from tests.helpers.tiny_llama import llama, tokenizer
 
 
 @pytest.fixture
@@ -40,7 +40,9 @@ def test_a_text_goes_on_with_the_likeliest_tokens(tiny: LanguageModel) -> None:
     assert len(found[0].text) > len("Once upon a time")
 
 
-def test_what_is_published_beside_the_model_does_not_change_what_is_likeliest(tiny: LanguageModel) -> None:
+def test_what_is_published_beside_the_model_does_not_change_what_is_likeliest(
+    tiny: LanguageModel,
+) -> None:
     document = Document("a", "Once upon a time")
     tiny.model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, top_k=5)
     assert next(generated(tiny, [document], 5)).text == after(tiny, document.text, 5)
@@ -49,7 +51,9 @@ def test_what_is_published_beside_the_model_does_not_change_what_is_likeliest(ti
 def test_draws_follow_the_seed_and_leave_the_random_state_alone(tiny: LanguageModel) -> None:
     document = Document("a", "Once upon a time")
     state = torch.get_rng_state()
-    one, same, other = (next(generated(tiny, [document], 9, sample=True, seed=seed)).text for seed in (1, 1, 2))
+    one, same, other = (
+        next(generated(tiny, [document], 9, sample=True, seed=seed)).text for seed in (1, 1, 2)
+    )
     assert one == same != other
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -66,10 +70,14 @@ def test_the_end_of_the_text_ends_it(tiny: LanguageModel) -> None:
 def test_of_a_long_text_the_last_tokens_are_read(tiny: LanguageModel) -> None:
     long = "She had a red ball. " * 20
     last = [1, *tiny.tokenizer(long)["input_ids"][-(32 - 4 - 1) :]]
-    assert next(generated(tiny, [Document("a", long)], 4)).text == long + words(tiny, greedy(tiny, last, 4))
+    assert next(generated(tiny, [Document("a", long)], 4)).text == long + words(
+        tiny, greedy(tiny, last, 4)
+    )
 
 
 @pytest.mark.parametrize("count", [0, 31])
 def test_more_than_the_model_can_read_is_refused(tiny: LanguageModel, count: int) -> None:
-    with pytest.raises(QualmsError, match=f"{count} new tokens cannot be written; choose from 1 to 30"):
+    with pytest.raises(
+        QualmsError, match=f"{count} new tokens cannot be written; choose from 1 to 30"
+    ):
         next(generated(tiny, [Document("a", "Once")], count))

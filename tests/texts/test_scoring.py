@@ -14,7 +14,7 @@ from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.texts.document import ScoredDocument
 from qualms.texts.scoring import scored_documents
-from tests.tiny_llama import LEARNT, llama, tokenizer
+from tests.helpers.tiny_llama import LEARNT, llama, tokenizer
 
 SHORT, LONG = Document("short", "Once upon a time"), Document("long", f"{LEARNT} {LEARNT}")
 CONTEXT = 32  # of the tiny model
@@ -25,7 +25,9 @@ def tiny() -> LanguageModel:
     return LanguageModel("tiny", llama(CONTEXT), tokenizer())
 
 
-def scored(model: LanguageModel, *documents: Document, methods: Any = "entropy", **how: Any) -> list[ScoredDocument]:
+def scored(
+    model: LanguageModel, *documents: Document, methods: Any = "entropy", **how: Any
+) -> list[ScoredDocument]:
     return list(scored_documents(model, documents, methods, **how))
 
 
@@ -42,7 +44,9 @@ def test_a_text_has_the_scores_of_the_scorer(tiny: LanguageModel) -> None:
     methods = ["regrad", "exgrad", "entropy"]
     (found,) = scored(tiny, SHORT, methods=methods, seed=3)
     ids = torch.tensor([tiny.tokenizer(SHORT.text)["input_ids"]])
-    want = qualms.Scorer(tiny.model, methods, class_dim=-1, seed=3)(ids, targets=qualms.next_tokens(ids))
+    want = qualms.Scorer(tiny.model, methods, class_dim=-1, seed=3)(
+        ids, targets=qualms.next_tokens(ids)
+    )
     assert found.document is SHORT
     assert list(found.ids) == ids[0].tolist()
     assert list(found.scores) == methods
@@ -59,7 +63,9 @@ def test_what_stands_at_a_token_is_of_the_one_that_follows(tiny: LanguageModel) 
     said = log_probs(tiny, list(found.ids))
     assert found.scores["entropy"] == pytest.approx([entropy(one) for one in said], rel=1e-4)
     *known, last = found.next_log_probs
-    assert known == pytest.approx([float(said[t, found.ids[t + 1]]) for t in range(len(known))], rel=1e-4)
+    assert known == pytest.approx(
+        [float(said[t, found.ids[t + 1]]) for t in range(len(known))], rel=1e-4
+    )
     assert math.isnan(last)
     assert "".join(found.tokens) == SHORT.text
     assert found.sequence is None  # no gradients were taken
@@ -67,11 +73,16 @@ def test_what_stands_at_a_token_is_of_the_one_that_follows(tiny: LanguageModel) 
 
 def test_alternatives_are_the_five_likeliest_next_tokens(tiny: LanguageModel) -> None:
     (found,) = scored(tiny, SHORT)
-    for said, alternatives in zip(log_probs(tiny, list(found.ids)), found.alternatives, strict=True):
+    for said, alternatives in zip(
+        log_probs(tiny, list(found.ids)), found.alternatives, strict=True
+    ):
         probs, classes = said.exp().topk(5)
         assert [prob for _, prob in alternatives] == pytest.approx(probs.tolist(), rel=1e-4)
         # After a letter, so that a space in front of a token is not lost.
-        wanted = [tiny.tokenizer.decode([*tiny.tokenizer("a").input_ids[1:], one])[1:] for one in classes.tolist()]
+        wanted = [
+            tiny.tokenizer.decode([*tiny.tokenizer("a").input_ids[1:], one])[1:]
+            for one in classes.tolist()
+        ]
         assert [token for token, _ in alternatives] == wanted
 
 
@@ -83,7 +94,9 @@ def window_of(token: int, tokens: int) -> tuple[int, int]:
     return end - 31, end
 
 
-def test_a_text_longer_than_the_context_is_read_in_windows_and_each_token_scored_once(tiny: LanguageModel) -> None:
+def test_a_text_longer_than_the_context_is_read_in_windows_and_each_token_scored_once(
+    tiny: LanguageModel,
+) -> None:
     (found,) = scored(tiny, LONG, methods=["entropy", "regrad"])
     ids = list(found.ids)
     assert len(ids) > 2 * CONTEXT
@@ -100,11 +113,15 @@ def test_a_text_longer_than_the_context_is_read_in_windows_and_each_token_scored
 
 
 @pytest.mark.slow
-def test_neither_batches_nor_neighbours_change_a_score(tiny: LanguageModel) -> None:
+def test_neither_batches_nor_neighbors_change_a_score(tiny: LanguageModel) -> None:
     documents = [SHORT, LONG, Document("other", "She had a red ball.")]
     together = scored(tiny, *documents, methods="regrad")
     assert [one.document for one in together] == documents
-    alone = [one for document in documents for one in scored(tiny, document, methods="regrad", batch_size=1)]
+    alone = [
+        one
+        for document in documents
+        for one in scored(tiny, document, methods="regrad", batch_size=1)
+    ]
     for one, other in zip(together, alone, strict=True):
         assert one.ids == other.ids
         assert one.scores["regrad"] == pytest.approx(other.scores["regrad"], rel=1e-4)
@@ -131,7 +148,9 @@ def test_a_single_token_is_scored_though_nothing_follows() -> None:
     model = LanguageModel("tiny", llama(), tokenizer(bos=False))
     (found,) = scored(model, Document("x", "a"), methods=["regrad", "entropy"])
     assert len(found.ids) == 1
-    assert found.scores["entropy"][0] == pytest.approx(entropy(log_probs(model, list(found.ids))[0]), rel=1e-4)
+    assert found.scores["entropy"][0] == pytest.approx(
+        entropy(log_probs(model, list(found.ids))[0]), rel=1e-4
+    )
     assert math.isfinite(found.scores["regrad"][0])
     assert math.isnan(found.next_log_probs[0])
     assert found.sequence is None
@@ -139,9 +158,15 @@ def test_a_single_token_is_scored_though_nothing_follows() -> None:
 
 def test_a_shorter_context_can_be_asked_for_and_a_longer_one_not(tiny: LanguageModel) -> None:
     (found,) = scored(tiny, LONG, context=8)
-    said = log_probs(tiny, [1, *found.ids[11 - 7 : 11]])  # <s>, four tokens to be read, three to be scored
-    assert found.scores["entropy"][8:11] == pytest.approx([entropy(one) for one in said[-3:]], rel=1e-4)
-    with pytest.raises(QualmsError, match="the context is 33 tokens; choose from 4 to 32, which tiny can read"):
+    said = log_probs(
+        tiny, [1, *found.ids[11 - 7 : 11]]
+    )  # <s>, four tokens to be read, three to be scored
+    assert found.scores["entropy"][8:11] == pytest.approx(
+        [entropy(one) for one in said[-3:]], rel=1e-4
+    )
+    with pytest.raises(
+        QualmsError, match="the context is 33 tokens; choose from 4 to 32, which tiny can read"
+    ):
         scored(tiny, SHORT, context=33)
     with pytest.raises(QualmsError, match="the context is 2 tokens"):
         scored(tiny, SHORT, context=2)

@@ -4,7 +4,7 @@ import math
 
 from qualms.data.texts import Document
 from qualms.texts.document import ScoredDocument
-from qualms.texts.table import TokenTable
+from qualms.texts.token_table import TokenTable
 
 SCORED = ScoredDocument(
     Document("story", "Hello"),
@@ -38,7 +38,9 @@ def test_a_token_has_its_place_its_scores_and_what_comes_next() -> None:
 def test_the_arrow_table_is_the_same_with_types() -> None:
     found = TokenTable([SCORED]).to_arrow()
     assert found.to_pydict() == COLUMNS
-    assert {name: str(found.schema.field(name).type) for name in ("token", "start", "log_prob_next")} == {
+    assert {
+        name: str(found.schema.field(name).type) for name in ("token", "start", "log_prob_next")
+    } == {
         "token": "string",
         "start": "int64",
         "log_prob_next": "double",

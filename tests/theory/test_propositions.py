@@ -28,7 +28,9 @@ def models() -> tuple[dict[str, nn.Module], Tensor]:
 
 
 class TestNoiseOnTheWeightsAndThePosterior:
-    def test_the_laplace_gaussian_nears_the_posterior_as_one_over_root_n(self, growing: dict[str, list[float]]) -> None:
+    def test_the_laplace_gaussian_nears_the_posterior_as_one_over_root_n(
+        self, growing: dict[str, list[float]]
+    ) -> None:
         assert posterior.slope(SIZES, growing["laplace"]) == pytest.approx(-0.5, abs=0.08)
         assert growing["laplace"][-1] < 0.015
 
@@ -48,11 +50,13 @@ class TestNoiseOnTheWeightsAndThePosterior:
     def test_equal_noise_on_all_weights_never_becomes_the_posterior(self) -> None:
         found = posterior.isotropic((384, 24576), draws=60)
         assert min(found["distance"]) > 0.5
-        assert found["sigma"][0] / found["sigma"][1] == pytest.approx(8, rel=0.1), "σ has to shrink as 1/√n"
+        assert found["sigma"][0] / found["sigma"][1] == pytest.approx(8, rel=0.1), (
+            "σ has to shrink as 1/√n"
+        )
         assert max(found["rank"]) < 0 < 0.9 < min(found["rank_laplace"])
 
-    def test_standardised_inputs_mend_most_of_that(self) -> None:
-        found = posterior.isotropic((24576,), view=posterior.STANDARDISED, draws=60)
+    def test_standardized_inputs_mend_most_of_that(self) -> None:
+        found = posterior.isotropic((24576,), view=posterior.STANDARDIZED, draws=60)
         assert 0.03 < found["distance"][0] < 0.1
         assert found["rank"][0] > 0.9
 
@@ -63,7 +67,9 @@ class TestNoiseOnTheWeightsAndThePosterior:
         assert found["mode"][-1] > 2 * found["mode"][0], "θ* leaves for infinity"
 
     def test_it_takes_more_than_d_squared_labels(self) -> None:
-        cubic, square, linear = (posterior.growing_dimension(power)["hellinger"] for power in (3, 2, 1))
+        cubic, square, linear = (
+            posterior.growing_dimension(power)["hellinger"] for power in (3, 2, 1)
+        )
         assert cubic[-1] < cubic[0] / 7
         assert square[-1] == pytest.approx(square[0], rel=0.01)
         assert linear[-1] > 6 * linear[0]
@@ -83,7 +89,9 @@ class TestNoiseOnTheWeightsAndThePosterior:
 class TestExchangeOfInputAndWeights:
     @pytest.mark.parametrize("size", [1e-6, 1.0, 100.0])
     @pytest.mark.parametrize("zeros", [0.0, 0.5])
-    def test_first_layer_weights_can_do_what_any_change_of_input_does(self, size: float, zeros: float) -> None:
+    def test_first_layer_weights_can_do_what_any_change_of_input_does(
+        self, size: float, zeros: float
+    ) -> None:
         found = exchange.weights_for_input(20, 50, size, zeros)
         assert found["residual"] < 1e-14
         assert found["relative"] <= 1
@@ -98,7 +106,9 @@ class TestExchangeOfInputAndWeights:
 
     @pytest.mark.parametrize("width", [25, 40, 80, 320])
     def test_a_wider_layer_leaves_a_residual(self, width: int) -> None:
-        assert exchange.input_for_weights(20, width) == pytest.approx(math.sqrt(1 - 20 / width), rel=0.06)
+        assert exchange.input_for_weights(20, width) == pytest.approx(
+            math.sqrt(1 - 20 / width), rel=0.06
+        )
 
     def test_a_convolution_allows_neither_at_its_output(self) -> None:
         found = exchange.convolution()
@@ -109,12 +119,16 @@ class TestExchangeOfInputAndWeights:
         assert exchange.first_layer_rank(bound.networks()["CNN"], bound.digits()[0][:5], "0.*") == 9
 
     @pytest.mark.parametrize("shape", [(20, 64, 5), (4, 64, 5)])
-    def test_outputs_can_be_had_from_the_input_at_rank_c_minus_1(self, shape: tuple[int, int, int]) -> None:
+    def test_outputs_can_be_had_from_the_input_at_rank_c_minus_1(
+        self, shape: tuple[int, int, int]
+    ) -> None:
         found = exchange.same_output(exchange.network(*shape), exchange.normal(3)(shape[0]))
         assert found["rank"] == 4
         assert found["residual"] < 1e-10
 
-    @pytest.mark.parametrize(("shape", "scale"), [((3, 64, 5), 1.0), ((20, 2, 5), 1.0), ((20, 64, 5), 1e3)])
+    @pytest.mark.parametrize(
+        ("shape", "scale"), [((3, 64, 5), 1.0), ((20, 2, 5), 1.0), ((20, 64, 5), 1e3)]
+    )
     def test_and_not_below_it(self, shape: tuple[int, int, int], scale: float) -> None:
         """Too few inputs, a bottleneck, saturated units."""
         found = exchange.same_output(exchange.network(*shape), scale * exchange.normal(3)(shape[0]))
@@ -130,7 +144,9 @@ class TestExchangeOfInputAndWeights:
 
 
 class TestVanishingGradients:
-    def test_they_shrink_at_known_points_and_near_them(self, training: dict[str, list[float]]) -> None:
+    def test_they_shrink_at_known_points_and_near_them(
+        self, training: dict[str, list[float]]
+    ) -> None:
         for name in ("label", "near", "exgrad"):
             assert training[name][1] < training[name][0] / 1000, name
         assert training["regrad"][1] < training["regrad"][0] / 20
@@ -151,14 +167,16 @@ class TestVanishingGradients:
     def test_exgrad_is_never_below_what_the_last_bias_gives(self) -> None:
         model, x = vanishing.perceptron(2, 16, 3, 0), vanishing.clusters(30, 0)[0]
         probs = model(x).softmax(-1).detach()
-        assert bool((bound.gradient_scores(model, x)["exgrad"] >= vanishing.smallest_possible(probs)).all())
+        assert bool(
+            (bound.gradient_scores(model, x)["exgrad"] >= vanishing.smallest_possible(probs)).all()
+        )
 
     def test_an_optimum_of_too_small_a_model_has_gradients_that_only_cancel(self) -> None:
         found = vanishing.too_small()
         assert found["mean"] < 1e-9
         assert found["label"] > 1
 
-    def test_they_vanish_at_memorised_wrong_labels_and_less_so_around_them(self) -> None:
+    def test_they_vanish_at_memorized_wrong_labels_and_less_so_around_them(self) -> None:
         found = vanishing.wrong_labels()
         assert found["wrong"] < 0.01 < 10 < found["true"]
         assert found["near_wrong"] > 5 * found["wrong"]
@@ -183,22 +201,31 @@ class TestGradientNormsBoundPerturbations:
         assert found["share"][1] / found["share"][0] == pytest.approx(10, rel=0.2), "σ² against σ"
 
     @pytest.mark.parametrize("name", ["ReLU network", "tanh network", "CNN"])
-    def test_it_breaks_for_large_noise(self, models: tuple[dict[str, nn.Module], Tensor], name: str) -> None:
+    def test_it_breaks_for_large_noise(
+        self, models: tuple[dict[str, nn.Module], Tensor], name: str
+    ) -> None:
         assert bound.sweep(models[0][name], models[1], (1.0,), draws=30)["broken"][0] > 0.3
 
     @pytest.mark.parametrize("name", list(bound.networks()))
-    def test_the_first_order_term_is_zero(self, models: tuple[dict[str, nn.Module], Tensor], name: str) -> None:
+    def test_the_first_order_term_is_zero(
+        self, models: tuple[dict[str, nn.Module], Tensor], name: str
+    ) -> None:
         assert bound.first_order(models[0][name], models[1]) < 1e-13
 
     @pytest.mark.parametrize("swap", [False, True])
-    def test_the_curvature_of_both_divergences_is_the_trace_of_squared_norms(self, swap: bool) -> None:
+    def test_the_curvature_of_both_divergences_is_the_trace_of_squared_norms(
+        self, swap: bool
+    ) -> None:
         model, x = exchange.network(4, 3, 3), exchange.normal(5)(1, 4)
         flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         sizes = {name: p.shape for name, p in model.named_parameters()}
 
         def log_probs(theta: Tensor) -> Tensor:
             parts = theta.split([shape.numel() for shape in sizes.values()])
-            weights = {name: part.reshape(shape) for (name, shape), part in zip(sizes.items(), parts, strict=True)}
+            weights = {
+                name: part.reshape(shape)
+                for (name, shape), part in zip(sizes.items(), parts, strict=True)
+            }
             return torch.func.functional_call(model, weights, (x,))[0].log_softmax(-1)
 
         def divergence(theta: Tensor) -> Tensor:
@@ -207,14 +234,20 @@ class TestGradientNormsBoundPerturbations:
             return (p.exp() * (p - q)).sum()
 
         curvature = torch.func.jacrev(torch.func.jacrev(divergence))(flat).trace()
-        torch.testing.assert_close(bound.gradient_scores(model, x)["trace"][0], curvature, rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            bound.gradient_scores(model, x)["trace"][0], curvature, rtol=1e-9, atol=0
+        )
 
     def test_perturb_theta_nears_that_trace_as_noise_shrinks(self) -> None:
-        found = bound.sweep(bound.networks()["tanh network"], bound.digits()[0][:3], (0.001,), draws=200)
+        found = bound.sweep(
+            bound.networks()["tanh network"], bound.digits()[0][:3], (0.001,), draws=200
+        )
         assert found["second"][0] == pytest.approx(1, abs=0.1)
         assert found["forward"][0] == pytest.approx(1, abs=0.1)
 
-    def test_and_leaves_it_for_large_noise(self, models: tuple[dict[str, nn.Module], Tensor]) -> None:
+    def test_and_leaves_it_for_large_noise(
+        self, models: tuple[dict[str, nn.Module], Tensor]
+    ) -> None:
         found = bound.sweep(models[0]["CNN"], models[1], (0.1,), draws=30)
         assert min(found["second"][0], found["forward"][0]) > 10
 

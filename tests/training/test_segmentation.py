@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qualms.data.scenes import CLASSES, IGNORED, NORMALISATION, Scenes, scenes
+from qualms.data.scenes import CLASSES, IGNORED, NORMALIZATION, Scenes, scenes
 from qualms.models.fcn import FCN
 from qualms.training.segmentation import RECIPE, fit_scenes
 
@@ -23,7 +23,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     weights = []
     for seed in (0, 0, 1):
         model = network()
-        fit_scenes(model, found, NORMALISATION, SHORT, seed=seed)
+        fit_scenes(model, found, NORMALIZATION, SHORT, seed=seed)
         assert not model.training
         weights.append(model.head.weight.detach().clone())
     assert torch.equal(weights[0], weights[1])
@@ -35,25 +35,29 @@ def test_pixels_that_do_not_count_teach_nothing() -> None:
     labels = found.labels.clone()
     labels[:, :, :30] = IGNORED
     counts = labels != IGNORED
-    logits = network().train()(NORMALISATION.apply(found.pixels)).movedim(1, -1)
+    logits = network().train()(NORMALIZATION.apply(found.pixels)).movedim(1, -1)
     want = float(F.cross_entropy(logits[counts], labels[counts]).detach())
-    (loss,) = fit_scenes(network(), Scenes(found.pixels, labels), NORMALISATION, replace(RECIPE, epochs=1))
+    (loss,) = fit_scenes(
+        network(), Scenes(found.pixels, labels), NORMALIZATION, replace(RECIPE, epochs=1)
+    )
     assert loss == pytest.approx(want, rel=1e-5)
 
 
 def test_each_epoch_is_told() -> None:
     told: list[tuple[str, int, int]] = []
-    fit_scenes(network(), scenes(4, "train"), NORMALISATION, SHORT, tell=lambda *step: told.append(step))
+    fit_scenes(
+        network(), scenes(4, "train"), NORMALIZATION, SHORT, tell=lambda *step: told.append(step)
+    )
     assert told == [("epochs", 1, 2), ("epochs", 2, 2)]
 
 
 @pytest.mark.slow
 def test_most_of_the_ink_is_named_right_after_a_minute() -> None:
     model = network()
-    losses = fit_scenes(model, scenes(1000, "train"), NORMALISATION, replace(RECIPE, epochs=4))
+    losses = fit_scenes(model, scenes(1000, "train"), NORMALIZATION, replace(RECIPE, epochs=4))
     assert losses[-1] < losses[0] / 5
     test = scenes(50)
     with torch.no_grad():
-        right = model(NORMALISATION.apply(test.pixels)).argmax(1) == test.labels
+        right = model(NORMALIZATION.apply(test.pixels)).argmax(1) == test.labels
     assert right[test.labels != IGNORED].double().mean() > 0.98
     assert right[(test.labels > 0) & (test.labels != IGNORED)].double().mean() > 0.8

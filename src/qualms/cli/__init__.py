@@ -11,7 +11,7 @@ def main() -> None:
     """The command `qualms`, whose own needs are an extra."""
     with at_sigterm(leave):
         try:
-            from qualms.cli.app import run
+            from qualms.cli.main import run
         except ModuleNotFoundError as missing:
             print(
                 f"qualms: the command line needs {missing.name}; pip install '.[app]' in a clone of qualms.",

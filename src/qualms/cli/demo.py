@@ -36,6 +36,8 @@ def demo(
         typer.echo(json.dumps({"page": str(page), **content.about, "methods": content.methods}))
     else:
         typer.echo("\n".join(f"{name}: {value}" for name, value in content.about.items()))
-        typer.echo(f"\n{glance_table(content, RESAMPLES)}\n\n{left_out(reasons)}\n\nThe page: {page.resolve()}")
+        typer.echo(
+            f"\n{glance_table(content, RESAMPLES)}\n\n{left_out(reasons)}\n\nThe page: {page.resolve()}"
+        )
     if open_page:
         webbrowser.open(page.resolve().as_uri())

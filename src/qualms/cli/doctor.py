@@ -14,9 +14,9 @@ import typer
 from qualms.cli.options import Json, Root, device_of
 from qualms.data import DATASETS, load
 from qualms.errors import QualmsError, reason
+from qualms.functional import score
 from qualms.models.cnn import mnist_cnn
 from qualms.report.tables import markdown
-from qualms.scores import score
 from qualms.version import __version__
 
 # Import name, package, and what needs it.
@@ -41,7 +41,10 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
 
     Exit code 0 if scores can be computed, 1 if not.
     """
-    packages = [{"package": package, "state": _state(module, package), "for": use} for module, package, use in PACKAGES]
+    packages = [
+        {"package": package, "state": _state(module, package), "for": use}
+        for module, package, use in PACKAGES
+    ]
     works = _works()
     facts = {
         "qualms": __version__,
@@ -56,8 +59,15 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
         typer.echo(json.dumps({**facts, "packages": packages, "datasets": data}))
     else:
         typer.echo("\n".join(f"{name}: {value}" for name, value in facts.items()) + "\n")
-        typer.echo(markdown(["package", "version", "for"], [[str(v) for v in p.values()] for p in packages]) + "\n")
-        typer.echo(markdown(["dataset", "test images"], [[str(v) for v in d.values()] for d in data]))
+        typer.echo(
+            markdown(
+                ["package", "version", "for"], [[str(v) for v in p.values()] for p in packages]
+            )
+            + "\n"
+        )
+        typer.echo(
+            markdown(["dataset", "test images"], [[str(v) for v in d.values()] for d in data])
+        )
     sys.exit(0 if works == "works" else 1)
 
 
@@ -68,14 +78,20 @@ def _state(module: str, package: str) -> str:
     except PackageNotFoundError:
         return "installed"
     except Exception as error:  # a package that is there may still fail to import, whatever way
-        there = "fails to import: " + reason(error) if not isinstance(error, ModuleNotFoundError) else "missing"
+        there = (
+            "fails to import: " + reason(error)
+            if not isinstance(error, ModuleNotFoundError)
+            else "missing"
+        )
         return there
 
 
 def _works() -> str:
     try:
         torch.manual_seed(0)
-        found = score(mnist_cnn().to(device_of("auto")), torch.rand(2, 1, 28, 28, device=device_of("auto")))
+        found = score(
+            mnist_cnn().to(device_of("auto")), torch.rand(2, 1, 28, 28, device=device_of("auto"))
+        )
         return "works" if bool(torch.isfinite(found).all()) else "is not finite"
     except Exception as error:  # that is what a doctor is for
         return f"fails: {reason(error)}"

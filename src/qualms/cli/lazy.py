@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from qualms.cli.signals import at_sigterm, leave
-from qualms.cli.status import passing
+from qualms.cli.status import status_line
 from qualms.errors import QualmsError
 
 
@@ -27,7 +27,9 @@ class LazyGroup(TyperGroup):
         name = args[0]
         if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
             near = get_close_matches(name, self.commands, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(self.commands)}."
+            advice = (
+                f"did you mean {near[0]}?" if near else f"choose one of {', '.join(self.commands)}."
+            )
             typer.echo(f"qualms: there is no {self.what} {name!r}; {advice}", err=True)
             raise typer.Exit(2)
         return super().resolve_command(ctx, args)
@@ -46,7 +48,7 @@ class LazyCommand(TyperCommand):
 
     def loaded(self) -> Any:
         """The command itself."""
-        passing("starting …")  # torch takes seconds to import
+        status_line("starting …")  # torch takes seconds to import
         try:
             with at_sigterm(leave):
                 found = getattr(import_module(self.module), str(self.name))
@@ -55,9 +57,11 @@ class LazyCommand(TyperCommand):
                 f"`qualms {self.name}` needs {missing.name}; pip install '.[app]' in a clone of qualms."
             ) from missing
         finally:
-            passing("")
+            status_line("")
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+        alone = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+        )
         alone.command(self.name)(found)
         return typer.main.get_command(alone)

@@ -23,7 +23,9 @@ WIDTH = 80  # of a terminal that nobody has widened
 def methods(
     model: Annotated[
         str | None,
-        typer.Option(help="A network, as for `score`: what each method costs with it on this machine, as counted."),
+        typer.Option(
+            help="A network, as for `score`: what each method costs with it on this machine, as counted."
+        ),
     ] = None,
     weights: Weights = None,
     json_lines: Json = False,
@@ -36,7 +38,10 @@ def methods(
     if model is not None:
         _prices(model, weights, json_lines)
         return
-    found = [{"name": m.name, "needs": list(m.needs), "cost": m.cost, "paper": m.paper} for m in list_methods()]
+    found = [
+        {"name": m.name, "needs": list(m.needs), "cost": m.cost, "paper": m.paper}
+        for m in list_methods()
+    ]
     if json_lines:
         for row in found:
             typer.echo(json.dumps(row))
@@ -46,7 +51,13 @@ def methods(
         facts = f"needs {', '.join(method.needs)}; costs {method.cost}"
         for text, indent in ((facts, method.name.ljust(names)), (method.paper, " " * names)):
             typer.echo(
-                textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=" " * names, break_on_hyphens=False)
+                textwrap.fill(
+                    text,
+                    WIDTH,
+                    initial_indent=indent,
+                    subsequent_indent=" " * names,
+                    break_on_hyphens=False,
+                )
             )
 
 
@@ -55,7 +66,9 @@ def _prices(model: str, weights: Path | None, json_lines: bool) -> None:
     network = load_model(model, weights)
     fit = preprocessing_of(model, network).fit
     if fit is None:
-        raise QualmsError(f"the image size of {model} is not known, so nothing can be counted; name another network.")
+        raise QualmsError(
+            f"the image size of {model} is not known, so nothing can be counted; name another network."
+        )
     x = torch.zeros(1, fit.channels or 3, *fit.size)
     specs = [DEFAULT, "regrad+layers", *(m.name for m in list_methods())]
     for spec in specs:
@@ -65,7 +78,9 @@ def _prices(model: str, weights: Path | None, json_lines: bool) -> None:
         elif "why" in row:
             typer.echo(f"{spec:<24} {row['why']}")
         else:
-            typer.echo(f"{spec:<24} {row['forward_passes']:>8,.1f} passes  {duration(row['seconds']):>8} an image")
+            typer.echo(
+                f"{spec:<24} {row['forward_passes']:>8,.1f} passes  {duration(row['seconds']):>8} an image"
+            )
 
 
 def _price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str, Any]:
@@ -77,4 +92,9 @@ def _price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str, Any]:
         price = Scorer(network, {spec: method}).price(x)
     except QualmsError as error:
         return {"method": spec, "why": reason(error)}
-    return {"method": spec, "forward_passes": price.forward_passes, "seconds": price.seconds, "known": price.known}
+    return {
+        "method": spec,
+        "forward_passes": price.forward_passes,
+        "seconds": price.seconds,
+        "known": price.known,
+    }

@@ -20,22 +20,29 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from qualms.cli.status import passing
+from qualms.cli.status import status_line
 from qualms.errors import QualmsError
 from qualms.gradients import settings
-from qualms.progress import Tell, pace
+from qualms.progress import ProgressFn, pace
 
 
 def _require_share(tolerance: float | None) -> float | None:
     if tolerance is not None and not 0 <= tolerance < 1:
-        raise QualmsError(f"--tolerance is {tolerance:g}; it is a share, from 0 (exact) to below 1.")
+        raise QualmsError(
+            f"--tolerance is {tolerance:g}; it is a share, from 0 (exact) to below 1."
+        )
     return tolerance
 
 
 Root = Annotated[
-    Path | None, typer.Option("--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data")
+    Path | None,
+    typer.Option(
+        "--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data"
+    ),
 ]
-Inside = Annotated[str, typer.Option("--id", help="The dataset that the network knows, by name or path.")]
+Inside = Annotated[
+    str, typer.Option("--id", help="The dataset that the network knows, by name or path.")
+]
 Published = Annotated[
     str | None,
     typer.Option(
@@ -45,9 +52,12 @@ Published = Annotated[
     ),
 ]
 Weights = Annotated[
-    Path | None, typer.Option("--weights", help="The network's checkpoint.", show_default="from ROOT/weights")
+    Path | None,
+    typer.Option("--weights", help="The network's checkpoint.", show_default="from ROOT/weights"),
 ]
-Chosen = Annotated[str, typer.Option("--methods", help="Comma-separated specs, or `paper`, or `all`.")]
+Chosen = Annotated[
+    str, typer.Option("--methods", help="Comma-separated specs, or `paper`, or `all`.")
+]
 Count = Annotated[int, typer.Option("--count", help="Test images of each dataset; 0 for all.")]
 Engine = Annotated[settings.Engine, typer.Option("--engine", help="Of the gradient scores.")]
 Tolerance = Annotated[
@@ -59,12 +69,21 @@ Tolerance = Annotated[
     ),
 ]
 Size = Annotated[int | None, typer.Option("--size", help="Resize images to this many pixels.")]
-Mean = Annotated[str | None, typer.Option("--mean", help="Normalisation, one number a channel, pixels from 0 to 1.")]
+Mean = Annotated[
+    str | None,
+    typer.Option("--mean", help="Normalization, one number a channel, pixels from 0 to 1."),
+]
 Std = Annotated[str | None, typer.Option("--std", help="As --mean.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest there is.")]
+Device = Annotated[
+    str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest there is.")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides every random draw.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON lines instead of tables.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it is there already.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the rows as JSON lines instead of tables.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output if it is there already.")
+]
 QUIET = 30  # seconds between lines where there is no terminal
 
 
@@ -90,8 +109,12 @@ def listed(text: str) -> list[str]:
 class Pace:
     """How fast each kind of work goes: counted from where it began, which may be in the middle."""
 
-    latest: float = field(default_factory=lambda: time.monotonic())  # when somebody last told something
-    began: dict[str, tuple[float, int]] = field(default_factory=dict)  # by kind: when, and what was done already
+    latest: float = field(
+        default_factory=lambda: time.monotonic()
+    )  # when somebody last told something
+    began: dict[str, tuple[float, int]] = field(
+        default_factory=dict
+    )  # by kind: when, and what was done already
 
     def begin(self, what: str, done: int) -> None:
         """A kind of work begins now; what is done already took no time."""
@@ -106,7 +129,9 @@ class Pace:
 
 
 @contextmanager
-def telling(what: str = "starting", done: int = 0, total: int | None = None) -> Iterator[Tell]:
+def telling(
+    what: str = "starting", done: int = 0, total: int | None = None
+) -> Iterator[ProgressFn]:
     """On a terminal a bar for each kind of work: `3/13 images, 1.2 s each, 0:12 left`; elsewhere a line now and then.
 
     Args:
@@ -120,7 +145,7 @@ def telling(what: str = "starting", done: int = 0, total: int | None = None) -> 
     if not sys.stderr.isatty():
         yield _lines(speed)
         return
-    passing("")
+    status_line("")
     columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         waiting = progress.add_task(f"{what} …", total=None, visible=total is None)
@@ -138,7 +163,7 @@ def telling(what: str = "starting", done: int = 0, total: int | None = None) -> 
         yield tell
 
 
-def _lines(speed: Pace) -> Tell:
+def _lines(speed: Pace) -> ProgressFn:
     """Lines for a log file, and none for what takes less than half a minute."""
     last = speed.latest
 

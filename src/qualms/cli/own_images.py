@@ -8,19 +8,31 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qualms.cli.images import tell_images
-from qualms.cli.network import chosen_network
-from qualms.cli.options import Device, Mean, Root, Seed, Size, Std, Tolerance, Weights, device_of, listed, telling
+from qualms.cli.image_options import tell_images
+from qualms.cli.load_network import chosen_network
+from qualms.cli.options import (
+    Device,
+    Mean,
+    Root,
+    Seed,
+    Size,
+    Std,
+    Tolerance,
+    Weights,
+    device_of,
+    listed,
+    telling,
+)
 from qualms.cli.partial_file import IMAGES, REFERENCE, PartialFile, part_row
 from qualms.cli.price import say_price
-from qualms.cli.status import passing
+from qualms.cli.status import status_line
 from qualms.data import Images, load
 from qualms.data.texts import Texts
 from qualms.errors import QualmsError, reason
 from qualms.gradients.settings import Engine as EngineName
 from qualms.gradients.settings import Sketch
 from qualms.methods.method import MODELS, TRAINING_DATA, Method
-from qualms.scored import Scored
+from qualms.result import Scored
 from qualms.scorer import Scorer
 from qualms.tasks.network import Network
 from qualms.tasks.scoring import (
@@ -42,20 +54,26 @@ Classes = Annotated[
         help="The network's classes: their names, comma-separated, a file with a name a line, or how many.",
     ),
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")
+]
 
 
 @dataclass(frozen=True)
-class Given:
+class ScoreOptions:
     """What both commands are told beside model, methods and images."""
 
     weights: Weights = None
     train: Annotated[
-        str | None, typer.Option("--train", help="Training images, for methods such as laplace that learn from them.")
+        str | None,
+        typer.Option(
+            "--train", help="Training images, for methods such as laplace that learn from them."
+        ),
     ] = None
     classes: Classes = None
     engine: Annotated[
-        EngineName | None, typer.Option("--engine", help="Of the gradient scores.", show_default="auto")
+        EngineName | None,
+        typer.Option("--engine", help="Of the gradient scores.", show_default="auto"),
     ] = None
     tolerance: Tolerance = None
     size: Size = None
@@ -75,7 +93,7 @@ class Ready:
     methods: dict[str, Method]  # noise in the units of the network's input
     train: Images | None
     engine: EngineName | Sketch
-    given: Given
+    given: ScoreOptions
 
     def read(self, name: str) -> Images:
         """Images as the network takes them; says what was found and done."""
@@ -101,13 +119,19 @@ class Ready:
         name, method = next(iter(self.methods.items()))
         return {name: method}
 
-    def score_reference(self, images: Images, partial: PartialFile | None = None) -> tuple[Scorer, Scored]:
+    def score_reference(
+        self, images: Images, partial: PartialFile | None = None
+    ) -> tuple[Scorer, Scored]:
         """The scores of images that the network knows, by the first method."""
         scorer = self.scorer(self.deciding())
-        scorer.choose_engine(self.network.inputs(images.take(slice(1))))  # all scores may be kept from before
+        scorer.choose_engine(
+            self.network.inputs(images.take(slice(1)))
+        )  # all scores may be kept from before
         return scorer, self.scored(scorer, images, partial, REFERENCE)
 
-    def scored(self, scorer: Scorer, images: Images, partial: PartialFile | None = None, of: str = IMAGES) -> Scored:
+    def scored(
+        self, scorer: Scorer, images: Images, partial: PartialFile | None = None, of: str = IMAGES
+    ) -> Scored:
         """All images, with their names and, where they are known, those of the classes.
 
         Args:
@@ -117,7 +141,9 @@ class Ready:
             of: what the images are, in that file.
         """
         if self.train is not None and self.train.fingerprint() == images.fingerprint():
-            raise QualmsError(f"--train names the images of {images.source or images.name} themselves; name others.")
+            raise QualmsError(
+                f"--train names the images of {images.source or images.name} themselves; name others."
+            )
         partial = partial or PartialFile(None, {})
         places = list(batch_slices(len(images)))
         kept = [partial.part(of, place) for place in places]
@@ -147,30 +173,40 @@ class Ready:
             "torch": torch.__version__,
             "pillow": version("pillow"),
             "device": next(self.network.model.parameters()).device.type,
-            "methods": {name: parameters(method, self.train) for name, method in scorer.methods.items()},
+            "methods": {
+                name: parameters(method, self.train) for name, method in scorer.methods.items()
+            },
             "tolerance": how.tolerance,
             "engine": repr(how.sketch) if how.sketch else how.engine_name,
             "seed": how.seed,
             "classes": list(self.network.class_names),
-            "threshold": None if limit is None else f"{limit.value:g}, {limit.rule}, {limit.fingerprint()}",
+            "threshold": None
+            if limit is None
+            else f"{limit.value:g}, {limit.rule}, {limit.fingerprint()}",
         }
 
     def check_classes(self, found: int) -> None:
         """An error if --classes says another number than the network."""
         wanted = class_names(self.given.classes)[0]
         if wanted not in (None, found):
-            raise QualmsError(f"--classes says {wanted} classes, and {self.network.name} tells {found} apart.")
+            raise QualmsError(
+                f"--classes says {wanted} classes, and {self.network.name} tells {found} apart."
+            )
 
 
-def ready(images: str, model: str, methods: dict[str, Method], given: Given) -> Ready:
+def ready(images: str, model: str, methods: dict[str, Method], given: ScoreOptions) -> Ready:
     """The network and the methods, once nothing is known to be missing."""
     for name, method in methods.items():
         if TRAINING_DATA in method.needs and given.train is None:
-            raise QualmsError(f"{name} needs training data; pass --train, a folder of training images.")
+            raise QualmsError(
+                f"{name} needs training data; pass --train, a folder of training images."
+            )
         if MODELS in method.needs:
-            raise QualmsError(f"{name} needs several models, and this command has one; leave it out of --methods.")
+            raise QualmsError(
+                f"{name} needs several models, and this command has one; leave it out of --methods."
+            )
     device, (classes, names) = device_of(given.device), class_names(given.classes)
-    passing(f"loading {model} …")
+    status_line(f"loading {model} …")
     network = chosen_network(
         images,
         model,
@@ -186,12 +222,14 @@ def ready(images: str, model: str, methods: dict[str, Method], given: Given) -> 
     network = replace(network, class_names=names or network.class_names)
     own = {name: network.in_its_units(method) for name, method in methods.items()}
     learns = any(TRAINING_DATA in method.needs for method in methods.values())
-    train = _read(given.train, network, given, "train") if learns and given.train is not None else None
+    train = (
+        _read(given.train, network, given, "train") if learns and given.train is not None else None
+    )
     return Ready(network, own, train, given.engine or "auto", given)
 
 
-def _read(name: str, network: Network, given: Given, split: str) -> Images:
-    passing(f"reading {name} …")
+def _read(name: str, network: Network, given: ScoreOptions, split: str) -> Images:
+    status_line(f"reading {name} …")
     found = load(name, given.root, split, fit=network.fit, strict=given.strict)
     tell_images(network, found)
     return found
@@ -219,6 +257,6 @@ def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
 
 def end(*found: Images | Texts) -> None:
     """Exit with a code of its own if some inputs could not be read."""
-    passing("")
+    status_line("")
     if any(some.rejected for some in found):
         raise typer.Exit(SOME_REJECTED)

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qualms.cli.status import NOTHING, say, stopped
+from qualms.cli.status import NOTHING, echo, stopped
 from qualms.data import Images
 from qualms.errors import QualmsError
-from qualms.scored import Scored
+from qualms.result import Scored
 from qualms.tasks.journal import Journal, read
 from qualms.tasks.rows import PartRow
 from qualms.threshold import Threshold
 
 ADVICE = "remove it, or pass --overwrite to begin anew"
 DTYPES = {
-    str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    str(kind).removeprefix("torch."): kind
+    for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
 IMAGES, REFERENCE = "images", "reference"  # what a part may be of
 Numbers = dict[str, str | list[float | str]]
@@ -78,7 +79,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             self._journal.add(row)
         except QualmsError as error:
             self._keeps = False
-            say(f"{error} Scoring goes on, but nothing more is kept until the table is written.")
+            echo(f"{error} Scoring goes on, but nothing more is kept until the table is written.")
 
     def finish(self) -> None:
         """The table is there: remove the file."""
@@ -86,7 +87,9 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         self.__exit__()
         self._path = None
 
-    def restore(self, row: PartRow, class_names: tuple[str, ...] | None, threshold: Threshold | None) -> Scored:
+    def restore(
+        self, row: PartRow, class_names: tuple[str, ...] | None, threshold: Threshold | None
+    ) -> Scored:
         """A part as a scorer gave it, with the probability of the predicted class alone."""
         try:
             return _scored(row, class_names, threshold)
@@ -94,9 +97,16 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             raise self._damaged() from None
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        if kind is not None and issubclass(kind, QualmsError) and self._parts and self._path is not None:
-            say(f"{_describe_kept(self._path)}.")
-        removed = self._parts or self._removed()  # while it is locked, where an open file can be removed
+        if (
+            kind is not None
+            and issubclass(kind, QualmsError)
+            and self._parts
+            and self._path is not None
+        ):
+            echo(f"{_describe_kept(self._path)}.")
+        removed = (
+            self._parts or self._removed()
+        )  # while it is locked, where an open file can be removed
         self._journal.__exit__()
         if not removed:
             self._removed()
@@ -135,10 +145,17 @@ def _describe_kept(path: Path | None) -> str:
         about, *parts = read(path)
         kept = sum(len(part["ids"]) for part in parts)
         total = sum(about[of]["count"] for of in (IMAGES, REFERENCE) if about.get(of))
-    except (QualmsError, KeyError, TypeError, ValueError):  # of a file that is not ours, and was not opened yet
+    except (
+        QualmsError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # of a file that is not ours, and was not opened yet
         return NOTHING
     among = ", those of the reference among them," if about.get(REFERENCE) else ""
-    return f"{kept} of {total} images{among} are kept in {path}; run the same command again to go on"
+    return (
+        f"{kept} of {total} images{among} are kept in {path}; run the same command again to go on"
+    )
 
 
 def describe_images(images: Images) -> dict[str, Any]:
@@ -164,11 +181,15 @@ def part_row(of: str, first: int, scored: Scored) -> PartRow:
     }
 
 
-def _scored(row: PartRow, class_names: tuple[str, ...] | None, threshold: Threshold | None) -> Scored:
+def _scored(
+    row: PartRow, class_names: tuple[str, ...] | None, threshold: Threshold | None
+) -> Scored:
     count = len(row["ids"])
     confidence = _tensor(row["confidence"], count)
     predicted = torch.tensor(row["prediction"])
-    if predicted.shape != (count,) or not bool(((predicted >= 0) & (predicted < row["classes"])).all()):
+    if predicted.shape != (count,) or not bool(
+        ((predicted >= 0) & (predicted < row["classes"])).all()
+    ):
         raise ValueError("predictions that are no classes")
     return Scored(
         {name: _tensor(values, count) for name, values in row["scores"].items()},
@@ -191,7 +212,9 @@ def _numbers(values: Tensor) -> Numbers:
 
 def _tensor(numbers: Numbers, count: int) -> Tensor:
     """The same tensor again, bit by bit: a Python number has all digits of each of these types."""
-    values = torch.tensor([float(value) for value in numbers["values"]], dtype=DTYPES[str(numbers["dtype"])])
+    values = torch.tensor(
+        [float(value) for value in numbers["values"]], dtype=DTYPES[str(numbers["dtype"])]
+    )
     if len(values) != count:
         raise ValueError("more or fewer numbers than images")
     return values

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qualms.cli.status import say
+from qualms.cli.status import echo
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.gradients.smoothing import Smoothing
@@ -28,18 +28,24 @@ def say_price(scorer: Scorer, x: Any, images: int | None) -> None:
     """
     price = scorer.price(x)
     if images is None:
-        say(f"about {describe_price(price)}")
+        echo(f"about {describe_price(price)}")
         return
     what = f"{images} image{'' if images == 1 else 's'}"
-    say(f"{what}, about {duration(images * price.seconds)} ({_passes(price)} each)")
+    echo(f"{what}, about {duration(images * price.seconds)} ({_passes(price)} each)")
     if images * price.seconds > LONG:
         for way, other in _cheaper(scorer, x, price):
             times = f"{_number(price.forward_passes / other.forward_passes)} times less"
-            say(f"  cheaper: {way}: about {duration(images * other.seconds)} ({_passes(other)} each, {times})")
+            echo(
+                f"  cheaper: {way}: about {duration(images * other.seconds)} ({_passes(other)} each, {times})"
+            )
 
 
 def say_price_of_groups(
-    network: Network, groups: Sequence[Images], methods: Methods, engine: Engine | Sketch, tolerance: float | None
+    network: Network,
+    groups: Sequence[Images],
+    methods: Methods,
+    engine: Engine | Sketch,
+    tolerance: float | None,
 ) -> None:
     """The same for a task, which scores several groups of images by the same methods.
 
@@ -61,7 +67,9 @@ def describe_price(price: Price) -> str:
 
 
 def _passes(price: Price) -> str:
-    return f"{_number(price.forward_passes)} forward pass{'' if price.forward_passes == 1 else 'es'}"
+    return (
+        f"{_number(price.forward_passes)} forward pass{'' if price.forward_passes == 1 else 'es'}"
+    )
 
 
 def _cheaper(scorer: Scorer, x: Any, price: Price) -> Iterator[tuple[str, Price]]:
@@ -72,7 +80,9 @@ def _cheaper(scorer: Scorer, x: Any, price: Price) -> Iterator[tuple[str, Price]
         ways.append(("without --engine", methods, {}))
     if any(isinstance(m, GradientScore) and m.smooth is not None for m in methods.values()):
         plain = {name: _without_smoothing(m) for name, m in methods.items()}
-        ways.append(("without +smooth", plain, {"engine": used.engine, "tolerance": used.tolerance}))
+        ways.append(
+            ("without +smooth", plain, {"engine": used.engine, "tolerance": used.tolerance})
+        )
     ways.append(("--methods regrad+layers --tolerance 0.1", "regrad+layers", {"tolerance": 0.1}))
     ways.append(("--methods entropy", "entropy", {}))
     for way, wanted, how in ways:

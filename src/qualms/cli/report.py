@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from qualms.cli.bench.output import rows_file
-from qualms.cli.images import tell_images, test_images, training_images
-from qualms.cli.network import chosen_network, published_network
+from qualms.cli.image_options import tell_images, test_images, training_images
+from qualms.cli.load_network import chosen_network, published_network
 from qualms.cli.options import (
     Count,
     Device,
@@ -41,7 +41,7 @@ from qualms.gradients.settings import Engine as EngineName
 from qualms.gradients.settings import Settings
 from qualms.methods.method import TRAINING_DATA
 from qualms.report.content import Content, Group
-from qualms.report.layers import layers_of
+from qualms.report.layer_chart import layers_of
 from qualms.report.page import write_page
 from qualms.report.tables import left_out
 from qualms.tasks.journal import Journal, read
@@ -55,10 +55,13 @@ COUNT = 500
 def report(
     texts: Annotated[
         str | None,
-        typer.Argument(help="With --tokens: a .txt, .jsonl or .parquet file, or a folder of .txt files."),
+        typer.Argument(
+            help="With --tokens: a .txt, .jsonl or .parquet file, or a folder of .txt files."
+        ),
     ] = None,
     inside: Annotated[
-        str | None, typer.Option("--id", help="The dataset that the network knows, by name or path.")
+        str | None,
+        typer.Option("--id", help="The dataset that the network knows, by name or path."),
     ] = None,
     outside: Annotated[str, typer.Option("--ood", help="Other datasets, comma-separated.")] = "",
     model: Published = None,
@@ -66,7 +69,8 @@ def report(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated specs, or `paper`, or `all`.", show_default=f"paper; {METHODS} with --tokens"
+            help="Comma-separated specs, or `paper`, or `all`.",
+            show_default=f"paper; {METHODS} with --tokens",
         ),
     ] = None,
     count: Count = COUNT,
@@ -79,13 +83,19 @@ def report(
     size: Size = None,
     mean: Mean = None,
     std: Std = None,
-    cycles: Annotated[Path | None, typer.Option(help="Rows of `qualms bench active`, for their curves.")] = None,
+    cycles: Annotated[
+        Path | None, typer.Option(help="Rows of `qualms bench active`, for their curves.")
+    ] = None,
     rows: Annotated[
-        Path | None, typer.Option(help="Where scores are kept.", show_default="runs/ood-ID-MODEL-seedN.jsonl")
+        Path | None,
+        typer.Option(help="Where scores are kept.", show_default="runs/ood-ID-MODEL-seedN.jsonl"),
     ] = None,
     tokens: Annotated[
         bool,
-        typer.Option("--tokens", help="A page about every token of TEXTS, by a language model, --model hf:FOLDER."),
+        typer.Option(
+            "--tokens",
+            help="A page about every token of TEXTS, by a language model, --model hf:FOLDER.",
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
@@ -107,30 +117,55 @@ def report(
         qualms report story.txt --model hf:FOLDER --tokens --open
     """
     if tokens:
-        require_unused(id=inside, ood=outside, weights=weights, classes=classes, size=size, mean=mean, std=std)
-        require_unused(count=None if count == COUNT else count, cycles=cycles, rows=rows, tolerance=tolerance)
+        require_unused(
+            id=inside, ood=outside, weights=weights, classes=classes, size=size, mean=mean, std=std
+        )
+        require_unused(
+            count=None if count == COUNT else count, cycles=cycles, rows=rows, tolerance=tolerance
+        )
         require_writable(out)
         of_texts, told = report_texts(
-            texts, model, methods, out, engine=engine, root=root, seed=seed, device=device, strict=strict
+            texts,
+            model,
+            methods,
+            out,
+            engine=engine,
+            root=root,
+            seed=seed,
+            device=device,
+            strict=strict,
         )
         _tell(out, [], told, json_lines, open_page)
         end(of_texts)
         return
     if texts is not None or inside is None:
-        raise QualmsError("name the images that the network knows with --id, or pass --tokens for a page about texts.")
+        raise QualmsError(
+            "name the images that the network knows with --id, or pass --tokens for a page about texts."
+        )
     require_writable(out)
     curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
     name = model or published_network(inside, root)
     number, names = class_names(classes)
     network = chosen_network(
-        inside, name, weights, root, mean, std, size, device_of(device), random=False, classes=number
+        inside,
+        name,
+        weights,
+        root,
+        mean,
+        std,
+        size,
+        device_of(device),
+        random=False,
+        classes=number,
     )
     network = replace(network, class_names=names or network.class_names)
-    whole, *others = test_images([inside, *dict.fromkeys(listed(outside))], root, network.fit, strict=strict)
+    whole, *others = test_images(
+        [inside, *dict.fromkeys(listed(outside))], root, network.fit, strict=strict
+    )
     known, *others = (images.subset(count or None) for images in (whole, *others))
     tell_images(network, known, *others)
     network.try_on(known)
-    known = network.relabelled(known)
+    known = network.relabeled(known)
     others = [alike(network, known, images) for images in others]
     if known.labels is not None:
         network.accuracy(known)  # an error if its classes are not those of the labels
@@ -142,7 +177,9 @@ def report(
     say_price_of_groups(network, [known, *others], wanted, used, tolerance)
     groups = []
     with (
-        Journal(rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}) as kept,
+        Journal(
+            rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}
+        ) as kept,
         telling() as tell,
     ):
         for images in (known, *others):
@@ -158,7 +195,9 @@ def report(
                 tell=tell,
             )
             labels = found.labels if images is known else None
-            groups.append(Group(images.name, images, found.scores, found.predicted, labels, found.confidence))
+            groups.append(
+                Group(images.name, images, found.scores, found.predicted, labels, found.confidence)
+            )
     how = Settings(used, tolerance=tolerance)
     about = {"Network": network.name, "Seed": str(seed), "Gradients": how.description}
     content = Content(
@@ -174,17 +213,29 @@ def report(
         classes=network.class_names or known.classes,
     )
     page = write_page(content, out)
-    _tell(page, reasons, {**about, "methods": content.methods, "left out": reasons}, json_lines, open_page)
+    _tell(
+        page,
+        reasons,
+        {**about, "methods": content.methods, "left out": reasons},
+        json_lines,
+        open_page,
+    )
     end(whole, *others)
 
 
 def _tell(
-    page: Path, reasons: list[LeftOutRow], about: Mapping[str, object], json_lines: bool, open_page: bool
+    page: Path,
+    reasons: list[LeftOutRow],
+    about: Mapping[str, object],
+    json_lines: bool,
+    open_page: bool,
 ) -> None:
     """Say where the page is."""
     if json_lines:
         typer.echo(json.dumps({"page": str(page), **about}))
     else:
-        typer.echo("\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part))
+        typer.echo(
+            "\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part)
+        )
     if open_page:
         webbrowser.open(page.resolve().as_uri())

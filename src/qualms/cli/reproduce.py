@@ -15,10 +15,12 @@ from qualms.tasks.reproduce import TABLES, Workspace
 
 def reproduce(
     table: Annotated[str, typer.Argument(help=f"One of {', '.join(TABLES)}.")],
-    preset: Annotated[str, typer.Option(help="cpu, hours on two cores, or paper, the full protocol.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="The folder for networks and rows; a subfolder for each preset.")] = Path(
-        "runs"
-    ),
+    preset: Annotated[
+        str, typer.Option(help="cpu, hours on two cores, or paper, the full protocol.")
+    ] = "cpu",
+    out: Annotated[
+        Path, typer.Option(help="The folder for networks and rows; a subfolder for each preset.")
+    ] = Path("runs"),
     root: Root = None,
     device: Device = "auto",
     json_lines: Json = False,
@@ -32,7 +34,9 @@ def reproduce(
         qualms reproduce table1 --preset cpu --root data
     """
     if table not in TABLES:
-        raise QualmsError(f"there is no table {table!r} to reproduce; choose one of {', '.join(TABLES)}.")
+        raise QualmsError(
+            f"there is no table {table!r} to reproduce; choose one of {', '.join(TABLES)}."
+        )
     if preset not in PRESETS:
         raise QualmsError(f"there is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
     chosen = PRESETS[preset]
@@ -48,4 +52,6 @@ def reproduce(
         return
     numbers = paper_table(table, rows)
     cuts = f"Preset {preset}. What it cuts: {chosen.cuts}."
-    typer.echo("\n\n".join(part for part in (numbers, networks(rows), left_out(rows), cuts) if part))
+    typer.echo(
+        "\n\n".join(part for part in (numbers, networks(rows), left_out(rows), cuts) if part)
+    )

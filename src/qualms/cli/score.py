@@ -11,16 +11,23 @@ import typer
 from qualms.cli.bench.options import with_options
 from qualms.cli.options import Json, Overwrite
 from qualms.cli.own_images import Ready, end, ready
-from qualms.cli.partial_file import IMAGES, REFERENCE, PartialFile, describe_images, partial_path, stopping
+from qualms.cli.partial_file import (
+    IMAGES,
+    REFERENCE,
+    PartialFile,
+    describe_images,
+    partial_path,
+    stopping,
+)
 from qualms.cli.shards import is_folder, score_to_folder
 from qualms.cli.specs import chosen_methods
-from qualms.cli.status import say
+from qualms.cli.status import echo
 from qualms.cli.tokens import ToScoreAny, score_tokens
 from qualms.cli.writing import STDOUT, deliver, rejected_file, summary, table
 from qualms.data import Images, dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
-from qualms.scale.folder import require_own
+from qualms.scale.shard_folder import require_own
 from qualms.texts.scoring import METHOD
 from qualms.threshold import Threshold
 
@@ -39,11 +46,14 @@ def score(
             "of .txt files."
         ),
     ],
-    model: Annotated[str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")],
+    model: Annotated[
+        str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")
+    ],
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated specs; the first one decides.", show_default=f"{DEFAULT}; {METHOD} with --tokens"
+            help="Comma-separated specs; the first one decides.",
+            show_default=f"{DEFAULT}; {METHOD} with --tokens",
         ),
     ] = None,
     out: Annotated[
@@ -57,10 +67,14 @@ def score(
     ] = None,
     overwrite: Overwrite = False,
     reference: Annotated[
-        str | None, typer.Option(help="Images that the network knows; others are accepted by their scores.")
+        str | None,
+        typer.Option(help="Images that the network knows; others are accepted by their scores."),
     ] = None,
     coverage: Annotated[
-        float | None, typer.Option(help="The share of the reference that is accepted.", show_default=str(COVERAGE))
+        float | None,
+        typer.Option(
+            help="The share of the reference that is accepted.", show_default=str(COVERAGE)
+        ),
     ] = None,
     threshold: Annotated[
         Path | None, typer.Option(help="A file from `qualms threshold`, instead of a reference.")
@@ -79,16 +93,26 @@ def score(
 
         qualms score new/ --model timm:resnet18 --reference val/ --coverage 0.95
 
-        qualms score 'parts/*.tar' --model timm:resnet18 --methods heat --out scores/
+        qualms score 'parts/*.tar' --model timm:resnet18 --methods heat --out functional/
 
         qualms score texts.jsonl --model hf:FOLDER --tokens --out scores.parquet
     """
     given.require_tokens(reference=reference, coverage=coverage, threshold=threshold)
     if given.tokens:
-        score_tokens(images, model, methods, out or (None if json_lines else FILE), overwrite, json_lines, given)
+        score_tokens(
+            images,
+            model,
+            methods,
+            out or (None if json_lines else FILE),
+            overwrite,
+            json_lines,
+            given,
+        )
         return
     if threshold is not None and (reference is not None or coverage is not None):
-        raise QualmsError("--threshold has its own reference and coverage; leave out --reference and --coverage.")
+        raise QualmsError(
+            "--threshold has its own reference and coverage; leave out --reference and --coverage."
+        )
     if coverage is not None and reference is None:
         raise QualmsError("--coverage is a share of a reference; name its images with --reference.")
     if coverage is not None and not 0 < coverage <= 1:
@@ -97,10 +121,14 @@ def score(
     given.require_use(folder is not None)
     if folder is not None:
         if overwrite or json_lines:
-            raise QualmsError("--overwrite and --json are for one table; leave them out, or name a file in --out.")
+            raise QualmsError(
+                "--overwrite and --json are for one table; leave them out, or name a file in --out."
+            )
         require_own(folder)
     place = out or (None if json_lines else FILE)
-    wanted = chosen_methods(DEFAULT if methods is None else methods, dataset_name(images, given.root) or "")
+    wanted = chosen_methods(
+        DEFAULT if methods is None else methods, dataset_name(images, given.root) or ""
+    )
     goes_to = None if place is None or folder is not None else table(place, overwrite, json_lines)
     limit = None if threshold is None else Threshold.load(threshold)
     by, share = str(threshold or reference), COVERAGE if coverage is None else coverage
@@ -113,7 +141,9 @@ def score(
         known = None if reference is None else prepared.read(reference)
         if folder is not None:
             limit = limit if known is None else _limit(prepared, known, share)
-            score_to_folder(prepared, prepared.scorer(prepared.methods, limit), images, folder, given, by)
+            score_to_folder(
+                prepared, prepared.scorer(prepared.methods, limit), images, folder, given, by
+            )
             return
         assert found is not None
         with _partial_file(kept_in, prepared, limit, found, known, share, overwrite) as partial:
@@ -125,7 +155,7 @@ def score(
                 goes_to.write(scored, found.rejected)
             partial.finish()
     for note in scored.notes.values():
-        say(note)
+        echo(note)
     file = None if place in (None, STDOUT) else Path(str(place))
     accepted = None if scored.threshold is None else int(scored.accepted.sum())
     listed = None if file is None else rejected_file(file)
@@ -134,7 +164,9 @@ def score(
     end(found)
 
 
-def _limit(prepared: Ready, known: Images, coverage: float, partial: PartialFile | None = None) -> Threshold:
+def _limit(
+    prepared: Ready, known: Images, coverage: float, partial: PartialFile | None = None
+) -> Threshold:
     """The threshold that accepts this share of the images that the network knows."""
     scorer, scored = prepared.score_reference(known, partial)
     (scores,) = scored.scores.values()
@@ -163,12 +195,15 @@ def _partial_file(
     """
     if path is None:
         return PartialFile(None, {})
-    about = prepared.about(prepared.scorer(prepared.methods, limit)) | {IMAGES: describe_images(found), REFERENCE: None}
+    about = prepared.about(prepared.scorer(prepared.methods, limit)) | {
+        IMAGES: describe_images(found),
+        REFERENCE: None,
+    }
     total = len(found)
     if known is not None:
         about[REFERENCE] = describe_images(known) | {"coverage": coverage}
         total += len(known)
     partial = PartialFile(path, about, overwrite)
     if partial.count():
-        say(f"resuming: {partial.count()} of {total} images are done already, in {path}")
+        echo(f"resuming: {partial.count()} of {total} images are done already, in {path}")
     return partial

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qualms.cli.app import warnings_in_words
 from qualms.cli.bench.options import with_options
-from qualms.cli.own_images import Given, ready
+from qualms.cli.main import warnings_in_words
+from qualms.cli.own_images import ScoreOptions, ready
 from qualms.cli.price import describe_price
 from qualms.cli.signals import at_sigterm, interrupt, leave
 from qualms.cli.specs import chosen_methods
-from qualms.cli.status import say
+from qualms.cli.status import echo
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
@@ -33,25 +33,44 @@ USUAL = Settings()
 FILES = (".pt2", ".pt", ".pth")
 
 
-@with_options(Given)
+@with_options(ScoreOptions)
 def serve(
-    given: Given,
-    model: Annotated[str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")],
-    methods: Annotated[str, typer.Option(help="Comma-separated specs; the first one decides.")] = DEFAULT,
+    given: ScoreOptions,
+    model: Annotated[
+        str, typer.Option(help="As for load_model: a name, timm:…, hf:…, FILE.pt2, module:factory.")
+    ],
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated specs; the first one decides.")
+    ] = DEFAULT,
     threshold: Annotated[
-        Path | None, typer.Option(help="A file from `qualms threshold`; without it, nothing is decided.")
+        Path | None,
+        typer.Option(help="A file from `qualms threshold`; without it, nothing is decided."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The network's name in answers and addresses.", show_default="made from --model")
+        str | None,
+        typer.Option(
+            help="The network's name in answers and addresses.", show_default="made from --model"
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(help="127.0.0.1; or 0.0.0.0 or ::, which need a token.")] = LOOPBACK,
+    host: Annotated[
+        str, typer.Option(help="127.0.0.1; or 0.0.0.0 or ::, which need a token.")
+    ] = LOOPBACK,
     port: Annotated[int, typer.Option(help="The port, 1024 or above.")] = USUAL.port,
-    batch: Annotated[int, typer.Option(help="The most requests that are scored together.")] = USUAL.batch,
-    waiting: Annotated[int, typer.Option(help="The most requests at a time; more are answered 429.")] = USUAL.waiting,
-    deadline: Annotated[float, typer.Option(help="Seconds that a request may take.")] = USUAL.deadline,
-    max_body: Annotated[float, typer.Option(help="The most megabytes in a request.")] = USUAL.body / MEGABYTE,
+    batch: Annotated[
+        int, typer.Option(help="The most requests that are scored together.")
+    ] = USUAL.batch,
+    waiting: Annotated[
+        int, typer.Option(help="The most requests at a time; more are answered 429.")
+    ] = USUAL.waiting,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds that a request may take.")
+    ] = USUAL.deadline,
+    max_body: Annotated[float, typer.Option(help="The most megabytes in a request.")] = USUAL.body
+    / MEGABYTE,
     max_images: Annotated[int, typer.Option(help="The most images in a request.")] = USUAL.images,
-    max_pixels: Annotated[int, typer.Option(help="The most pixels in a request, over all its images.")] = USUAL.pixels,
+    max_pixels: Annotated[
+        int, typer.Option(help="The most pixels in a request, over all its images.")
+    ] = USUAL.pixels,
 ) -> None:
     """Serve a network over HTTP: images in, predictions, scores and decisions out; a page to try it at `/`.
 
@@ -91,7 +110,7 @@ def serve(
             f"`qualms serve` needs {missing.name}; pip install '.[app,serve]' in a clone of qualms."
         ) from None
     make = _Make(called, name or _file_name(model), model, wanted, given, limit)
-    run(make, about_unloaded(called, wanted, limit), settings, say)
+    run(make, about_unloaded(called, wanted, limit), settings, echo)
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,7 @@ class _Make:
     public: str
     model: str
     methods: dict[str, Method]
-    given: Given
+    given: ScoreOptions
     threshold: Threshold | None
 
     def __call__(self, begin: Callable[[str], None]) -> "Served":
@@ -121,9 +140,14 @@ class _Make:
         with warnings_in_words():
             begin(f"loading {self.public}")
             prepared = ready("", self.model, self.methods, self.given)
-            served = Served(self.called, prepared.network, prepared.scorer(prepared.methods, self.threshold))
+            served = Served(
+                self.called, prepared.network, prepared.scorer(prepared.methods, self.threshold)
+            )
             price = served.price()
-            begin("scoring a first image" + (f", about {describe_price(price)}" if price is not None else ""))
+            begin(
+                "scoring a first image"
+                + (f", about {describe_price(price)}" if price is not None else "")
+            )
             first = served.warm_up()
             if first is not None:
                 prepared.check_classes(first.probs.shape[1])

@@ -6,7 +6,12 @@ from qualms.methods.method import Method
 from qualms.methods.registry import METHODS, parse
 from qualms.tasks.paper import paper_methods
 
-INSTEAD = ("energy", "gen", "heat", "coherence")  # what users would pick instead of the paper's methods, and ours
+INSTEAD = (
+    "energy",
+    "gen",
+    "heat",
+    "coherence",
+)  # what users would pick instead of the paper's methods, and ours
 
 
 def chosen_methods(text: str, dataset: str) -> dict[str, Method]:

@@ -10,18 +10,18 @@ NOTHING = "nothing was kept, and no file was written"
 
 def stopped(left: str | None) -> typer.Exit:
     """Say that Ctrl-C came, and what is left of the command; the exit to raise."""
-    say(f"qualms: stopped{f'; {left}' if left else ''}.")
+    echo(f"qualms: stopped{f'; {left}' if left else ''}.")
     return typer.Exit(130)
 
 
-def passing(text: str) -> None:
+def status_line(text: str) -> None:
     """A line that the next one takes the place of, on a terminal; an empty one only clears it."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{text}")
         sys.stderr.flush()
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """A line that stays."""
-    passing("")
+    status_line("")
     typer.echo(text, err=True)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from qualms.cli.options import device_of, telling
 from qualms.cli.specs import chosen_methods
-from qualms.cli.status import NOTHING, passing, stopped
+from qualms.cli.status import NOTHING, status_line, stopped
 from qualms.cli.tokens import tell_texts
 from qualms.data.texts import Texts, read_texts
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine
 from qualms.methods.at_positions import require_positions
 from qualms.models.language import PREFIX, load_language_model
-from qualms.report.texts import write_text_page
+from qualms.report.text_page import write_text_page
 from qualms.texts.scoring import scored_documents
 
 METHODS = "regrad,entropy"
@@ -42,21 +42,29 @@ def report_texts(
             "--tokens needs texts and a language model, as in `qualms report story.txt --model hf:FOLDER`."
         )
     if engine in ("exact", "reference"):
-        raise QualmsError(f"--engine {engine} would take a pass for each class at each token; use sketch.")
+        raise QualmsError(
+            f"--engine {engine} would take a pass for each class at each token; use sketch."
+        )
     wanted = chosen_methods(METHODS if methods is None else methods, "")
     require_positions(wanted)
     place = device_of(device)
     try:
-        passing(f"reading {texts} …")
+        status_line(f"reading {texts} …")
         read = read_texts(texts, root, strict)
         tell_texts(read)
-        passing(f"loading {model} …")
+        status_line(f"loading {model} …")
         language_model = load_language_model(model)
         language_model.model.to(place)
         with telling("first tokens") as tell:
-            scored = list(scored_documents(language_model, read.documents, wanted, engine=engine, seed=seed, tell=tell))
+            scored = list(
+                scored_documents(
+                    language_model, read.documents, wanted, engine=engine, seed=seed, tell=tell
+                )
+            )
     except KeyboardInterrupt:
         raise stopped(NOTHING) from None
     about = {"Model": model, "Texts": read.source, "Seed": str(seed)}
-    write_text_page(scored, out, f"What {Path(model.removeprefix(PREFIX)).name} does not know", about)
+    write_text_page(
+        scored, out, f"What {Path(model.removeprefix(PREFIX)).name} does not know", about
+    )
     return read, {**about, "methods": list(wanted)}

@@ -10,9 +10,9 @@ import typer
 
 from qualms.cli.bench.options import with_options
 from qualms.cli.options import Json, Overwrite
-from qualms.cli.own_images import Given, end, ready
+from qualms.cli.own_images import ScoreOptions, end, ready
 from qualms.cli.specs import chosen_methods
-from qualms.cli.status import say
+from qualms.cli.status import echo
 from qualms.cli.writing import complete, require_place
 from qualms.data import dataset_name
 from qualms.errors import QualmsError
@@ -22,22 +22,32 @@ from qualms.threshold import Threshold
 COVERAGE, CONFIDENCE = 0.95, 0.95
 
 
-@with_options(Given)
+@with_options(ScoreOptions)
 def threshold(
-    given: Given,
+    given: ScoreOptions,
     images: Annotated[
-        str, typer.Argument(help="Images that the network knows, as for `qualms score`; or a threshold file to show.")
+        str,
+        typer.Argument(
+            help="Images that the network knows, as for `qualms score`; or a threshold file to show."
+        ),
     ],
     model: Annotated[str | None, typer.Option(help="As for `qualms score`.")] = None,
-    method: Annotated[str, typer.Option("--method", "--methods", help="The spec of the one that decides.")] = DEFAULT,
+    method: Annotated[
+        str, typer.Option("--method", "--methods", help="The spec of the one that decides.")
+    ] = DEFAULT,
     coverage: Annotated[
-        float | None, typer.Option(help="Accept this share of the images.", show_default=str(COVERAGE))
+        float | None,
+        typer.Option(help="Accept this share of the images.", show_default=str(COVERAGE)),
     ] = None,
     risk: Annotated[
-        float | None, typer.Option(help="Accept what is wrong at most this often; needs labels, as class folders.")
+        float | None,
+        typer.Option(
+            help="Accept what is wrong at most this often; needs labels, as class folders."
+        ),
     ] = None,
     confidence: Annotated[
-        float | None, typer.Option(help="How certain --risk is to hold.", show_default=str(CONFIDENCE))
+        float | None,
+        typer.Option(help="How certain --risk is to hold.", show_default=str(CONFIDENCE)),
     ] = None,
     out: Annotated[Path, typer.Option(help="The threshold file.")] = Path("threshold.json"),
     overwrite: Overwrite = False,
@@ -62,7 +72,9 @@ def threshold(
     _check(coverage, risk, confidence)
     wanted = chosen_methods(method, dataset_name(images, given.root) or "")
     if len(wanted) > 1:
-        raise QualmsError(f"a threshold is for one method, and --method names {len(wanted)}; choose one.")
+        raise QualmsError(
+            f"a threshold is for one method, and --method names {len(wanted)}; choose one."
+        )
     require_place(out, overwrite)
     prepared = ready(images, model, wanted, given)
     found = prepared.read(images)
@@ -71,17 +83,19 @@ def threshold(
             f"{found.source or images} has no labels, which --risk needs; sort the images into a folder for each "
             "class, or set the threshold by --coverage."
         )
-    labels = None if risk is None else prepared.network.relabelled(found).labels
+    labels = None if risk is None else prepared.network.relabeled(found).labels
     scorer, scored = prepared.score_reference(found)
     (scores,) = scored.scores.values()
     right = None if labels is None else scored.prediction.cpu() == labels
     if risk is None or right is None:
-        made = Threshold.from_scores(scores, COVERAGE if coverage is None else coverage, made_by=scorer.made_by)
+        made = Threshold.from_scores(
+            scores, COVERAGE if coverage is None else coverage, made_by=scorer.made_by
+        )
     else:
         sure = CONFIDENCE if confidence is None else confidence
         made = Threshold.from_labels(scores, right, risk, sure, made_by=scorer.made_by)
     for note in scored.notes.values():
-        say(note)
+        echo(note)
     with complete(out, found.rejected) as part:
         part.write_text(made.to_json() + "\n")
     accepted = made.accept(scores)
@@ -98,7 +112,9 @@ def threshold(
 
 def _check(coverage: float | None, risk: float | None, confidence: float | None) -> None:
     if coverage is not None and risk is not None:
-        raise QualmsError("--coverage and --risk are two ways to set a threshold; give one of them.")
+        raise QualmsError(
+            "--coverage and --risk are two ways to set a threshold; give one of them."
+        )
     if confidence is not None and risk is None:
         raise QualmsError("--confidence says how certain a risk is to hold; give --risk with it.")
     for option, share in (("coverage", coverage), ("risk", risk), ("confidence", confidence)):

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.images import tell_rejected
+from qualms.cli.image_options import tell_rejected
 from qualms.cli.options import device_of, telling
 from qualms.cli.own_images import end
 from qualms.cli.shards import ToScore, is_folder
 from qualms.cli.specs import chosen_methods
-from qualms.cli.status import passing, say
+from qualms.cli.status import echo, status_line
 from qualms.cli.writing import STDOUT, deliver, rejected_file, table, unread
 from qualms.data.texts import Document, Texts, read_texts
 from qualms.errors import QualmsError
@@ -23,7 +23,7 @@ from qualms.texts.document import ScoredDocument
 from qualms.texts.generation import generated
 from qualms.texts.scoring import METHOD, scored_documents
 from qualms.texts.spans import worst_span_of
-from qualms.texts.table import TokenTable
+from qualms.texts.token_table import TokenTable
 
 USED = ("engine", "seed", "root", "device", "strict", "tokens", "generate", "tangents")
 QUOTED = 60  # characters of the worst span
@@ -41,18 +41,25 @@ class ToScoreAny(ToScore):
         ),
     ] = False
     generate: Annotated[
-        int | None, typer.Option(help="With --tokens: first let the model write so many tokens after each text.", min=1)
+        int | None,
+        typer.Option(
+            help="With --tokens: first let the model write so many tokens after each text.", min=1
+        ),
     ] = None
     tangents: Annotated[
         int | None,
-        typer.Option(help="With --tokens: passes of the sketch.", min=2, show_default=str(Sketch().tangents)),
+        typer.Option(
+            help="With --tokens: passes of the sketch.", min=2, show_default=str(Sketch().tangents)
+        ),
     ] = None
 
     def require_tokens(self, **more: object) -> None:
         """An error if something was said that is about images, or without --tokens about texts."""
         if not self.tokens:
             if self.generate or self.tangents:
-                raise QualmsError("--generate and --tangents are for texts; pass --tokens too, or leave them out.")
+                raise QualmsError(
+                    "--generate and --tangents are for texts; pass --tokens too, or leave them out."
+                )
             return
         said = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         said = [*said, *(name for name, value in more.items() if value is not None)]
@@ -60,11 +67,19 @@ class ToScoreAny(ToScore):
         if idle:
             raise QualmsError(f"{' and '.join(idle)} cannot be used with --tokens; leave that out.")
         if self.engine in ("exact", "reference"):
-            raise QualmsError(f"--engine {self.engine} would take a pass for each class at each token; use sketch.")
+            raise QualmsError(
+                f"--engine {self.engine} would take a pass for each class at each token; use sketch."
+            )
 
 
 def score_tokens(
-    texts: str, model: str, methods: str | None, place: str | None, overwrite: bool, json_lines: bool, given: ToScoreAny
+    texts: str,
+    model: str,
+    methods: str | None,
+    place: str | None,
+    overwrite: bool,
+    json_lines: bool,
+    given: ToScoreAny,
 ) -> None:
     """Score every token of texts into one table; prints how many, where the model knows least, and where that is."""
     if place is not None and is_folder(place):
@@ -73,10 +88,10 @@ def score_tokens(
     require_positions(wanted)
     device = device_of(given.device)
     goes_to = None if place is None else table(place, overwrite, json_lines)
-    passing(f"reading {texts} …")
+    status_line(f"reading {texts} …")
     read = read_texts(texts, given.root, given.strict)
     tell_texts(read)
-    passing(f"loading {model} …")
+    status_line(f"loading {model} …")
     language_model = load_language_model(model)
     language_model.model.to(device)
     documents = _written_on(language_model, read.documents, given)
@@ -99,21 +114,27 @@ def score_tokens(
     end(read)
 
 
-def _written_on(language_model: LanguageModel, documents: Sequence[Document], given: ToScoreAny) -> Sequence[Document]:
+def _written_on(
+    language_model: LanguageModel, documents: Sequence[Document], given: ToScoreAny
+) -> Sequence[Document]:
     if given.generate is None:
         return documents
     with telling("first text") as tell:
-        return list(generated(language_model, documents, given.generate, seed=given.seed, tell=tell))
+        return list(
+            generated(language_model, documents, given.generate, seed=given.seed, tell=tell)
+        )
 
 
 def tell_texts(read: Texts) -> None:
     """Say on stderr how many documents were read, and what could not be."""
     count = len(read.documents)
-    say(f"{read.source}: {count} document{'' if count == 1 else 's'}")
+    echo(f"{read.source}: {count} document{'' if count == 1 else 's'}")
     tell_rejected(read.rejected)
 
 
-def _summary(scored: Sequence[ScoredDocument], methods: Sequence[str], place: str | None, read: Texts) -> str:
+def _summary(
+    scored: Sequence[ScoredDocument], methods: Sequence[str], place: str | None, read: Texts
+) -> str:
     tokens = sum(len(one.ids) for one in scored)
     told = f"{len(scored)} document{'' if len(scored) == 1 else 's'}, {tokens} tokens scored by {', '.join(methods)}"
     file = None if place in (None, STDOUT) else Path(str(place))
@@ -123,7 +144,7 @@ def _summary(scored: Sequence[ScoredDocument], methods: Sequence[str], place: st
 
 
 def _worst(scored: Sequence[ScoredDocument], method: str) -> str:
-    """Where in which document the scores of neighbouring tokens are highest."""
+    """Where in which document the scores of neighboring tokens are highest."""
     spans = [(span, one) for one in scored if (span := worst_span_of(one, method)) is not None]
     worst, one = max(spans, key=lambda found: found[0].score)
     start, end = one.offsets[worst.start][0], one.offsets[worst.end - 1][1]

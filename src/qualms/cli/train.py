@@ -26,9 +26,15 @@ NETWORKS = {
 
 def train(
     data: Annotated[str, typer.Argument(help=f"What to learn: {', '.join(NETWORKS)}.")],
-    model: Annotated[str | None, typer.Option(help="A network, as for load_model; the paper's by default.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The checkpoint.", show_default="runs/DATA-MODEL-seedN.pt")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Fewer than the recipe's; its schedule is scaled to fit.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A network, as for load_model; the paper's by default.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The checkpoint.", show_default="runs/DATA-MODEL-seedN.pt")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Fewer than the recipe's; its schedule is scaled to fit.")
+    ] = None,
     count: Annotated[int | None, typer.Option(help="Train on this many images only.")] = None,
     batch: Annotated[int | None, typer.Option(help="Batch size, if not the recipe's.")] = None,
     root: Root = None,
@@ -55,13 +61,28 @@ def train(
     file = out or Path("runs") / f"{data}-{name.replace(':', '-').replace('/', '-')}-seed{seed}.pt"
     torch.manual_seed(seed)
     network = load_model(name, classes=DATASETS[data].classes).to(device_of(device))
-    normalisation = DATASETS[data].normalisation
+    normalization = DATASETS[data].normalization
     about = {"network": name, "classes": DATASETS[data].classes}
     with telling() as tell:
-        fitted = fit(network, images, recipe, normalisation, seed=seed, checkpoint=file, about=about, tell=tell)
-    share = Network(name, network, normalisation).accuracy(test)
+        fitted = fit(
+            network,
+            images,
+            recipe,
+            normalization,
+            seed=seed,
+            checkpoint=file,
+            about=about,
+            tell=tell,
+        )
+    share = Network(name, network, normalization).accuracy(test)
     if json_lines:
-        row = {"network": name, "data": data, "accuracy": share, "test_images": len(test), "weights": str(file)}
+        row = {
+            "network": name,
+            "data": data,
+            "accuracy": share,
+            "test_images": len(test),
+            "weights": str(file),
+        }
         typer.echo(json.dumps({**row, "best_epoch": fitted.best_epoch, "epochs": fitted.history}))
         return
     typer.echo(

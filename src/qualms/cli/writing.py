@@ -10,14 +10,14 @@ from typing import Any
 
 import typer
 
-from qualms.cli.status import say
+from qualms.cli.status import echo
 from qualms.data import Rejected
-from qualms.disk import require_writable, writing, written_whole
+from qualms.disk import atomic_write, require_writable, writing
 from qualms.errors import QualmsError
 from qualms.methods.gradient_score import GradientScore
-from qualms.scored import Scored
+from qualms.result import Scored
 from qualms.scorer import Scorer
-from qualms.texts.table import TokenTable
+from qualms.texts.token_table import TokenTable
 
 STDOUT = "-"
 ENDINGS = (".csv", ".parquet", ".jsonl")
@@ -29,7 +29,9 @@ def require_place(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise QualmsError(f"--out {path} is a folder; name a file.")
     if path.exists() and not overwrite:
-        raise QualmsError(f"{path} is there already; pass --overwrite to replace it, or another --out.")
+        raise QualmsError(
+            f"{path} is there already; pass --overwrite to replace it, or another --out."
+        )
     require_writable(path, _called(path))
 
 
@@ -47,7 +49,9 @@ def table(out: str, overwrite: bool, json_lines: bool) -> "Table":
         _parquet()
     listed = rejected_file(path)
     if listed.exists() and not overwrite:
-        raise QualmsError(f"{listed} is there already; pass --overwrite to replace it, or another --out.")
+        raise QualmsError(
+            f"{listed} is there already; pass --overwrite to replace it, or another --out."
+        )
     require_place(path, overwrite)
     return Table(path, ending)
 
@@ -78,7 +82,7 @@ def deliver(rows: Rows, out: str | None, json_lines: bool, told: str) -> None:
     if json_lines and out != STDOUT:
         typer.echo("\n".join(json_rows(rows)))
     if json_lines or out == STDOUT:
-        say(told)
+        echo(told)
     else:
         typer.echo(told)
 
@@ -97,10 +101,12 @@ def rejected_file(out: Path) -> Path:
 
 @contextmanager
 def complete(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
-    """A file to be filled, as `written_whole`; what could not be read is listed before it takes its place."""
+    """A file to be filled, as `atomic_write`; what could not be read is listed before it takes its place."""
     with writing(_called(out)):
-        out.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since it was tried
-        with written_whole(out, _called(out)) as part:
+        out.parent.mkdir(
+            parents=True, exist_ok=True
+        )  # somebody may have removed it since it was tried
+        with atomic_write(out, _called(out)) as part:
             yield part
             _write_rejected(out, rejected)
 
@@ -111,7 +117,11 @@ def _write_rejected(out: Path, rejected: Sequence[Rejected]) -> None:
     if not rows:
         path.unlink(missing_ok=True)  # of an earlier run
         return
-    with writing(path), written_whole(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
+    with (
+        writing(path),
+        atomic_write(path) as part,
+        open(part, "w", newline="", encoding="utf-8") as file,
+    ):
         _csv({"id": [one for one, _ in rows], "reason": [why for _, why in rows]}, file)
 
 
@@ -120,15 +130,25 @@ def _called(path: Path) -> str:
 
 
 def summary(
-    scorer: Scorer, scored: int, accepted: int | None, by: str, out: object, rejected: int, listed: Path | None
+    scorer: Scorer,
+    scored: int,
+    accepted: int | None,
+    by: str,
+    out: object,
+    rejected: int,
+    listed: Path | None,
 ) -> str:
     """The last line: how many images were scored, accepted and not read, by what, and where that is."""
     told = f"{scored} image{'' if scored == 1 else 's'} scored by {', '.join(scorer.methods)}"
-    if scorer.settings.engine != "auto" and any(isinstance(m, GradientScore) for m in scorer.methods.values()):
+    if scorer.settings.engine != "auto" and any(
+        isinstance(m, GradientScore) for m in scorer.methods.values()
+    ):
         told += f" ({scorer.settings.description})"
     if scorer.threshold is not None:
         first = next(iter(scorer.methods))
-        told += f"; {accepted or 0} of {scored} accepted by {first}, at {scorer.threshold.rule} of {by}"
+        told += (
+            f"; {accepted or 0} of {scored} accepted by {first}, at {scorer.threshold.rule} of {by}"
+        )
     if out is not None:
         told += f": {out}"
     return told + unread(rejected, listed)
@@ -136,7 +156,11 @@ def summary(
 
 def unread(rejected: int, listed: Path | None) -> str:
     """The end of the last line, if some inputs could not be read: how many, and where they are listed."""
-    return f"; {rejected} could not be read{'' if listed is None else f': {listed}'}" if rejected else ""
+    return (
+        f"; {rejected} could not be read{'' if listed is None else f': {listed}'}"
+        if rejected
+        else ""
+    )
 
 
 def _rows(rows: Rows, ending: str, file: io.TextIOBase) -> None:
@@ -166,5 +190,7 @@ def _parquet() -> Any:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise QualmsError("writing .parquet needs pyarrow; install it, or write .csv or .jsonl.") from None
+        raise QualmsError(
+            "writing .parquet needs pyarrow; install it, or write .csv or .jsonl."
+        ) from None
     return parquet

@@ -1,9 +1,17 @@
 """Files on disk in, images out."""
 
-from qualms.data.catalogue import DATASETS
-from qualms.data.fit import Fit
+from qualms.data.catalog import DATASETS
+from qualms.data.image_transform import ImageTransform
 from qualms.data.images import Images, Rejected
-from qualms.data.load import dataset_name, load
-from qualms.data.normalisation import Normalisation
+from qualms.data.loading import dataset_name, load
+from qualms.data.normalization import Normalization
 
-__all__ = ["DATASETS", "Fit", "Images", "Normalisation", "Rejected", "dataset_name", "load"]
+__all__ = [
+    "DATASETS",
+    "ImageTransform",
+    "Images",
+    "Normalization",
+    "Rejected",
+    "dataset_name",
+    "load",
+]

@@ -32,25 +32,40 @@ def read_cifar100(root: Path, split: str) -> Images:
     return _read(root, "cifar-100-python", [split], "fine_labels", "cifar100", CIFAR100)
 
 
-def _read(root: Path, folder: str, files: list[str], key: str, name: str, classes: tuple[str, ...]) -> Images:
+def _read(
+    root: Path, folder: str, files: list[str], key: str, name: str, classes: tuple[str, ...]
+) -> Images:
     paths = [first_of([root / folder / file], file) for file in files]
     batches = [_batch(path, key, name, classes) for path in paths]
     pixels, labels = (np.concatenate(part) for part in zip(*batches, strict=True))
     return images_of(name, root / folder, pixels, labels, classes)
 
 
-def _batch(path: Path, key: str, name: str, classes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _batch(
+    path: Path, key: str, name: str, classes: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
     found = read_pickle(path)
     if not isinstance(found, dict):
         raise QualmsError(f"{path} holds no dictionary, and CIFAR's files do; get it again.")
     by_name = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in found.items()}
     data, labels = by_name.get("data"), by_name.get(key)
-    if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != 3072 or data.dtype != np.uint8:
-        raise QualmsError(f"{path} has no bytes of shape (n, 3072) under 'data', as CIFAR's files have; get it again.")
-    if isinstance(labels, list) and all(type(label) is int and abs(label) < 2**63 for label in labels):
+    if (
+        not isinstance(data, np.ndarray)
+        or data.ndim != 2
+        or data.shape[1] != 3072
+        or data.dtype != np.uint8
+    ):
+        raise QualmsError(
+            f"{path} has no bytes of shape (n, 3072) under 'data', as CIFAR's files have; get it again."
+        )
+    if isinstance(labels, list) and all(
+        type(label) is int and abs(label) < 2**63 for label in labels
+    ):
         labels = np.array(labels, np.int64)
     if not isinstance(labels, np.ndarray):
-        raise QualmsError(f"{path} has no list of whole numbers under '{key}', as CIFAR's files have; get it again.")
+        raise QualmsError(
+            f"{path} has no list of whole numbers under '{key}', as CIFAR's files have; get it again."
+        )
     # Each row is all the reds of an image, then all the greens, then all the blues.
     batch = images_of(name, path, data.reshape(-1, 3, 32, 32), labels, classes)
     assert batch.labels is not None

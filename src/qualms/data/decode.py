@@ -1,4 +1,4 @@
-"""The bytes of one image file to pixels in colour, and what was done on the way."""
+"""The bytes of one image file to pixels in color, and what was done on the way."""
 
 import re
 import warnings
@@ -62,7 +62,7 @@ def decoded(
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         image = _scaled(image, where)
         done.append("more bits")
-    image = _in_colour(image, where, done)
+    image = _in_color(image, where, done)
     return image, list(dict.fromkeys(done))
 
 
@@ -71,11 +71,11 @@ DONE = {
     "frames": "{n} {images} {have} several frames, of which the first was read",
     "orientation": "{n} {images} {were} turned upright, as the EXIF orientation says",
     "more bits": "{n} {images} {were} scaled from more than 8 bits to 8",
-    "greyscale": "{n} greyscale {images} {were} converted to colour",
-    "palette": "{n} {images} with a palette {were} converted to colour",
+    "grayscale": "{n} grayscale {images} {were} converted to color",
+    "palette": "{n} {images} with a palette {were} converted to color",
     "transparency": "{n} {images} {were} transparent in places, which was dropped",
     "CMYK": "{n} CMYK {images} {were} converted to RGB",
-    "colours": "{n} {images} in other colours than RGB {were} converted to it",
+    "colors": "{n} {images} in other colors than RGB {were} converted to it",
 }
 
 
@@ -95,17 +95,25 @@ def _read(
     library = pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about sizes below the limit, and notes inside the file that are damaged
+            warnings.simplefilter(
+                "ignore"
+            )  # about sizes below the limit, and notes inside the file that are damaged
             image = library.open(BytesIO(content), formats=formats)
             # Once the pixels are there, both can no longer be told.
             done = ["frames"] if _has_frames(image) else []
-            done += ["more bits"] if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())) else []
+            done += (
+                ["more bits"]
+                if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ()))
+                else []
+            )
             if most is not None and image.width * image.height > most:
                 raise _too_large(where, image.width * image.height, most)
             believed = max(ANYWAY, A_BYTE * len(content))
             if image.width * image.height > believed:
                 claim = f"its header claims {image.width * image.height:,} pixels in {len(content):,} bytes"
-                raise Unreadable(where, f"too large for its length: {claim}, and at most {believed:,} are read")
+                raise Unreadable(
+                    where, f"too large for its length: {claim}, and at most {believed:,} are read"
+                )
             image.load()
             if image.format == "PNG":
                 require_whole(content, image)
@@ -120,13 +128,19 @@ def _read(
 
 
 def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
-    return TooLarge(where, f"too large: its header claims {claimed:,} pixels, and at most {limit:,} are read")
+    return TooLarge(
+        where, f"too large: its header claims {claimed:,} pixels, and at most {limit:,} are read"
+    )
 
 
 def many(count: int, template: str) -> str:
     """A sentence of `DONE` about so many images."""
     one = count == 1
-    words = {"images": "image" if one else "images", "were": "was" if one else "were", "have": "has" if one else "have"}
+    words = {
+        "images": "image" if one else "images",
+        "were": "was" if one else "were",
+        "have": "has" if one else "have",
+    }
     return template.format(n=count, **words)
 
 
@@ -156,13 +170,14 @@ def _orientation(image: Any) -> int:
 
 
 def _scaled(image: Any, where: str) -> Any:
-    """Grey of more than 8 bits, scaled to 8 and not cut off: 16 bits by 257, so that white stays white."""
+    """Gray of more than 8 bits, scaled to 8 and not cut off: 16 bits by 257, so that white stays white."""
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
     most = 1.0 if image.mode == "F" else 65535.0
     if not (low >= 0 and high <= most):
         raise Unreadable(
-            where, f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {most:g} can be scaled to bytes"
+            where,
+            f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {most:g} can be scaled to bytes",
         )
     scaled = np.empty(values.size, np.uint8)
     for start in range(0, values.size, AT_ONCE):
@@ -171,21 +186,23 @@ def _scaled(image: Any, where: str) -> Any:
     return pillow().fromarray(scaled.reshape(values.shape))
 
 
-def _in_colour(image: Any, where: str, done: list[str]) -> Any:
+def _in_color(image: Any, where: str, done: list[str]) -> Any:
     mode = image.mode
     if mode in ("P", "PA"):
         done.append("palette")
-        image = image.convert("RGBA")  # a palette may hold transparency, which RGB alone warns about
+        image = image.convert(
+            "RGBA"
+        )  # a palette may hold transparency, which RGB alone warns about
     elif mode in ("1", "L", "LA", "La"):
-        done.append("greyscale")
+        done.append("grayscale")
     elif not mode.startswith("RGB"):
-        done.append("CMYK" if mode == "CMYK" else "colours")
+        done.append("CMYK" if mode == "CMYK" else "colors")
     if mode in ("La", "RGBa"):
         image = image.convert(f"{mode[:-1]}A")
     if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] < 255:
         done.append("transparency")
-    image.info.pop("transparency", None)  # one colour that stands for none: it stays that colour
+    image.info.pop("transparency", None)  # one color that stands for none: it stays that color
     try:
         return image if image.mode == "RGB" else image.convert("RGB")
     except ValueError:
-        raise Unreadable(where, f"an image in colours that cannot become RGB ({mode})") from None
+        raise Unreadable(where, f"an image in colors that cannot become RGB ({mode})") from None

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from qualms.data.decode import Unreadable, pillow
-from qualms.data.fit import Fit
+from qualms.data.image_transform import ImageTransform
 from qualms.data.images import Images, images_of
 from qualms.data.places import first_of
 from qualms.data.reading import File, Read, read_images
@@ -17,20 +17,24 @@ from qualms.errors import QualmsError
 
 SPLIT_FOLDERS = {"train": ("train",), "test": ("test", "val", "validation")}
 LSUN_FOLDERS = ("lsun", "LSUN", "LSUN_resize", "lsun_resize", "LSUN_test")
-NO_IMAGES = {"BUFR", "GRIB", "HDF5", "MPEG"}  # formats that Pillow recognises and cannot decode
+NO_IMAGES = {"BUFR", "GRIB", "HDF5", "MPEG"}  # formats that Pillow recognizes and cannot decode
 # Images that Pillow does not read by itself, and the package that teaches it to.
 FOREIGN = {
     **dict.fromkeys((".heic", ".heif"), "pillow-heif"),
     ".avif": "pillow-avif-plugin",
     ".jxl": "pillow-jxl-plugin",
-    **dict.fromkeys((".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2", ".svg", ".exr"), ""),
+    **dict.fromkeys(
+        (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2", ".svg", ".exr"), ""
+    ),
 }
 
 
 def read_lsun(root: Path, split: str) -> Images:
     """Rooms and buildings, 32x32: images that a network for CIFAR does not know. Its folders are its classes."""
-    path = first_of((root / folder for folder in LSUN_FOLDERS), f"folder {' or '.join(LSUN_FOLDERS)}")
-    return read_folder(path, split, "lsun", Fit((32, 32), by="as CIFAR's are"))
+    path = first_of(
+        (root / folder for folder in LSUN_FOLDERS), f"folder {' or '.join(LSUN_FOLDERS)}"
+    )
+    return read_folder(path, split, "lsun", ImageTransform((32, 32), by="as CIFAR's are"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ class Listing:
         return (_file(self.path, file) for file in islice(self.files, start, None))
 
 
-def read_folder(path: Path, split: str, name: str, fit: Fit | None = None, strict: bool = True) -> Images:
+def read_folder(
+    path: Path, split: str, name: str, fit: ImageTransform | None = None, strict: bool = True
+) -> Images:
     """All the images in a folder, by their sorted names; in its folder for the split, if it has one."""
     found = list_folder(path, split)
     read = read_images(list(found.to_read()), found.path, fit, strict)
@@ -78,14 +84,24 @@ def list_folder(path: Path, split: str) -> Listing:
     return Listing(path, files, labels, tuple(folder.name for folder in folders), passed)
 
 
-def read_file(path: Path, name: str, fit: Fit | None = None) -> Images:
+def read_file(path: Path, name: str, fit: ImageTransform | None = None) -> Images:
     """One image."""
-    return _images(name, path, [path], None, (), [], read_images([_file(path.parent, path)], path, fit, strict=True))
+    return _images(
+        name,
+        path,
+        [path],
+        None,
+        (),
+        [],
+        read_images([_file(path.parent, path)], path, fit, strict=True),
+    )
 
 
 def is_image(path: Path) -> bool:
     """Whether a file is an image by the ending of its name, whether or not it can be read here."""
-    return path.suffix.lower() in endings() | FOREIGN.keys() and (path.is_file() or path.is_symlink())
+    return path.suffix.lower() in endings() | FOREIGN.keys() and (
+        path.is_file() or path.is_symlink()
+    )
 
 
 def _images(
@@ -121,7 +137,9 @@ def _of_split(path: Path, split: str) -> Path:
     if folders and all(folder.name in every for folder in folders):
         # As classes they would be a surprise: this folder holds the other split alone.
         there = ", ".join(folder.name for folder in folders)
-        raise QualmsError(f"{path} has the folders {there} and none for the split {split}; ask for another split.")
+        raise QualmsError(
+            f"{path} has the folders {there} and none for the split {split}; ask for another split."
+        )
     return path
 
 
@@ -156,7 +174,9 @@ def _file(path: Path, file: Path) -> File:
 def _content(file: Path) -> bytes:
     ending = file.suffix.lower()
     if ending not in endings():
-        needs = f"needs the package {FOREIGN[ending]}" if FOREIGN[ending] else "Pillow does not read"
+        needs = (
+            f"needs the package {FOREIGN[ending]}" if FOREIGN[ending] else "Pillow does not read"
+        )
         raise Unreadable(str(file), f"a {ending} file, which {needs}")
     try:
         return file.read_bytes()
@@ -171,7 +191,9 @@ def endings() -> frozenset[str]:
     with suppress(ImportError):
         import_module("pillow_heif").register_heif_opener()
     known = library.registered_extensions()
-    return frozenset(ending for ending, kind in known.items() if kind in library.OPEN and kind not in NO_IMAGES)
+    return frozenset(
+        ending for ending, kind in known.items() if kind in library.OPEN and kind not in NO_IMAGES
+    )
 
 
 def _passed_over(files: list[Path]) -> list[str]:

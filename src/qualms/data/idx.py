@@ -16,7 +16,18 @@ from qualms.data.places import content_of, first_of
 from qualms.errors import QualmsError
 
 DIGITS = tuple("0123456789")
-CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+CLOTHES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 PREFIX = {"train": "train", "test": "t10k"}
 
 
@@ -31,16 +42,22 @@ def read_fashion_mnist(root: Path, split: str) -> Images:
     return _read(root, folders, split, "fashion-mnist", CLOTHES)
 
 
-def _read(root: Path, folders: tuple[str, ...], split: str, name: str, classes: tuple[str, ...]) -> Images:
+def _read(
+    root: Path, folders: tuple[str, ...], split: str, name: str, classes: tuple[str, ...]
+) -> Images:
     images = _find(root, folders, f"{PREFIX[split]}-images", 3)
     labels = _find(root, folders, f"{PREFIX[split]}-labels", 1)
     pixels = read_idx(images, axes=3)[:, None]
-    return images_of(name, f"{images} with {labels.name}", pixels, read_idx(labels, axes=1), classes)
+    return images_of(
+        name, f"{images} with {labels.name}", pixels, read_idx(labels, axes=1), classes
+    )
 
 
 def _find(root: Path, folders: tuple[str, ...], stem: str, axes: int) -> Path:
     spellings = [f"{stem}{joint}idx{axes}-ubyte{end}" for joint in "-." for end in (".gz", "")]
-    return first_of((root / f / s for f in folders for s in spellings), f"{stem}-idx{axes}-ubyte[.gz]")
+    return first_of(
+        (root / f / s for f in folders for s in spellings), f"{stem}-idx{axes}-ubyte[.gz]"
+    )
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:

@@ -89,20 +89,26 @@ class Images:
         The order is always the shuffled one, so the first k images of a subset are the subset of k.
         """
         if count is not None and count < 1:
-            raise QualmsError(f"a subset of {count} images of {self.name} was asked for; ask for at least 1, or None.")
+            raise QualmsError(
+                f"a subset of {count} images of {self.name} was asked for; ask for at least 1, or None."
+            )
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[:count])
 
     def fitted(self, channels: int, size: int | tuple[int, int]) -> "Images":
-        """In grey (1 channel) or colour (3), resized; the same object if nothing is to be done.
+        """In gray (1 channel) or color (3), resized; the same object if nothing is to be done.
 
         `size` is height and width, or one number for both.
         """
         height, width = (size, size) if isinstance(size, int) else size
         if channels not in (1, 3) or self.pixels.shape[1] not in (1, 3):
-            raise QualmsError(f"{self.name} cannot go from {self.pixels.shape[1]} channels to {channels}; use 1 or 3.")
+            raise QualmsError(
+                f"{self.name} cannot go from {self.pixels.shape[1]} channels to {channels}; use 1 or 3."
+            )
         if min(height, width) < 1:
-            raise QualmsError(f"{self.name} cannot be resized to {size} pixels; ask for at least 1.")
+            raise QualmsError(
+                f"{self.name} cannot be resized to {size} pixels; ask for at least 1."
+            )
         if tuple(self.pixels.shape[1:]) == (channels, height, width):
             return self
         parts = [_fit(part, channels, height, width) for part in self.pixels.split(CHUNK)]
@@ -124,10 +130,15 @@ class Images:
 
 def number_of(values: np.ndarray) -> int:
     """A whole number of 63 bits that changes with any of some numbers, so that draws can follow them."""
-    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=8).digest()) >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=8).digest())
+        >> 1
+    )
 
 
-def _fit(pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: int) -> UInt8[Tensor, "n d k l"]:
+def _fit(
+    pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: int
+) -> UInt8[Tensor, "n d k l"]:
     x: Float[Tensor, "n c h w"] = pixels.float()
     if channels < pixels.shape[1]:
         x = torch.einsum("nchw,c->nhw", x, torch.tensor(LUMA))[:, None]
@@ -137,13 +148,17 @@ def _fit(pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: in
     return x.round().clamp(0, 255).to(torch.uint8).expand(-1, channels, -1, -1)
 
 
-def images_of(name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), **more: Any) -> Images:
+def images_of(
+    name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), **more: Any
+) -> Images:
     """Images from a reader's arrays, once they are consistent; `where` names the files in an error.
 
     `more` are the other fields of `Images`.
     """
     if len(pixels) == 0:
-        raise QualmsError(f"{where} holds no images; check that it is the file you meant, and whole.")
+        raise QualmsError(
+            f"{where} holds no images; check that it is the file you meant, and whole."
+        )
     # A copy where need be: arrays over a file's bytes cannot be written to, and torch wants the order of the axes.
     x = torch.from_numpy(np.require(pixels, np.uint8, ["C", "W"]))
     if labels is None:
@@ -151,7 +166,9 @@ def images_of(name: str, where: object, pixels: Any, labels: Any, classes: tuple
     y = np.asarray(labels)
     if y.ndim == 0 or len(y) != len(x):
         count = 1 if y.ndim == 0 else len(y)
-        raise QualmsError(f"{where} holds {len(x)} images and {count} labels; there must be one label for each image.")
+        raise QualmsError(
+            f"{where} holds {len(x)} images and {count} labels; there must be one label for each image."
+        )
     if y.size != len(x) or y.dtype.kind not in "iu":
         raise QualmsError(
             f"the labels in {where} are {y.dtype} of shape {y.shape}; each must be one whole number, its class."

@@ -9,13 +9,19 @@ from qualms.data.images import Images, images_of
 from qualms.data.places import extra
 
 SIZE = 28
-HEIGHTS = {"train": (25, 28, 31, 34), "test": (26, 29, 32, 35)}  # of the font, in pixels: other sizes for each split
+HEIGHTS = {
+    "train": (25, 28, 31, 34),
+    "test": (26, 29, 32, 35),
+}  # of the font, in pixels: other sizes for each split
 
 
 def read_letters(root: Path, split: str) -> Images:
     """A to z and A to Z, bright on dark, each in four sizes and in the middle of its image."""
     draw = extra("PIL.ImageDraw", "pillow", "letters")
-    image, font = extra("PIL.Image", "pillow", "letters"), extra("PIL.ImageFont", "pillow", "letters")
+    image, font = (
+        extra("PIL.Image", "pillow", "letters"),
+        extra("PIL.ImageFont", "pillow", "letters"),
+    )
     pixels, labels = [], []
     for height in HEIGHTS[split]:
         shape = font.load_default(height)
@@ -24,4 +30,6 @@ def read_letters(root: Path, split: str) -> Images:
             draw.Draw(canvas).text((SIZE / 2, SIZE / 2), letter, 255, shape, anchor="mm")
             pixels.append(np.asarray(canvas)[None])
             labels.append(label)
-    return images_of("letters", "Pillow's font", np.stack(pixels), np.array(labels), tuple(ascii_letters))
+    return images_of(
+        "letters", "Pillow's font", np.stack(pixels), np.array(labels), tuple(ascii_letters)
+    )

@@ -17,9 +17,39 @@ import numpy as np
 
 HEADER, LEAST = 128, 8  # bytes
 MATRIX, COMPRESSED = 14, 15  # types of elements that hold others
-STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
-NUMBERS = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
-OTHERS = {1: "cell", 2: "struct", 3: "object", 4: "char", 5: "sparse", 16: "function", 17: "opaque"}  # of no use here
+STORED = {
+    1: "i1",
+    2: "u1",
+    3: "i2",
+    4: "u2",
+    5: "i4",
+    6: "u4",
+    7: "f4",
+    9: "f8",
+    12: "i8",
+    13: "u8",
+}
+NUMBERS = {
+    6: "f8",
+    7: "f4",
+    8: "i1",
+    9: "u1",
+    10: "i2",
+    11: "u2",
+    12: "i4",
+    13: "u4",
+    14: "i8",
+    15: "u8",
+}
+OTHERS = {
+    1: "cell",
+    2: "struct",
+    3: "object",
+    4: "char",
+    5: "sparse",
+    16: "function",
+    17: "opaque",
+}  # of no use here
 COMPLEX, LOGICAL = 0x0800, 0x0200
 INT8, INT32, UINT32 = 1, 5, 6
 
@@ -91,4 +121,6 @@ def _variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str, Var
     told = "complex" if flags & COMPLEX else "logical" if flags & LOGICAL else np.dtype(code).name
     # MATLAB stores numbers in the narrowest type that holds them all.
     array = np.frombuffer(numbers, f"{order}{STORED[stored]}").astype(code, copy=False)
-    return bytes(name).decode("latin1"), Variable(told, None if flags & COMPLEX else array.reshape(lengths, order="F"))
+    return bytes(name).decode("latin1"), Variable(
+        told, None if flags & COMPLEX else array.reshape(lengths, order="F")
+    )

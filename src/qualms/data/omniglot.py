@@ -23,11 +23,13 @@ def read_omniglot(root: Path, split: str) -> Images:
         raise QualmsError(f"{path} holds no ALPHABET/characterNN/*.png; unpack {folder}.zip there.")
     pixels = np.stack([_drawing(file) for drawings in files for file in drawings])[:, None]
     labels = [label for label, drawings in enumerate(files) for _ in drawings]
-    return images_of("omniglot", path, pixels, labels, tuple(f"{c.parent.name}/{c.name}" for c in characters))
+    return images_of(
+        "omniglot", path, pixels, labels, tuple(f"{c.parent.name}/{c.name}" for c in characters)
+    )
 
 
 def _drawing(file: Path) -> np.ndarray:
-    """One drawing in grey, bright ink on black, resized to 28x28."""
+    """One drawing in gray, bright ink on black, resized to 28x28."""
     image = opened(content_of(file), str(file)).convert("L")
     if image.size != (SIZE, SIZE):
         image = image.resize((SIZE, SIZE), pillow().Resampling.LANCZOS)

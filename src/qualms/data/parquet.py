@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qualms.data.decode import Unreadable
-from qualms.data.fit import Fit
+from qualms.data.image_transform import ImageTransform
 from qualms.data.images import Images, images_of
 from qualms.data.places import content_of, extra
 from qualms.data.reading import File, read_images
@@ -32,12 +32,19 @@ class ParquetImages:
     @property
     def groups(self) -> list[int]:
         """How many rows each group has, which are stored together."""
-        return [self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups)]
+        return [
+            self.file.metadata.row_group(group).num_rows
+            for group in range(self.file.num_row_groups)
+        ]
 
     def files(self, values: Iterable[Any], first: int = 0, prefix: str = "") -> list[File]:
         """Images of consecutive rows as a reader takes them."""
         return [
-            File(f"{prefix}row {row}", f"row {row} of {self.path}", partial(_content, self.path, row, value))
+            File(
+                f"{prefix}row {row}",
+                f"row {row} of {self.path}",
+                partial(_content, self.path, row, value),
+            )
             for row, value in enumerate(values, first)
         ]
 
@@ -48,7 +55,9 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
     with readable(path):
         file = parquet.ParquetFile(content)
         kept, metadata = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
-    image_key, label_key = (next((key for key in keys if key in kept), None) for keys in (IMAGES, LABELS))
+    image_key, label_key = (
+        next((key for key in keys if key in kept), None) for keys in (IMAGES, LABELS)
+    )
     if image_key is None:
         raise QualmsError(
             f"{path} has the columns {', '.join(kept) or 'none'} and no images; name that column {', '.join(IMAGES)}."
@@ -56,8 +65,10 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
     return ParquetImages(path, file, image_key, label_key, _class_names(metadata, label_key))
 
 
-def read_parquet(path: Path, name: str, fit: Fit | None = None, strict: bool = True) -> Images:
-    """The images of one file in colour, with labels and names of classes if it has them."""
+def read_parquet(
+    path: Path, name: str, fit: ImageTransform | None = None, strict: bool = True
+) -> Images:
+    """The images of one file in color, with labels and names of classes if it has them."""
     arrow = extra("pyarrow", "pyarrow", ".parquet files")
     opened = open_parquet(path, arrow.BufferReader(content_of(path)))
     columns = [key for key in (opened.image_key, opened.label_key) if key is not None]
@@ -115,13 +126,17 @@ def readable(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.strerror is None:  # pyarrow's own, of a broken file
             raise _broken(path, error) from None
-        raise QualmsError(f"{path} cannot be read ({error.strerror}); check that it is a file you may read.") from None
+        raise QualmsError(
+            f"{path} cannot be read ({error.strerror}); check that it is a file you may read."
+        ) from None
     except Exception as error:  # a broken file raises whatever comes up
         raise _broken(path, error) from None
 
 
 def _broken(path: Path, error: Exception) -> QualmsError:
-    return QualmsError(f"{path} is cut or not a parquet file ({type(error).__name__}); get it again.")
+    return QualmsError(
+        f"{path} is cut or not a parquet file ({type(error).__name__}); get it again."
+    )
 
 
 def _content(path: Path, row: int, value: Any) -> bytes:

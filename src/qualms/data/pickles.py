@@ -19,7 +19,9 @@ import numpy as np
 from qualms.data.places import content_of
 from qualms.errors import QualmsError
 
-NUMBER = re.compile(r"[<>|=]?[biuf][1248]")  # the types of numbers an array may have: no objects, no fields
+NUMBER = re.compile(
+    r"[<>|=]?[biuf][1248]"
+)  # the types of numbers an array may have: no objects, no fields
 
 
 class _Refused(Exception):
@@ -40,7 +42,9 @@ def read_pickle(path: Path) -> Any:
             "code; get it again from where it is published."
         ) from None
     except Exception as error:  # a broken pickle raises whatever comes up
-        raise QualmsError(f"{path} is cut or not a pickle ({type(error).__name__}); get it again.") from None
+        raise QualmsError(
+            f"{path} is cut or not a pickle ({type(error).__name__}); get it again."
+        ) from None
 
 
 def _bounded(content: bytes) -> None:
@@ -48,13 +52,17 @@ def _bounded(content: bytes) -> None:
     # Walking over it first, which runs nothing, shows that each length is within the file.
     for code, argument, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and int(argument or 0) > len(content):
-            raise _Refused(f"it remembers object number {argument} of a file of {len(content)} bytes")
+            raise _Refused(
+                f"it remembers object number {argument} of a file of {len(content)} bytes"
+            )
 
 
 def _plain(found: Any) -> Any:
     # Only the arrays right in the dictionary: going further down could take for ever in a pickle made for that.
     return (
-        {k: v.numbers if isinstance(v, _Array) else v for k, v in found.items()} if isinstance(found, dict) else found
+        {k: v.numbers if isinstance(v, _Array) else v for k, v in found.items()}
+        if isinstance(found, dict)
+        else found
     )
 
 
@@ -98,7 +106,9 @@ class _Array:
 def _array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
     if not isinstance(kind, _Type) or not isinstance(content, bytes | bytearray):
         raise _Refused("it has an array of something other than numbers")
-    if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
+    if not isinstance(shape, tuple) or not all(
+        type(length) is int and length >= 0 for length in shape
+    ):
         raise ValueError("not a shape")
     numbers = np.frombuffer(bytes(content), kind.code)
     if math.prod(shape) != len(numbers):

@@ -27,7 +27,9 @@ def content_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise QualmsError(f"{path} cannot be read ({error.strerror}); check that it is a file you may read.") from None
+        raise QualmsError(
+            f"{path} cannot be read ({error.strerror}); check that it is a file you may read."
+        ) from None
 
 
 def extra(module: str, package: str, what: str, group: str = "app") -> Any:
@@ -35,4 +37,6 @@ def extra(module: str, package: str, what: str, group: str = "app") -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise QualmsError(f"reading {what} needs {package}; pip install '.[{group}]' in a clone of qualms") from None
+        raise QualmsError(
+            f"reading {what} needs {package}; pip install '.[{group}]' in a clone of qualms"
+        ) from None

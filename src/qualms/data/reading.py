@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from qualms.data.decode import Unreadable, decoded, told
-from qualms.data.fit import Fit, channels_first
+from qualms.data.image_transform import ImageTransform, channels_first
 from qualms.data.images import Rejected
 from qualms.errors import QualmsError
 
@@ -32,15 +32,19 @@ class Read:
     rejected: tuple[Rejected, ...]
 
 
-def read_images(files: Sequence[File], where: object, fit: Fit | None, strict: bool) -> Read:
-    """All of `files` in colour, or as `fit` says; the first that cannot be read is an error if `strict`."""
+def read_images(
+    files: Sequence[File], where: object, fit: ImageTransform | None, strict: bool
+) -> Read:
+    """All of `files` in color, or as `fit` says; the first that cannot be read is an error if `strict`."""
     read = read_some(files, where, fit, strict)
     if not read.kept:
         raise _nothing(where, read.rejected)
     return read
 
 
-def read_some(files: Sequence[File], where: object, fit: Fit | None, strict: bool) -> Read:
+def read_some(
+    files: Sequence[File], where: object, fit: ImageTransform | None, strict: bool
+) -> Read:
     """The same, where it is no error that none can be read: there are others."""
     pixels: np.ndarray | None = None
     kept: list[int] = []
@@ -71,7 +75,7 @@ def read_some(files: Sequence[File], where: object, fit: Fit | None, strict: boo
     if pixels is None:
         pixels = np.empty((0, 3, 1, 1), np.uint8)
     if fit is not None and fit.channels == 1:
-        del done["greyscale"]
+        del done["grayscale"]
     notes = [*told(done.items()), *([] if fit is None else [fit.told(sizes)])]
     return Read(pixels[: len(kept)], kept, tuple(note for note in notes if note), tuple(rejected))
 
@@ -81,7 +85,9 @@ def _nothing(where: object, rejected: Sequence[Rejected]) -> QualmsError:
         return QualmsError(f"{where} holds no images; check that it is the one you meant.")
     first = rejected[0]
     if len(rejected) == 1:
-        return QualmsError(f"no image can be read from {where}: {first.id} is {first.reason}; replace it.")
+        return QualmsError(
+            f"no image can be read from {where}: {first.id} is {first.reason}; replace it."
+        )
     return QualmsError(
         f"none of the {len(rejected)} images in {where} can be read: {first.id} is {first.reason}; replace them."
     )

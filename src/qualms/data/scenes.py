@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qualms.data.digits import read_digits
 from qualms.data.letters import read_letters
-from qualms.data.normalisation import Normalisation
+from qualms.data.normalization import Normalization
 from qualms.data.photos import read_photos
 from qualms.errors import QualmsError
 from qualms.random import generator
@@ -25,17 +25,20 @@ CLASSES = ("background", *"01234567")
 UNKNOWN, IGNORED = 254, 255  # labels of pixels that are of no class
 KINDS = ("digits", "letters", "photos")  # of unknown objects
 LIKE_DIGITS = "bDIilOoSsZz"  # letters that one may well call 6, 0, 1, 5 or 2
-NORMALISATION = Normalisation((0.3,), (0.3,))
+NORMALIZATION = Normalization((0.3,), (0.3,))
 OBJECT = 8  # pixels of an object before it is enlarged
 LEAST, MOST = 12, 20  # and after
 OBJECTS = (2, 4)  # known ones in a scene, if there is room
 TRIES = 20  # places that are tried for each
-INK, PAPER = 0.45, 0.15  # how opaque the pixels of an object are at least, and those of the background at most
+INK, PAPER = (
+    0.45,
+    0.15,
+)  # how opaque the pixels of an object are at least, and those of the background at most
 
 
 @dataclass(frozen=True, eq=False)
 class Scenes:
-    """Grey images, and the class of each pixel: 0 to 8 of `CLASSES`, `UNKNOWN`, or `IGNORED` at the edge of ink."""
+    """Gray images, and the class of each pixel: 0 to 8 of `CLASSES`, `UNKNOWN`, or `IGNORED` at the edge of ink."""
 
     pixels: UInt8[Tensor, "n 1 h w"]
     labels: Int64[Tensor, "n h w"]
@@ -61,20 +64,27 @@ def scenes(count: int, split: str = "test", unknown: str | None = None, seed: in
     assert known.labels is not None
     ink, others = _small(known.pixels), None if unknown is None else _objects(unknown, split)
     purpose = (split == "test", 0 if unknown is None else 1 + KINDS.index(unknown))
-    made = [_scene(ink, known.labels, others, generator(seed, *map(int, purpose), i)) for i in range(count)]
-    return Scenes(torch.stack([image for image, _ in made]), torch.stack([labels for _, labels in made]))
+    made = [
+        _scene(ink, known.labels, others, generator(seed, *map(int, purpose), i))
+        for i in range(count)
+    ]
+    return Scenes(
+        torch.stack([image for image, _ in made]), torch.stack([labels for _, labels in made])
+    )
 
 
 def _small(pixels: UInt8[Tensor, "n c h w"]) -> Float[Tensor, "n 8 8"]:
-    """Of 0 to 1, in grey."""
-    grey = pixels.float().mean(1, keepdim=True) / 255
-    return F.interpolate(grey, (OBJECT, OBJECT), mode="bilinear", antialias=True)[:, 0]
+    """Of 0 to 1, in gray."""
+    gray = pixels.float().mean(1, keepdim=True) / 255
+    return F.interpolate(gray, (OBJECT, OBJECT), mode="bilinear", antialias=True)[:, 0]
 
 
 def _cropped(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
     """Without its margin: the digits have none."""
     _, rows, columns = letter.nonzero(as_tuple=True)
-    return letter[:, int(rows.min()) : int(rows.max()) + 1, int(columns.min()) : int(columns.max()) + 1]
+    return letter[
+        :, int(rows.min()) : int(rows.max()) + 1, int(columns.min()) : int(columns.max()) + 1
+    ]
 
 
 def _objects(kind: str, split: str) -> tuple[Float[Tensor, "n 8 8"], bool]:
@@ -84,9 +94,15 @@ def _objects(kind: str, split: str) -> tuple[Float[Tensor, "n 8 8"], bool]:
     if kind == "letters":
         letters = read_letters(Path(), split)
         assert letters.labels is not None
-        kept = [i for i, label in enumerate(letters.labels.tolist()) if letters.classes[label] not in LIKE_DIGITS]
+        kept = [
+            i
+            for i, label in enumerate(letters.labels.tolist())
+            if letters.classes[label] not in LIKE_DIGITS
+        ]
         ink = torch.cat([_small(_cropped(letters.pixels[i])[None]) for i in kept])
-        return ink / ink.amax((1, 2), keepdim=True), True  # thin lines, as dark as those of the digits
+        return ink / ink.amax(
+            (1, 2), keepdim=True
+        ), True  # thin lines, as dark as those of the digits
     digits = read_digits(Path(), split)
     assert digits.labels is not None
     return _small(digits.pixels[digits.labels >= len(CLASSES) - 1]), True
@@ -124,7 +140,9 @@ class _Canvas:
         """A random number from 0 to below `end`."""
         return int(torch.randint(end, (), generator=self.source))
 
-    def paste(self, opaque: Float[Tensor, "8 8"], label: int, picture: Float[Tensor, "8 8"] | None = None) -> None:
+    def paste(
+        self, opaque: Float[Tensor, "8 8"], label: int, picture: Float[Tensor, "8 8"] | None = None
+    ) -> None:
         """An object in a random size, at a place where there is none yet; left out if none is found."""
         size = LEAST + self.whole(MOST - LEAST + 1)
         brightness = 0.75 + 0.25 * torch.rand((), generator=self.source)
@@ -136,9 +154,11 @@ class _Canvas:
         else:
             return
         alpha = _enlarged(opaque, size)
-        colour = brightness if picture is None else _enlarged(picture, size)
-        self.image[place] = (1 - alpha) * self.image[place] + alpha * colour
-        self.labels[place] = torch.where(alpha >= INK, label, torch.where(alpha > PAPER, IGNORED, 0))
+        color = brightness if picture is None else _enlarged(picture, size)
+        self.image[place] = (1 - alpha) * self.image[place] + alpha * color
+        self.labels[place] = torch.where(
+            alpha >= INK, label, torch.where(alpha > PAPER, IGNORED, 0)
+        )
         self.taken[place] = True
 
     def pixels(self) -> UInt8[Tensor, "1 h w"]:

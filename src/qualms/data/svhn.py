@@ -24,10 +24,16 @@ def read_svhn(root: Path, split: str) -> Images:
             f"X in {path} is {pixels.dtype} of shape {pixels.shape}, and SVHN's is uint8 of (32, 32, 3, n); "
             "get it again."
         )
-    if labels.size and not (labels.min() >= 1 and labels.max() <= 10 and (labels == labels.astype("int64")).all()):
-        raise QualmsError(f"the labels in {path} are not all classes from 1 to 10, as SVHN counts them; get it again.")
+    if labels.size and not (
+        labels.min() >= 1 and labels.max() <= 10 and (labels == labels.astype("int64")).all()
+    ):
+        raise QualmsError(
+            f"the labels in {path} are not all classes from 1 to 10, as SVHN counts them; get it again."
+        )
     # [height, width, channel, n] in the file.
-    return images_of("svhn", path, pixels.transpose(3, 2, 0, 1), labels.astype("int64") % 10, DIGITS)
+    return images_of(
+        "svhn", path, pixels.transpose(3, 2, 0, 1), labels.astype("int64") % 10, DIGITS
+    )
 
 
 def _variables(path: Path) -> dict[str, np.ndarray]:
@@ -35,9 +41,13 @@ def _variables(path: Path) -> dict[str, np.ndarray]:
     try:
         found = read_mat(content)
     except (ValueError, zlib.error) as error:
-        raise QualmsError(f"{path} is cut or not a MATLAB 5 file ({reason(error)}); get it again.") from None
+        raise QualmsError(
+            f"{path} is cut or not a MATLAB 5 file ({reason(error)}); get it again."
+        ) from None
     numbers = {name: one.numbers for name, one in found.items() if one.numbers is not None}
     if not {"X", "y"} <= numbers.keys():
         there = ", ".join(f"{name} ({one.kind})" for name, one in found.items()) or "nothing"
-        raise QualmsError(f"{path} is cut or not SVHN's: it holds {there} and not numbers X and y; get it again.")
+        raise QualmsError(
+            f"{path} is cut or not SVHN's: it holds {there} and not numbers X and y; get it again."
+        )
     return numbers

@@ -23,16 +23,26 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
     try:
         _require_whole(path)
         with open(path, "rb") as stream:
-            for sample in library.group_by_keys(library.tar_file_expander([{"url": str(path), "stream": stream}])):
+            for sample in library.group_by_keys(
+                library.tar_file_expander([{"url": str(path), "stream": stream}])
+            ):
                 key = sample["__key__"]
                 if key in seen:
-                    raise QualmsError(f"{path} has two samples called {key}; give each a name of its own.")
+                    raise QualmsError(
+                        f"{path} has two samples called {key}; give each a name of its own."
+                    )
                 seen.add(key)
-                yield File(f"{prefix}{key}", f"{key} in {path}", partial(_content, sample, f"{key} in {path}"))
+                yield File(
+                    f"{prefix}{key}",
+                    f"{key} in {path}",
+                    partial(_content, sample, f"{key} in {path}"),
+                )
     except (QualmsError, GeneratorExit):
         raise
     except OSError as error:
-        raise QualmsError(f"{path} cannot be read ({error.strerror or error}); check that it is whole.") from None
+        raise QualmsError(
+            f"{path} cannot be read ({error.strerror or error}); check that it is whole."
+        ) from None
     except Exception as error:  # a broken file raises whatever comes up
         raise QualmsError(
             f"{path} is cut, not a .tar file, or names a sample twice ({type(error).__name__}); get it again."

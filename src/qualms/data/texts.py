@@ -9,12 +9,15 @@ from typing import Any
 
 from qualms.data.decode import Unreadable
 from qualms.data.images import Rejected
-from qualms.data.load import place_of, root_of
+from qualms.data.loading import place_of, root_of
 from qualms.data.parquet import readable
 from qualms.data.places import content_of, extra
 from qualms.errors import QualmsError
 
-TEXT, NAMES = "text", ("id", "name")  # keys of a line and columns of a table; of the names, the first that is there
+TEXT, NAMES = (
+    "text",
+    ("id", "name"),
+)  # keys of a line and columns of a table; of the names, the first that is there
 KINDS = "a .txt, .jsonl or .parquet file, or a folder of .txt files"
 
 
@@ -57,7 +60,9 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
     """
     place = place_of(str(name), root_of(root))
     if place is None:
-        raise QualmsError(f"there is no {name} in the working directory or {root_of(root)}; give {KINDS}.")
+        raise QualmsError(
+            f"there is no {name} in the working directory or {root_of(root)}; give {KINDS}."
+        )
     read = _files if place.is_dir() else READERS.get(place.suffix.lower())
     if read is None:
         raise QualmsError(f"{place} is not among the texts that can be read; give {KINDS}.")
@@ -79,7 +84,11 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
         documents[called] = Document(called, text)
     if not documents:
         raise _nothing(place, rejected)
-    return Texts(tuple(documents.values()), f"{place}/ (folder)" if place.is_dir() else str(place), tuple(rejected))
+    return Texts(
+        tuple(documents.values()),
+        f"{place}/ (folder)" if place.is_dir() else str(place),
+        tuple(rejected),
+    )
 
 
 def _file(path: Path) -> Iterator[Entry]:
@@ -130,7 +139,9 @@ def _rows(path: Path) -> Iterator[Entry]:
         file = parquet.ParquetFile(arrow.BufferReader(content_of(path)))
         kept: Sequence[str] = file.schema_arrow.names
         if TEXT not in kept:
-            raise QualmsError(f"{path} has the columns {', '.join(kept) or 'none'} and no {TEXT}; name that column so.")
+            raise QualmsError(
+                f"{path} has the columns {', '.join(kept) or 'none'} and no {TEXT}; name that column so."
+            )
         rows = file.read(columns=[key for key in (TEXT, *NAMES) if key in kept]).to_pylist()
     for number, row in enumerate(rows):
         where = f"row {number} of {path}"
@@ -142,7 +153,9 @@ def _named(values: Mapping[str, Any], where: str) -> tuple[str | None, str]:
     if not isinstance(values.get(TEXT), str):
         raise Unreadable(where, f'without a string "{TEXT}"')
     names = (values.get(key) for key in NAMES)
-    return next((str(name) for name in names if isinstance(name, (str, int)) and str(name)), None), values[TEXT]
+    return next(
+        (str(name) for name in names if isinstance(name, (str, int)) and str(name)), None
+    ), values[TEXT]
 
 
 def _require_text(text: str, where: str) -> None:
@@ -152,7 +165,9 @@ def _require_text(text: str, where: str) -> None:
 
 
 def _require_whole(text: str, where: str, how: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):  # JSON can say this, and no text can hold it
+    if any(
+        "\ud800" <= character <= "\udfff" for character in text
+    ):  # JSON can say this, and no text can hold it
         raise Unreadable(where, f"{how} halves of characters (lone surrogates)")
 
 

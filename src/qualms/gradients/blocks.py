@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from qualms.gradients.inputs import Batch, take
-from qualms.gradients.layers import grouped
-from qualms.gradients.rows import Rows
-from qualms.gradients.watch.forward import use_order
+from qualms.gradients.batch import Batch, take_samples
+from qualms.gradients.layers import group_by_layer
+from qualms.gradients.model_input import ModelInput
+from qualms.gradients.tracing.traced_forward import use_order
 
 
 def heavy_blocks(model: nn.Module, batch: Batch, selected: dict[str, Tensor]) -> list[list[str]]:
@@ -19,12 +19,12 @@ def heavy_blocks(model: nn.Module, batch: Batch, selected: dict[str, Tensor]) ->
         batch: inputs like those to be scored.
         selected: the parameters that count.
     """
-    order = use_order(model, Rows(take(batch, slice(0, 1))), selected)
+    order = use_order(model, ModelInput(take_samples(batch, slice(0, 1))), selected)
     if not order.names:
         return []
     counted = order.counted(order.names, selected)
     found: list[list[str]] = []
-    for names in grouped(model, counted, "block").values():
+    for names in group_by_layer(model, counted, "block").values():
         if any(selected[name].ndim > 1 for name in names):
             found.append([])
         if found:

@@ -57,7 +57,9 @@ def logits(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"
 def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
     """(1/C) Σ_c (e_c - p) = 1/C - p: the mean over classes of the gradients of log p_c."""
     z = logits.double()
-    odds = (z - z.amax(-1, keepdim=True)).expm1()  # less 1: what is left of them where all logits are nearly equal
+    odds = (
+        z - z.amax(-1, keepdim=True)
+    ).expm1()  # less 1: what is left of them where all logits are nearly equal
     return ((odds.mean(-1, keepdim=True) - odds) / (odds + 1).sum(-1, keepdim=True))[None]
 
 
@@ -95,7 +97,9 @@ def contrast_count(classes: int) -> int:
 
 @cache
 def _zero_sum_basis(classes: int, number: int) -> Float[Tensor, "m c"]:
-    drawn = torch.randn(classes, number, generator=torch.Generator().manual_seed(classes), dtype=torch.double)
+    drawn = torch.randn(
+        classes, number, generator=torch.Generator().manual_seed(classes), dtype=torch.double
+    )
     orthonormal = torch.linalg.qr(drawn - drawn.mean(0)).Q
     return orthonormal.T * ((classes - 1) / number) ** 0.5
 
@@ -162,15 +166,20 @@ class Directions:
 
     def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
         """The directions of all sets, in the order of `names`, divided by r: what leads to mean gradients."""
-        return Cotangents(self.size(logits.shape[-1]), partial(self._blocks, logits.detach(), block_bytes))
+        return Cotangents(
+            self.size(logits.shape[-1]), partial(self._blocks, logits.detach(), block_bytes)
+        )
 
     def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        (inputs, per_input, classes), step = logits.shape, max(1, block_bytes // (DOUBLE * logits.numel()))
+        (inputs, rows_per_sample, classes), step = (
+            logits.shape,
+            max(1, block_bytes // (DOUBLE * logits.numel())),
+        )
         for name in self.names:
             for start in range(0, Directions((name,)).size(classes), step):
                 some = (slice(start, start + step),) if name in IN_BLOCKS else ()
                 block: Tensor = DIRECTIONS[name](logits, *some)
-                yield unit_sized(block.flatten(1, 2).div_(per_input), inputs)
+                yield unit_sized(block.flatten(1, 2).div_(rows_per_sample), inputs)
 
 
 def _size(name: str, classes: int) -> int:
@@ -184,7 +193,9 @@ def projected(
     return torch.cat([projections(name, logits, tangents).mean(1) for name in names], dim=-1)
 
 
-def projections(name: str, logits: Float[Tensor, "b _ c"], tangents: Float[Tensor, "b _ c"]) -> Float[Tensor, "b _ m"]:
+def projections(
+    name: str, logits: Float[Tensor, "b _ c"], tangents: Float[Tensor, "b _ c"]
+) -> Float[Tensor, "b _ m"]:
     """v·y for every direction v of one set and each y = J s: of each row, or of one row and several tangents."""
     y = tangents.double()
     if name == "logits":

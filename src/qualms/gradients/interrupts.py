@@ -16,11 +16,13 @@ from typing import Any
 PATIENCE = 5.0  # seconds after which another Ctrl-C is raised at once: the model itself may hang
 
 _since: float | None = None  # when the waiting signal came
-_handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler  # the one in force before
+_handler: Callable[[int, FrameType | None], Any] = (
+    signal.default_int_handler
+)  # the one in force before
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Ctrl-C waits for the next `deliver`, or for the end. Only the main thread gets signals; others just run."""
     global _since, _handler
     users = signal.getsignal(signal.SIGINT)

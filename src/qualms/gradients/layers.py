@@ -28,7 +28,9 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
     elif isinstance(params, str):
         chosen = {name: p for name, p in named.items() if fnmatchcase(name, params)}
     else:
-        raise QualmsError(f"params is a {type(params).__name__}; pass a pattern such as 'layer4.*', or a function.")
+        raise QualmsError(
+            f"params is a {type(params).__name__}; pass a pattern such as 'layer4.*', or a function."
+        )
     unsupported = [name for name, p in chosen.items() if p.is_complex()]
     if unsupported:
         raise QualmsError(
@@ -45,7 +47,7 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
 def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
     """The layer that a parameter belongs to.
 
-    `module` is the module that owns it directly (a parametrised one owns what its parametrisation holds), `tensor` the
+    `module` is the module that owns it directly (a parametrized one owns what its parametrization holds), `tensor` the
     parameter itself, `block` the innermost child of a repeated container: one whose children are all of one class and
     have children themselves, such as the stages of a ResNet or the list of a transformer's layers.
     """
@@ -60,12 +62,18 @@ def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
     for depth in range(len(path), 0, -1):
         container = list(model.get_submodule(".".join(path[: depth - 1])).children())
         one_class = len({type(child) for child in container}) == 1
-        if len(container) > 1 and one_class and all(any(True for _ in child.children()) for child in container):
+        if (
+            len(container) > 1
+            and one_class
+            and all(any(True for _ in child.children()) for child in container)
+        ):
             return ".".join(path[:depth])
     return owner or "(model)"
 
 
-def grouped(model: nn.Module, names: list[str], granularity: Granularity) -> dict[str, list[str]]:
+def group_by_layer(
+    model: nn.Module, names: list[str], granularity: Granularity
+) -> dict[str, list[str]]:
     """Layers in order of first use, each with its parameters."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -73,7 +81,9 @@ def grouped(model: nn.Module, names: list[str], granularity: Granularity) -> dic
     return groups
 
 
-def total_norms(norms: Float[Tensor, "b m l"], lam: float | None, norm: Norm) -> Float[Tensor, "b m"]:
+def total_norms(
+    norms: Float[Tensor, "b m l"], lam: float | None, norm: Norm
+) -> Float[Tensor, "b m"]:
     """‖g‖ without a λ; with one, Σ_l a_l ‖g_l‖ (λ = 0 is Σ_l ‖g_l‖, which is not the plain L2 norm)."""
     if lam is not None:
         return norms @ layer_weights(norms.shape[-1], lam).to(norms)

@@ -99,7 +99,9 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total[0] += storage.nbytes()
-        return t.detach()  # the tensor itself, kept by the operation that made it, would never be let go
+        return (
+            t.detach()
+        )  # the tensor itself, kept by the operation that made it, would never be let go
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield total

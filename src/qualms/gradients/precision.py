@@ -27,7 +27,11 @@ class Narrowest(TorchFunctionMode):
         self.cast_to: torch.dtype | None = None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         given = [_rounding(t.dtype) for t in tensors_in((args, kwargs)) if t.is_floating_point()]
@@ -55,16 +59,24 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, COARSE)
 
 
-def close(have: Float[Tensor, "rows n"], want: Float[Tensor, "rows n"], precision: torch.dtype | None = None) -> bool:
+def close(
+    have: Float[Tensor, "rows n"],
+    want: Float[Tensor, "rows n"],
+    precision: torch.dtype | None = None,
+) -> bool:
     """Whether two tensors are the same but for rounding, each row measured by its largest entry.
 
     `precision`: the type that rounds most on the way to them, if it is not their own.
     """
-    return have.shape == want.shape and _within(have, want, want.abs().amax(-1, keepdim=True), precision)
+    return have.shape == want.shape and _within(
+        have, want, want.abs().amax(-1, keepdim=True), precision
+    )
 
 
 def close_logits(
-    have: Float[Tensor, "rows c"], want: Float[Tensor, "rows c"], precision: torch.dtype | None = None
+    have: Float[Tensor, "rows c"],
+    want: Float[Tensor, "rows c"],
+    precision: torch.dtype | None = None,
 ) -> bool:
     """The same for logits, where classes that are masked by a huge negative number set no measure for the others."""
     if have.shape != want.shape:
@@ -84,7 +96,9 @@ def same_values(have: Tensor, want: Tensor) -> bool:
     with torch.no_grad():
         if have.dtype != want.dtype or not want.is_floating_point():
             return torch.equal(have, want)
-        eps = torch.finfo(want.dtype).eps * (4 if want.element_size() < 4 else 64)  # 16 bits are coarse
+        eps = torch.finfo(want.dtype).eps * (
+            4 if want.element_size() < 4 else 64
+        )  # 16 bits are coarse
         largest = float(want.abs().max()) if want.numel() else 0.0
         return torch.allclose(have, want, rtol=eps, atol=eps / 64 * largest)
 
@@ -101,7 +115,7 @@ def same_norms(found: dict[str, Tensor], expected: dict[str, float], dtype: torc
     return True
 
 
-def accurate(t: Tensor) -> Tensor:
+def at_least_float32(t: Tensor) -> Tensor:
     """Sums over positions of 16-bit numbers are taken in 32 bits."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
@@ -132,7 +146,9 @@ def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
     found = torch.linalg.vecdot(g, g).double()
     if not g.shape[1]:
         return found
-    low, high = found.aminmax()  # asked for every parameter and class: a quarter of the time of `beyond`
+    low, high = (
+        found.aminmax()
+    )  # asked for every parameter and class: a quarter of the time of `beyond`
     if not (low.item() >= SMALLEST and high.item() < torch.inf):
         size = torch.linalg.vector_norm(g, torch.inf, dim=1)
         odd = beyond(found) & (size > 0)

@@ -56,11 +56,17 @@ class Settings:
     def __post_init__(self) -> None:
         for argument, value in (("budget", self.budget), ("batch_size", self.batch_size)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise QualmsError(f"{argument}={value!r} is not a positive whole number; leave it out for the default.")
+                raise QualmsError(
+                    f"{argument}={value!r} is not a positive whole number; leave it out for the default."
+                )
         if not isinstance(self.seed, int) or self.seed < 0:
             raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
-        if self.tolerance is not None and (not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1):
-            raise QualmsError(f"tolerance={self.tolerance!r} is not a share from 0 (exact) to below 1.")
+        if self.tolerance is not None and (
+            not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1
+        ):
+            raise QualmsError(
+                f"tolerance={self.tolerance!r} is not a share from 0 (exact) to below 1."
+            )
         if not isinstance(self.engine, Sketch):
             _require_known("engine", self.engine, get_args(Engine))
         _require_known("layers", self.granularity, get_args(Granularity))

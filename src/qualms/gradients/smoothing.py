@@ -52,7 +52,9 @@ class Smoothing:
             return value
         given = value if isinstance(value, tuple) else (value,)
         numbers = given[0] if isinstance(given[0], tuple) else given[:1]
-        if len(given) > 2 or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in numbers):
+        if len(given) > 2 or not all(
+            isinstance(v, (int, float)) and not isinstance(v, bool) for v in numbers
+        ):
             raise QualmsError(
                 f"smoothing={value!r} is not known; pass qualms.Smoothing, a number σ, or the pair (σ, N)."
             )

@@ -18,13 +18,15 @@ OTHERS = (list, set, deque)
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class Traces:
+class ModuleSnapshot:
     """The places where modules keep things, whose contents can be noted and put back."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # A script's attributes are not Python's; its buffers are restored like all others.
         ours = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-        own = [value for m in ours for name, value in vars(m).items() if name not in OF_EVERY_MODULE]
+        own = [
+            value for m in ours for name, value in vars(m).items() if name not in OF_EVERY_MODULE
+        ]
         self.dicts: list[Any] = [d for m in ours for d in (vars(m), m._parameters, m._buffers) if d]
         self.dicts += [value for value in own if type(value) in DICTS]
         self.others: list[Any] = [value for value in own if type(value) in OTHERS]

@@ -5,7 +5,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def largest(features: Float[Tensor, "b f"], percentile: float) -> tuple[Float[Tensor, "b k"], Tensor]:
+def largest(
+    features: Float[Tensor, "b f"], percentile: float
+) -> tuple[Float[Tensor, "b k"], Tensor]:
     """The values and places of the features above a percentile of their number; at least one."""
     count = features.shape[1]
     return torch.topk(features, max(1, count - round(count * percentile / 100)), dim=1)

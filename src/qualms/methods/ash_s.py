@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.activations import largest, spread, stretched
+from qualms.methods.context import BatchContext
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 from qualms.parameters import PERCENTILE, check_parameters
 
 
@@ -42,7 +42,7 @@ class ASHS(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, percentile=PERCENTILE)
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         head = passes.head
         logits = head.logits(pruned(head.features, self.percentile))

@@ -14,29 +14,33 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.directions import projections
-from qualms.gradients.positions.sketch import Pushed
-from qualms.gradients.precision import accurate
-from qualms.gradients.sketch.stable import unbiased_root
+from qualms.gradients.engines.positions import Pushed
+from qualms.gradients.precision import at_least_float32
+from qualms.gradients.sketching.stable import unbiased_root
 from qualms.gradients.smoothing import Smoothing
+from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes, Subject
 
 BLOCK_BYTES = 2**25  # of the projections that exist at once
 DOUBLE = 8  # bytes
 NOWHERE = -100  # a target that stands for none, as torch's losses have it
-Group = tuple[Smoothing | None, float | None]  # scores that share their tangents: by perturbations and λ
+Group = tuple[
+    Smoothing | None, float | None
+]  # scores that share their tangents: by perturbations and λ
 
 
 def require_positions(methods: Mapping[str, Method]) -> None:
     """An error if a method cannot score every position."""
     for name, method in methods.items():
         if not isinstance(method, GradientScore) and method.needs != (LOGITS,):
-            raise QualmsError(f"{name} scores whole inputs, not every position; use regrad, fisher, entropy or energy.")
+            raise QualmsError(
+                f"{name} scores whole inputs, not every position; use regrad, fisher, entropy or energy."
+            )
 
 
 def logit_scores(
-    methods: Mapping[str, Method], logits: Float[Tensor, "t c"], subject: Subject
+    methods: Mapping[str, Method], logits: Float[Tensor, "t c"], subject: ModelContext
 ) -> dict[str, Float[Tensor, " t"]]:
     """The scores that read the logits alone."""
     chosen = {name: m for name, m in methods.items() if not isinstance(m, GradientScore)}
@@ -48,12 +52,15 @@ def logit_scores(
     return {name: torch.cat(values) for name, values in parts.items()}
 
 
-class _LogitsAlone(Passes):
+class _LogitsAlone(BatchContext):
     """Positions in place of inputs, with nothing but their logits."""
 
-    def __init__(self, subject: Subject, logits: Float[Tensor, "t c"]) -> None:
+    def __init__(self, subject: ModelContext, logits: Float[Tensor, "t c"]) -> None:
         super().__init__(subject, logits)
-        self.__dict__["_outcome"] = logits, QualmsError("positions have no last layer of their own.")
+        self.__dict__["_outcome"] = (
+            logits,
+            QualmsError("positions have no last layer of their own."),
+        )
 
 
 def groups_of(methods: Mapping[str, Method]) -> dict[Group, dict[str, GradientScore]]:
@@ -86,19 +93,27 @@ class TangentSums:
     like: Tensor
     tangents: int = 0
     squares: dict[str, Tensor] = field(default_factory=dict)  # by direction, [t, m]
-    quadratic: dict[str, list[Tensor]] = field(default_factory=dict)  # by method, [t] for each tangent
+    quadratic: dict[str, list[Tensor]] = field(
+        default_factory=dict
+    )  # by method, [t] for each tangent
     of_targets: list[Tensor] = field(default_factory=list)  # a number for each tangent
-    mean: dict[str, Tensor] = field(default_factory=dict)  # by direction, [t, g, m], of the rows so far
+    mean: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # by direction, [t, g, m], of the rows so far
 
     def __post_init__(self) -> None:
-        names = [m.direction for m in self.methods.values()] + (["classes"] if self.targets is not None else [])
+        names = [m.direction for m in self.methods.values()] + (
+            ["classes"] if self.targets is not None else []
+        )
         self.directions = tuple(dict.fromkeys(names))
         self.summed = {m.direction for m in self.methods.values() if m.power == 1}
         self.quadratic = {name: [] for name, m in self.methods.items() if m.power == 2}
         # The square of a gradient of size 1e-26, that of a class of which the model is certain, is zero in 32 bits.
         self.likeliest = self.like.new_zeros(self.shape[0], 1, dtype=torch.double)
         self.surest: Any = None  # that class, at each position
-        self.own: Tensor | None = None  # the logits of the input itself, while its other rows are taken in
+        self.own: Tensor | None = (
+            None  # the logits of the input itself, while its other rows are taken in
+        )
 
     @staticmethod
     def held(shape: tuple[int, int], rows: int) -> int:
@@ -127,7 +142,11 @@ class TangentSums:
             for name in self.summed:
                 squares = at[name].square().sum(1)
                 if name not in self.squares:
-                    dtype = squares.dtype if squares.shape[1] == 1 else accurate(self.like).dtype
+                    dtype = (
+                        squares.dtype
+                        if squares.shape[1] == 1
+                        else at_least_float32(self.like).dtype
+                    )
                     self.squares[name] = torch.zeros(
                         self.shape[0], squares.shape[1], dtype=dtype, device=squares.device
                     )
@@ -138,11 +157,17 @@ class TangentSums:
             for name in found:
                 method = self.methods[name]
                 found[name].append(
-                    torch.einsum("tm,tgm->gt", method.weights_at(self.own[some]), at[method.direction].square())
+                    torch.einsum(
+                        "tm,tgm->gt",
+                        method.weights_at(self.own[some]),
+                        at[method.direction].square(),
+                    )
                 )
             if self.targets is not None:
                 targets = self.targets[some]
-                chosen = at["classes"].gather(-1, targets.clamp_min(0)[:, None, None].expand(-1, at_once, 1))[..., 0]
+                chosen = at["classes"].gather(
+                    -1, targets.clamp_min(0)[:, None, None].expand(-1, at_once, 1)
+                )[..., 0]
                 texts += torch.where((targets >= 0)[:, None], chosen, 0.0).sum(0)
         if pushed.row == self.rows - 1:
             self.tangents += at_once
@@ -152,7 +177,9 @@ class TangentSums:
                 self.quadratic[name] += list(torch.cat(parts, dim=1))
             self.of_targets += list(texts)
 
-    def _averaged(self, name: str, some: slice, pushed: Pushed, y: Float[Tensor, "n g c"]) -> Float[Tensor, "n g m"]:
+    def _averaged(
+        self, name: str, some: slice, pushed: Pushed, y: Float[Tensor, "n g c"]
+    ) -> Float[Tensor, "n g m"]:
         """The projections, averaged over the rows up to this one."""
         now = projections(name, pushed.logits[some][:, None], y)
         if self.rows == 1:
@@ -162,7 +189,9 @@ class TangentSums:
         self.mean[name][some] += now / self.rows
         return self.mean[name][some]
 
-    def scores(self, logits: Float[Tensor, "t c"]) -> dict[str, tuple[Float[Tensor, " t"], Float[Tensor, " t"]]]:
+    def scores(
+        self, logits: Float[Tensor, "t c"]
+    ) -> dict[str, tuple[Float[Tensor, " t"], Float[Tensor, " t"]]]:
         """Each score, and its standard error; NaN where only all projections at once would tell it."""
         found = {}
         for name, method in self.methods.items():
@@ -186,4 +215,7 @@ class TangentSums:
         number = 0 if self.targets is None else int((self.targets >= 0).sum())
         if number == 0:
             return None
-        return float(unbiased_root(torch.stack(self.of_targets).square().mean(), self.tangents)) / number
+        return (
+            float(unbiased_root(torch.stack(self.of_targets).square().mean(), self.tangents))
+            / number
+        )

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.gradients.batch import take_samples
 from qualms.gradients.blocks import heavy_blocks
-from qualms.gradients.inputs import take
 from qualms.gradients.layers import layer_of, selected_parameters
-from qualms.gradients.rows import Rows
-from qualms.gradients.watch.forward import use_order
-from qualms.methods.passes import Passes
+from qualms.gradients.model_input import ModelInput
+from qualms.gradients.tracing.traced_forward import use_order
+from qualms.methods.context import BatchContext
 
 
-def blocks_of(passes: Passes, method: str) -> list[list[str]]:
+def blocks_of(passes: BatchContext, method: str) -> list[list[str]]:
     """The names of the parameters of each block; only those that count (`params`) are in it."""
     _ = passes.logits  # an input that the model does not take is told of here, and not as a model that hides its layers
     selected = selected_parameters(passes.model, passes.subject.settings.params)
@@ -26,18 +26,28 @@ def blocks_of(passes: Passes, method: str) -> list[list[str]]:
     return found
 
 
-def without_head(blocks: Sequence[Sequence[str]], passes: Passes) -> list[list[str]]:
+def without_head(blocks: Sequence[Sequence[str]], passes: BatchContext) -> list[list[str]]:
     """The blocks without the parameters of the classifier, the last linear layer."""
     head, names = passes.head, {p.data_ptr(): name for name, p in passes.model.named_parameters()}
-    known = [names[t.data_ptr()] for t in (head.weight, head.bias) if t is not None and t.data_ptr() in names]
-    if head.weight.data_ptr() not in names:  # it is computed from parameters: those of the layer with the bias, or last
+    known = [
+        names[t.data_ptr()]
+        for t in (head.weight, head.bias)
+        if t is not None and t.data_ptr() in names
+    ]
+    if (
+        head.weight.data_ptr() not in names
+    ):  # it is computed from parameters: those of the layer with the bias, or last
         layer = layer_of(passes.model, (known or [_last_used(passes)])[0], "module")
-        known += [name for name in names.values() if layer_of(passes.model, name, "module") == layer]
+        known += [
+            name for name in names.values() if layer_of(passes.model, name, "module") == layer
+        ]
     left = [[name for name in block if name not in known] for block in blocks]
     return [block for block in left if block]
 
 
-def _last_used(passes: Passes) -> str:
+def _last_used(passes: BatchContext) -> str:
     """The parameter that the model uses last, whether it counts or not."""
     every: dict[str, Tensor] = dict(passes.model.named_parameters())
-    return use_order(passes.model, Rows(take(passes.batch, slice(0, 1))), every).names[-1]
+    return use_order(
+        passes.model, ModelInput(take_samples(passes.batch, slice(0, 1))), every
+    ).names[-1]

@@ -17,13 +17,19 @@ def by_name(methods: Methods) -> dict[str, Method]:
     if not methods:
         raise QualmsError("methods is empty; name one, such as 'regrad' or 'entropy'.")
     named: dict[str, Method] = {}
-    for name, one in methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]:
+    for name, one in (
+        methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]
+    ):
         method = parse(one) if isinstance(one, str) else one
         if not isinstance(method, Method):
-            raise QualmsError(f"a method is a {type(one).__name__}; pass a spec, or a qualms.methods.Method.")
+            raise QualmsError(
+                f"a method is a {type(one).__name__}; pass a spec, or a qualms.methods.Method."
+            )
         called = name or (one if isinstance(one, str) else method.spec)
         if named.setdefault(called, method) != method:
-            raise QualmsError(f"two methods are called {called!r}; give each a name of your own, in a dict.")
+            raise QualmsError(
+                f"two methods are called {called!r}; give each a name of your own, in a dict."
+            )
     return named
 
 
@@ -32,8 +38,12 @@ def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
     if pixel_std is None:
         return method
     each = tuple(pixel_std) if isinstance(pixel_std, Sequence) else (pixel_std,)
-    if not each or not all(isinstance(s, (int, float)) and not isinstance(s, bool) and s > 0 for s in each):
-        raise QualmsError(f"pixel_std is {pixel_std!r}; pass a number above 0, or one for each channel.")
+    if not each or not all(
+        isinstance(s, (int, float)) and not isinstance(s, bool) and s > 0 for s in each
+    ):
+        raise QualmsError(
+            f"pixel_std is {pixel_std!r}; pass a number above 0, or one for each channel."
+        )
 
     def scaled(level: float) -> Noise:
         levels = tuple(level / s for s in each)
@@ -44,6 +54,14 @@ def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
 
 def noisy_specs(methods: Methods) -> tuple[str, ...]:
     """The specs whose noise would be scaled; who makes a method object has set its noise."""
-    values = methods.values() if isinstance(methods, Mapping) else [methods] if isinstance(methods, str) else methods
-    specs = [one for one in values if isinstance(one, str)] if not isinstance(values, Method) else []
+    values = (
+        methods.values()
+        if isinstance(methods, Mapping)
+        else [methods]
+        if isinstance(methods, str)
+        else methods
+    )
+    specs = (
+        [one for one in values if isinstance(one, str)] if not isinstance(values, Method) else []
+    )
     return tuple(spec for spec in specs if in_pixels(parse(spec), 0.5) != parse(spec))

@@ -5,7 +5,7 @@ features that the last linear layer reads. What lies outside of that space has n
 
 From the paper's abstract: an orthogonal decomposition of the classifier's weights, the features mapped into the space
 that it yields, their reconstruction error as the score. Our reading, as we had no access to its formulas: all singular
-vectors are kept, nothing is centred, and the error is divided by the features' norm, without which it mostly says how
+vectors are kept, nothing is centered, and the error is divided by the features' norm, without which it mostly says how
 large features are.
 """
 
@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.precision import accurate
+from qualms.gradients.precision import at_least_float32
+from qualms.methods.context import BatchContext
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ClaFR(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted, head = passes.subject.fitted, passes.head
         if self not in fitted:
@@ -52,7 +52,9 @@ class ClaFR(Method):
 def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
     """An orthonormal basis of the space that a layer's weight sees."""
     _, values, basis = torch.linalg.svd(weight.double(), full_matrices=False)
-    seen = basis[values > values.amax() * max(weight.shape) * torch.finfo(accurate(weight).dtype).eps]
+    seen = basis[
+        values > values.amax() * max(weight.shape) * torch.finfo(at_least_float32(weight).dtype).eps
+    ]
     if not len(seen):
         raise QualmsError(
             "the weights of the last layer are all zero, so they reconstruct nothing and clafr is the same for every "
@@ -66,7 +68,9 @@ def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
     return seen
 
 
-def unreconstructed(features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]) -> Float[Tensor, " b"]:
+def unreconstructed(
+    features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]
+) -> Float[Tensor, " b"]:
     """The share of the norm of each vector outside of the space of a basis; 0 for a zero vector."""
     h = features.double()
     size = h.norm(dim=1)

@@ -28,16 +28,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.directions import classes
-from qualms.gradients.exact.drawn_classes import (
+from qualms.gradients.engines.class_sampling import (
     ContrastedClasses,
     class_lengths,
     class_sizes,
     estimate,
 )
 from qualms.methods.blocks import blocks_of
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.method import GRADIENTS, Method
-from qualms.methods.passes import Passes
 
 SAMPLED = 48  # classes whose pairs tell κ, where there are many
 DRAWN = 8  # classes of each input that tell the sum over all
@@ -64,15 +64,15 @@ class Coherence(Method):
     cost = "2, and C (at most 58) backward through the last two blocks"
     always_exact = True
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         return self._estimate(passes)[0]
 
-    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """The standard error of an estimate from some of many classes; 0 elsewhere."""
         return self._estimate(passes)[1]
 
-    def late(self, passes: Passes) -> frozenset[str]:
+    def late(self, passes: BatchContext) -> frozenset[str]:
         """The parameters of the last two blocks."""
         return frozenset(name for block in blocks_of(passes, self.name)[-2:] for name in block)
 
@@ -80,15 +80,19 @@ class Coherence(Method):
         """How many backward passes there are: one for each class, or those for contrasts of some."""
         return min(classes, 2 + SAMPLED + DRAWN)
 
-    def _estimate(self, passes: Passes) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+    def _estimate(self, passes: BatchContext) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
         late = self.late(passes)
         classes = passes.logits.shape[1]
         if self.directions_needed(classes) == classes:
             found = coherence(passes.logits, passes.gram(late)[0].sum(1))
             return found, torch.zeros_like(found)
         sizes = partial(_sizes, passes.head_weight)
-        if self not in passes.subject.fitted:  # one object for all batches: what is computed is kept by it
-            passes.subject.fitted[self] = ContrastedClasses(("contrasted",), sizes, DRAWN, passes.seed, SAMPLED)
+        if (
+            self not in passes.subject.fitted
+        ):  # one object for all batches: what is computed is kept by it
+            passes.subject.fitted[self] = ContrastedClasses(
+                ("contrasted",), sizes, DRAWN, passes.seed, SAMPLED
+            )
         directions: ContrastedClasses = passes.subject.fitted[self]
         gram, logits = passes.gram(late, directions)
         return estimate_coherence(logits, gram.sum(1), directions)
@@ -110,17 +114,26 @@ def estimate_coherence(
     drawn = slice(2 + directions.sample, None)
     # ⟨J_c, J_c'⟩ with J_c = d + b_c: d the likeliest logit's gradient, b_c what another one's differs by.
     across = gram[:, 1, sample]
-    of_logits = gram[:, 1, 1][:, None, None] + across[:, :, None] + across[:, None, :] + gram[:, sample, sample]
+    of_logits = (
+        gram[:, 1, 1][:, None, None]
+        + across[:, :, None]
+        + across[:, None, :]
+        + gram[:, sample, sample]
+    )
     kappa, without = collinearity(of_logits), leave_one_out(of_logits)
     n = directions.sample
     kappa_error = ((n - 1) / n * (without - without.mean(1, keepdim=True)).square().sum(1)).sqrt()
-    squares = gram[:, 0, 0][:, None] + 2 * gram[:, 0, drawn] + gram.diagonal(dim1=1, dim2=2)[:, drawn]
+    squares = (
+        gram[:, 0, 0][:, None] + 2 * gram[:, 0, drawn] + gram.diagonal(dim1=1, dim2=2)[:, drawn]
+    )
     classes, chances = directions.draw(logits)
     terms = _weights(logits).gather(-1, classes) * squares.clamp_min(0).sqrt()
     total, total_error = estimate(terms, chances)
     value = kappa**4 * total
     tiny = torch.finfo(torch.double).tiny
-    relative = torch.hypot(4 * kappa_error / kappa.clamp_min(tiny), total_error / total.clamp_min(tiny))
+    relative = torch.hypot(
+        4 * kappa_error / kappa.clamp_min(tiny), total_error / total.clamp_min(tiny)
+    )
     return value, value * relative
 
 
@@ -150,7 +163,9 @@ def leave_one_out(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c"]:
 
 def _squared_cosines(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c c"]:
     """Between two different gradients; 0 on the diagonal."""
-    lengths = gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()  # not their squares: products may not fit 64 bits
+    lengths = (
+        gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+    )  # not their squares: products may not fit 64 bits
     some = (lengths[:, :, None] > 0) & (lengths[:, None, :] > 0)
     cosines = torch.where(some, gram / lengths[:, :, None] / lengths[:, None, :], 0).square()
     return cosines - torch.diag_embed(cosines.diagonal(dim1=1, dim2=2))

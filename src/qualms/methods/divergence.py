@@ -40,7 +40,10 @@ def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Te
     """KL(q ‖ p) = Σ_c q_c log(q_c / p_c) as Σ_c (q_c log(q_c / p_c) - q_c + p_c), no part of which is negative."""
     r = log_q - log_p
     up, down = r.clamp_min(0), r.clamp_max(0)
-    above, below = log_q.exp() * (up + (-up).expm1()), log_p.exp() * (down * down.exp() - down.expm1())
+    above, below = (
+        log_q.exp() * (up + (-up).expm1()),
+        log_p.exp() * (down * down.exp() - down.expm1()),
+    )
     return torch.where(r > 0, above, below).clamp_min(0).sum(-1)
 
 
@@ -60,12 +63,16 @@ def mutual_information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
     It is a sum over classes, some of which are taken at a time.
     """
     inputs, draws, _ = log_q.shape
-    parts = [_information(some) for some in log_q.split(max(1, AT_ONCE // (inputs * draws)), dim=-1)]
+    parts = [
+        _information(some) for some in log_q.split(max(1, AT_ONCE // (inputs * draws)), dim=-1)
+    ]
     return torch.stack(parts).sum(0)
 
 
 def _information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
     """The part of some of the classes."""
     most = log_q.amax(1, keepdim=True)
-    mean = most + (log_q - most).expm1().mean(1, keepdim=True).log1p()  # exact where all draws agree
+    mean = (
+        most + (log_q - most).expm1().mean(1, keepdim=True).log1p()
+    )  # exact where all draws agree
     return kl(log_q, mean).mean(1)

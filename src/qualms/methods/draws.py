@@ -6,15 +6,17 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import AT_ONCE, mutual_information
-from qualms.methods.passes import Passes
 
 DOUBLE = 8  # bytes
-LogProbs = Callable[[slice], Iterator[Float64[Tensor, "b d c"]]]  # of a block of inputs, some draws at a time
+LogProbs = Callable[
+    [slice], Iterator[Float64[Tensor, "b d c"]]
+]  # of a block of inputs, some draws at a time
 
 
 def information_over_draws(
-    passes: Passes, draws: int, log_probs: LogProbs, most: int | None = None
+    passes: BatchContext, draws: int, log_probs: LogProbs, most: int | None = None
 ) -> Float[Tensor, " b"]:
     """The mutual information between prediction and draw, a block of inputs at a time.
 
@@ -27,7 +29,9 @@ def information_over_draws(
     classes, parts = passes.logits.shape[1], list[Tensor]()
     what = f"the predictions of {draws} draws for one input"
     for block in passes.blocks(DOUBLE * draws * classes, what, most):
-        log_q = torch.empty(block.stop - block.start, draws, classes, dtype=torch.double, device=passes.device)
+        log_q = torch.empty(
+            block.stop - block.start, draws, classes, dtype=torch.double, device=passes.device
+        )
         done = 0
         for some in log_probs(block):
             log_q[:, done : done + some.shape[1]] = some

@@ -7,13 +7,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import count, parts_of
-from qualms.gradients.row_memory import RowWork
-from qualms.gradients.rows import Rows, logits_of
+from qualms.gradients.batch import num_samples, parts_of
+from qualms.gradients.isolation import preserve_state
+from qualms.gradients.model_input import ModelInput, forward_logits
+from qualms.gradients.sample_memory import PassMemory
+from qualms.methods.context import ROWS_AT_ONCE, BatchContext
 from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.method import MODELS, Method
-from qualms.methods.passes import ROWS_AT_ONCE, Passes
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,15 @@ class Ensemble(Method):
     needs = (MODELS,)
     cost = "1 for each model"
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         if not passes.subject.members:
-            raise QualmsError("ensemble needs several models; pass models=, the members beside the model itself.")
+            raise QualmsError(
+                "ensemble needs several models; pass models=, the members beside the model itself."
+            )
         log_q = [passes.log_probs]
         for i, member in enumerate(passes.subject.members):
-            with untouched(member) as inner, torch.no_grad():
+            with preserve_state(member) as inner, torch.no_grad():
                 z = _logits(inner, passes, f"a forward pass of member {i + 1}")
             if z.shape != passes.logits.shape:
                 raise QualmsError(
@@ -56,9 +58,9 @@ class Ensemble(Method):
         return mutual_information(torch.stack(log_q, dim=1))
 
 
-def _logits(member: nn.Module, passes: Passes, what: str) -> Float[Tensor, "b c"]:
+def _logits(member: nn.Module, passes: BatchContext, what: str) -> Float[Tensor, "b c"]:
     """The logits of a member, in parts that fit the budget."""
     subject, batch = passes.subject, passes.batch
-    work = RowWork(what, lambda row: logits_of(member, Rows(row)), ROWS_AT_ONCE)
-    size = work.rows_at_once(batch, count(batch), subject.settings, subject.learnt)
-    return torch.cat([logits_of(member, Rows(part)) for part in parts_of(batch, size)])
+    work = PassMemory(what, lambda row: forward_logits(member, ModelInput(row)), ROWS_AT_ONCE)
+    size = work.rows_at_once(batch, num_samples(batch), subject.settings, subject.learnt)
+    return torch.cat([forward_logits(member, ModelInput(part)) for part in parts_of(batch, size)])

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import entropy_of
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,6 @@ class Entropy(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         return entropy_of(passes.log_probs)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import from_uniform
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,6 @@ class ExGradV(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         return -from_uniform(passes.logits)

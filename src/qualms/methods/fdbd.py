@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.methods.passes import Passes
 from qualms.methods.training_features import training_features
 
 NEAREST = 1e-6  # to the mean, of the features' length: what is nearer is rounding in 32 bits
@@ -37,7 +37,7 @@ class FDBD(Method):
     needs = (TRAINING_DATA,)
     cost = "1, and 1 for each training input"
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted, head = passes.subject.fitted, passes.head
         if self not in fitted:
@@ -49,7 +49,9 @@ class FDBD(Method):
         return -boundary_distance(passes.logits, head.weight) / from_mean
 
 
-def boundary_distance(logits: Float[Tensor, "b c"], weight: Float[Tensor, "c f"]) -> Float[Tensor, " b"]:
+def boundary_distance(
+    logits: Float[Tensor, "b c"], weight: Float[Tensor, "c f"]
+) -> Float[Tensor, " b"]:
     """The mean distance to the boundaries between the predicted class and all others, ‖w_ĉ - w_c‖ between weights."""
     largest, predicted = logits.max(-1)
     # Those of the classes that are predicted alone: of all pairs there may be billions.

@@ -11,10 +11,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch, count
-from qualms.gradients.rows import Rows, logits_of
+from qualms.gradients.batch import Batch, num_samples
+from qualms.gradients.model_input import ModelInput, forward_logits
 
-NORMALISATIONS = ("batch_norm", "group_norm", "instance_norm")
+NORMALIZATIONS = ("batch_norm", "group_norm", "instance_norm")
 CONVOLUTION = "conv2d"
 REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp")  # whose second argument names axes
 FLAT = (  # somewhere
@@ -25,7 +25,10 @@ FLAT = (  # somewhere
 
 @torch.no_grad()
 def with_last_map_changed(
-    model: nn.Module, batch: Batch, change: Callable[[Float[Tensor, "b c p"]], Float[Tensor, "b c p"]], method: str
+    model: nn.Module,
+    batch: Batch,
+    change: Callable[[Float[Tensor, "b c p"]], Float[Tensor, "b c p"]],
+    method: str,
 ) -> Float[Tensor, "b classes"]:
     """The logits if the last feature map, [input, channel, position], were another.
 
@@ -35,14 +38,16 @@ def with_last_map_changed(
     is as long as that axis alone. Where neither tells, as with a map that is flattened as a whole, they count as on the
     second.
     """
-    watch = _Collapses(count(batch))
-    logits_of(model, Rows(batch), watch)
+    watch = _Collapses(num_samples(batch))
+    forward_logits(model, ModelInput(batch), watch)
     if watch.last is None:
         raise QualmsError(
             "no operation of the model pools or flattens its last feature map of a convolution into a vector for each "
             f"input, which {method} needs; use energy, scale, ash-s or regrad."
         )
-    return logits_of(model, Rows(batch), _Collapses(count(batch), change, watch.last))
+    return forward_logits(
+        model, ModelInput(batch), _Collapses(num_samples(batch), change, watch.last)
+    )
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,25 @@ class _Collapses(TorchFunctionMode):
     """Finds the operation that turns the last feature map into vectors, or gives the one `at` another map."""
 
     def __init__(
-        self, rows: int, change: Callable[[Tensor], Tensor] | None = None, at: _Collapse | None = None
+        self,
+        rows: int,
+        change: Callable[[Tensor], Tensor] | None = None,
+        at: _Collapse | None = None,
     ) -> None:
         super().__init__()
         self.rows, self.change, self.at = rows, change, at
         self.last: _Collapse | None = None
         self._seen, self._convolved = 0, False
-        self._halfway: tuple[Tensor, torch.Size, int] | None = None  # with one axis less, the map's shape, the number
+        self._halfway: tuple[Tensor, torch.Size, int] | None = (
+            None  # with one axis less, the map's shape, the number
+        )
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
         out = func(*args, **named)
@@ -83,17 +97,23 @@ class _Collapses(TorchFunctionMode):
             if out.shape[2:].numel() == 1:
                 axes: Any = args[1] if len(args) > 1 else named.get("dim")
                 named_axes = _name(func) in REDUCTIONS and isinstance(axes, (tuple, list))
-                last = {a % 4 for a in axes} == {1, 2} if named_axes else _left_over(given.shape, out)
+                last = (
+                    {a % 4 for a in axes} == {1, 2} if named_axes else _left_over(given.shape, out)
+                )
                 self.last = _Collapse(self._seen, last)
             else:
                 self._halfway = (out, given.shape, self._seen)
             if self.change is not None and self.at is not None and self._seen == self.at.number:
                 other = _changed(given, self.change, self.at.channels_last)
-                return func(other, *args[1:], **named) if args else func(**(named | {"input": other}))
+                return (
+                    func(other, *args[1:], **named) if args else func(**(named | {"input": other}))
+                )
         return out
 
     def _floats(self, t: Any) -> bool:
-        return isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2 and len(t) == self.rows
+        return (
+            isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2 and len(t) == self.rows
+        )
 
     def _is_map(self, t: Any) -> bool:
         return self._floats(t) and t.ndim == 4 and t.shape[2:].numel() > 1
@@ -111,29 +131,38 @@ def _changed(maps: Tensor, change: Callable[[Tensor], Tensor], channels_last: bo
 
 
 class InnerMaps(TorchFunctionMode):
-    """Where gradients by normalised feature maps pass; by those of convolutions, in a model that has none such."""
+    """Where gradients by normalized feature maps pass; by those of convolutions, in a model that has none such."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.rows, self.flat = rows, False  # whether an operation with zero gradients, such as a ReLU, has run
-        self._normalised, self._convolved = list[GradientEdge](), list[GradientEdge]()
+        self.rows, self.flat = (
+            rows,
+            False,
+        )  # whether an operation with zero gradients, such as a ReLU, has run
+        self._normalized, self._convolved = list[GradientEdge](), list[GradientEdge]()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = _name(func)
         self.flat |= name.rstrip("_") in FLAT
-        if name not in (*NORMALISATIONS, CONVOLUTION) or out.ndim != 4 or len(out) != self.rows:
+        if name not in (*NORMALIZATIONS, CONVOLUTION) or out.ndim != 4 or len(out) != self.rows:
             return out
         if out.shape[2:].numel() > 1 and out.requires_grad:
             # The edge stays that of this result, even if what follows changes it in place.
-            (self._normalised if name in NORMALISATIONS else self._convolved).append(get_gradient_edge(out))
+            (self._normalized if name in NORMALIZATIONS else self._convolved).append(
+                get_gradient_edge(out)
+            )
         return out
 
     def edges(self) -> list[GradientEdge]:
         """In the order of the maps."""
-        return self._normalised or self._convolved
+        return self._normalized or self._convolved
 
 
 def _name(func: Any) -> str:

@@ -15,13 +15,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import Directions
-from qualms.gradients.exact.drawn_classes import (
+from qualms.gradients.engines.class_sampling import (
     LATE_SPREAD,
     STREAM,
     WHOLE_SPREAD,
     ChosenClasses,
-    DrawnClasses,
+    SampledClasses,
     Sizes,
     Tally,
     class_lengths,
@@ -29,11 +30,10 @@ from qualms.gradients.exact.drawn_classes import (
     expected_error,
     inclusion_chances,
 )
-from qualms.gradients.inputs import take
-from qualms.gradients.job import Job
+from qualms.gradients.layer_table import LayerTable, layer_table
 from qualms.gradients.layers import total_norms
-from qualms.gradients.learnt import Learnt
-from qualms.gradients.table import LayerTable, layer_table
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.request import GradientRequest
 from qualms.random import generator
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class ClassSums:
         regrouped: the logits in other company, if known (see `exact`).
     """
 
-    job: Job
+    job: GradientRequest
     methods: "Sequence[GradientScore]"
-    learnt: Learnt
+    learnt: PlanCache
     head: Float[Tensor, "c d"] | None
     lam: float | None
     regrouped: Float[Tensor, "b c"] | None = None
@@ -107,7 +107,9 @@ class ClassSums:
             found = self._attempt(logits)
         return {m: (values, errors) for m, values, errors in zip(self.methods, *found, strict=True)}
 
-    def _attempt(self, logits: Float[Tensor, "b c"]) -> tuple[Float[Tensor, "m b"], Float[Tensor, "m b"]] | None:
+    def _attempt(
+        self, logits: Float[Tensor, "b c"]
+    ) -> tuple[Float[Tensor, "m b"], Float[Tensor, "m b"]] | None:
         """The same; None if fewer early layers are left out at the end than at the start: terms must be of one kind."""
         values, errors = logits.new_zeros(2, len(self.methods), len(logits))
         tally = Tally.empty(len(self.methods), self.sizes(logits))
@@ -121,7 +123,9 @@ class ClassSums:
                 early = table.early if early is None else early
                 if table.early != early:
                     return None
-                values[:, index], errors[:, index], following[index] = self._judge(index, tally, table.left_out)
+                values[:, index], errors[:, index], following[index] = self._judge(
+                    index, tally, table.left_out
+                )
             numbers, turn = following, turn + 1
         return values, errors
 
@@ -129,7 +133,9 @@ class ClassSums:
         """The sizes of the classes of each input."""
         return _sizes(self.methods, self.head)(logits.double().softmax(-1))
 
-    def _measure(self, index: Int[Tensor, " n"], number: int, turn: int, tally: Tally) -> LayerTable:
+    def _measure(
+        self, index: Int[Tensor, " n"], number: int, turn: int, tally: Tally
+    ) -> LayerTable:
         """Measure so many classes of some inputs, in addition to those before.
 
         Args:
@@ -146,23 +152,38 @@ class ClassSums:
             every = torch.arange(number, device=index.device).expand(len(index), -1)
             tally.replace(index, self._terms(table, every))
             return table
-        if turn == 0:  # by the logits of the inputs as the engine runs them: alone, if they influence each other
+        if (
+            turn == 0
+        ):  # by the logits of the inputs as the engine runs them: alone, if they influence each other
             sizes = _sizes(self.methods, self.head)
-            drawn = DrawnClasses(("drawn",), sizes, number, self.job.settings.seed)
+            drawn = SampledClasses(("drawn",), sizes, number, self.job.settings.seed)
             table = self._table(index, drawn)
             classes, chances = drawn.draw(table.logits)
             tally.sizes[index] = self.sizes(table.logits)
         else:
-            classes, chances = tally.draw(index, number, generator(self.job.settings.seed, STREAM, turn))
+            classes, chances = tally.draw(
+                index, number, generator(self.job.settings.seed, STREAM, turn)
+            )
             table = self._table(index, ChosenClasses(("drawn",), classes))
-        tally.add(index, classes, chances, self._terms(table, classes), self.powers.to(chances) * self.spread)
+        tally.add(
+            index,
+            classes,
+            chances,
+            self._terms(table, classes),
+            self.powers.to(chances) * self.spread,
+        )
         return table
 
     def _table(self, index: Int[Tensor, " n"], directions: Directions) -> LayerTable:
         """The norms of some inputs along other directions than those of the job."""
         chosen = index.tolist()
         numbers = [self.job.numbers[i] for i in chosen]
-        job = replace(self.job, batch=take(self.job.batch, chosen), numbers=numbers, directions=directions)
+        job = replace(
+            self.job,
+            batch=take_samples(self.job.batch, chosen),
+            numbers=numbers,
+            directions=directions,
+        )
         regrouped = None if self.regrouped is None else self.regrouped[index]
         return layer_table([job], self.learnt, regrouped=regrouped, lam=self.lam)
 
@@ -198,7 +219,10 @@ def _more(number: int) -> int:
 
 
 def layer_sums_by_few_classes(
-    job: Job, method: "GradientScore", learnt: Learnt, head: Float[Tensor, "c d"] | None
+    job: GradientRequest,
+    method: "GradientScore",
+    learnt: PlanCache,
+    head: Float[Tensor, "c d"] | None,
 ) -> tuple[list[str], Float[Tensor, "b l"]]:
     """Σ_c w_c ‖g_cl‖ⁿ of every layer l, from some of the classes: enough for a bar chart.
 
@@ -208,10 +232,12 @@ def layer_sums_by_few_classes(
         learnt: what is kept of the model from batch to batch.
         head: the weight of the linear layer that gives the logits, if there is one.
     """
-    some = DrawnClasses(("drawn",), _sizes([method], head), FOR_LAYERS, job.settings.seed)
+    some = SampledClasses(("drawn",), _sizes([method], head), FOR_LAYERS, job.settings.seed)
     table = layer_table([replace(job, directions=some)], learnt)
     classes, chances = some.draw(table.logits)
-    weights = method.weights_at(table.logits).gather(-1, classes) / chances.clamp_min(torch.finfo(torch.double).tiny)
+    weights = method.weights_at(table.logits).gather(-1, classes) / chances.clamp_min(
+        torch.finfo(torch.double).tiny
+    )
     return table.layers, torch.einsum("bm,bml->bl", weights, table.values.double() ** method.power)
 
 
@@ -220,6 +246,8 @@ def _sizes(methods: "Sequence[GradientScore]", head: Float[Tensor, "c d"] | None
 
     def sizes(probs: Tensor) -> Tensor:
         lengths = class_lengths(probs, head)
-        return torch.stack([class_sizes(m.weights(probs), lengths, m.power) for m in methods]).mean(0)
+        return torch.stack([class_sizes(m.weights(probs), lengths, m.power) for m in methods]).mean(
+            0
+        )
 
     return sizes

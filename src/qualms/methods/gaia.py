@@ -1,7 +1,7 @@
 """GAIA-Z: how dense the gradients of the largest logit by inner feature maps are; the mean over channels of density².
 
 The density of a channel is the share of its positions at which ∂ max_c z_c by the feature map is not zero. The paper
-finds more zeros where a network knows an input. The maps are the results of all normalisation
+finds more zeros where a network knows an input. The maps are the results of all normalization
 layers, as the authors' code takes them on CIFAR (of a larger ResNet it takes the last block's); a model without such
 layers is asked for the maps of its convolutions.
 
@@ -18,13 +18,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.guard import all_parameters_differentiable
-from qualms.gradients.inputs import Batch, count, parts_of
-from qualms.gradients.rows import Rows, logits_of
+from qualms.gradients.batch import Batch, num_samples, parts_of
+from qualms.gradients.isolation import all_parameters_differentiable
+from qualms.gradients.model_input import ModelInput, forward_logits
+from qualms.methods.context import BatchContext
 from qualms.methods.feature_maps import InnerMaps
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.noise import noise_inputs
-from qualms.methods.passes import Passes
 
 NOISE_INPUTS = 8
 
@@ -54,7 +54,7 @@ class GAIA(Method):
         """A forward and a backward pass."""
         return 3.0
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted = passes.subject.fitted
         with all_parameters_differentiable(passes.model):
@@ -69,7 +69,7 @@ class GAIA(Method):
         return torch.cat([of_part for of_part, _ in found]).square().mean(1)
 
 
-def _tells(passes: Passes, flat: bool) -> bool:
+def _tells(passes: BatchContext, flat: bool) -> bool:
     """Whether inputs of noise have different densities; where there is no noise, whether an operation is `flat`."""
     try:
         noise = noise_inputs(passes, NOISE_INPUTS, GAIA.name)
@@ -80,16 +80,20 @@ def _tells(passes: Passes, flat: bool) -> bool:
     return bool((densities != densities[0]).any())
 
 
-def _densities(passes: Passes, part: Batch) -> tuple[Float[Tensor, "b channels"], bool]:
+def _densities(passes: BatchContext, part: Batch) -> tuple[Float[Tensor, "b channels"], bool]:
     """The densities of all channels, and whether an operation of the model has zero gradients."""
-    maps = InnerMaps(count(part))
-    logits = logits_of(passes.model, Rows(part), maps)
+    maps = InnerMaps(num_samples(part))
+    logits = forward_logits(passes.model, ModelInput(part), maps)
     edges = maps.edges()
     found = torch.autograd.grad(logits.amax(1).sum(), edges, allow_unused=True) if edges else ()
-    channels = [(gradient != 0).mean((2, 3), dtype=torch.double) for gradient in found if gradient is not None]
+    channels = [
+        (gradient != 0).mean((2, 3), dtype=torch.double)
+        for gradient in found
+        if gradient is not None
+    ]
     if not channels:
         raise QualmsError(
-            "the model has no feature maps of normalisation layers or convolutions, which gaia needs; "
+            "the model has no feature maps of normalization layers or convolutions, which gaia needs; "
             "use energy, gradnorm-huang, odin or regrad."
         )
     return torch.cat(channels, dim=1), maps.flat

@@ -1,13 +1,13 @@
-"""GEN: Σ over the M largest probabilities of p^γ (1 - p)^γ, a generalised entropy."""
+"""GEN: Σ over the M largest probabilities of p^γ (1 - p)^γ, a generalized entropy."""
 
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import log_complements
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 from qualms.parameters import POSITIVE, check_parameters, whole
 
 
@@ -37,7 +37,7 @@ class GEN(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, gamma=POSITIVE, top=whole(1))
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         log_p = passes.log_probs
         likeliest, places = log_p.topk(min(self.top, log_p.shape[1]), dim=-1)

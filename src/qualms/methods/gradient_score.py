@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
+from qualms.methods.context import BatchContext
 from qualms.methods.method import FEW, GRADIENTS, Method, Scale, converted
-from qualms.methods.passes import Passes
 from qualms.parameters import FINITE_OR_NONE, Rule, check_parameters
 
 LAMBDA = 0.3
@@ -67,15 +67,15 @@ class GradientScore(Method):
         """The same from the logits, in double precision."""
         return self.weights(logits.double().softmax(-1))
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         return passes.gradient_score(self)[0]
 
-    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """The standard error of a score from random tangents, or from some of many classes."""
         return passes.gradient_score(self)[1]
 
-    def note(self, passes: Passes) -> str | None:
+    def note(self, passes: BatchContext) -> str | None:
         """That the scores are estimates from some of the classes, and how good they are."""
         if not passes.draws_classes(self):
             return None
@@ -93,7 +93,9 @@ class GradientScore(Method):
         if self.layers is not None:
             spec += f"+layers({self.layers:g})"
         if self.smooth is not None:
-            sigma = self.smooth.sigma[0] if isinstance(self.smooth.sigma, tuple) else self.smooth.sigma
+            sigma = (
+                self.smooth.sigma[0] if isinstance(self.smooth.sigma, tuple) else self.smooth.sigma
+            )
             spec += f"+smooth({sigma:g},{self.smooth.draws})"
         return spec
 

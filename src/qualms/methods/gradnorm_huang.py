@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import from_uniform
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GradNormHuang(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         features = passes.head.features.double()
         return -from_uniform(passes.logits) * features.abs().sum(-1)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch
-from qualms.gradients.rows import Rows, logits_of
+from qualms.gradients.batch import Batch
+from qualms.gradients.model_input import ModelInput, forward_logits
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,18 @@ NO_HEAD = (
 
 
 @torch.no_grad()
-def with_head(model: nn.Module, on: Batch | Rows) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
+def with_head(
+    model: nn.Module, on: Batch | ModelInput
+) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
     """The logits of inputs and the head that they came from, or the reason why there is none."""
     watch = _LastLinear()
-    logits = logits_of(model, on if isinstance(on, Rows) else Rows(on), watch)
+    logits = forward_logits(model, on if isinstance(on, ModelInput) else ModelInput(on), watch)
     for features, weight, bias, out in reversed(watch.calls):
         # The layer's result must be the logits themselves: nothing may happen between the two.
         if features.ndim == 2 and out.shape == logits.shape and torch.equal(out, logits):
-            return logits, Head(features.detach(), weight.detach(), None if bias is None else bias.detach())
+            return logits, Head(
+                features.detach(), weight.detach(), None if bias is None else bias.detach()
+            )
     return logits, QualmsError(NO_HEAD)
 
 
@@ -74,7 +78,11 @@ class _LastLinear(TorchFunctionMode):
         self.calls: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "").split(".")[0] == "linear":

@@ -6,7 +6,7 @@ the training inputs; h are the features that the head reads, with a 1 appended f
 (Kristiadi et al., ICML 2020; Daxberger et al., "Laplace Redux", NeurIPS 2021).
 
 The conventions are laplace-torch's defaults: H is a sum and not a mean, temperature 1, no damping. Parameters are laid
-out as [c, f + 1], the bias in the last column. All sums and factorisations are in float64.
+out as [c, f + 1], the bias in the last column. All sums and factorizations are in float64.
 """
 
 import math
@@ -25,7 +25,9 @@ FeaturesAndProbs = Iterator[tuple[Tensor, Tensor]]  # of features and probabilit
 FULL_AT_MOST = 4096  # parameters: the matrix is then 128 MiB
 DOUBLE = 8  # bytes
 COPIES_OF_FULL = 2  # of the matrix: itself and its factor
-COPIES_OF_FACTOR = 5  # of a Kronecker factor: its sum, a batch's, eigenvectors, and what finding them takes
+COPIES_OF_FACTOR = (
+    5  # of a Kronecker factor: its sum, a batch's, eigenvectors, and what finding them takes
+)
 LANES = 16  # normal numbers that torch draws together
 CHUNK = 1024  # rows of a batch that are summed at a time
 
@@ -38,13 +40,17 @@ class Full:
 
     def shape_noise(self, z: Float64[Tensor, "n c k"]) -> Float64[Tensor, "n c k"]:
         """L⁻ᵀz, whose covariance is (L Lᵀ)⁻¹ when that of z is I."""
-        return torch.linalg.solve_triangular(self.factor.mT, z.flatten(1).mT, upper=True).mT.reshape(z.shape)
+        return torch.linalg.solve_triangular(
+            self.factor.mT, z.flatten(1).mT, upper=True
+        ).mT.reshape(z.shape)
 
     def of_logits(self, h: Float64[Tensor, "b k"]) -> Float64[Tensor, "b c c"]:
         """hᵀ Σ_cd h, with Σ_cd the block of classes c and d."""
         width = h.shape[1]
         blocks = torch.cholesky_inverse(self.factor).unflatten(0, (-1, width))  # [c, k, c·k]
-        return torch.stack([((h @ rows).unflatten(1, (-1, width)) * h[:, None]).sum(2) for rows in blocks], dim=1)
+        return torch.stack(
+            [((h @ rows).unflatten(1, (-1, width)) * h[:, None]).sum(2) for rows in blocks], dim=1
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ class HeadPosterior:
     bias: Float[Tensor, " c"] | None
     covariance: Full | Kronecker
 
-    def sample(self, n: int, seed: int) -> tuple[Float[Tensor, "n c f"], Float[Tensor, "n c"] | None]:
+    def sample(
+        self, n: int, seed: int
+    ) -> tuple[Float[Tensor, "n c f"], Float[Tensor, "n c"] | None]:
         """Draw n heads; the seed alone decides them. They have the weight's dtype, but at least float32."""
         ((weights, biases),) = self.samples(n, seed, n)
         return weights, biases
@@ -91,21 +99,31 @@ class HeadPosterior:
         mean, features = _extended(self.weight, self.bias), self.weight.shape[1]
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         for z in _normal_numbers(n, mean.numel(), seed, at_once):
-            heads = (mean + self.covariance.shape_noise(z.view(-1, *mean.shape).to(mean.device))).to(dtype)
+            heads = (
+                mean + self.covariance.shape_noise(z.view(-1, *mean.shape).to(mean.device))
+            ).to(dtype)
             yield heads[..., :features], None if self.bias is None else heads[..., features]
 
     def functional_variance(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b c c"]:
         """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this is exact."""
-        return self.covariance.of_logits(_with_one(features.to(self.weight.device), self.bias is not None))
+        return self.covariance.of_logits(
+            _with_one(features.to(self.weight.device), self.bias is not None)
+        )
 
 
-def _normal_numbers(n: int, width: int, seed: int, at_once: int) -> Iterator[Float64[Tensor, "d width"]]:
+def _normal_numbers(
+    n: int, width: int, seed: int, at_once: int
+) -> Iterator[Float64[Tensor, "d width"]]:
     """The rows of torch.randn(n, width), `at_once` of them at a time.
 
     torch draws normal numbers 16 at a time, and the last ones of a call in another way: parts that end at a multiple of
     16 are those of one call. What a part has beyond its rows is the beginning of the next.
     """
-    generator, left, drawn = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.float64), 0
+    generator, left, drawn = (
+        torch.Generator().manual_seed(seed),
+        torch.empty(0, dtype=torch.float64),
+        0,
+    )
     for start in range(0, n, at_once):
         stop = min(start + at_once, n)
         end = min(-(-stop * width // LANES) * LANES, n * width)
@@ -136,7 +154,7 @@ def fit_head(
         weight: the trained weight of the head.
         bias: its bias, or None.
         prior_precision: δ, the inverse variance of the prior (the weight decay of a loss summed over the inputs).
-        structure: `auto` is full up to 4096 parameters, whose matrix is 128 MiB and takes seconds to factorise, and
+        structure: `auto` is full up to 4096 parameters, whose matrix is 128 MiB and takes seconds to factorize, and
             kron beyond: a head of 100 classes on 512 features has 51,300, and its matrix would be 20 GiB.
 
     Returns:
@@ -151,7 +169,10 @@ def fit_head(
     rows = _rows(batches, weight, bias is not None)
     covariance: Full | Kronecker
     if structure == "full" or (structure == "auto" and classes * width <= FULL_AT_MOST):
-        covariance = _full(_gauss_newton(rows, weight.new_zeros(classes, width, dtype=torch.float64)), prior_precision)
+        covariance = _full(
+            _gauss_newton(rows, weight.new_zeros(classes, width, dtype=torch.float64)),
+            prior_precision,
+        )
     else:
         of_classes, of_features = _kronecker_factors(rows, bias is not None)
         covariance = Kronecker(*_eigen(of_classes), *_eigen(of_features), float(prior_precision))
@@ -162,28 +183,46 @@ def bytes_of_fit(classes: int, width: int) -> int:
     """What `fit_head` takes by default for a head of so many classes on so many features, the bias's 1 included."""
     if classes * width <= FULL_AT_MOST:
         return COPIES_OF_FULL * DOUBLE * (classes * width) ** 2
-    return COPIES_OF_FACTOR * DOUBLE * max(classes, width) ** 2 + 2 * DOUBLE * min(classes, width) ** 2
+    return (
+        COPIES_OF_FACTOR * DOUBLE * max(classes, width) ** 2 + 2 * DOUBLE * min(classes, width) ** 2
+    )
 
 
-def _rows(batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"], has_bias: bool) -> FeaturesAndProbs:
+def _rows(
+    batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"], has_bias: bool
+) -> FeaturesAndProbs:
     """Features [n, k] with their 1 and probabilities [n, c], a chunk at a time."""
     empty = True
     for features, logits in batches:
-        if features.shape != (len(logits), weight.shape[1]) or logits.shape != (len(features), weight.shape[0]):
+        if features.shape != (len(logits), weight.shape[1]) or logits.shape != (
+            len(features),
+            weight.shape[0],
+        ):
             raise QualmsError(
                 f"a batch has features of shape {tuple(features.shape)} and logits of shape {tuple(logits.shape)}; "
                 f"this head needs (n, {weight.shape[1]}) and (n, {weight.shape[0]})."
             )
-        for part, of in zip(features.detach().split(CHUNK), logits.detach().split(CHUNK), strict=True):
+        for part, of in zip(
+            features.detach().split(CHUNK), logits.detach().split(CHUNK), strict=True
+        ):
             if not bool(torch.isfinite(part).all() and torch.isfinite(of).all()):
-                raise QualmsError("a batch has features or logits that are NaN or infinite; clean the training inputs.")
+                raise QualmsError(
+                    "a batch has features or logits that are NaN or infinite; clean the training inputs."
+                )
             empty = empty and len(part) == 0
-            yield _with_one(part.to(weight.device), has_bias), of.to(weight.device, torch.float64).softmax(1)
+            yield (
+                _with_one(part.to(weight.device), has_bias),
+                of.to(weight.device, torch.float64).softmax(1),
+            )
     if empty:
-        raise QualmsError("batches yields no training input; a posterior needs at least one (an iterator reads once).")
+        raise QualmsError(
+            "batches yields no training input; a posterior needs at least one (an iterator reads once)."
+        )
 
 
-def _gauss_newton(rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]) -> Float64[Tensor, "c*k c*k"]:
+def _gauss_newton(
+    rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]
+) -> Float64[Tensor, "c*k c*k"]:
     """Σ_n Λ_n ⊗ h_n h_nᵀ from its blocks between two classes, -Σ_n p_c p_d h hᵀ.
 
     FeaturesAndProbs of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1 - p) never cancels.
@@ -192,7 +231,9 @@ def _gauss_newton(rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]) -> Floa
     upper = zeros.new_zeros(classes, width, classes, width)
     for h, p in rows:
         for c in range(classes - 1):
-            weighted = (p[:, c, None] * p[:, c + 1 :])[:, :, None] * h[:, None]  # [n, later classes, k]
+            weighted = (p[:, c, None] * p[:, c + 1 :])[:, :, None] * h[
+                :, None
+            ]  # [n, later classes, k]
             upper[c, :, c + 1 :] -= (h.mT @ weighted.flatten(1)).unflatten(1, (-1, width))
     for c in range(classes):
         upper[c + 1 :, :, c] = upper[c, :, c + 1 :].permute(1, 2, 0)
@@ -204,7 +245,9 @@ def _gauss_newton(rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]) -> Floa
 
 def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
     # Shifts of all logits have no curvature: δ alone holds the posterior there, and must not be lost in rounding.
-    lost = not prior_precision > float(hessian.diagonal().abs().max()) * torch.finfo(hessian.dtype).eps
+    lost = (
+        not prior_precision > float(hessian.diagonal().abs().max()) * torch.finfo(hessian.dtype).eps
+    )
     hessian.diagonal().add_(prior_precision)
     factor, failed = torch.linalg.cholesky_ex(hessian)
     if lost or bool(failed):
@@ -214,7 +257,9 @@ def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
     return Full(factor)
 
 
-def _kronecker_factors(rows: FeaturesAndProbs, has_bias: bool) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
+def _kronecker_factors(
+    rows: FeaturesAndProbs, has_bias: bool
+) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
     """B = Σ_n Λ_n, its diagonal again from its rows' sums, and A = (1/N) Σ_n h_n h_nᵀ without the bias's products."""
     h, p = next(rows)
     total, products, squares = len(h), p.mT @ p, h.mT @ h
@@ -239,5 +284,7 @@ def _with_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor,
     return torch.nn.functional.pad(features.double(), (0, int(has_bias)), value=1.0)
 
 
-def _extended(weight: Float[Tensor, "c f"], bias: Float[Tensor, " c"] | None) -> Float64[Tensor, "c k"]:
+def _extended(
+    weight: Float[Tensor, "c f"], bias: Float[Tensor, " c"] | None
+) -> Float64[Tensor, "c k"]:
     return weight.double() if bias is None else torch.cat([weight, bias[:, None]], dim=1).double()

@@ -10,7 +10,7 @@ sees it. So ρ is noise to signal, and dividing the logits by it is shrinkage. �
 no better than noise keeps its softmax, and one that is known better is sharpened. Mistakes stay near the boundaries
 between classes at any T. An input without any gradient in the blocks has no ρ, and T = 1.
 
-For classifiers that read features of free length. Where a normalisation fixes ‖h‖ (vision transformers, language
+For classifiers that read features of free length. Where a normalization fixes ‖h‖ (vision transformers, language
 models), ρ loses its signal. So T is 1, and heat the entropy, if the features of noise inputs do not grow fourfold when
 the noise is made 64 times as large; `Scored.notes` says so. With more than 17 classes, traces are estimated from 16
 fixed contrasts of classes. ρ₀ belongs to a shape of inputs, so that the score of a text depends on how far its batch is
@@ -26,13 +26,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError, reason
+from qualms.gradients.batch import num_samples, take_samples
 from qualms.gradients.directions import CONTRASTS, Directions
-from qualms.gradients.inputs import count, take
 from qualms.methods.blocks import blocks_of, without_head
+from qualms.methods.context import BatchContext
 from qualms.methods.head import Head, required, with_head
 from qualms.methods.method import GRADIENTS, Method
 from qualms.methods.noise import louder, noise_inputs
-from qualms.methods.passes import Passes
 
 BLOCKS = 3
 NOISE_INPUTS = 32
@@ -73,7 +73,7 @@ class Heat(Method):
     cost = "2, and C - 1 (at most 16) backward through the last three blocks"
     always_exact = True
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         unit = self.unit(passes)
         if unit.log_ratio is None:
@@ -82,29 +82,33 @@ class Heat(Method):
         log_t = torch.where(log_ratio.isfinite(), log_ratio - unit.log_ratio, 0.0)
         return log_heat(logits, log_t.exp().clamp(COLDEST, HOTTEST))
 
-    def note(self, passes: Passes) -> str | None:
+    def note(self, passes: BatchContext) -> str | None:
         """That T is 1, and why."""
         why = self.unit(passes).why
         return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
 
-    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """Unknown where the traces are estimated from some contrasts of classes; 0 elsewhere."""
         b, c = passes.logits.shape
         estimated = c - 1 > CONTRASTS and self.unit(passes).log_ratio is not None
-        return torch.full((b,), math.nan if estimated else 0.0, dtype=torch.double, device=passes.device)
+        return torch.full(
+            (b,), math.nan if estimated else 0.0, dtype=torch.double, device=passes.device
+        )
 
     def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
         """log ρ from the logarithms of the blocks' ratios: that of their sum."""
         return log_ratios.logsumexp(-1)
 
     def _log_ratio(
-        self, passes: Passes, blocks: tuple[tuple[str, ...], ...]
+        self, passes: BatchContext, blocks: tuple[tuple[str, ...], ...]
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
         """log ρ, infinite where there is no gradient or no feature, and the logits that belong to it."""
         traces, logits = passes.traces(blocks)
-        return self.combined(traces.log() - head_trace(_head(passes, logits)).log()[:, None]), logits
+        return self.combined(
+            traces.log() - head_trace(_head(passes, logits)).log()[:, None]
+        ), logits
 
-    def unit(self, passes: Passes) -> Unit:
+    def unit(self, passes: BatchContext) -> Unit:
         """ρ₀, found once for each shape of inputs. Whether T is 1 is found once for all of them.
 
         Else batches of two shapes could have scores of two kinds, which do not compare.
@@ -113,18 +117,22 @@ class Heat(Method):
         shapes = passes.job(NOTHING, None).shapes
         if shapes not in units:
             first = next(iter(units.values()), None)
-            units[shapes] = first if first is not None and first.why else self._measured_unit(passes, first)
+            units[shapes] = (
+                first if first is not None and first.why else self._measured_unit(passes, first)
+            )
         return units[shapes]
 
-    def _measured_unit(self, passes: Passes, first: Unit | None) -> Unit:
+    def _measured_unit(self, passes: BatchContext, first: Unit | None) -> Unit:
         blocks = tuple(map(tuple, without_head(blocks_of(passes, self.name), passes)[-BLOCKS:]))
         if not blocks:
             return Unit(blocks, None, "no counted weights come before the classifier")
-        noise = Passes(passes.subject, noise_inputs(passes, NOISE_INPUTS, self.name))
+        noise = BatchContext(passes.subject, noise_inputs(passes, NOISE_INPUTS, self.name))
         try:
             if first is None and growth(noise) < FREE:
                 return Unit(
-                    blocks, None, "the length of the features that the classifier reads hardly grows with the input"
+                    blocks,
+                    None,
+                    "the length of the features that the classifier reads hardly grows with the input",
                 )
             log_ratio = self._log_ratio(noise, blocks)[0]
         except QualmsError as error:
@@ -136,7 +144,9 @@ class Heat(Method):
         if 2 * len(alive) < NOISE_INPUTS:
             if first is not None:
                 return first
-            return Unit(blocks, None, "most inputs of noise leave the last blocks without a gradient")
+            return Unit(
+                blocks, None, "most inputs of noise leave the last blocks without a gradient"
+            )
         return Unit(blocks, float(alive.mean()))
 
 
@@ -187,13 +197,15 @@ def head_trace(head: Head) -> Float[Tensor, " b"]:
     return (len(head.weight) - 1) * energy
 
 
-def growth(noise: Passes) -> float:
+def growth(noise: BatchContext) -> float:
     """By how much the features of noise inputs grow if the noise does by `LOUDER`: the median over the inputs.
 
     1 if most inputs have no features before or after; infinite if the louder noise is too much for the model's numbers.
     """
     loud, size = louder(noise.batch, LOUDER, noise.seed), noise.subject.rows_at_once(noise.batch)
-    parts = [loud.take(slice(start, start + size)) for start in range(0, count(noise.batch), size)]
+    parts = [
+        loud.take(slice(start, start + size)) for start in range(0, num_samples(noise.batch), size)
+    ]
     try:
         after = required(Head.joined([with_head(noise.model, part)[1] for part in parts]))
     except QualmsError:
@@ -203,9 +215,12 @@ def growth(noise: Passes) -> float:
     return float(grown.median().exp()) if 2 * len(grown) >= len(before) else 1.0
 
 
-def _head(passes: Passes, logits: Float[Tensor, "b c"]) -> Head:
+def _head(passes: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
     """The head on the features that these logits came from: those of each input alone, if company changes them."""
     if torch.allclose(logits, passes.logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
         return passes.head
-    alone = [with_head(passes.model, take(passes.batch, [i]))[1] for i in range(count(passes.batch))]
+    alone = [
+        with_head(passes.model, take_samples(passes.batch, [i]))[1]
+        for i in range(num_samples(passes.batch))
+    ]
     return required(Head.joined(alone))

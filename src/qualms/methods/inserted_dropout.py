@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.draws import draws_at_once, information_over_draws
 from qualms.methods.method import SEVERAL_PASSES
 from qualms.methods.monte_carlo import MonteCarlo
-from qualms.methods.passes import Passes
 from qualms.parameters import SHARE, check_parameters, whole
 from qualms.random import generator
 
@@ -39,7 +39,9 @@ class InsertedDropout(MonteCarlo):
     draws: int = 100
 
     name = "inserted-dropout"
-    paper = "Ledda et al., Dropout Injection at Test Time for Post Hoc Uncertainty Quantification, 2023"
+    paper = (
+        "Ledda et al., Dropout Injection at Test Time for Post Hoc Uncertainty Quantification, 2023"
+    )
     needs = (SEVERAL_PASSES,)
     cost = "1 + N heads"
 
@@ -51,11 +53,13 @@ class InsertedDropout(MonteCarlo):
         """None: only the last layer is drawn anew."""
         return 0.0
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         head = passes.head
         size = (self.draws, head.features.shape[1])
-        kept = torch.rand(size, generator=generator(passes.seed, 0)).to(head.features.device) >= self.p
+        kept = (
+            torch.rand(size, generator=generator(passes.seed, 0)).to(head.features.device) >= self.p
+        )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
             features = head.features[block, None]

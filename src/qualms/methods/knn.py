@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.methods.passes import Passes
 from qualms.methods.training_features import training_features
 from qualms.parameters import check_parameters, whole
 
@@ -47,7 +47,7 @@ class KNN(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, k=whole(1))
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted = passes.subject.fitted
         if KNN not in fitted:
@@ -62,13 +62,17 @@ def kth_distances(
 ) -> Float[Tensor, " b"]:
     """‖z - z₍ₖ₎‖ from unit vectors z to known ones, divided by their lengths; of fewer than k, the farthest."""
     divisors = torch.where(lengths > 0, lengths, 1.0).to(known)
-    shorter = torch.where(lengths > 0, 0.0, 0.5).to(known)  # vectors of zeros, which stay near to all others
+    shorter = torch.where(lengths > 0, 0.0, 0.5).to(
+        known
+    )  # vectors of zeros, which stay near to all others
     found = []
     for part in z.split(max(1, AT_ONCE // len(known))):
-        # Inner products tell who the neighbour is; how near it is they would tell with half the digits only.
-        nearness = (part @ known.mT).div_(divisors).add_(shorter)  # ‖z - z'‖² is a constant minus twice that
-        neighbour = nearness.topk(min(k, len(known)), dim=-1).indices[:, -1]
-        apart = (part - _unit(known[neighbour], lengths[neighbour])).double().norm(dim=-1)
+        # Inner products tell who the neighbor is; how near it is they would tell with half the digits only.
+        nearness = (
+            (part @ known.mT).div_(divisors).add_(shorter)
+        )  # ‖z - z'‖² is a constant minus twice that
+        neighbor = nearness.topk(min(k, len(known)), dim=-1).indices[:, -1]
+        apart = (part - _unit(known[neighbor], lengths[neighbor])).double().norm(dim=-1)
         found.append(torch.where(apart > SAME, apart, 0.0))
     return torch.cat(found)
 

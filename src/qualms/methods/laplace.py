@@ -12,13 +12,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.memory import budget_of_rows, free_bytes, require_room
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.draws import DOUBLE, information_over_draws
 from qualms.methods.head import required, with_head
 from qualms.methods.head_posterior import HeadPosterior, bytes_of_fit, fit_head
 from qualms.methods.method import TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
-from qualms.methods.passes import Passes
 from qualms.parameters import POSITIVE, check_parameters, whole
 
 COPIES_OF_HEAD = 6  # in double precision, while one is drawn: its noise, what that becomes step by step, the mean
@@ -55,7 +55,7 @@ class Laplace(MonteCarlo):
         """None: only the last layer is drawn anew."""
         return 0.0
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         posterior, head = self._posterior(passes), passes.head
         each = COPIES_OF_HEAD * DOUBLE * head.weight.numel()
@@ -71,7 +71,7 @@ class Laplace(MonteCarlo):
 
         return information_over_draws(passes, self.draws, log_probs)
 
-    def _posterior(self, passes: Passes) -> HeadPosterior:
+    def _posterior(self, passes: BatchContext) -> HeadPosterior:
         """Fitted once for a model."""
         fitted = passes.subject.fitted
         if self not in fitted:
@@ -79,11 +79,15 @@ class Laplace(MonteCarlo):
             classes, width = head.weight.shape[0], head.weight.shape[1] + int(head.bias is not None)
             needed = bytes_of_fit(classes, width) + COPIES_OF_HEAD * DOUBLE * head.weight.numel()
             what = f"the covariance of a head of {classes:,} classes on {width:,} features and one sample of it"
-            require_room(needed, budget or free_bytes(passes.device), what, "or use inserted-dropout")
-            fitted[self] = fit_head(self._training(passes), head.weight, head.bias, self.prior_precision)
+            require_room(
+                needed, budget or free_bytes(passes.device), what, "or use inserted-dropout"
+            )
+            fitted[self] = fit_head(
+                self._training(passes), head.weight, head.bias, self.prior_precision
+            )
         return fitted[self]
 
-    def _training(self, passes: Passes) -> Iterator[tuple[Tensor, Tensor]]:
+    def _training(self, passes: BatchContext) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in passes.subject.training_batches(self.name):
             for part in passes.chunks(batch):
                 logits, head = with_head(passes.model, part)

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.activations import spread
+from qualms.methods.context import BatchContext
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 from qualms.parameters import PERCENTILE, check_parameters
 
 
@@ -40,7 +40,7 @@ class LTS(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, percentile=PERCENTILE)
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         factor = spread(passes.head.features, self.percentile) ** 2
         return -(passes.logits * factor[:, None]).logsumexp(-1)

@@ -11,8 +11,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.methods.context import BatchContext
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.methods.passes import Passes
 from qualms.methods.training_features import TrainingFeatures, training_features
 
 
@@ -25,7 +25,9 @@ class Classes:
 
     def distances(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b k"]:
         """The squared distance to each mean: a sum of squares, which is never negative."""
-        each = [((features.double() - mean) @ self.whitening).square().sum(-1) for mean in self.means]
+        each = [
+            ((features.double() - mean) @ self.whitening).square().sum(-1) for mean in self.means
+        ]
         return torch.stack(each, dim=1)
 
 
@@ -55,7 +57,7 @@ class Mahalanobis(Method):
     needs = (TRAINING_DATA,)
     cost = "1, and 1 for each training input"
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted = passes.subject.fitted
         if self not in fitted:
@@ -71,7 +73,9 @@ def classes_of(training: TrainingFeatures) -> Classes:
         own = training.features[training.labels == label].double()
         means.append(own.mean(0))
         scatter += (own - means[-1]).mT @ (own - means[-1])
-    if scatter.trace().sqrt() <= torch.finfo(training.features.dtype).eps * training.features.norm(dtype=torch.double):
+    if scatter.trace().sqrt() <= torch.finfo(training.features.dtype).eps * training.features.norm(
+        dtype=torch.double
+    ):
         raise QualmsError(
             f"mahalanobis finds no variation within the classes of the {len(training.features)} training inputs, so it "
             "has no covariance; pass more training inputs for each class."

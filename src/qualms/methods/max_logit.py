@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,12 @@ class MaxLogit(Method):
     """
 
     name = "max-logit"
-    paper = "Hendrycks et al., Scaling Out-of-Distribution Detection for Real-World Settings, ICML 2022"
+    paper = (
+        "Hendrycks et al., Scaling Out-of-Distribution Detection for Real-World Settings, ICML 2022"
+    )
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         return -passes.logits.amax(-1)

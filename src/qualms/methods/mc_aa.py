@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.inputs import count, take
+from qualms.gradients.batch import num_samples, take_samples
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.draws import information_over_draws
 from qualms.methods.input_steps import attack_direction, length, moved
 from qualms.methods.method import SEVERAL_PASSES, Noise, Scale, converted
 from qualms.methods.monte_carlo import MonteCarlo
-from qualms.methods.passes import Passes
 from qualms.parameters import NOISE, check_parameters, whole
 from qualms.random import generator
 
@@ -49,15 +49,18 @@ class MCAA(MonteCarlo):
         """A forward and a backward pass for the direction, and a forward pass for each draw."""
         return 3.0 + self.draws
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        subject, inputs = passes.subject, count(passes.batch)
+        subject, inputs = passes.subject, num_samples(passes.batch)
         rows = subject.rows_at_once(passes.batch, inputs * self.draws)
         most = min(max(1, rows // self.draws), subject.rows_with_graph(passes.batch))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            part, numbers = take(passes.batch, block), passes.numbers[block]
-            drawn = [torch.rand(self.draws, generator=generator(passes.seed, number)) for number in numbers]
+            part, numbers = take_samples(passes.batch, block), passes.numbers[block]
+            drawn = [
+                torch.rand(self.draws, generator=generator(passes.seed, number))
+                for number in numbers
+            ]
             uniform = 2 * torch.stack(drawn) - 1
             sign = attack_direction(passes, part)
             step = length(self.a, sign, self.name, "a") * sign

@@ -1,6 +1,6 @@
-"""MC batch normalisation: statistics from random batches of training data instead of the running ones.
+"""MC batch normalization: statistics from random batches of training data instead of the running ones.
 
-Each draw normalises by the statistics of one training batch; the score is the mutual information over the draws.
+Each draw normalizes by the statistics of one training batch; the score is the mutual information over the draws.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch, count, take
+from qualms.gradients.batch import Batch, num_samples, take_samples
 from qualms.gradients.memory import require_room
-from qualms.gradients.rows import Rows
+from qualms.gradients.model_input import ModelInput
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.draws import information_over_draws
 from qualms.methods.method import SEVERAL_PASSES, TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
-from qualms.methods.passes import Passes
 from qualms.parameters import check_parameters, whole
 
 
@@ -41,43 +41,49 @@ class MCBatchNorm(MonteCarlo):
     draws: int = 32
 
     name = "mc-batchnorm"
-    paper = "Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks, ICML 2018"
+    paper = (
+        "Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks, ICML 2018"
+    )
     needs = (SEVERAL_PASSES, TRAINING_DATA)
     cost = "1 + N, and N training batches"
 
     def __post_init__(self) -> None:
         check_parameters(self, self.name, draws=whole(2))
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
 
         def log_probs(block: slice) -> Iterator[Tensor]:
             for statistics in self._statistics(passes):
                 with _using(statistics):
-                    logits = passes.forward_all(take(passes.batch, block))
+                    logits = passes.forward_all(take_samples(passes.batch, block))
                 yield log_softmax(logits.double())[:, None]
 
         return information_over_draws(passes, self.draws, log_probs)
 
-    def _statistics(self, passes: Passes) -> "list[Statistics]":
+    def _statistics(self, passes: BatchContext) -> "list[Statistics]":
         """Mean and variance of every layer's input for each training batch, found once."""
         fitted = passes.subject.fitted
         if self not in fitted:
-            layers = [m for m in passes.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            layers = [
+                m for m in passes.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            ]
             if not any(m.running_mean is not None for m in layers):
-                raise QualmsError("the model has no batch normalisation, which mc-batchnorm needs; use perturb-theta.")
+                raise QualmsError(
+                    "the model has no batch normalization, which mc-batchnorm needs; use perturb-theta."
+                )
             found = []
             for batch in islice(passes.subject.training_batches(self.name), self.draws):
                 self._require_room(passes, batch)
                 with _learning(layers):
-                    passes.forward(Rows(batch))
+                    passes.forward(ModelInput(batch))
                     found.append([(m, _copy(m)) for m in layers])
             fitted[self] = list(islice(cycle(found), self.draws))
         return fitted[self]
 
-    def _require_room(self, passes: Passes, batch: Batch) -> None:
+    def _require_room(self, passes: BatchContext, batch: Batch) -> None:
         """A training batch has its statistics as a whole: an error if that does not fit a `budget` that was given."""
-        budget, rows = passes.subject.settings.budget, count(batch)
+        budget, rows = passes.subject.settings.budget, num_samples(batch)
         if budget is not None:
             each = passes.subject.plain_work.bytes_of_row(batch, passes.subject.learnt) or 0
             what = f"the results of a training batch of {rows} inputs, which {self.name} runs as a whole,"
@@ -99,7 +105,7 @@ def _copy(m: nn.modules.batchnorm._BatchNorm) -> Pair:
 
 @contextmanager
 def _learning(layers: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
-    """Layers normalise by the batch at hand and keep its statistics; everything is put back afterwards."""
+    """Layers normalize by the batch at hand and keep its statistics; everything is put back afterwards."""
     momenta = [m.momentum for m in layers]
     try:
         with _using([(m, _copy(m)) for m in layers]):
@@ -113,7 +119,7 @@ def _learning(layers: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def _using(statistics: Statistics) -> Iterator[None]:
-    """Layers normalise by other statistics than their own."""
+    """Layers normalize by other statistics than their own."""
     before = [(m, m.running_mean, m.running_var) for m, _ in statistics]
     try:
         for m, (mean, variance) in statistics:

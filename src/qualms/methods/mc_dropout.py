@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch, count, take
+from qualms.gradients.batch import Batch, num_samples, take_samples
+from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.nested import tensors_in
-from qualms.gradients.row_memory import RowWork
-from qualms.gradients.rows import Rows, logits_of
+from qualms.gradients.sample_memory import PassMemory
+from qualms.methods.context import ROWS_AT_ONCE, BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.draws import information_over_draws
 from qualms.methods.method import SEVERAL_PASSES
 from qualms.methods.monte_carlo import MonteCarlo
-from qualms.methods.passes import ROWS_AT_ONCE, Passes
 from qualms.parameters import check_parameters, whole
 from qualms.random import generator
 
@@ -57,14 +57,16 @@ class MCDropout(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, draws=whole(2))
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         layers = [m for m in passes.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
         if not layers:
-            raise QualmsError("the model has no dropout layer, which mc-dropout needs; use inserted-dropout.")
+            raise QualmsError(
+                "the model has no dropout layer, which mc-dropout needs; use inserted-dropout."
+            )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            part, replay = take(passes.batch, block), Replay()
+            part, replay = take_samples(passes.batch, block), Replay()
             for draw in range(self.draws):
                 yield log_softmax(_thinned(passes, layers, part, draw, replay).double())[:, None]
 
@@ -72,13 +74,17 @@ class MCDropout(MonteCarlo):
             return _thinned(passes, layers, row, 0, Replay())
 
         subject = passes.subject
-        work = RowWork("a pass that is replayed", run, ROWS_AT_ONCE)
-        most = work.rows_at_once(passes.batch, count(passes.batch), subject.settings, subject.learnt)
+        work = PassMemory("a pass that is replayed", run, ROWS_AT_ONCE)
+        most = work.rows_at_once(
+            passes.batch, num_samples(passes.batch), subject.settings, subject.learnt
+        )
         return information_over_draws(passes, self.draws, log_probs, most)
 
 
 @torch.no_grad()
-def _thinned(passes: Passes, layers: DropoutLayers, part: Batch, draw: int, replay: "Replay") -> Float[Tensor, "b c"]:
+def _thinned(
+    passes: BatchContext, layers: DropoutLayers, part: Batch, draw: int, replay: "Replay"
+) -> Float[Tensor, "b c"]:
     """The logits of one thinned network.
 
     Args:
@@ -88,12 +94,14 @@ def _thinned(passes: Passes, layers: DropoutLayers, part: Batch, draw: int, repl
         draw: its number, which decides the masks.
         replay: of what comes before the first of the layers.
     """
-    with _masked(layers, count(part), generator(passes.seed, draw), replay), replay.run():
-        return logits_of(passes.model, Rows(part))
+    with _masked(layers, num_samples(part), generator(passes.seed, draw), replay), replay.run():
+        return forward_logits(passes.model, ModelInput(part))
 
 
 @contextmanager
-def _masked(layers: DropoutLayers, rows: int, noise: torch.Generator, replay: "Replay") -> Iterator[None]:
+def _masked(
+    layers: DropoutLayers, rows: int, noise: torch.Generator, replay: "Replay"
+) -> Iterator[None]:
     """Dropout layers, off in evaluation mode, multiply by masks of their own."""
 
     def mask(layer: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -103,7 +111,11 @@ def _masked(layers: DropoutLayers, rows: int, noise: torch.Generator, replay: "R
                 "a dropout layer of the model sees a tensor whose first axis does not count the inputs, so mc-dropout "
                 "cannot give them the same mask; use inserted-dropout."
             )
-        shape = (1, out.shape[1], *[1] * (out.ndim - 2)) if isinstance(layer, WHOLE_CHANNELS) else (1, *out.shape[1:])
+        shape = (
+            (1, out.shape[1], *[1] * (out.ndim - 2))
+            if isinstance(layer, WHOLE_CHANNELS)
+            else (1, *out.shape[1:])
+        )
         kept = torch.rand(shape, generator=noise).to(out.device) >= layer.p
         return out * kept / (1 - layer.p)
 
@@ -159,7 +171,11 @@ class _Recorded(TorchFunctionMode):
         self.known, self.results, self.over = known, list[Any](), False
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self.over:
             return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.smoothing import Smoothing
-from qualms.methods.passes import Passes
+from qualms.methods.context import BatchContext
 
 # What a method may need beside the model and the inputs.
 LOGITS, GRADIENTS, SEVERAL_PASSES, TRAINING_DATA, MODELS = (
@@ -23,7 +23,9 @@ LOGITS, GRADIENTS, SEVERAL_PASSES, TRAINING_DATA, MODELS = (
     "several models",
 )
 
-WANG_JI = "Wang & Ji, Epistemic Uncertainty Quantification For Pre-trained Neural Networks, CVPR 2024"
+WANG_JI = (
+    "Wang & Ji, Epistemic Uncertainty Quantification For Pre-trained Neural Networks, CVPR 2024"
+)
 FEW = 2  # draws that show whether a method works
 
 Noise = float | tuple[float, ...]  # one level, or one per channel
@@ -75,14 +77,14 @@ class Method(Protocol):
     always_exact: ClassVar[bool] = False
 
     @abstractmethod
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
 
-    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """The standard error of a score that is an estimate; 0 for one that is not."""
         return torch.zeros(len(passes.logits), dtype=torch.double, device=passes.device)
 
-    def note(self, passes: Passes) -> str | None:
+    def note(self, passes: BatchContext) -> str | None:
         """A sentence on what the scores of this model are, where that is not what the name says."""
         return None
 
@@ -135,7 +137,9 @@ class NotFinite(QualmsError):
         self.method, self.number = method, number
 
 
-def in_range(scores: Float[Tensor, " b"], dtype: torch.dtype, name: str, numbers: Sequence[int]) -> Float[Tensor, " b"]:
+def in_range(
+    scores: Float[Tensor, " b"], dtype: torch.dtype, name: str, numbers: Sequence[int]
+) -> Float[Tensor, " b"]:
     """The scores in the type that they are returned in; an error if one of them is beyond it, or not a number."""
     found = scores.detach().to(dtype)
     bad = (~torch.isfinite(found)).nonzero().flatten().tolist()

@@ -8,45 +8,47 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch, count, take, tensors, with_tensors
-from qualms.gradients.rows import Rows, logits_of
-from qualms.methods.passes import Passes
+from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples, with_tensors
+from qualms.gradients.model_input import ModelInput, forward_logits
+from qualms.methods.context import BatchContext
 from qualms.random import generator
 
 PURPOSE = 71  # of these random numbers
 INSTEAD = "use regrad+layers or entropy"
 
 
-def noise_inputs(passes: Passes, number: int, method: str) -> Batch:
+def noise_inputs(passes: BatchContext, number: int, method: str) -> Batch:
     """N(0, 1) in place of every number that an input is made of, and random ids in place of token ids.
 
     In the units of the tensor that the model receives. Masks that come beside it are such that nothing is masked, and
     types of tokens are zero.
     """
-    first, *others = tensors(passes.batch)
+    first, *others = batch_tensors(passes.batch)
     names = list(passes.batch)[1:] if isinstance(passes.batch, dict) else ["" for _ in others]
     shape, source = (number, *first.shape[1:]), generator(passes.seed, PURPOSE)
     if first.is_floating_point():
         drawn = torch.randn(shape, generator=source)
     else:
         drawn = torch.randint(0, _vocabulary(passes, method), shape, generator=source)
-    beside = [_beside(name, t, number, passes, method) for name, t in zip(names, others, strict=True)]
+    beside = [
+        _beside(name, t, number, passes, method) for name, t in zip(names, others, strict=True)
+    ]
     return with_tensors(passes.batch, [drawn.to(first), *beside])
 
 
-def louder(batch: Batch, times: float, seed: int) -> Rows:
+def louder(batch: Batch, times: float, seed: int) -> ModelInput:
     """Inputs of noise, `times` as large; for token ids that much noise is added to their embeddings."""
-    first, *others = tensors(batch)
+    first, *others = batch_tensors(batch)
     if first.is_floating_point():
-        return Rows(with_tensors(batch, [first * times, *others]))
+        return ModelInput(with_tensors(batch, [first * times, *others]))
 
     def noise(shape: tuple[int, ...]) -> Tensor:
-        return times * torch.randn((count(batch), *shape), generator=generator(seed, PURPOSE))
+        return times * torch.randn((num_samples(batch), *shape), generator=generator(seed, PURPOSE))
 
-    return Rows(batch, embedding_noise=noise)
+    return ModelInput(batch, embedding_noise=noise)
 
 
-def _beside(name: str, t: Tensor, number: int, passes: Passes, method: str) -> Tensor:
+def _beside(name: str, t: Tensor, number: int, passes: BatchContext, method: str) -> Tensor:
     """What stands beside the input proper, by its name."""
     shape = (number, *t.shape[1:])
     if "mask" in name:
@@ -63,12 +65,12 @@ def _beside(name: str, t: Tensor, number: int, passes: Passes, method: str) -> T
     )
 
 
-def _vocabulary(passes: Passes, method: str) -> int:
+def _vocabulary(passes: BatchContext, method: str) -> int:
     """How many ids there are: the rows of the embedding that reads them."""
-    one = take(passes.batch, slice(0, 1))
-    watch = _Embeddings(tensors(one)[0])
+    one = take_samples(passes.batch, slice(0, 1))
+    watch = _Embeddings(batch_tensors(one)[0])
     with torch.no_grad():
-        logits_of(passes.model, Rows(one), watch)
+        forward_logits(passes.model, ModelInput(one), watch)
     if watch.rows is None:
         raise QualmsError(
             f"{method} tries the model on random token ids, but no embedding of the model reads x, so there is no "
@@ -87,13 +89,19 @@ class _Embeddings(TorchFunctionMode):
         self.rows: int | None = None
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
         if self.rows is None and getattr(func, "__name__", "").startswith("embedding"):
             with torch._C.DisableTorchFunction():
                 if any(
-                    t.numel() == self.ids.numel() and torch.equal(t.flatten().to(self.ids), self.ids) for t in given
+                    t.numel() == self.ids.numel()
+                    and torch.equal(t.flatten().to(self.ids), self.ids)
+                    for t in given
                 ):
                     self.rows = next((t.shape[0] for t in given if t.is_floating_point()), None)
         return func(*args, **(kwargs or {}))

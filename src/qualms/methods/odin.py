@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import tensors
+from qualms.gradients.batch import batch_tensors
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.input_steps import attack_direction, length, moved
 from qualms.methods.method import GRADIENTS, Method, Noise, Scale, converted
-from qualms.methods.passes import Passes
 from qualms.parameters import NOISE, POSITIVE, check_parameters
 
 
@@ -40,7 +40,9 @@ class ODIN(Method):
     epsilon: Noise = 0.0014
 
     name = "odin"
-    paper = "Liang et al., Enhancing the Reliability of Out-of-distribution Image Detection, ICLR 2018"
+    paper = (
+        "Liang et al., Enhancing the Reliability of Out-of-distribution Image Detection, ICLR 2018"
+    )
     needs = (GRADIENTS,)
     cost = "2, and 1 backward"
 
@@ -52,19 +54,25 @@ class ODIN(Method):
         """A forward and a backward pass for the step, and a forward pass after it."""
         return 4.0
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         parts, lost = [], []
         for part in passes.chunks_with_graph():
             sign = attack_direction(passes, part, self.temperature)
             step = length(self.epsilon, sign, self.name, "epsilon") * sign
-            x, near = tensors(part)[0], moved(part, -step)
-            lost.append(x.is_floating_point() and bool(step.any()) and torch.equal(tensors(near.batch)[0], x))
+            x, near = batch_tensors(part)[0], moved(part, -step)
+            lost.append(
+                x.is_floating_point()
+                and bool(step.any())
+                and torch.equal(batch_tensors(near.batch)[0], x)
+            )
             parts.append(passes.forward(near).double() / self.temperature)
         if all(lost):
             raise QualmsError(
                 f"odin's step of epsilon = {self.epsilon} is lost to rounding in every number of x, which is "
-                f"{x.dtype}; pass a larger epsilon, or the model and x in float32.".replace("torch.", "")
+                f"{x.dtype}; pass a larger epsilon, or the model and x in float32.".replace(
+                    "torch.", ""
+                )
             )
         log_p = log_softmax(torch.cat(parts))
         return -(log_p.amax(-1) + math.log(log_p.shape[1]))

@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.memory import free_bytes, require_room
 from qualms.gradients.nested import each_tensor
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import kl, log_softmax
 from qualms.methods.method import SEVERAL_PASSES, WANG_JI
 from qualms.methods.monte_carlo import MonteCarlo
-from qualms.methods.passes import Passes
 from qualms.parameters import POSITIVE, check_parameters, whole
 from qualms.random import generator
 
@@ -47,17 +47,22 @@ class PerturbTheta(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, sigma=POSITIVE, draws=whole(1))
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         parameters = [p for p in passes.model.parameters() if p.is_floating_point()]
         given = passes.subject.settings.budget
         held = sum(p.nbytes for p in parameters)
         needed = held + NOISE_COPIES * max((p.nbytes for p in parameters), default=0)
-        require_room(needed, given or free_bytes(passes.device), "perturbed weights", "or use perturb-x")
+        require_room(
+            needed, given or free_bytes(passes.device), "perturbed weights", "or use perturb-x"
+        )
         total = torch.zeros_like(passes.log_probs[:, 0])
         for draw in range(self.draws):
             noise = generator(passes.seed, draw)
-            moved = {id(p): p.detach() + self.sigma * torch.randn(p.shape, generator=noise).to(p) for p in parameters}
+            moved = {
+                id(p): p.detach() + self.sigma * torch.randn(p.shape, generator=noise).to(p)
+                for p in parameters
+            }
             with Replaced(moved) as replaced:
                 total += kl(log_softmax(passes.forward_all(held=held).double()), passes.log_probs)
             if not replaced.seen:
@@ -77,7 +82,11 @@ class Replaced(TorchFunctionMode):
         self.seen: set[int] = set()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         args, kwargs = each_tensor((args, kwargs or {}), self._other)
         return func(*args, **kwargs)

@@ -7,10 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.smoothing import Smoothing
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import kl
 from qualms.methods.method import SEVERAL_PASSES, WANG_JI, Noise, Scale, converted
 from qualms.methods.monte_carlo import MonteCarlo
-from qualms.methods.passes import Passes
 from qualms.parameters import NOISE, check_parameters, whole
 
 
@@ -40,10 +40,13 @@ class PerturbX(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, sigma=NOISE, draws=whole(1))
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         noise = Smoothing(self.sigma, self.draws, antithetic=False)
-        parts = [kl(log_q, passes.log_probs[owners]) for owners, log_q in passes.perturbed_log_probs(noise)]
+        parts = [
+            kl(log_q, passes.log_probs[owners])
+            for owners, log_q in passes.perturbed_log_probs(noise)
+        ]
         of_each_row = torch.cat(parts).unflatten(0, (-1, self.draws + 1))
         return of_each_row[:, 1:].mean(1)
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from qualms.errors import SlowWarning
-from qualms.gradients.choice import PASSES_BESIDE, PLAIN_BACKWARD, PUSH_PASSES, pass_work
-from qualms.gradients.exact.engine import look_at
-from qualms.gradients.exact.probe import Probe
-from qualms.gradients.inputs import take
-from qualms.gradients.job import Job
-from qualms.gradients.rows import Rows, logits_of
-from qualms.gradients.table import late_layers
+from qualms.gradients.batch import take_samples
+from qualms.gradients.engines.choice import PASSES_BESIDE, PLAIN_BACKWARD, PUSH_PASSES, pass_work
+from qualms.gradients.engines.exact import look_at
+from qualms.gradients.engines.probe import Probe
+from qualms.gradients.layer_table import late_layers
+from qualms.gradients.model_input import ModelInput, forward_logits
+from qualms.gradients.request import GradientRequest
 from qualms.methods.coherence import Coherence
+from qualms.methods.context import BatchContext
 from qualms.methods.ensemble import Ensemble
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.heat import Heat
 from qualms.methods.method import Method
-from qualms.methods.passes import Passes
 from qualms.methods.recommended import Recommended
 
 TIMED_RUNS = 3
@@ -55,7 +55,7 @@ class Price:
     known: str = "counted"
 
 
-def price_of(passes: Passes, methods: Iterable[Method]) -> Price:
+def price_of(passes: BatchContext, methods: Iterable[Method]) -> Price:
     """The price of some methods together, of which gradient scores with the same smoothing share a pass."""
     methods = list(methods)
     gradient = [m for m in methods if isinstance(m, GradientScore)]
@@ -66,7 +66,9 @@ def price_of(passes: Passes, methods: Iterable[Method]) -> Price:
     return Price(round(counted, 1), counted * _forward_seconds(passes), job.budget)
 
 
-def warn_of_long_run(passes: Passes, methods: Iterable[Method], forward_seconds: float) -> None:
+def warn_of_long_run(
+    passes: BatchContext, methods: Iterable[Method], forward_seconds: float
+) -> None:
     """A SlowWarning, once and before the work, if the scores of a batch would take more than ten minutes.
 
     Args:
@@ -92,7 +94,7 @@ def warn_of_long_run(passes: Passes, methods: Iterable[Method], forward_seconds:
         )
 
 
-def _count_beside(method: Method, passes: Passes) -> float:
+def _count_beside(method: Method, passes: BatchContext) -> float:
     """Passes of one method beside the plain forward pass; those of gradient scores are counted together."""
     if isinstance(method, GradientScore):
         return 0.0
@@ -107,11 +109,13 @@ def _count_beside(method: Method, passes: Passes) -> float:
         names = [name for block in unit.blocks for name in block]
         return _count_late(passes, names, min(passes.logits.shape[1] - 1, 16))
     if isinstance(method, Coherence):
-        return _count_late(passes, method.late(passes), method.directions_needed(passes.logits.shape[1]))
+        return _count_late(
+            passes, method.late(passes), method.directions_needed(passes.logits.shape[1])
+        )
     return method.extra_passes
 
 
-def _count_late(passes: Passes, names: Iterable[str], directions: int) -> float:
+def _count_late(passes: BatchContext, names: Iterable[str], directions: int) -> float:
     """A recorded forward pass, and backward passes through the operations of some parameters."""
     job = passes.job(passes.subject.directions(None), None)
     whole = look_at(job, passes.subject.learnt)
@@ -120,7 +124,7 @@ def _count_late(passes: Passes, names: Iterable[str], directions: int) -> float:
     return 1 + (directions + 1) * pass_work(whole, directions, frozenset(names))
 
 
-def _count_gradients(passes: Passes, methods: Sequence[GradientScore]) -> float:
+def _count_gradients(passes: BatchContext, methods: Sequence[GradientScore]) -> float:
     """Passes of the gradient scores that share one smoothing."""
     settings, subject = passes.subject.settings, passes.subject
     smooth, classes = methods[0].smooth, passes.logits.shape[1]
@@ -134,22 +138,24 @@ def _count_gradients(passes: Passes, methods: Sequence[GradientScore]) -> float:
     if summed:
         needed = passes.class_sums(summed, lam).first_numbers(passes.logits).double().mean()
         directions = float(needed) + wanted.size(classes) - classes
-    job: Job = passes.job(wanted, smooth)
+    job: GradientRequest = passes.job(wanted, smooth)
     late = late_layers(job, lam, subject.learnt)
     whole = look_at(passes.job(wanted, None), subject.learnt)
     if settings.engine == "reference" or not isinstance(whole, Probe):
         return rows * (1 + PLAIN_BACKWARD * directions)
     work = pass_work(whole, round(directions), None if late is None else late.names)
-    return rows * (PASSES_BESIDE - 1 + (directions + 1) * work)  # one more shows that rows are kept apart
+    return rows * (
+        PASSES_BESIDE - 1 + (directions + 1) * work
+    )  # one more shows that rows are kept apart
 
 
 @torch.no_grad()
-def _forward_seconds(passes: Passes) -> float:
+def _forward_seconds(passes: BatchContext) -> float:
     """The time of a plain forward pass over one input."""
-    one = Rows(take(passes.batch, slice(0, 1)))
+    one = ModelInput(take_samples(passes.batch, slice(0, 1)))
     times = []
     for _ in range(TIMED_RUNS):
         start = time.perf_counter()
-        logits_of(passes.model, one)
+        forward_logits(passes.model, one)
         times.append(time.perf_counter() - start)
     return min(times)

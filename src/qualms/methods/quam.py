@@ -19,11 +19,11 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.memory import default_budget, in_mebibytes
-from qualms.gradients.precision import accurate
+from qualms.gradients.precision import at_least_float32
+from qualms.methods.context import BatchContext
 from qualms.methods.divergence import kl, log_softmax
 from qualms.methods.head import Head
 from qualms.methods.method import FEW, TRAINING_DATA, Method
-from qualms.methods.passes import Passes
 from qualms.methods.training_features import training_features
 from qualms.parameters import NOT_NEGATIVE, POSITIVE, check_parameters, whole
 from qualms.random import generator
@@ -64,15 +64,19 @@ class QUAM(Method):
     temperature: float = 0.001
 
     name = "quam"
-    paper = "Schweighofer et al., Quantification of Uncertainty with Adversarial Models, NeurIPS 2023"
+    paper = (
+        "Schweighofer et al., Quantification of Uncertainty with Adversarial Models, NeurIPS 2023"
+    )
     needs = (TRAINING_DATA,)
     cost = "1 + C heads on 512 training inputs in each step, and 1 for each training input"
 
     def __post_init__(self) -> None:
         positive = dict.fromkeys(("penalty", "growth", "rate", "temperature"), POSITIVE)
-        check_parameters(self, self.name, steps=whole(2), every=whole(1), weight_decay=NOT_NEGATIVE, **positive)
+        check_parameters(
+            self, self.name, steps=whole(2), every=whole(1), weight_decay=NOT_NEGATIVE, **positive
+        )
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted = passes.subject.fitted
         if self not in fitted:
@@ -81,8 +85,13 @@ class QUAM(Method):
         classes = len(start)
         pairs = torch.cartesian_prod(torch.arange(len(x)), torch.arange(classes)).to(x.device)
         size = _heads_at_once(passes, start, len(fitted[self][0].features))
-        found = [self._searched(x[part[:, 0]], part[:, 1], start, fitted[self]) for part in pairs.split(size)]
-        divergence, excess = (torch.cat(column).unflatten(0, (len(x), classes)) for column in zip(*found, strict=True))
+        found = [
+            self._searched(x[part[:, 0]], part[:, 1], start, fitted[self])
+            for part in pairs.split(size)
+        ]
+        divergence, excess = (
+            torch.cat(column).unflatten(0, (len(x), classes)) for column in zip(*found, strict=True)
+        )
         weights = (-excess / self.temperature).flatten(1).softmax(-1)
         return (weights * divergence.flatten(1)).sum(-1)
 
@@ -91,7 +100,11 @@ class QUAM(Method):
         return replace(self, steps=min(self.steps, FEW))
 
     def _searched(
-        self, x: Float[Tensor, "m g"], wanted: Int[Tensor, " m"], start: Float[Tensor, "c g"], training: "list[Known]"
+        self,
+        x: Float[Tensor, "m g"],
+        wanted: Int[Tensor, " m"],
+        start: Float[Tensor, "c g"],
+        training: "list[Known]",
     ) -> tuple[Float64[Tensor, "m n"], Float64[Tensor, "m n"]]:
         """KL(p ‖ q) and L(q) - L(p) for the heads on the way from `start` to saying `wanted` of x, one for each x."""
         heads = start.expand(len(x), *start.shape).clone()
@@ -106,7 +119,9 @@ class QUAM(Method):
             excess.append(loss.double() - known.loss)
             of_x = (log_q.exp() - F.one_hot(wanted, len(start))).to(x)[:, :, None] * x[:, None]
             heads.grad = of_x + self.penalty * factor * slope
-            if float(heads.grad.abs().max()) > torch.finfo(x.dtype).max ** 0.5:  # Adam takes its square
+            if (
+                float(heads.grad.abs().max()) > torch.finfo(x.dtype).max ** 0.5
+            ):  # Adam takes its square
                 raise QualmsError(
                     f"quam meets features so large that its steps do not fit {x.dtype}; scale the inputs, or pass the "
                     "model and all data in float64.".replace("torch.", "")
@@ -124,7 +139,9 @@ class Known:
     labels: Int[Tensor, " n"]
     loss: float = 0.0
 
-    def loss_and_gradient(self, heads: Float[Tensor, "m c g"]) -> tuple[Float[Tensor, " m"], Float[Tensor, "m c g"]]:
+    def loss_and_gradient(
+        self, heads: Float[Tensor, "m c g"]
+    ) -> tuple[Float[Tensor, " m"], Float[Tensor, "m c g"]]:
         """The mean cross-entropy of each head, and its gradient."""
         m, c, _ = heads.shape
         log_q = (heads.flatten(0, 1) @ self.features.mT).unflatten(0, (m, c)).log_softmax(1)
@@ -134,7 +151,7 @@ class Known:
         return loss, (off.flatten(0, 1) @ self.features).unflatten(0, (m, c)) / len(self.labels)
 
 
-def _heads_at_once(passes: Passes, head: Float[Tensor, "c g"], inputs: int) -> int:
+def _heads_at_once(passes: BatchContext, head: Float[Tensor, "c g"], inputs: int) -> int:
     """How many heads and their logits of training inputs fit the budget."""
     budget = passes.subject.settings.budget or default_budget(head.device)
     logits = len(head) * inputs
@@ -147,7 +164,7 @@ def _heads_at_once(passes: Passes, head: Float[Tensor, "c g"], inputs: int) -> i
     return max(1, min(AT_ONCE // logits, budget // needed))
 
 
-def _batches(passes: Passes, method: str, most: int) -> list[Known]:
+def _batches(passes: BatchContext, method: str, most: int) -> list[Known]:
     """Training data in batches of one size, at random if there is more than one: it may come class by class."""
     training, head = training_features(passes, method), passes.head
     features, labels, count = training.features, training.labels, len(training.labels)
@@ -155,17 +172,24 @@ def _batches(passes: Passes, method: str, most: int) -> list[Known]:
         used = min(count // BATCH, most) * BATCH
         order = torch.randperm(count, generator=generator(passes.seed))[:used].to(labels.device)
         features, labels = features[order], labels[order]
-    plain = [Known(_read(f, head), y) for f, y in zip(features.split(BATCH), labels.split(BATCH), strict=True)]
+    plain = [
+        Known(_read(f, head), y)
+        for f, y in zip(features.split(BATCH), labels.split(BATCH), strict=True)
+    ]
     given = _parameters(head)[None]
     return [replace(known, loss=float(known.loss_and_gradient(given)[0])) for known in plain]
 
 
 def _read(features: Float[Tensor, "n f"], head: Head) -> Float[Tensor, "n g"]:
     """The features, with a 1 for the bias if there is one."""
-    return accurate(features) if head.bias is None else F.pad(accurate(features), (0, 1), value=1.0)
+    return (
+        at_least_float32(features)
+        if head.bias is None
+        else F.pad(at_least_float32(features), (0, 1), value=1.0)
+    )
 
 
 def _parameters(head: Head) -> Float[Tensor, "c g"]:
     """The weight, with the bias as its last column if there is one."""
     columns = [head.weight] if head.bias is None else [head.weight, head.bias[:, None]]
-    return accurate(torch.cat(columns, dim=1))
+    return at_least_float32(torch.cat(columns, dim=1))

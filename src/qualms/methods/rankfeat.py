@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.feature_maps import with_last_map_changed
 from qualms.methods.method import SEVERAL_PASSES, Method
-from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class RankFeat(Method):
         """A forward pass from the features without their first direction."""
         return 1.0
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         parts = [
-            with_last_map_changed(passes.model, part, without_rank_1, self.name) for part in passes.chunks(passes.batch)
+            with_last_map_changed(passes.model, part, without_rank_1, self.name)
+            for part in passes.chunks(passes.batch)
         ]
         return -torch.cat(parts).double().logsumexp(-1)
 

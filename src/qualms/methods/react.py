@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.methods.context import BatchContext
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.methods.passes import Passes
 from qualms.methods.training_features import training_features
 from qualms.parameters import SHARE, check_parameters
 
@@ -30,16 +30,20 @@ class ReAct(Method):
     quantile: float = 0.9
 
     name = "react"
-    paper = "Sun et al., ReAct: Out-of-distribution Detection With Rectified Activations, NeurIPS 2021"
+    paper = (
+        "Sun et al., ReAct: Out-of-distribution Detection With Rectified Activations, NeurIPS 2021"
+    )
     needs = (TRAINING_DATA,)
     cost = "1, and 1 for each training input"
 
     def __post_init__(self) -> None:
         check_parameters(self, self.name, quantile=SHARE)
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted, head = passes.subject.fitted, passes.head
         if self not in fitted:  # torch's quantile takes 16 million numbers at most
-            fitted[self] = float(np.quantile(training_features(passes, self.name).features.cpu(), self.quantile))
+            fitted[self] = float(
+                np.quantile(training_features(passes, self.name).features.cpu(), self.quantile)
+            )
         return -head.logits(head.features.clamp(max=fitted[self])).double().logsumexp(-1)

@@ -1,7 +1,7 @@
 """Recommended (ours): `heat` for classifiers that read features of free length, `gen` for all others.
 
 Noise inputs tell of which kind a network is (see `heat`), so no data is needed; `Scored.notes` has what was picked and
-why. The page on heat has the study behind it, and what was tried behind a normalisation and not taken: REGrad with more
+why. The page on heat has the study behind it, and what was tried behind a normalization and not taken: REGrad with more
 noise.
 """
 
@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.methods.context import BatchContext
 from qualms.methods.gen import GEN
 from qualms.methods.heat import Heat
 from qualms.methods.method import GRADIENTS, Method
-from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Recommended(Method):
     cost = "that of `heat`, or 1"
     always_exact = True
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         return self.picked(passes)[0].score(passes)
 
-    def note(self, passes: Passes) -> str | None:
+    def note(self, passes: BatchContext) -> str | None:
         """What was picked, and why."""
         method, why = self.picked(passes)
         return f"recommended picked {method.spec}, because {why}."
 
-    def picked(self, passes: Passes) -> tuple[Method, str]:
+    def picked(self, passes: BatchContext) -> tuple[Method, str]:
         """The method, and the reason; kept from the first inputs on, for scores of two methods do not compare."""
         fitted = passes.subject.fitted
         if self not in fitted:
@@ -57,10 +57,12 @@ class Recommended(Method):
                 why = Heat().unit(passes).why
             except QualmsError as error:
                 why = str(error).partition(";")[0].replace("this method", "heat").rstrip(".")
-            fitted[self] = (GEN(), why) if why else (Heat(), "the classifier reads features of free length")
+            fitted[self] = (
+                (GEN(), why) if why else (Heat(), "the classifier reads features of free length")
+            )
         picked: tuple[Method, str] = fitted[self]
         return picked
 
-    def error(self, passes: Passes) -> Float[Tensor, " b"]:
+    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """That of the method that was picked."""
         return self.picked(passes)[0].error(passes)

@@ -95,7 +95,11 @@ def parse(spec: str) -> Method:
     name, *modifiers = re.split(r"\+(?![^(]*\))", spec.replace(" ", ""))
     base, arguments = _call(name, spec)
     if base in RENAMED:
-        warnings.warn(f"the method {base!r} is deprecated; use {RENAMED[base]!r}.", FutureWarning, stacklevel=2)
+        warnings.warn(
+            f"the method {base!r} is deprecated; use {RENAMED[base]!r}.",
+            FutureWarning,
+            stacklevel=2,
+        )
         base = RENAMED[base]
     if base not in BY_NAME:
         raise QualmsError(f"{base!r} in {spec!r} is not a method; {_close(base, BY_NAME)}")
@@ -112,14 +116,20 @@ def parse(spec: str) -> Method:
 
 def _modified(method: Method, modifier: str, arguments: list[float], spec: str) -> Method:
     if modifier not in MODIFIERS:
-        raise QualmsError(f"{modifier!r} in {spec!r} is not a modifier; {_close(modifier, MODIFIERS)}")
+        raise QualmsError(
+            f"{modifier!r} in {spec!r} is not a modifier; {_close(modifier, MODIFIERS)}"
+        )
     if not isinstance(method, GradientScore):
-        raise QualmsError(f"{spec!r}: {method.name} is not a gradient score, so {modifier!r} does not apply to it.")
+        raise QualmsError(
+            f"{spec!r}: {method.name} is not a gradient score, so {modifier!r} does not apply to it."
+        )
     if (method.layers if modifier == "layers" else method.smooth) is not None:
         raise QualmsError(f"{spec!r} has {modifier!r} twice; give it once.")
     most = MODIFIERS[modifier]
     if len(arguments) > most:
-        raise QualmsError(f"{spec!r} gives {modifier} {len(arguments)} parameters; it takes {most} at most.")
+        raise QualmsError(
+            f"{spec!r} gives {modifier} {len(arguments)} parameters; it takes {most} at most."
+        )
     if modifier == "layers":
         return replace(method, layers=arguments[0] if arguments else LAMBDA)
     return replace(method, smooth=_smoothing(arguments, spec))
@@ -142,9 +152,7 @@ def _call(text: str, spec: str) -> tuple[str, list[float]]:
         inside = (found[2] or "").split(",") if found[2] else []
         return found[1].lower().replace("_", "-"), [float(a) for a in inside]
     except ValueError:
-        message = (
-            f"{text!r} in {spec!r} is not a name with numbers in brackets, such as {DEFAULT!r} or 'exgrad+layers(0.4)'."
-        )
+        message = f"{text!r} in {spec!r} is not a name with numbers in brackets, such as {DEFAULT!r} or 'exgrad+layers(0.4)'."
         raise QualmsError(message) from None
 
 
@@ -154,7 +162,9 @@ def _parameters(kind: type[Any], arguments: list[float]) -> dict[str, int | floa
     Any other number is left as it is to the checks of the parameter.
     """
     given = zip(fields(kind), arguments, strict=False)
-    return {f.name: int(n) if isinstance(f.default, int) and n.is_integer() else n for f, n in given}
+    return {
+        f.name: int(n) if isinstance(f.default, int) and n.is_integer() else n for f, n in given
+    }
 
 
 def _close(word: str, known: Iterable[str]) -> str:

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.methods.activations import spread, stretched
+from qualms.methods.context import BatchContext
 from qualms.methods.method import LOGITS, Method
-from qualms.methods.passes import Passes
 from qualms.parameters import PERCENTILE, check_parameters
 
 
@@ -41,7 +41,9 @@ class SCALE(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, percentile=PERCENTILE)
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         head = passes.head
-        return -stretched(passes.logits, head.bias, spread(head.features, self.percentile)).logsumexp(-1)
+        return -stretched(
+            passes.logits, head.bias, spread(head.features, self.percentile)
+        ).logsumexp(-1)

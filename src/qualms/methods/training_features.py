@@ -7,10 +7,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import count, take
-from qualms.gradients.precision import accurate
+from qualms.gradients.batch import num_samples, take_samples
+from qualms.gradients.precision import at_least_float32
+from qualms.methods.context import BatchContext
 from qualms.methods.head import required, with_head
-from qualms.methods.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TrainingFeatures:
     labels: Int[Tensor, " n"]  # those that came with the inputs, else the model's predictions
 
 
-def training_features(passes: Passes, method: str) -> TrainingFeatures:
+def training_features(passes: BatchContext, method: str) -> TrainingFeatures:
     """Those of the data in `train=`, from one pass over it that serves all methods."""
     fitted = passes.subject.fitted
     if TrainingFeatures not in fitted:
@@ -30,16 +30,18 @@ def training_features(passes: Passes, method: str) -> TrainingFeatures:
     return fitted[TrainingFeatures]
 
 
-def _found(passes: Passes, method: str) -> TrainingFeatures:
+def _found(passes: BatchContext, method: str) -> TrainingFeatures:
     features, largest, labels = [], [], []
-    for batch, given in passes.subject.labelled_training_batches(method):
+    for batch, given in passes.subject.labeled_training_batches(method):
         size = passes.subject.rows_at_once(batch)
-        for start in range(0, count(batch), size):
+        for start in range(0, num_samples(batch), size):
             rows = slice(start, start + size)
-            z, head = with_head(passes.model, take(batch, rows))
-            features.append(accurate(required(head).features))
-            largest.append(accurate(z).amax(-1))
-            labels.append(z.argmax(-1) if given is None else _within(given[rows].to(z.device), z.shape[1]))
+            z, head = with_head(passes.model, take_samples(batch, rows))
+            features.append(at_least_float32(required(head).features))
+            largest.append(at_least_float32(z).amax(-1))
+            labels.append(
+                z.argmax(-1) if given is None else _within(given[rows].to(z.device), z.shape[1])
+            )
     return TrainingFeatures(torch.cat(features), torch.cat(largest), torch.cat(labels))
 
 

@@ -13,9 +13,9 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.methods.context import BatchContext
 from qualms.methods.head import Head
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.methods.passes import Passes
 from qualms.methods.training_features import TrainingFeatures, training_features
 from qualms.parameters import check_parameters, whole
 
@@ -60,7 +60,7 @@ class ViM(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, dimensions=whole(0))
 
-    def score(self, passes: Passes) -> Float[Tensor, " b"]:
+    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         fitted = passes.subject.fitted
         if self not in fitted:
@@ -84,18 +84,25 @@ def residual(training: TrainingFeatures, head: Head, dimensions: int) -> Residua
     weight = head.weight.double()
     width = weight.shape[1]
     if dimensions >= width:
-        raise QualmsError(f"vim has dimensions {dimensions}, but the features have {width}; leave some over.")
+        raise QualmsError(
+            f"vim has dimensions {dimensions}, but the features have {width}; leave some over."
+        )
     bias = weight.new_zeros(len(weight)) if head.bias is None else head.bias.double()
     origin = -torch.linalg.pinv(weight) @ bias
     scatter = weight.new_zeros(width, width)
     for rows in training.features.split(ROWS):
-        centred = rows.double() - origin
-        scatter += centred.mT @ centred
-    directions = torch.linalg.eigh(scatter).eigenvectors[:, : width - dimensions]  # eigenvalues ascend
+        centered = rows.double() - origin
+        scatter += centered.mT @ centered
+    directions = torch.linalg.eigh(scatter).eigenvectors[
+        :, : width - dimensions
+    ]  # eigenvalues ascend
     plain = Residual(origin, directions, alpha=1.0)
     norm = torch.cat([plain.virtual_logit(rows) for rows in training.features.split(ROWS)]).mean()
     # Of the features themselves, and of the sums of squares that the directions come from.
-    rounding = max(width * torch.finfo(training.features.dtype).eps, (width * torch.finfo(torch.double).eps) ** 0.5)
+    rounding = max(
+        width * torch.finfo(training.features.dtype).eps,
+        (width * torch.finfo(torch.double).eps) ** 0.5,
+    )
     if norm <= rounding * (scatter.trace() / len(training.features)).sqrt():
         raise QualmsError(
             f"vim finds nothing of the {len(training.features)} training features outside of {dimensions} dimensions; "

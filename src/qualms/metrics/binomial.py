@@ -16,7 +16,9 @@ def few_or_fewer(wrong: int, inputs: int, rate: float) -> float:
     k = torch.arange(wrong + 1, dtype=torch.double)
     n = torch.tensor(float(inputs), dtype=torch.double)
     ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    return min(1.0, float((ways + k * math.log(rate) + (n - k) * math.log1p(-rate)).logsumexp(0).exp()))
+    return min(
+        1.0, float((ways + k * math.log(rate) + (n - k) * math.log1p(-rate)).logsumexp(0).exp())
+    )
 
 
 def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
@@ -24,7 +26,11 @@ def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
     low, high = wrong / inputs, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if few_or_fewer(wrong, inputs, middle) <= 1 - confidence else (middle, high)
+        low, high = (
+            (low, middle)
+            if few_or_fewer(wrong, inputs, middle) <= 1 - confidence
+            else (middle, high)
+        )
     return high
 
 

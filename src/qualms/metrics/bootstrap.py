@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qualms.errors import QualmsError
-from qualms.metrics.arrays import array
+from qualms.metrics.checks import array
 
-DRAWS_PER_RESAMPLE = 10  # a measure that most resamples leave undefined has no interval worth the name
+DRAWS_PER_RESAMPLE = (
+    10  # a measure that most resamples leave undefined has no interval worth the name
+)
 
 
 def interval(
@@ -50,7 +52,9 @@ def interval(
             f"the samples have {sizes} inputs; pass at least one sample, and paired ones with a row for each input."
         )
     if resamples < 1 or not 0 < level < 1:
-        raise QualmsError(f"resamples={resamples}, level={level}: one resample at least, and a share between 0 and 1.")
+        raise QualmsError(
+            f"resamples={resamples}, level={level}: one resample at least, and a share between 0 and 1."
+        )
     measure(*tables)  # if it has no value on the samples themselves, it says why
     values = list(islice(_values(measure, tables, paired, resamples, seed), resamples))
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
@@ -58,7 +62,11 @@ def interval(
 
 
 def _values(
-    measure: Callable[..., float], tables: list[NDArray[Any]], paired: bool, resamples: int, seed: int
+    measure: Callable[..., float],
+    tables: list[NDArray[Any]],
+    paired: bool,
+    resamples: int,
+    seed: int,
 ) -> Iterator[float]:
     """The measure on one resample after the other."""
     random = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qualms.errors import QualmsError
-from qualms.metrics.arrays import Floats
+from qualms.metrics.checks import Floats
 
 
 def auroc_interval(
@@ -55,7 +55,9 @@ def lead_interval(
     """
     sizes, others = (_sizes(*of) for of in (ours, theirs))
     if sizes != others:
-        raise QualmsError("the two scores have groups of different sizes; compare scores of the same inputs.")
+        raise QualmsError(
+            "the two scores have groups of different sizes; compare scores of the same inputs."
+        )
     return _middle(pairs_won(*ours) - pairs_won(*theirs), sizes, False, resamples, level, seed)
 
 
@@ -68,7 +70,9 @@ def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Floa
         ordered = np.sort(group)
         not_lower = len(group) - np.searchsorted(ordered, known, "left")
         higher = len(group) - np.searchsorted(ordered, known, "right")
-        won[:, column] = np.bincount(owner, weights=(not_lower + higher) / 2, minlength=len(in_groups))
+        won[:, column] = np.bincount(
+            owner, weights=(not_lower + higher) / 2, minlength=len(in_groups)
+        )
     return won
 
 
@@ -96,7 +100,9 @@ def _middle(
     return float(low), float(high)
 
 
-def _sizes(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> tuple[list[int], list[int]]:
+def _sizes(
+    in_groups: Sequence[Floats], out_groups: Sequence[Floats]
+) -> tuple[list[int], list[int]]:
     return [len(group) for group in in_groups], [len(group) for group in out_groups]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qualms.errors import QualmsError
-from qualms.metrics.arrays import Floats, scores_and_outcomes
+from qualms.metrics.checks import Floats, scores_and_outcomes
 from qualms.metrics.ties import total_among_most_certain
 
 
@@ -26,7 +26,9 @@ def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
     """
     u, right = scores_and_outcomes(uncertainty, correct)
     if not right.any():
-        raise QualmsError("no prediction is correct, so accuracy is 0 and there is no lift, and no rAULC.")
+        raise QualmsError(
+            "no prediction is correct, so accuracy is 0 and there is no lift, and no rAULC."
+        )
     return total_among_most_certain(u, right) / np.arange(1, len(u) + 1) / right.mean()
 
 

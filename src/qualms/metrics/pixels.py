@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from qualms.errors import QualmsError
-from qualms.metrics.arrays import Bools, Floats, array
+from qualms.metrics.checks import Bools, Floats, array
 from qualms.metrics.ranking import aupr, auroc, fpr95
 
 
@@ -50,7 +50,9 @@ def known_and_unknown(
         )
     strange = list(unknown) if isinstance(unknown, Collection) else [unknown]
     if ignore_index in strange:
-        raise QualmsError(f"label {ignore_index} is both unknown and ignored; choose another ignore_index.")
+        raise QualmsError(
+            f"label {ignore_index} is both unknown and ignored; choose another ignore_index."
+        )
     counts = classes != ignore_index
     bad = counts & ~np.isfinite(given)
     if bad.any():
@@ -61,6 +63,10 @@ def known_and_unknown(
         )
     positive = np.isin(classes[counts], strange)
     if positive.all() or not positive.any():
-        which = "no known pixels" if positive.size and positive.all() else f"no pixels labelled {strange}"
+        which = (
+            "no known pixels"
+            if positive.size and positive.all()
+            else f"no pixels labeled {strange}"
+        )
         raise QualmsError(f"there are {which} to rank, so there is no AUROC; take more images.")
     return given[counts], positive

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from qualms.metrics.arrays import Floats, logits_and_labels
+from qualms.metrics.checks import Floats, logits_and_labels
 
 
 def accuracy(logits: Any, labels: Any) -> float:
@@ -62,4 +62,6 @@ def _log_softmax(z: Float[Floats, "n c"]) -> Float[Floats, "n c"]:
     z = z - np.take_along_axis(z, likeliest, 1)
     odds = np.exp(z)
     np.put_along_axis(odds, likeliest, 0.0, 1)
-    return z - np.log1p(odds.sum(1, keepdims=True))  # 1 + odds would lose those of a certain prediction
+    return z - np.log1p(
+        odds.sum(1, keepdims=True)
+    )  # 1 + odds would lose those of a certain prediction

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from qualms.errors import QualmsError
-from qualms.metrics.arrays import Floats, Integers, scores
+from qualms.metrics.checks import Floats, Integers, scores
 
 
 def auroc(in_scores: Any, out_scores: Any) -> float:
@@ -102,5 +102,7 @@ def _counts(
 ) -> tuple[Int[Integers, " t"], Int[Integers, " t"]]:
     """How many positives and negatives are at or above each distinct score, from the highest to the lowest."""
     thresholds = np.unique(np.concatenate([positives, negatives]))[::-1]
-    caught, false_alarms = (len(s) - np.searchsorted(np.sort(s), thresholds, "left") for s in (positives, negatives))
+    caught, false_alarms = (
+        len(s) - np.searchsorted(np.sort(s), thresholds, "left") for s in (positives, negatives)
+    )
     return caught, false_alarms

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qualms.errors import QualmsError
-from qualms.metrics.arrays import Floats, scores_and_qualities
+from qualms.metrics.checks import Floats, scores_and_qualities
 from qualms.metrics.ties import total_among_most_certain
 
 

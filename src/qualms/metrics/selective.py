@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qualms.errors import QualmsError
-from qualms.metrics.arrays import Floats, scores_and_outcomes
+from qualms.metrics.checks import Floats, scores_and_outcomes
 from qualms.metrics.ties import total_among_most_certain
 
 
@@ -24,7 +24,9 @@ def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
     """
     risks = risk_coverage(uncertainty, correct)
     if not 0 < coverage <= 1:
-        raise QualmsError(f"coverage is {coverage}; it is a share of the inputs, above 0 and at most 1.")
+        raise QualmsError(
+            f"coverage is {coverage}; it is a share of the inputs, above 0 and at most 1."
+        )
     # The rounding guard keeps 0.95 * 100 from asking for 96 of 100.
     accepted = max(1, math.ceil(coverage * len(risks) - 1e-9))
     return float(risks[accepted - 1])

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Bool, Float
 
-from qualms.metrics.arrays import Bools, Floats
+from qualms.metrics.checks import Bools, Floats
 
 
 def total_among_most_certain(

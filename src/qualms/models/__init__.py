@@ -2,7 +2,15 @@
 
 from qualms.models.checkpoint import fit_state, read_state
 from qualms.models.load import load_model
-from qualms.models.preprocessing import Preprocessing, normalisation_of, preprocessing_of
+from qualms.models.preprocessing import Preprocessing, normalization_of, preprocessing_of
 from qualms.models.zoo import ZOO
 
-__all__ = ["ZOO", "Preprocessing", "fit_state", "load_model", "normalisation_of", "preprocessing_of", "read_state"]
+__all__ = [
+    "ZOO",
+    "Preprocessing",
+    "fit_state",
+    "load_model",
+    "normalization_of",
+    "preprocessing_of",
+    "read_state",
+]

@@ -45,10 +45,20 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         raise QualmsError(f"there is no checkpoint file {path}; check the path.")
     content = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
     inner = _unwrapped(content)
-    state = {k: v for k, v in inner.items() if isinstance(v, Tensor)} if isinstance(inner, Mapping) else {}
+    state = (
+        {k: v for k, v in inner.items() if isinstance(v, Tensor)}
+        if isinstance(inner, Mapping)
+        else {}
+    )
     if not state:
-        found = ", ".join(map(repr, inner)) or "nothing" if isinstance(inner, Mapping) else f"a {type(inner).__name__}"
-        raise QualmsError(f"{path} holds no tensors by name, only {found}; save the network's state_dict().")
+        found = (
+            ", ".join(map(repr, inner)) or "nothing"
+            if isinstance(inner, Mapping)
+            else f"a {type(inner).__name__}"
+        )
+        raise QualmsError(
+            f"{path} holds no tensors by name, only {found}; save the network's state_dict()."
+        )
     return state
 
 
@@ -63,7 +73,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise QualmsError(f"{path} is damaged or no safetensors file ({reason(error)}); get it anew.") from error
+        raise QualmsError(
+            f"{path} is damaged or no safetensors file ({reason(error)}); get it anew."
+        ) from error
 
 
 class _Bounded(io.BufferedReader):
@@ -82,7 +94,9 @@ class _Bounded(io.BufferedReader):
 def tensors_of(path: Path) -> Any:
     """What `torch.load` makes of a file, without running code, warning, or making room for what is not there."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about pickles and archives of kinds that are refused right after
+        warnings.simplefilter(
+            "ignore"
+        )  # about pickles and archives of kinds that are refused right after
         with open(path, "rb") as start:
             archive = start.read(len(ARCHIVE)) == ARCHIVE  # by which torch tells its formats apart
         if archive:
@@ -100,7 +114,9 @@ def _require_entries(path: Path) -> None:
     with zipfile.ZipFile(path) as file:
         for entry in file.infolist():
             held = min(entry.compress_size, length)
-            if entry.file_size > held * (1 if entry.compress_type == zipfile.ZIP_STORED else MOST_UNPACKED):
+            if entry.file_size > held * (
+                1 if entry.compress_type == zipfile.ZIP_STORED else MOST_UNPACKED
+            ):
                 raise ValueError(f"{entry.filename} claims {entry.file_size} bytes of {held}")
 
 
@@ -185,15 +201,23 @@ def fit_state(
         reasons.append(f"{_keys(unexpected)} unexpected (first '{unexpected[0]}')")
     if other:
         theirs, ours = (tuple(s[other[0]].shape) for s in (state, own))
-        reasons.append(f"{_keys(other)} of another shape (first '{other[0]}': {theirs} in the file, {ours} here)")
+        reasons.append(
+            f"{_keys(other)} of another shape (first '{other[0]}': {theirs} in the file, {ours} here)"
+        )
     if reasons:
-        advice = "name the network it was saved from" if missing or unexpected else "pass classes= as it was trained"
+        advice = (
+            "name the network it was saved from"
+            if missing or unexpected
+            else "pass classes= as it was trained"
+        )
         raise QualmsError(f"{file} does not fit {network}: {', '.join(reasons)}; {advice}.")
     # Not strict: what may be missing was decided above.
     model.load_state_dict(dict(state), strict=False)
 
 
-def _without_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _without_prefixes(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
     """Prefixes go one by one until names are the network's; if they never are, nothing was a prefix."""
     bare = state
     while not any(k in own for k in bare):
@@ -205,7 +229,9 @@ def _without_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
 
 
 def _renamed(
-    state: Mapping[str, Tensor], own: Mapping[str, Tensor], rename: Mapping[str, str] | Callable[[str], str]
+    state: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    rename: Mapping[str, str] | Callable[[str], str],
 ) -> dict[str, Tensor]:
     def ours(key: str) -> str:
         if callable(rename):
@@ -223,7 +249,9 @@ def _missing(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str
     """
     there = {(v.data_ptr(), v.shape) for k, v in own.items() if k in state}
     lacking = (k for k in own if k not in state and not k.endswith("num_batches_tracked"))
-    return [k for k in lacking if own[k].numel() == 0 or (own[k].data_ptr(), own[k].shape) not in there]
+    return [
+        k for k in lacking if own[k].numel() == 0 or (own[k].data_ptr(), own[k].shape) not in there
+    ]
 
 
 def _keys(names: list[str]) -> str:

@@ -21,7 +21,9 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outside)
         self.downsample: nn.Module | None = None
         if self.stride == 2 and projected:
-            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, 2, bias=False), nn.BatchNorm2d(outside))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, 2, bias=False), nn.BatchNorm2d(outside)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, inside, h, w] to [n, outside, h/stride, w/stride]."""
@@ -33,7 +35,9 @@ class Block(nn.Module):
             return self.downsample(x)
         if self.stride == 1:
             return x
-        half = self.new_channels // 2  # no parameters: every second pixel, and channels of zeros on both sides
+        half = (
+            self.new_channels // 2
+        )  # no parameters: every second pixel, and channels of zeros on both sides
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, half))
 
 
@@ -45,7 +49,9 @@ class CifarResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.layer1, self.layer2, self.layer3 = (
-            nn.Sequential(*(Block(inside if i == 0 else width, width, projected) for i in range(blocks)))
+            nn.Sequential(
+                *(Block(inside if i == 0 else width, width, projected) for i in range(blocks))
+            )
             for inside, width in ((16, 16), (16, 32), (32, 64))
         )
         self.fc = nn.Linear(64, classes)

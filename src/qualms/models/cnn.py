@@ -26,10 +26,10 @@ def paper_cnn(channels: int, size: int, classes: int = 10, hidden_layers: int = 
 
 
 def mnist_cnn(classes: int = 10) -> nn.Sequential:
-    """For 28x28 grey images."""
+    """For 28x28 gray images."""
     return paper_cnn(1, 28, classes)
 
 
 def svhn_cnn(classes: int = 10) -> nn.Sequential:
-    """For 32x32 colour images, with a second hidden layer."""
+    """For 32x32 color images, with a second hidden layer."""
     return paper_cnn(3, 32, classes, hidden_layers=2)

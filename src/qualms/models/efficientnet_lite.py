@@ -38,7 +38,9 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
     return F.pad(x, sides)
 
 
-def _conv(inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+def _conv(
+    inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1
+) -> nn.Conv2d:
     """Without bias; at stride 1 with padding "same", at stride 2 with none: `pad_same` comes first."""
     padding = kernel // 2 if stride == 1 else 0
     return nn.Conv2d(inside, outside, kernel, stride, padding, groups=groups, bias=False)
@@ -95,7 +97,9 @@ class EfficientNetLite(nn.Module):
             is_scaled = 0 < number < len(STAGES) - 1
             count = math.ceil(count * depth) if is_scaled else count
             for i in range(count):
-                blocks.append(InvertedResidual(inside, outside, expansion, kernel, stride if i == 0 else 1))
+                blocks.append(
+                    InvertedResidual(inside, outside, expansion, kernel, stride if i == 0 else 1)
+                )
                 inside = outside
         self.blocks = nn.Sequential(*blocks)
         self.conv_head = _conv(inside, FEATURES)

@@ -46,8 +46,12 @@ class FCN(nn.Module):
 
 
 def _convolutions(*channels: int) -> nn.Sequential:
-    """One after the other, each normalised and cut off below 0."""
+    """One after the other, each normalized and cut off below 0."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        layers += [
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers)

@@ -22,7 +22,9 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
     """A network of timm's; its published weights are fetched unless `weights` are given."""
     try:
         import timm
-    except Exception as error:  # beside another build of torch, torchvision raises more than ImportError
+    except (
+        Exception
+    ) as error:  # beside another build of torch, torchvision raises more than ImportError
         raise QualmsError(
             f"timm:{name} needs timm, which does not import here ({reason(error)}); pip install timm torchvision."
         ) from error
@@ -79,7 +81,11 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
             with without_bars(transformers):
                 require_held(name, auto, config)
                 model, found = auto.from_pretrained(
-                    name, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+                    name,
+                    config=config,
+                    dtype=torch.float32,
+                    trust_remote_code=False,
+                    output_loading_info=True,
                 )
             check_all_loaded(name, found, "pass weights=, a checkpoint that has them")
         else:
@@ -99,13 +105,17 @@ def require_held(name: str, auto: Any, config: Any) -> None:
     if not Path(name).is_dir():
         return
     held = sum(file.stat().st_size for file in Path(name).rglob("*") if file.is_file())
-    deepest = max((n for key, n in config.to_dict().items() if "layers" in key and type(n) is int), default=0)
+    deepest = max(
+        (n for key, n in config.to_dict().items() if "layers" in key and type(n) is int), default=0
+    )
     if deepest * LEAST_OF_A_LAYER <= held:
         with torch.device("meta"):  # shapes without numbers
             model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
         if sum(p.numel() for p in model.parameters()) <= held * NUMBERS_IN_A_BYTE:
             return
-    raise QualmsError(f"the configuration of hf:{name} claims more weights than its files hold; get both anew.")
+    raise QualmsError(
+        f"the configuration of hf:{name} claims more weights than its files hold; get both anew."
+    )
 
 
 def transformers_for(name: str) -> Any:
@@ -113,7 +123,9 @@ def transformers_for(name: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise QualmsError(f"hf:{name} needs the package transformers; pip install transformers.") from error
+        raise QualmsError(
+            f"hf:{name} needs the package transformers; pip install transformers."
+        ) from error
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
         raise QualmsError(f"there is no folder {name} for hf:; check the path.")
     return transformers
@@ -125,7 +137,9 @@ def _kind(name: str, config: Any) -> str:
         if any(a.endswith(kind) for a in architectures):
             return kind
     said = ", ".join(architectures) or "none"
-    raise QualmsError(f"hf:{name} is no classifier of images or texts (its architecture: {said}); name one.")
+    raise QualmsError(
+        f"hf:{name} is no classifier of images or texts (its architecture: {said}); name one."
+    )
 
 
 def check_classes(source: str, asked: int | None, published: int) -> None:

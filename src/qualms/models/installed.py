@@ -11,7 +11,9 @@ def installed_weights(entry: Entry) -> Path | None:
     """Where the package that carries an entry's weights has them; None if it is not installed or lacks the file."""
     if entry.package is None or entry.file is None:
         return None
-    spec = find_spec(entry.package.replace("-", "_"))  # a package at the top is found without being imported
+    spec = find_spec(
+        entry.package.replace("-", "_")
+    )  # a package at the top is found without being imported
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
         found = sorted(Path(folder).rglob(entry.file))

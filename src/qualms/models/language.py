@@ -9,7 +9,9 @@ from qualms.errors import QualmsError, reason
 from qualms.models.hubs import check_all_loaded, require_held, transformers_for, without_bars
 
 PREFIX = "hf:"
-GET = "get its files, config.json, model.safetensors and tokenizer.json, into a folder, and name that"
+GET = (
+    "get its files, config.json, model.safetensors and tokenizer.json, into a folder, and name that"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,9 @@ class LanguageModel:
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        places = sorted({str(place) for place in (getattr(self.model, "hf_device_map", None) or {}).values()})
+        places = sorted(
+            {str(place) for place in (getattr(self.model, "hf_device_map", None) or {}).values()}
+        )
         if len(places) > 1:
             raise QualmsError(
                 f"{self.name} is spread over the devices {', '.join(places)}; load it onto one, without device_map."
@@ -52,7 +56,9 @@ def load_language_model(source: str) -> LanguageModel:
         source: `hf:FOLDER` or `hf:NAME`, a folder on disk or a name on the hub, with weights in safetensors.
     """
     if not source.startswith(PREFIX):
-        raise QualmsError(f"{source} does not name a language model; pass {PREFIX}FOLDER or {PREFIX}NAME.")
+        raise QualmsError(
+            f"{source} does not name a language model; pass {PREFIX}FOLDER or {PREFIX}NAME."
+        )
     name = source.removeprefix(PREFIX)
     transformers = transformers_for(name)
     try:
@@ -87,7 +93,9 @@ def _require_architecture(source: str, config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architectures = config.architectures or []
-    if config.is_encoder_decoder or not set(architectures) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+    if config.is_encoder_decoder or not set(architectures) & set(
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    ):
         raise _no_causal(source, f"its architecture: {', '.join(architectures) or 'none'}")
 
 
@@ -101,4 +109,6 @@ def _require_causal(loaded: LanguageModel) -> None:
 
 
 def _no_causal(source: str, why: str) -> QualmsError:
-    return QualmsError(f"{source} is no causal language model ({why}); use qualms.Scorer with class_dim=-1 for it.")
+    return QualmsError(
+        f"{source} is no causal language model ({why}); use qualms.Scorer with class_dim=-1 for it."
+    )

@@ -21,7 +21,9 @@ from qualms.models.zoo import ZOO
 CHECKPOINTS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
 
 
-def load_model(source: str | Path, weights: str | Path | None = None, *, classes: int | None = None) -> nn.Module:
+def load_model(
+    source: str | Path, weights: str | Path | None = None, *, classes: int | None = None
+) -> nn.Module:
     """A network in evaluation mode, on the CPU.
 
     Args:
@@ -81,7 +83,9 @@ def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.
 
 def _exported(path: Path, weights: str | Path | None, classes: int | None) -> nn.Module:
     if weights is not None or classes is not None:
-        raise QualmsError(f"{path} carries its own weights and classes; leave out weights= and classes=.")
+        raise QualmsError(
+            f"{path} carries its own weights and classes; leave out weights= and classes=."
+        )
     if not path.is_file():
         raise QualmsError(f"there is no file {path}; check the path.")
     try:
@@ -107,7 +111,11 @@ def _training_operation(model: nn.Module) -> str | None:
         if isinstance(node.target, torch._ops.OpOverload):
             names = (argument.name for argument in node.target._schema.arguments)
             given = dict(zip(names, node.args, strict=False)) | node.kwargs
-            if given.get("train") is True or given.get("training") is True or given.get("dropout_p"):
+            if (
+                given.get("train") is True
+                or given.get("training") is True
+                or given.get("dropout_p")
+            ):
                 return str(node.target)
     return None
 
@@ -118,9 +126,13 @@ def _from_factory(name: str, weights: str | Path | None, classes: int | None) ->
     try:
         model = factory(**keywords)
     except Exception as error:
-        raise QualmsError(f"{name} raised {type(error).__name__} as it was called: {reason(error)}.") from error
+        raise QualmsError(
+            f"{name} raised {type(error).__name__} as it was called: {reason(error)}."
+        ) from error
     if not isinstance(model, nn.Module):
-        raise QualmsError(f"{name} gives a {type(model).__name__}; it must return a torch.nn.Module.")
+        raise QualmsError(
+            f"{name} gives a {type(model).__name__}; it must return a torch.nn.Module."
+        )
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=name)
     return model
@@ -136,10 +148,14 @@ def _imported(name: str) -> Callable[..., Any]:
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise QualmsError(f"{name} does not exist: there is no {part!r} in {module}; check the name.")
+            raise QualmsError(
+                f"{name} does not exist: there is no {part!r} in {module}; check the name."
+            )
         found, module = getattr(found, part), f"{module}.{part}"
     if not callable(found):
-        raise QualmsError(f"{name} is a {type(found).__name__}; name a function or class that returns a network.")
+        raise QualmsError(
+            f"{name} is a {type(found).__name__}; name a function or class that returns a network."
+        )
     return found
 
 
@@ -158,16 +174,24 @@ def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
 
 def _unknown(name: str) -> QualmsError:
     if name.endswith(CHECKPOINTS):
-        return QualmsError(f"{name} holds weights without a network; name the network and pass weights={name!r}.")
+        return QualmsError(
+            f"{name} holds weights without a network; name the network and pass weights={name!r}."
+        )
     near = get_close_matches(name, ZOO, 3)
-    hint = f"did you mean {' or '.join(near)}? Otherwise" if near else f"there are {', '.join(ZOO)}; otherwise"
+    hint = (
+        f"did you mean {' or '.join(near)}? Otherwise"
+        if near
+        else f"there are {', '.join(ZOO)}; otherwise"
+    )
     return QualmsError(
         f"there is no network {name!r}; {hint} pass timm:NAME, hf:NAME_OR_FOLDER, FILE.pt2 or package.module:factory."
     )
 
 
 def _ready(model: nn.Module) -> nn.Module:
-    if isinstance(model, torch.fx.GraphModule):  # exported networks refuse eval(); they have no modes, only the mark
+    if isinstance(
+        model, torch.fx.GraphModule
+    ):  # exported networks refuse eval(); they have no modes, only the mark
         for module in model.modules():
             module.training = False
         return model

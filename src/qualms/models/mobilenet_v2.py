@@ -16,7 +16,9 @@ STEM = 32
 FEATURES = 1280
 
 
-def conv_norm_relu6(inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> nn.Sequential:
+def conv_norm_relu6(
+    inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
     """A convolution without bias, batch normalization, and ReLU6."""
     conv = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outside), nn.ReLU6())

@@ -10,15 +10,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from qualms.data import Fit, Normalisation
-from qualms.data.fit import Interpolation
+from qualms.data import ImageTransform, Normalization
+from qualms.data.image_transform import Interpolation
 from qualms.errors import QualmsError, reason
 from qualms.models.imagenet import imagenet_classes
 from qualms.models.zoo import ZOO
 
-RESAMPLES: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+RESAMPLES: dict[int, Interpolation] = {
+    0: "nearest",
+    1: "lanczos",
+    2: "bilinear",
+    3: "bicubic",
+}  # Pillow's numbers
 # Image processors of Hugging Face for which one number is the shorter side, as it is for all that crop afterwards.
-BY_SHORTER_SIDE = ("CLIP", "ConvNext", "Bit", "Levit", "LeViT", "MobileNet", "MobileViT", "PoolFormer")
+BY_SHORTER_SIDE = (
+    "CLIP",
+    "ConvNext",
+    "Bit",
+    "Levit",
+    "LeViT",
+    "MobileNet",
+    "MobileViT",
+    "PoolFormer",
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,8 @@ class Preprocessing:
         ```
     """
 
-    normalisation: Normalisation | None = None
-    fit: Fit | None = None
+    normalization: Normalization | None = None
+    fit: ImageTransform | None = None
     class_names: tuple[str, ...] = ()
 
 
@@ -53,14 +67,16 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
         said = preprocessing_of("cifar10-resnet20", load_model("cifar10-resnet20"))
         assert said.fit.size == (32, 32)
         assert said.class_names[0] == "airplane"
-        print(said.normalisation)
+        print(said.normalization)
         ```
     """
     name = str(source)
     if name in ZOO:
         return _of_the_zoo(name, model)
     if name.startswith("timm:"):
-        return _of_timm(getattr(model, "pretrained_cfg", None) or {}, getattr(model, "num_classes", 0))
+        return _of_timm(
+            getattr(model, "pretrained_cfg", None) or {}, getattr(model, "num_classes", 0)
+        )
     if name.startswith("hf:"):
         return _of_hugging_face(name.removeprefix("hf:"), getattr(model, "config", None))
     if name.endswith(".pt2"):
@@ -70,25 +86,31 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
     return Preprocessing()
 
 
-def normalisation_of(source: str | Path, model: nn.Module) -> Normalisation | None:
-    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalised with; None if it is not known.
+def normalization_of(source: str | Path, model: nn.Module) -> Normalization | None:
+    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalized with; None if it is not known.
 
     Example:
         ```python
-        from qualms.models import load_model, normalisation_of
+        from qualms.models import load_model, normalization_of
 
         model = load_model("cifar10-resnet20")
-        print(normalisation_of("cifar10-resnet20", model))
+        print(normalization_of("cifar10-resnet20", model))
         ```
     """
-    return preprocessing_of(source, model).normalisation
+    return preprocessing_of(source, model).normalization
 
 
 def _of_the_zoo(name: str, model: nn.Module) -> Preprocessing:
     entry = ZOO[name]
-    fit = Fit((entry.size, entry.size), entry.resize, entry.interpolation, entry.channels, by=f"as {name} takes them")
+    fit = ImageTransform(
+        (entry.size, entry.size),
+        entry.resize,
+        entry.interpolation,
+        entry.channels,
+        by=f"as {name} takes them",
+    )
     named = _outputs(model) == len(entry.class_names)
-    return Preprocessing(entry.normalisation, fit, entry.class_names if named else ())
+    return Preprocessing(entry.normalization, fit, entry.class_names if named else ())
 
 
 def _outputs(model: nn.Module) -> int:
@@ -104,17 +126,19 @@ def _outputs(model: nn.Module) -> int:
 
 def _of_timm(settings: Any, classes: int) -> Preprocessing:
     mean, std, shape = settings.get("mean"), settings.get("std"), settings.get("input_size")
-    normalisation = Normalisation(tuple(mean), tuple(std)) if mean and std else None
+    normalization = Normalization(tuple(mean), tuple(std)) if mean and std else None
     names = _timm_names(settings, classes)
     mode, asked = settings.get("crop_mode") or "center", settings.get("interpolation") or "bicubic"
     way = next((known for known in RESAMPLES.values() if known == asked), None)
     if not shape or mode not in ("center", "squash") or way is None:
-        return Preprocessing(normalisation, None, names)
+        return Preprocessing(normalization, None, names)
     channels, height, width = shape
     share = settings.get("crop_pct") or 0.875
     before = (math.floor(height / share), math.floor(width / share))
-    fit = Fit((height, width), before if mode == "squash" else min(before), way, _known(channels))
-    return Preprocessing(normalisation, fit, names)
+    fit = ImageTransform(
+        (height, width), before if mode == "squash" else min(before), way, _known(channels)
+    )
+    return Preprocessing(normalization, fit, names)
 
 
 def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
@@ -140,19 +164,31 @@ def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
 
 def _of_hugging_face(name: str, config: Any) -> Preprocessing:
     path = _settings_file(name)
-    normalisation, fit = None, None
+    normalization, fit = None, None
     if path is not None:
         try:
             settings = json.loads(path.read_text())
-            normalisation, fit = _processor_normalisation(settings), _processor_fit(settings)
-        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError, OSError) as error:
-            raise QualmsError(f"{path} is damaged ({reason(error)}); save the image processor anew.") from error
+            normalization, fit = _processor_normalization(settings), _processor_fit(settings)
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            RecursionError,
+            OSError,
+        ) as error:
+            raise QualmsError(
+                f"{path} is damaged ({reason(error)}); save the image processor anew."
+            ) from error
     if fit is None:
         fit = _configured(config)
     if fit is not None:
-        channels = len(normalisation.mean) if normalisation else getattr(config, "num_channels", None)
+        channels = (
+            len(normalization.mean) if normalization else getattr(config, "num_channels", None)
+        )
         fit = replace(fit, channels=_known(channels))
-    return Preprocessing(normalisation, fit, _labels(config))
+    return Preprocessing(normalization, fit, _labels(config))
 
 
 def _settings_file(name: str) -> Path | None:
@@ -169,48 +205,66 @@ def _settings_file(name: str) -> Path | None:
         return None
 
 
-def _processor_normalisation(settings: dict[str, Any]) -> Normalisation | None:
+def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
     mean, std = settings.get("image_mean"), settings.get("image_std")
-    if not (mean and std and settings.get("do_normalize", True) and settings.get("do_rescale", True)):
+    if not (
+        mean and std and settings.get("do_normalize", True) and settings.get("do_rescale", True)
+    ):
         return None
     again = 2 if settings.get("include_top") else 1  # EfficientNet's divides a second time
-    return Normalisation(tuple(map(float, mean)), tuple(float(s) ** again for s in std))
+    return Normalization(tuple(map(float, mean)), tuple(float(s) ** again for s in std))
 
 
-def _processor_fit(settings: dict[str, Any]) -> Fit | None:
+def _processor_fit(settings: dict[str, Any]) -> ImageTransform | None:
     size, way = settings.get("size"), RESAMPLES.get(settings.get("resample", 2))
     if size is None or way is None or not settings.get("do_resize", True):
         return None
     kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     crop = settings.get("crop_size", 224) if settings.get("do_center_crop", False) else None
     if isinstance(size, int):
-        size = {"shortest_edge": size} if kind.startswith(BY_SHORTER_SIDE) else {"height": size, "width": size}
+        size = (
+            {"shortest_edge": size}
+            if kind.startswith(BY_SHORTER_SIDE)
+            else {"height": size, "width": size}
+        )
     if "shortest_edge" in size:
         shorter = int(size["shortest_edge"])
-        if kind.startswith("ConvNext"):  # which crops by a share of its own, and squeezes what is large
+        if kind.startswith(
+            "ConvNext"
+        ):  # which crops by a share of its own, and squeezes what is large
             share = settings.get("crop_pct") or 224 / 256
-            return Fit((shorter, shorter), int(shorter / share) if shorter < 384 else None, way)
+            return ImageTransform(
+                (shorter, shorter), int(shorter / share) if shorter < 384 else None, way
+            )
         if kind.startswith(("Levit", "LeViT")):
             shorter = int(256 / 224 * shorter)
         elif kind.startswith("PoolFormer"):
             shorter = int(shorter / (settings.get("crop_pct") or 0.9))
-        return Fit(_pair(shorter if crop is None else crop), shorter, way)
+        return ImageTransform(_pair(shorter if crop is None else crop), shorter, way)
     if "height" not in size or "width" not in size:
         return None
     before = (int(size["height"]), int(size["width"]))
-    return Fit(before, None, way) if crop is None else Fit(_pair(crop), before, way)
+    return (
+        ImageTransform(before, None, way)
+        if crop is None
+        else ImageTransform(_pair(crop), before, way)
+    )
 
 
 def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size["height"]), int(size["width"]))
 
 
-def _configured(config: Any) -> Fit | None:
+def _configured(config: Any) -> ImageTransform | None:
     """The size alone, where a network's configuration has it."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
-        return Fit((size, size))
-    return Fit((int(size[0]), int(size[1]))) if isinstance(size, (list, tuple)) and len(size) == 2 else None
+        return ImageTransform((size, size))
+    return (
+        ImageTransform((int(size[0]), int(size[1])))
+        if isinstance(size, (list, tuple)) and len(size) == 2
+        else None
+    )
 
 
 def _labels(config: Any) -> tuple[str, ...]:
@@ -220,15 +274,25 @@ def _labels(config: Any) -> tuple[str, ...]:
     return () if meaningless or len(found) != len(names) else found
 
 
-def _exported_with(model: nn.Module) -> Fit | None:
+def _exported_with(model: nn.Module) -> ImageTransform | None:
     """The shape of the input that a network was exported with, where its height and width were not left open."""
     graph = getattr(model, "graph", None)
-    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"] if graph is not None else []
+    values = (
+        [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+        if graph is not None
+        else []
+    )
     shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
-    if len(shapes) != 1 or len(shapes[0]) != 4 or not all(isinstance(side, int) for side in shapes[0][1:]):
+    if (
+        len(shapes) != 1
+        or len(shapes[0]) != 4
+        or not all(isinstance(side, int) for side in shapes[0][1:])
+    ):
         return None
     _, channels, height, width = shapes[0]
-    return Fit((height, width), channels=_known(channels), by="as the network was exported")
+    return ImageTransform(
+        (height, width), channels=_known(channels), by="as the network was exported"
+    )
 
 
 def _known(channels: Any) -> int | None:

@@ -42,7 +42,7 @@ class SvhnCnn4(nn.Module):
 
 
 def mnist_cnn_5x5(classes: int = 10) -> MnistCnn5x5:
-    """For 28x28 grey images."""
+    """For 28x28 gray images."""
     return MnistCnn5x5(classes)
 
 

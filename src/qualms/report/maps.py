@@ -23,8 +23,8 @@ SHOWN = 12  # images; the numbers are of all
 STEPS = 200  # places of the threshold, each half a percent of the known pixels
 NO_SCORE = 255
 COVERAGE = 95  # where the threshold stands first, in percent
-# Okabe and Ito, then some; the first class is often the background. Colours of more classes go round the circle.
-COLOURS = [
+# Okabe and Ito, then some; the first class is often the background. Colors of more classes go round the circle.
+COLORS = [
     "#3b414a",
     "#56b4e9",
     "#e69f00",
@@ -37,12 +37,15 @@ COLOURS = [
     "#b2df8a",
     "#8c6bb1",
 ]
-UNKNOWN_COLOUR = "#ff2fd0"
+UNKNOWN_COLOR = "#ff2fd0"
 MEASURES = {  # what the table shows: its heading, and what it means
     "auroc": ("AUROC", "unknown pixels against all known ones, of all images together"),
     "aupr": ("AUPR", "average precision, unknown pixels positive"),
     "fpr95": ("FPR95", "known pixels that are flagged when 95 % of the unknown ones are"),
-    "wrong": ("AUROC, wrong", "known pixels that are predicted wrong against those predicted right"),
+    "wrong": (
+        "AUROC, wrong",
+        "known pixels that are predicted wrong against those predicted right",
+    ),
 }
 
 
@@ -76,8 +79,13 @@ class Maps:
         if not self.scores:
             raise QualmsError("the page has no scores; give those of at least one method.")
         shape = (len(self.images), *self.images.size)
-        maps = {"the prediction": self.prediction, **{f"the scores of {m}": s for m, s in self.scores.items()}}
-        for what, values in (maps | ({} if self.labels is None else {"the labels": self.labels})).items():
+        maps = {
+            "the prediction": self.prediction,
+            **{f"the scores of {m}": s for m, s in self.scores.items()},
+        }
+        for what, values in (
+            maps | ({} if self.labels is None else {"the labels": self.labels})
+        ).items():
             if values.shape != shape:
                 raise QualmsError(
                     f"the images have shape {shape} without their channels, and {what} {values.shape}; give a number "
@@ -89,7 +97,11 @@ class Maps:
     @property
     def counts(self) -> Bool[np.ndarray, "n h w"]:
         """Pixels that have a label, or all where there are no labels."""
-        return np.ones(self.prediction.shape, bool) if self.labels is None else self.labels != self.ignore_index
+        return (
+            np.ones(self.prediction.shape, bool)
+            if self.labels is None
+            else self.labels != self.ignore_index
+        )
 
     @property
     def strange(self) -> Bool[np.ndarray, "n h w"]:
@@ -105,7 +117,7 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
     require_writable(path)
     rows = _table(maps)
     order = [row["method"] for row in rows]
-    colours = _colours(maps)
+    colors = _colors(maps)
     shown = range(min(SHOWN, len(maps.images)))
     kinds = {"label": maps.labels, "prediction": maps.prediction}
     html = filled(
@@ -116,22 +128,29 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
         facts=[f"{name}: {value}" for name, value in maps.about.items()],
         known="known pixels" if maps.strange.any() else "pixels",
         has_unknown=bool(maps.strange.any()),
-        labelled=maps.labels is not None,
+        labeled=maps.labels is not None,
         methods=order,
         columns={key: MEASURES[key] for key in rows[0] if key != "method"},
         rows=rows,
         coverage=COVERAGE,
-        legend=_legend(maps, colours),
+        legend=_legend(maps, colors),
         scenes=[
             {
                 "name": maps.images.ids[i] if maps.images.ids else f"image {i}",
                 "image": png(maps.images, i),
-                **{k: _painted(values[i], colours) for k, values in kinds.items() if values is not None},
+                **{
+                    k: _painted(values[i], colors)
+                    for k, values in kinds.items()
+                    if values is not None
+                },
             }
             for i in shown
         ],
         total=len(maps.images),
-        data={"size": _thin(maps.prediction[0]).shape, "methods": [_method(maps, m, shown) for m in order]},
+        data={
+            "size": _thin(maps.prediction[0]).shape,
+            "methods": [_method(maps, m, shown) for m in order],
+        },
     )
     return write_html(path, html)
 
@@ -163,7 +182,9 @@ def _method(maps: Maps, method: str, shown: range) -> dict[str, Any]:
         "name": method,
         "thresholds": packed(thresholds),
         "accepted": packed(accepted / len(known)),
-        "flagged": packed(1 - np.searchsorted(unknown, thresholds, "right") / len(unknown)) if len(unknown) else None,
+        "flagged": packed(1 - np.searchsorted(unknown, thresholds, "right") / len(unknown))
+        if len(unknown)
+        else None,
         "right": None,
     }
     if maps.labels is not None:
@@ -173,9 +194,13 @@ def _method(maps: Maps, method: str, shown: range) -> dict[str, Any]:
     return found | {"levels": levels}
 
 
-def levels_of(scores: Float[np.ndarray, "h w"], thresholds: Float[np.ndarray, " k"]) -> UInt8[np.ndarray, "h w"]:
+def levels_of(
+    scores: Float[np.ndarray, "h w"], thresholds: Float[np.ndarray, " k"]
+) -> UInt8[np.ndarray, "h w"]:
     """How many of the rising thresholds flag each pixel; `NO_SCORE` where there is none."""
-    return np.where(np.isnan(scores), NO_SCORE, np.searchsorted(thresholds, scores, "left")).astype(np.uint8)
+    return np.where(np.isnan(scores), NO_SCORE, np.searchsorted(thresholds, scores, "left")).astype(
+        np.uint8
+    )
 
 
 def _thin(values: Shaped[np.ndarray, "h w *c"]) -> Shaped[np.ndarray, "k l *c"]:
@@ -184,34 +209,42 @@ def _thin(values: Shaped[np.ndarray, "h w *c"]) -> Shaped[np.ndarray, "k l *c"]:
     return values[::step, ::step]
 
 
-def _colours(maps: Maps) -> dict[int, str]:
+def _colors(maps: Maps) -> dict[int, str]:
     """Of every class that there is, by its number."""
     found = np.unique(maps.prediction).tolist()
     if maps.labels is not None:
         found += np.unique(maps.labels).tolist()
     kept = sorted({*found, *range(len(maps.classes))} - {*maps.unknown, maps.ignore_index})
-    return {c: _colour(c) for c in kept} | dict.fromkeys(sorted(set(found) & set(maps.unknown)), UNKNOWN_COLOUR)
+    return {c: _color(c) for c in kept} | dict.fromkeys(
+        sorted(set(found) & set(maps.unknown)), UNKNOWN_COLOR
+    )
 
 
-def _colour(number: int) -> str:
-    if 0 <= number < len(COLOURS):
-        return COLOURS[number]
-    rgb = colorsys.hsv_to_rgb(number * 0.618 % 1, 0.55, 0.9)  # the golden angle: neighbours are far apart
+def _color(number: int) -> str:
+    if 0 <= number < len(COLORS):
+        return COLORS[number]
+    rgb = colorsys.hsv_to_rgb(
+        number * 0.618 % 1, 0.55, 0.9
+    )  # the golden angle: neighbors are far apart
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
-def _legend(maps: Maps, colours: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Names with their colours; what is unknown has one."""
-    named = [(class_name(c, tuple(maps.classes)), colour) for c, colour in colours.items() if c not in maps.unknown]
-    return named + ([("unknown", UNKNOWN_COLOUR)] if maps.strange.any() else [])
+def _legend(maps: Maps, colors: Mapping[int, str]) -> list[tuple[str, str]]:
+    """Names with their colors; what is unknown has one."""
+    named = [
+        (class_name(c, tuple(maps.classes)), color)
+        for c, color in colors.items()
+        if c not in maps.unknown
+    ]
+    return named + ([("unknown", UNKNOWN_COLOR)] if maps.strange.any() else [])
 
 
-def _painted(classes: Int[np.ndarray, "h w"], colours: Mapping[int, str]) -> str:
-    """Classes as a data address of a picture; what has no colour is transparent."""
+def _painted(classes: Int[np.ndarray, "h w"], colors: Mapping[int, str]) -> str:
+    """Classes as a data address of a picture; what has no color is transparent."""
     small = _thin(classes)
     picture = np.zeros((*small.shape, 4), np.uint8)
-    for number, colour in colours.items():
-        picture[small == number] = (*bytes.fromhex(colour[1:]), 255)
+    for number, color in colors.items():
+        picture[small == number] = (*bytes.fromhex(color[1:]), 255)
     file = BytesIO()
     pillow().fromarray(picture).save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

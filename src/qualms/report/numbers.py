@@ -83,7 +83,9 @@ def _measured(
 ) -> WithInterval:
     try:
         low, high = interval(measure, *samples, paired=paired, resamples=resamples)
-    except QualmsError:  # the measure has a value, but too few resamples have one: no interval is known
+    except (
+        QualmsError
+    ):  # the measure has a value, but too few resamples have one: no interval is known
         low, high = float("nan"), float("nan")
     return WithInterval(measure(*samples), low, high)
 
@@ -131,7 +133,11 @@ def axis(groups: Sequence[np.ndarray]) -> Axis:
     if pooled.min() >= 0 and 2 * len(positive) > len(pooled):
         few, many = np.quantile(positive, [0.05, 0.95])
         if many > WIDE * few:
-            most = min(float(np.quantile(scores[scores > 0], 0.25)) for scores in groups if (scores > 0).any())
+            most = min(
+                float(np.quantile(scores[scores > 0], 0.25))
+                for scores in groups
+                if (scores > 0).any()
+            )
             least = max(low, float(np.quantile(positive, 0.005)), DECADES * high)
             return Axis(min(least, most), high, True)
     return Axis(low, high, False)
@@ -169,7 +175,9 @@ def layer_shares(content: Content, layers: LayerContributions, most: int = LAYER
     of = np.array(layers.groups)
     means = np.stack([each[of == name].mean(0) for name in groups])
     kept = np.sort(np.argsort(-means.max(0), kind="stable")[:most])
-    return LayerShares(groups, [layers.names[i] for i in kept], means[:, kept], len(layers.names) - len(kept))
+    return LayerShares(
+        groups, [layers.names[i] for i in kept], means[:, kept], len(layers.names) - len(kept)
+    )
 
 
 @dataclass(frozen=True)
@@ -177,7 +185,7 @@ class Curve:
     """A measure over the number of labels: mean, least and most over the seeds."""
 
     method: str
-    labelled: list[int]
+    labeled: list[int]
     mean: list[float]
     low: list[float]
     high: list[float]
@@ -192,13 +200,23 @@ def learning_curves(cycles: Iterable[Row], measure: LearningMeasure) -> dict[str
         start = [row for row in of_data if row["cycle"] == 0]
         methods = dict.fromkeys(row["method"] for row in of_data if row["cycle"])
         found[data] = [
-            _curve(method, [*start, *(row for row in of_data if row["cycle"] and row["method"] == method)], measure)
+            _curve(
+                method,
+                [*start, *(row for row in of_data if row["cycle"] and row["method"] == method)],
+                measure,
+            )
             for method in methods
         ]
     return found
 
 
 def _curve(method: str, rows: Sequence[CycleRow], measure: LearningMeasure) -> Curve:
-    labelled = sorted({row["labelled"] for row in rows})
-    values = [[row[measure] for row in rows if row["labelled"] == n] for n in labelled]
-    return Curve(method, labelled, [statistics.fmean(v) for v in values], [*map(min, values)], [*map(max, values)])
+    labeled = sorted({row["labeled"] for row in rows})
+    values = [[row[measure] for row in rows if row["labeled"] == n] for n in labeled]
+    return Curve(
+        method,
+        labeled,
+        [statistics.fmean(v) for v in values],
+        [*map(min, values)],
+        [*map(max, values)],
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qualms.disk import writing, written_whole
+from qualms.disk import atomic_write, writing
 from qualms.errors import QualmsError
 from qualms.version import __version__
 
@@ -18,13 +18,15 @@ def require_packages(*names: str) -> None:
     """An error that says how to install what a page needs."""
     for name in names:
         if find_spec(name) is None:
-            raise QualmsError(f"the report page needs {name}; pip install '.[app]' in a clone of qualms")
+            raise QualmsError(
+                f"the report page needs {name}; pip install '.[app]' in a clone of qualms"
+            )
 
 
 def write_html(path: str | Path, html: str) -> Path:
     """Write a page, whole or not at all; what was there stays until then."""
     path = Path(path)
-    with writing(path), written_whole(path) as part:
+    with writing(path), atomic_write(path) as part:
         part.write_text(html, encoding="utf-8")
     return path
 
@@ -34,7 +36,10 @@ def filled(template: str, styles: Sequence[str], scripts: Sequence[str], **value
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_own), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FunctionLoader(_own),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     css, js = ("".join(_own(name) for name in names) for names in (styles, scripts))
@@ -49,7 +54,10 @@ def coded(names: list[str]) -> dict[str, Any]:
     """Words that come again and again, each once, and which stands where."""
     words = list(dict.fromkeys(names))
     number = {word: i for i, word in enumerate(words)}
-    return {"words": words, "codes": packed(np.array([number[name] for name in names], dtype=np.int32))}
+    return {
+        "words": words,
+        "codes": packed(np.array([number[name] for name in names], dtype=np.int32)),
+    }
 
 
 def packed(values: np.ndarray) -> dict[str, str]:
@@ -58,6 +66,10 @@ def packed(values: np.ndarray) -> dict[str, str]:
         kind = values.dtype.str[1:]
     else:
         values = values.astype(np.float64)
-        with np.errstate(over="ignore"):  # what single precision cannot hold is not equal, and kept in double
-            kind = "f4" if np.array_equal(values.astype(np.float32), values, equal_nan=True) else "f8"
+        with np.errstate(
+            over="ignore"
+        ):  # what single precision cannot hold is not equal, and kept in double
+            kind = (
+                "f4" if np.array_equal(values.astype(np.float32), values, equal_nan=True) else "f8"
+            )
     return {"kind": kind, "bytes": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()}

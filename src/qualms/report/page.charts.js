@@ -1,4 +1,4 @@
-/* Drawings: shapes are SVG that stretches with the page, words are HTML beside it. Colours come from the style sheet. */
+/* Drawings: shapes are SVG that stretches with the page, words are HTML beside it. Colors come from the style sheet. */
 
 const drawn = (name, attributes) => {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -12,9 +12,9 @@ const canvas = (width, height, ...shapes) => {
   return made;
 };
 
-const colourOf = (i) => (i === null ? "var(--muted)" : i === 0 ? "var(--known)" : `var(--group-${((i - 1) % 6) + 1})`);
+const colorOf = (i) => (i === null ? "var(--muted)" : i === 0 ? "var(--known)" : `var(--group-${((i - 1) % 6) + 1})`);
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
-const dashOf = (i) => (i === null ? "2 4" : DASHES[Math.floor(i / 7) % DASHES.length]); // colours come again after 7
+const dashOf = (i) => (i === null ? "2 4" : DASHES[Math.floor(i / 7) % DASHES.length]); // colors come again after 7
 
 /* Where a value stands between the ends of an axis, from 0 to 1, and back. */
 const place = ({ low, high, log }, x) => {
@@ -48,7 +48,7 @@ const labelOf = (x) => {
   return (Number(digits) === 1 ? power : `${Number(digits)}·${power}`).replace("-", "−");
 };
 
-const labelled = (axis, side) =>
+const labeled = (axis, side) =>
   ticks(axis).map((x) => {
     const made = element("span", labelOf(x), "tick");
     made.style.setProperty(side, `${100 * place(axis, x)}%`);
@@ -65,7 +65,7 @@ const ridge = (sorted, axis, i) => {
   const most = Math.max(1, ...counts);
   const path = `M0 100${counts.map((n, k) => `V${(100 - (96 * n) / most).toFixed(2)}H${k + 1}`).join("")}V100Z`;
   const row = element("div", undefined, "ridge");
-  row.style.setProperty("--colour", colourOf(i));
+  row.style.setProperty("--color", colorOf(i));
   for (const part of ["all", "beyond"]) {
     const copy = canvas(BINS, 100, drawn("path", { d: path }));
     copy.classList.add(part);
@@ -88,9 +88,9 @@ const chart = (target, { x, y, lines }) => {
   const shapes = [];
   for (const value of ticks(ys)) shapes.push(drawn("path", { d: `M${at(xs.low, value)}L${at(xs.high, value)}`, class: "gridline" }));
   for (const line of lines) {
-    const style = `stroke: ${colourOf(line.colour)}`;
+    const style = `stroke: ${colorOf(line.color)}`;
     const d = `M${line.x.map((v, k) => at(v, line.y[k])).join("L")}`;
-    shapes.push(drawn("path", { d, class: "curve", style, "stroke-dasharray": dashOf(line.colour) }));
+    shapes.push(drawn("path", { d, class: "curve", style, "stroke-dasharray": dashOf(line.color) }));
     if (!line.low) continue;
     const bars = line.x.map((v, k) => `M${at(v, line.low[k])}L${at(v, line.high[k])}`).join("");
     const dots = line.x.map((v, k) => `M${at(v, line.y[k])}h0`).join("");
@@ -98,13 +98,13 @@ const chart = (target, { x, y, lines }) => {
   }
   const plot = element("div", undefined, "plot");
   const [across, up] = [element("div", undefined, "axis"), element("div", undefined, "axis up")];
-  across.append(...labelled(xs, "left"));
-  up.append(...labelled(ys, "bottom"));
+  across.append(...labeled(xs, "left"));
+  up.append(...labeled(ys, "bottom"));
   plot.append(canvas(1000, 1000, ...shapes), up, across);
   const legend = element("ul", undefined, "legend");
-  for (const { name, colour } of lines) {
+  for (const { name, color } of lines) {
     const one = element("li");
-    const sample = drawn("path", { d: "M0 5H24", class: "curve", style: `stroke: ${colourOf(colour)}`, "stroke-dasharray": dashOf(colour) });
+    const sample = drawn("path", { d: "M0 5H24", class: "curve", style: `stroke: ${colorOf(color)}`, "stroke-dasharray": dashOf(color) });
     one.append(canvas(24, 10, sample), element("span", name));
     legend.append(one);
   }

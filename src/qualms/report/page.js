@@ -91,14 +91,14 @@
         [below(each, axis.low), "below the axis"],
         [each.length - upTo(each, axis.high), "above the axis"],
       ].filter(([count]) => count);
-      name.style.setProperty("--colour", colourOf(i));
+      name.style.setProperty("--color", colorOf(i));
       head.append(name, kind, element("span", outside.map(([count, where]) => `${count} ${where}`).join(", "), "outside"), flagged);
       const both = element("div");
       both.append(head, ridge(each, axis, i));
       return both;
     });
     byId("ridge-rows").replaceChildren(...rows);
-    byId("ridge-axis").replaceChildren(...labelled(axis, "left"));
+    byId("ridge-axis").replaceChildren(...labeled(axis, "left"));
     const medians = sorted[method].map((each, i) => {
       const middle = (each[Math.floor((each.length - 1) / 2)] + each[Math.floor(each.length / 2)]) / 2;
       return `${groups[i].name} ${Number(middle.toPrecision(3))}`;
@@ -171,7 +171,7 @@
         const track = element("span", undefined, "track");
         const bar = element("i");
         bar.style.width = `${(100 * share) / most}%`;
-        bar.style.background = colourOf(order[k]);
+        bar.style.background = colorOf(order[k]);
         track.append(bar);
         one.append(element("span", groups[order[k]].name, "who"), track, element("span", percent(share / 100), "much"));
         row.append(one);

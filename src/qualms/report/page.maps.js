@@ -20,10 +20,10 @@
     return STOPS[i].map((low, channel) => Math.round(low + (at - i) * (STOPS[i + 1][channel] - low)));
   });
 
-  const paint = (canvas, levels, colour) => {
+  const paint = (canvas, levels, color) => {
     Object.assign(canvas, { width: wide, height: high });
     const image = new ImageData(wide, high);
-    levels.forEach((level, i) => image.data.set(level === NO_SCORE ? [0, 0, 0, 0] : colour(level), 4 * i));
+    levels.forEach((level, i) => image.data.set(level === NO_SCORE ? [0, 0, 0, 0] : color(level), 4 * i));
     canvas.getContext("2d").putImageData(image, 0, 0);
   };
 

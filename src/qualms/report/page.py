@@ -10,7 +10,15 @@ from qualms.disk import require_writable
 from qualms.report import comparison, figures
 from qualms.report.content import Content, Group
 from qualms.report.gallery import class_name, confident_and_wrong, ends, png
-from qualms.report.numbers import Judged, LearningMeasure, at_a_glance, axis, layer_shares, learning_curves, verdict
+from qualms.report.numbers import (
+    Judged,
+    LearningMeasure,
+    at_a_glance,
+    axis,
+    layer_shares,
+    learning_curves,
+    verdict,
+)
 from qualms.report.offline import coded, filled, packed, require_packages, write_html
 from qualms.report.roles import default_of, kind_of, not_for_use, why_not_default
 
@@ -61,7 +69,7 @@ def _html(content: Content, judged: list[Judged]) -> str:
         curves={key: title for key, title in CURVES.items() if _has(content, key)},
         no_curves=_why_no_curves(content),
         learning=learning,
-        labelled=content.known.correct is not None,
+        labeled=content.known.correct is not None,
         layered=bool(content.layers),
         wrong=_wrong(content),
         data=_data(content, judged, learning),
@@ -71,7 +79,9 @@ def _html(content: Content, judged: list[Judged]) -> str:
 def _told(known: Group) -> list[str]:
     if known.correct is None:
         return []
-    return [f"{figures.percent(known.correct.mean())} of the {len(known.images)} {known.name} predicted right"]
+    return [
+        f"{figures.percent(known.correct.mean())} of the {len(known.images)} {known.name} predicted right"
+    ]
 
 
 def _has(content: Content, curve: str) -> bool:
@@ -84,7 +94,9 @@ def _why_no_curves(content: Content) -> list[str]:
     """What would be there, and what it would take."""
     found = []
     if not content.unknown:
-        found.append("There are no ROC curves, because there are no unknown images: name some with --ood.")
+        found.append(
+            "There are no ROC curves, because there are no unknown images: name some with --ood."
+        )
     if content.known.correct is None:
         found.append(
             f"There is no lift curve, because nothing says which predictions are right: the images of "
@@ -123,9 +135,13 @@ def _data(content: Content, judged: list[Judged], learning: list[dict[str, Any]]
     wrong = confident_and_wrong(content.known)
     methods = [_method(content, j.method) for j in judged]
     shown = {(0, i) for i in wrong}
-    shown |= {(g, i) for m in methods for g, both in enumerate(m["gallery"]) for end in both for i in end}
+    shown |= {
+        (g, i) for m in methods for g, both in enumerate(m["gallery"]) for end in both for i in end
+    }
     return {
-        "groups": [_group(group, classes, known=group is content.known) for group in content.groups],
+        "groups": [
+            _group(group, classes, known=group is content.known) for group in content.groups
+        ],
         "methods": methods,
         "wrong": wrong,
         "images": {f"{g}/{i}": png(content.groups[g].images, i) for g, i in sorted(shown)},
@@ -135,13 +151,18 @@ def _data(content: Content, judged: list[Judged], learning: list[dict[str, Any]]
 
 def _group(group: Group, classes: tuple[str, ...], known: bool) -> dict[str, Any]:
     """The images' columns beside their scores."""
-    own, right = group.images.classes, group.correct if known else None  # labels of unknown images are not its classes
+    own, right = (
+        group.images.classes,
+        group.correct if known else None,
+    )  # labels of unknown images are not its classes
     return {
         "name": group.name,
         "ids": list(group.images.ids) or None,
         "predicted": coded([class_name(int(c), classes) for c in group.predicted]),
         "confidence": None if group.confidence is None else packed(group.confidence),
-        "labels": None if group.labels is None else coded([class_name(int(c), own) for c in group.labels]),
+        "labels": None
+        if group.labels is None
+        else coded([class_name(int(c), own) for c in group.labels]),
         "right": None if right is None else packed(right.astype(np.uint8)),
     }
 
@@ -154,7 +175,9 @@ def _method(content: Content, method: str) -> dict[str, Any]:
         "name": method,
         "scores": [packed(values) for values in scores],
         "axis": {"low": drawn.low, "high": drawn.high, "log": drawn.logarithmic},
-        "curves": {key: draw(content, method) for key, draw in curves.items() if _has(content, key)},
+        "curves": {
+            key: draw(content, method) for key, draw in curves.items() if _has(content, key)
+        },
         "gallery": [ends(values) for values in scores],
         "layers": _layers(content, method),
     }
@@ -171,7 +194,8 @@ def _layers(content: Content, method: str) -> dict[str, Any]:
         said.append(f"in {name} from {found.names[most]} ({figures.percent(shares[most])})")
     rest = f" {found.others} layers with smaller shares are not shown." if found.others else ""
     bars = [
-        {"name": layer, "shares": figures.rounded(100 * found.shares[:, i], 3)} for i, layer in enumerate(found.names)
+        {"name": layer, "shares": figures.rounded(100 * found.shares[:, i], 3)}
+        for i, layer in enumerate(found.names)
     ]
     order = [group.name for group in content.groups]
     return {
@@ -186,7 +210,11 @@ def _why_no_layers(content: Content, method: str) -> str:
     having = f" Those of {_and(list(content.layers))} do." if content.layers else ""
     if kind is None:
         return f"Nothing says which layers the scores of {method} come from.{having}"
-    why = "does not add up the gradients of classes" if kind.direction else "is not made from gradients"
+    why = (
+        "does not add up the gradients of classes"
+        if kind.direction
+        else "is not made from gradients"
+    )
     return f"{method} {why}, so its scores do not come from layers.{having}"
 
 

@@ -6,7 +6,11 @@ from qualms.methods.registry import DEFAULT, parse
 from qualms.methods.regrad import REGrad
 from qualms.report.content import Content
 
-NOT_FOR_USE = ("negrad", "ungrad", "gradnorm")  # rows of the paper's tables that rank at chance or backwards
+NOT_FOR_USE = (
+    "negrad",
+    "ungrad",
+    "gradnorm",
+)  # rows of the paper's tables that rank at chance or backwards
 
 
 def kind_of(content: Content, name: str) -> Method | None:
@@ -38,7 +42,11 @@ def why_not_default(content: Content) -> str:
 
 def not_for_use(content: Content) -> list[str]:
     """Methods that are there for comparison with the paper; none of them if there are no others."""
-    found = [name for name in content.methods if (kind := kind_of(content, name)) and kind.name in NOT_FOR_USE]
+    found = [
+        name
+        for name in content.methods
+        if (kind := kind_of(content, name)) and kind.name in NOT_FOR_USE
+    ]
     return found if len(found) < len(content.methods) else []
 
 

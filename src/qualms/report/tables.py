@@ -18,7 +18,10 @@ def markdown(head: Line, lines: Iterable[Line]) -> str:
     """An aligned table."""
     cells = [list(head), *[list(line) for line in lines]]
     widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(head))]
-    text = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    text = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in cells
+    ]
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
     return "\n".join([text[0], rule, *text[1:]])
 
@@ -38,7 +41,9 @@ def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
                 _percent(row["aupr_in"] for row in of_method),
                 _percent(row["fpr95"] for row in of_method),
             ]
-            paper_number = _beside(name, pair[0], {k: f"{a:.2f}/{b:.2f}" for k, (a, b) in theirs.items()})
+            paper_number = _beside(
+                name, pair[0], {k: f"{a:.2f}/{b:.2f}" for k, (a, b) in theirs.items()}
+            )
             lines.append([name, _auroc(of_method), *rest, paper_number])
         n_in, n_out = of_pair[0]["n_in"], of_pair[0]["n_out"]
         title = f"{pair[0]} → {pair[1]}: {n_in} and {n_out} images, %"
@@ -82,7 +87,9 @@ def active_table(rows: Iterable[Row]) -> str:
         for name in dict.fromkeys(row["method"] for row in of_data):
             of_method = [row for row in of_data if row["method"] == name]
             theirs = {row: f"{a:.2f}/{b:.3f}" for row, (a, b) in ACTIVE.get(data, {}).items()}
-            labels = f"{min(r['labelled'] for r in of_method)} to {max(r['labelled'] for r in of_method)}"
+            labels = (
+                f"{min(r['labeled'] for r in of_method)} to {max(r['labeled'] for r in of_method)}"
+            )
             numbers = [
                 _by_seed(of_method, lambda row: 100 * row["accuracy"], 2),
                 _by_seed(of_method, lambda row: row["nll"], 3),
@@ -99,7 +106,12 @@ def runtime_table(rows: Iterable[Row]) -> str:
     found = [row for row in rows if row["row"] == "runtime"]
     theirs = {row: f"{seconds / RUNTIME['Entropy']:.1f}" for row, seconds in RUNTIME.items()}
     lines = [
-        [r["method"], f"{r['ratio']:.1f}", f"{r['seconds']:.2f}", _beside(r["method"], "cifar10", theirs)]
+        [
+            r["method"],
+            f"{r['ratio']:.1f}",
+            f"{r['seconds']:.2f}",
+            _beside(r["method"], "cifar10", theirs),
+        ]
         for r in found
     ]
     head = ["method", "time, Entropy = 1", "seconds", "paper's, Entropy = 1 (ResNet-18, CIFAR-10)"]
@@ -114,25 +126,51 @@ def paper_table(name: str, rows: Sequence[Row]) -> str:
 
 def glance_table(content: Content, resamples: int = 1000) -> str:
     """Every method of a report: AUROC/AUPR of each unknown group in percent, rAULC, and cost in forward passes."""
-    head = ["method", *(f"{group.name}, AUROC/AUPR" for group in content.unknown), "rAULC", "forward passes"]
+    head = [
+        "method",
+        *(f"{group.name}, AUROC/AUPR" for group in content.unknown),
+        "rAULC",
+        "forward passes",
+    ]
     lines = []
     for judged in at_a_glance(content, resamples):
-        pairs = [f"{100 * a.value:.1f}/{100 * p:.1f}" for a, p in zip(judged.auroc, judged.aupr, strict=True)]
-        cost = f"{judged.cost:.1f}" if isinstance(judged.cost, (int, float)) else str(judged.cost or "")
-        lines.append([judged.method, *pairs, "" if judged.raulc is None else f"{judged.raulc.value:.3f}", cost])
+        pairs = [
+            f"{100 * a.value:.1f}/{100 * p:.1f}"
+            for a, p in zip(judged.auroc, judged.aupr, strict=True)
+        ]
+        cost = (
+            f"{judged.cost:.1f}"
+            if isinstance(judged.cost, (int, float))
+            else str(judged.cost or "")
+        )
+        lines.append(
+            [
+                judged.method,
+                *pairs,
+                "" if judged.raulc is None else f"{judged.raulc.value:.3f}",
+                cost,
+            ]
+        )
     return markdown(head, lines)
 
 
 def networks(rows: Iterable[Row]) -> str:
     """How good the networks are."""
     found = [row for row in rows if row["row"] == "accuracy"]
-    lines = [f"- {r['network']}: {100 * r['accuracy']:.2f} % of {r['n']} {r['data']} test images right" for r in found]
+    lines = [
+        f"- {r['network']}: {100 * r['accuracy']:.2f} % of {r['n']} {r['data']} test images right"
+        for r in found
+    ]
     return "Networks:\n\n" + "\n".join(dict.fromkeys(lines)) if lines else ""
 
 
 def left_out(rows: Iterable[Row]) -> str:
     """What could not be computed, and why: once for each reason."""
-    lines = [f"- {row.get('method') or row.get('out')}: {row['why']}" for row in rows if row["row"] == "left out"]
+    lines = [
+        f"- {row.get('method') or row.get('out')}: {row['why']}"
+        for row in rows
+        if row["row"] == "left out"
+    ]
     return "Left out:\n\n" + "\n".join(dict.fromkeys(lines)) if lines else ""
 
 
@@ -147,7 +185,9 @@ def _beside(name: str, dataset: str, theirs: dict[str, str]) -> str:
     row = paper_row(method)
     if row not in theirs:
         return ""
-    return theirs[row] if paper_methods(dataset)[row] == method else f"{theirs[row]}, other settings"
+    return (
+        theirs[row] if paper_methods(dataset)[row] == method else f"{theirs[row]}, other settings"
+    )
 
 
 def _paper_ood(pair: str, table: str) -> dict[str, Any]:

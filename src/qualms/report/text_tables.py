@@ -22,7 +22,15 @@ def _pair(rows: Sequence[TextRow]) -> str:
     lines = []
     for name in dict.fromkeys(row["method"] for row in rows):
         of_method = {row["span"]: row for row in rows if row["method"] == name}
-        lines.append([name, *(f"{area(of_method[span])} / {100 * of_method[span]['aupr_out']:.1f}" for span in spans)])
+        lines.append(
+            [
+                name,
+                *(
+                    f"{area(of_method[span])} / {100 * of_method[span]['aupr_out']:.1f}"
+                    for span in spans
+                ),
+            ]
+        )
     one = rows[0]
     title = f"{one['in']} → {one['out']}: {one['n_in']} and {one['n_out']} windows of {one['window']} tokens, %"
     return f"{title}\n\n{markdown(head, lines)}"

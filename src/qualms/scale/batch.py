@@ -12,8 +12,8 @@ from qualms.data import Images, Rejected
 from qualms.data.decode import Unreadable
 from qualms.data.reading import File, read_some
 from qualms.errors import QualmsError
-from qualms.scale.folder import column, write_rejected
-from qualms.scored import Scored
+from qualms.result import Scored
+from qualms.scale.shard_folder import column, write_rejected
 from qualms.scorer import Scorer
 from qualms.tasks.network import Network
 from qualms.tasks.scoring import scored_images
@@ -50,7 +50,9 @@ class BatchScorer:
     def __call__(self, batch: Columns) -> Columns:
         """One batch of files."""
         if batch["content"].dtype.kind == "S":
-            raise QualmsError("`content` is an array of numpy's bytes, which drops zeros; pass one of dtype object.")
+            raise QualmsError(
+                "`content` is an array of numpy's bytes, which drops zeros; pass one of dtype object."
+            )
         reasons = batch.get("reason", np.full(len(batch["id"]), ""))
         files = [
             File(name, f"{name} in {self.name}", partial(_content, name, content, reason))
@@ -61,13 +63,19 @@ class BatchScorer:
             _list(self.rejected, read.rejected)
         ids = tuple(files[place].id for place in read.kept)
         if not ids:  # the columns of any image, without its row
-            return {name: values[:0] for name, values in _columns(self.scored(self._grey())).items()}
-        return _columns(self.scored(Images(self.name, torch.from_numpy(read.pixels), None, ids=ids)))
+            return {
+                name: values[:0] for name, values in _columns(self.scored(self._gray())).items()
+            }
+        return _columns(
+            self.scored(Images(self.name, torch.from_numpy(read.pixels), None, ids=ids))
+        )
 
-    def _grey(self) -> Images:
+    def _gray(self) -> Images:
         size = self.network.fit.size if self.network.fit is not None else self.size
         assert size is not None
-        return Images(self.name, torch.full((1, 3, *size), 128, dtype=torch.uint8), None, ids=("grey",))
+        return Images(
+            self.name, torch.full((1, 3, *size), 128, dtype=torch.uint8), None, ids=("gray",)
+        )
 
     def scored(self, images: Images, first: int = 0) -> Scored:
         """Some images; `first` is the place of the first, which is its id where images have no names."""
@@ -77,7 +85,9 @@ class BatchScorer:
                 f"{images.ids[0] if images.ids else f'number {first}'} is {_by(images.size)}; pass size= to resize "
                 "them while reading."
             )
-        return scored_images(self.network, self.scorer, replace(images, classes=self.classes), first)
+        return scored_images(
+            self.network, self.scorer, replace(images, classes=self.classes), first
+        )
 
 
 def rejected_in(folder: Path) -> list[Rejected]:
@@ -86,7 +96,9 @@ def rejected_in(folder: Path) -> list[Rejected]:
     for file in sorted(folder.glob("*.parquet")):
         ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
         if len(ids) != len(reasons) or not all(isinstance(one, str) for one in (*ids, *reasons)):
-            raise QualmsError(f"{file} is no list of what could not be read; remove it, and score again.")
+            raise QualmsError(
+                f"{file} is no list of what could not be read; remove it, and score again."
+            )
         found.update(zip(ids, reasons, strict=True))
     return [Rejected(name, why) for name, why in sorted(found.items())]
 

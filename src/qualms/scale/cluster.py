@@ -22,7 +22,7 @@ from qualms.data.parquet import readable
 from qualms.data.places import extra
 from qualms.errors import QualmsError, reason
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
-from qualms.scale.folder import Done, arrow, begun, column, count_rows, finish, shards_in
+from qualms.scale.shard_folder import Done, arrow, begun, column, count_rows, finish, shards_in
 from qualms.scale.source import PART, Piece, Source
 
 if TYPE_CHECKING:
@@ -56,19 +56,30 @@ def score_on_ray(
         address: of the cluster, as for `ray.init`; by default one is started on this machine, and stopped.
     """
     if source.pieces is None:
-        raise QualmsError(f"Ray cannot read {source.name}; name a folder, .parquet files or .tar files.")
+        raise QualmsError(
+            f"Ray cannot read {source.name}; name a folder, .parquet files or .tar files."
+        )
     whole = {**about, "inputs": source.fingerprint, "shard_size": size, "runner": "ray"}
     folder = folder.absolute()  # workers have a working folder of their own
     with begun(folder, whole) as before:
         if before is None:
-            shutil.rmtree(folder / REJECTED, ignore_errors=True)  # none of these is noted: all are tried again
+            shutil.rmtree(
+                folder / REJECTED, ignore_errors=True
+            )  # none of these is noted: all are tried again
             with cluster(address, workers) as ray:
                 cores = int(ray.cluster_resources().get("CPU", 1))
                 if cores <= RAYS_OWN:
                     raise QualmsError(
                         f"the cluster has {cores} cores, and Ray itself needs {RAYS_OWN}; use at least {RAYS_OWN + 1}."
                     )
-                _run(ray, scorer, source.pieces(), folder, size, min(workers or cores, cores - RAYS_OWN))
+                _run(
+                    ray,
+                    scorer,
+                    source.pieces(),
+                    folder,
+                    size,
+                    min(workers or cores, cores - RAYS_OWN),
+                )
             for shard in shards_in(folder / WRITING):
                 shard.rename(folder / shard.name)
             rejected = not_scored(rejected_in(folder / REJECTED), folder)
@@ -76,7 +87,9 @@ def score_on_ray(
             require_once(folder)
             before = finish(folder, whole, shards_in(folder), rejected)
         elif count_rows(shards_in(folder)) != before.scored:
-            raise QualmsError(f"{folder} lacks some of its {before.scored} rows; remove it, and score again.")
+            raise QualmsError(
+                f"{folder} lacks some of its {before.scored} rows; remove it, and score again."
+            )
         for rest in (WRITING, NOTED, REJECTED):
             shutil.rmtree(folder / rest, ignore_errors=True)
     return before
@@ -93,7 +106,9 @@ def not_scored(rejected: list[Rejected], folder: Path) -> list[Rejected]:
 
 def _require_all(scored: int, rejected: int, source: Source) -> None:
     if scored == 0:
-        raise QualmsError(f"no worker can read an image of {source.name}; check that they are still there.")
+        raise QualmsError(
+            f"no worker can read an image of {source.name}; check that they are still there."
+        )
     if source.count not in (None, scored + rejected):
         raise QualmsError(
             f"{source.name} has {source.count} images, and {scored} were scored and {rejected} could not be read; they "
@@ -108,14 +123,18 @@ def require_once(folder: Path) -> None:
         ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
         doubled = len(ids) - len(ids.unique())
     if doubled:
-        raise QualmsError(f"{folder} has {doubled} rows too many, of images scored twice; remove it, and score again.")
+        raise QualmsError(
+            f"{folder} has {doubled} rows too many, of images scored twice; remove it, and score again."
+        )
 
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
     """Ray, connected to a cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell its makers
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what goes wrong is raised here, and is in Ray's own files
+    os.environ.setdefault(
+        "RAY_BACKEND_LOG_LEVEL", "fatal"
+    )  # what goes wrong is raised here, and is in Ray's own files
     ray = extra("ray", "ray", "a cluster", "ray")
     extra("ray.data", "ray[data]", "a cluster", "ray")
     if ray.is_initialized():
@@ -148,7 +167,9 @@ class Worker:
         return self.scorer(batch)
 
 
-def _run(ray: Any, scorer: BatchScorer, pieces: list[Piece], folder: Path, size: int, workers: int) -> None:
+def _run(
+    ray: Any, scorer: BatchScorer, pieces: list[Piece], folder: Path, size: int, workers: int
+) -> None:
     from ray.data import ActorPoolStrategy, DataContext
     from ray.data.checkpoint import CheckpointConfig
     from ray.data.datasource import FilenameProvider
@@ -156,7 +177,9 @@ def _run(ray: Any, scorer: BatchScorer, pieces: list[Piece], folder: Path, size:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
     before = context.checkpoint_config, context.enable_progress_bars
-    context.checkpoint_config = CheckpointConfig("id", str(folder / NOTED), delete_checkpoint_on_success=False)
+    context.checkpoint_config = CheckpointConfig(
+        "id", str(folder / NOTED), delete_checkpoint_on_success=False
+    )
     context.enable_progress_bars = sys.stderr.isatty()
     on_gpu = next(scorer.network.model.parameters()).device.type == "cuda"
     try:
@@ -165,11 +188,15 @@ def _run(ray: Any, scorer: BatchScorer, pieces: list[Piece], folder: Path, size:
             Worker,
             batch_size=PART,
             compute=ActorPoolStrategy(min_size=1, max_size=workers),
-            fn_constructor_args=([stored],),  # in a list, so that each worker fetches it from the store itself
+            fn_constructor_args=(
+                [stored],
+            ),  # in a list, so that each worker fetches it from the store itself
             num_cpus=1,
             num_gpus=1 if on_gpu else 0,
         ).write_parquet(
-            str(folder / WRITING), filename_provider=FilenameProvider("shard", "parquet"), min_rows_per_file=size
+            str(folder / WRITING),
+            filename_provider=FilenameProvider("shard", "parquet"),
+            min_rows_per_file=size,
         )
     except Exception as error:
         raise _told(error) from None
@@ -184,7 +211,9 @@ def _files(pieces: list[Piece]) -> Any:
 
     class Files(Datasource):
         def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> "list[ReadTask]":
-            unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+            unknown = BlockMetadata(
+                num_rows=None, size_bytes=None, input_files=None, exec_stats=None
+            )
             return [ReadTask(partial(_blocks, piece), unknown) for piece in pieces]
 
         def estimate_inmemory_data_size(self) -> int | None:
@@ -214,7 +243,9 @@ def _row(file: Any) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> Any:
     kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
-    return arrow().table({key: arrow().array([row[key] for row in rows], kind) for key, kind in kinds.items()})
+    return arrow().table(
+        {key: arrow().array([row[key] for row in rows], kind) for key, kind in kinds.items()}
+    )
 
 
 def _told(error: Exception) -> QualmsError:
@@ -222,4 +253,6 @@ def _told(error: Exception) -> QualmsError:
     ours = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
     if ours:
         return QualmsError(ours[-1])
-    return QualmsError(f"Ray could not finish ({reason(error)}); run the same command again to resume.")
+    return QualmsError(
+        f"Ray could not finish ({reason(error)}); run the same command again to resume."
+    )

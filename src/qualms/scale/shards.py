@@ -15,10 +15,10 @@ from typing import Any
 from qualms.data import Images, Rejected
 from qualms.data.parquet import readable
 from qualms.errors import QualmsError
-from qualms.progress import Tell
-from qualms.scale.folder import Done, arrow, begun, finish, parquet, write
+from qualms.progress import ProgressFn
+from qualms.result import Scored
+from qualms.scale.shard_folder import Done, arrow, begun, finish, parquet, write
 from qualms.scale.source import Part, Source
-from qualms.scored import Scored
 
 SIZE = 4096  # images in a shard
 LEFT_OUT = b"qualms.rejected"  # the key of a shard's metadata
@@ -31,7 +31,7 @@ def score_shards(
     folder: Path,
     about: dict[str, Any],
     size: int = SIZE,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> Done:
     """Score all images that are in no shard of the folder yet.
 
@@ -57,7 +57,9 @@ def score_shards(
                     number += 1
         shards = list(takewhile(Path.exists, (_shard(folder, number) for number in count())))
         if len(shards) < number - 1:  # the last may have been empty
-            raise QualmsError(f"{folder} has lost shards while it was filled; run the same command again.")
+            raise QualmsError(
+                f"{folder} has lost shards while it was filled; run the same command again."
+            )
         return finish(folder, whole, shards, (one for shard in shards for one in _left_out(shard)))
 
 
@@ -68,7 +70,7 @@ def _write_shard(
     number: int,
     size: int,
     source: Source,
-    tell: Tell | None,
+    tell: ProgressFn | None,
 ) -> int:
     """The next `size` images, or as many as there are, which is returned; no file if there are none."""
     read = 0
@@ -81,7 +83,11 @@ def _write_shard(
         rejected += part.rejected
         read += part.count
         if tell is not None:
-            tell(f"images of {source.name} scored", place + part.count, source.count or place + part.count)
+            tell(
+                f"images of {source.name} scored",
+                place + part.count,
+                source.count or place + part.count,
+            )
     if not read:
         return 0
     if not tables:  # the columns of any image, without its row
@@ -95,7 +101,8 @@ def _write_shard(
 def _left_out(shard: Path) -> list[Rejected]:
     with readable(shard), parquet().ParquetFile(shard) as file:
         return [
-            Rejected(str(one["id"]), str(one["reason"])) for one in json.loads(file.schema_arrow.metadata[LEFT_OUT])
+            Rejected(str(one["id"]), str(one["reason"]))
+            for one in json.loads(file.schema_arrow.metadata[LEFT_OUT])
         ]
 
 

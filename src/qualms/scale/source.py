@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from qualms.data import Fit, Images, Rejected, load
-from qualms.data.arrays import npz_count, npz_parts
+from qualms.data import Images, ImageTransform, Rejected, load
 from qualms.data.folder import Listing, list_folder
-from qualms.data.load import dataset_name, place_of, root_of
+from qualms.data.loading import dataset_name, place_of, root_of
+from qualms.data.npz import npz_count, npz_parts
 from qualms.data.parquet import parquet_files, parquet_outline
 from qualms.data.reading import File, read_some
 from qualms.data.tar import tar_files
@@ -79,10 +79,14 @@ class Source:
                 if len(part.images):
                     return part.images
                 why = why or f": {part.rejected[0].id} is {part.rejected[0].reason}"
-        raise QualmsError(f"no image of {self.name} can be read{why}; check that it is the one you meant.")
+        raise QualmsError(
+            f"no image of {self.name} can be read{why}; check that it is the one you meant."
+        )
 
 
-def open_source(data: str, root: Path | None, fit: Fit | None, strict: bool = False) -> Source:
+def open_source(
+    data: str, root: Path | None, fit: ImageTransform | None, strict: bool = False
+) -> Source:
     """The images of a folder, of a .npz file, of .parquet or .tar files, or of a dataset.
 
     Args:
@@ -115,7 +119,10 @@ def open_source(data: str, root: Path | None, fit: Fit | None, strict: bool = Fa
             _fingerprint(files),
             None,
             lambda start, sizes: _tasks(_samples_of(files, start), sizes, data, fit, strict),
-            lambda: [partial(tar_files, path, prefix) for path, prefix in _prefixes(_absolute(files)).items()],
+            lambda: [
+                partial(tar_files, path, prefix)
+                for path, prefix in _prefixes(_absolute(files)).items()
+            ],
         )
     if len(files) == 1 and files[0].is_dir():
         return _of_folder(data, list_folder(files[0], "test"), fit, strict)
@@ -142,7 +149,7 @@ def _files(data: str, root: Path | None) -> list[Path]:
 
 
 def _tasks(
-    files: Iterable[File], sizes: Sizes, where: str, fit: Fit | None, strict: bool
+    files: Iterable[File], sizes: Sizes, where: str, fit: ImageTransform | None, strict: bool
 ) -> Iterator[Callable[[], Part]]:
     rest = iter(files)
     while some := tuple(islice(rest, next(sizes))):
@@ -165,12 +172,18 @@ def _groups_of(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Piece
 
 
 def _rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
-    return islice((file for some in parquet_files(path, start, PART, prefix) for file in some), end - start)
+    return islice(
+        (file for some in parquet_files(path, start, PART, prefix) for file in some), end - start
+    )
 
 
 def _samples_of(paths: list[Path], start: int) -> Iterator[File]:
     """The images of .tar files from a place on: those before it are passed over, but not decoded."""
-    return islice((file for path, prefix in _prefixes(paths).items() for file in tar_files(path, prefix)), start, None)
+    return islice(
+        (file for path, prefix in _prefixes(paths).items() for file in tar_files(path, prefix)),
+        start,
+        None,
+    )
 
 
 def _prefixes(paths: list[Path]) -> dict[Path, str]:
@@ -189,13 +202,15 @@ def _names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
     return {file: file.relative_to(common).as_posix() for file in files}
 
 
-def _read(files: tuple[File, ...], where: str, fit: Fit | None, strict: bool) -> Part:
+def _read(files: tuple[File, ...], where: str, fit: ImageTransform | None, strict: bool) -> Part:
     read = read_some(files, where, fit, strict)
     ids = tuple(files[place].id for place in read.kept)
-    return Part(len(files), Images(where, torch.from_numpy(read.pixels), None, ids=ids), read.rejected)
+    return Part(
+        len(files), Images(where, torch.from_numpy(read.pixels), None, ids=ids), read.rejected
+    )
 
 
-def _of_folder(data: str, listing: Listing, fit: Fit | None, strict: bool) -> Source:
+def _of_folder(data: str, listing: Listing, fit: ImageTransform | None, strict: bool) -> Source:
     if not listing.files:
         raise QualmsError(f"{listing.path} holds no images; check that it is the one you meant.")
     return Source(
@@ -220,7 +235,7 @@ def _some_files(listing: Listing) -> Iterator[File]:
     return listing.to_read()
 
 
-def _of_arrays(data: str, path: Path, fit: Fit | None) -> Source:
+def _of_arrays(data: str, path: Path, fit: ImageTransform | None) -> Source:
     def tasks(start: int, sizes: Sizes) -> Iterator[Callable[[], Part]]:
         for pixels in npz_parts(path, "test", start, sizes):
             yield partial(_fitted, Images(data, torch.from_numpy(pixels), None), fit)
@@ -228,7 +243,7 @@ def _of_arrays(data: str, path: Path, fit: Fit | None) -> Source:
     return Source(data, (), _fingerprint([path]), npz_count(path, "test"), tasks)
 
 
-def _fitted(images: Images, fit: Fit | None) -> Part:
+def _fitted(images: Images, fit: ImageTransform | None) -> Part:
     return Part(len(images), images if fit is None else fit.apply(images))
 
 

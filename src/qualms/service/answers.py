@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from qualms.scored import Scored
+from qualms.result import Scored
 
 
 class LayerShare(BaseModel):
@@ -26,7 +26,9 @@ class Result(BaseModel):
     percentile: float | None = Field(
         description="The percentage of the threshold's reference scores that are lower, by the first method."
     )
-    decision: Literal["accepted", "abstain"] | None = Field(description="By the threshold, if the service has one.")
+    decision: Literal["accepted", "abstain"] | None = Field(
+        description="By the threshold, if the service has one."
+    )
     layers: list[LayerShare] | None = Field(
         description="If asked for: the layers that the first method's score comes from, in the order of the network."
     )
@@ -70,7 +72,9 @@ class About(BaseModel):
     class_names: list[str] | None
     threshold: float | None
     rule: str | None = Field(description="How the threshold was set.")
-    reference: list[float] = Field(description="Scores that the threshold was set on, in rising order.")
+    reference: list[float] = Field(
+        description="Scores that the threshold was set on, in rising order."
+    )
     layers: bool = Field(description="Whether the first method's score comes from layers.")
     tolerance: float | None = Field(
         description="The standard error that a gradient score may have, as a share of its value; 0 is exact. Null: not "
@@ -81,14 +85,26 @@ class About(BaseModel):
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body cannot be read."},
     401: {"model": Problem, "description": "The token is missing or wrong."},
-    403: {"model": Problem, "description": "Without a token, only 127.0.0.1 and localhost are answered."},
+    403: {
+        "model": Problem,
+        "description": "Without a token, only 127.0.0.1 and localhost are answered.",
+    },
     408: {"model": Problem, "description": "The body did not arrive in time."},
-    413: {"model": Problem, "description": "The body, the images or the number of images is too large."},
+    413: {
+        "model": Problem,
+        "description": "The body, the images or the number of images is too large.",
+    },
     415: {"model": Problem, "description": "The body's type is not known."},
     422: {"model": Problem, "description": "The body can be read, but is not a valid request."},
-    429: {"model": Problem, "description": "Too many requests are waiting; come back after `Retry-After` seconds."},
+    429: {
+        "model": Problem,
+        "description": "Too many requests are waiting; come back after `Retry-After` seconds.",
+    },
     500: {"model": Problem, "description": "A defect; the service's log has the details."},
-    503: {"model": Problem, "description": "The network is not ready; come back after `Retry-After` seconds."},
+    503: {
+        "model": Problem,
+        "description": "The network is not ready; come back after `Retry-After` seconds.",
+    },
     504: {"model": Problem, "description": "The scores did not come in time."},
 }
 
@@ -97,9 +113,15 @@ def results(scored: Scored) -> list[dict[str, Any]]:
     """A `Result` for each input, but for its id."""
     threshold = scored.threshold
     names = scored.class_names
-    percentiles = scored.percentile.tolist() if threshold is not None and threshold.reference else [None] * len(scored)
+    percentiles = (
+        scored.percentile.tolist()
+        if threshold is not None and threshold.reference
+        else [None] * len(scored)
+    )
     accepted = scored.accepted.tolist() if threshold is not None else [None] * len(scored)
-    rows = zip(scored.prediction.tolist(), scored.confidence.tolist(), percentiles, accepted, strict=True)
+    rows = zip(
+        scored.prediction.tolist(), scored.confidence.tolist(), percentiles, accepted, strict=True
+    )
     return [
         {
             "prediction": prediction,

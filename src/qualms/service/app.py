@@ -19,19 +19,21 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from qualms.errors import QualmsError
 from qualms.service.answers import PROBLEMS, About, Answer, NotReady, Result
 from qualms.service.decoding import Decoding, visit_of
-from qualms.service.door import Door, problem_answer
-from qualms.service.images import Intake, Pixels
+from qualms.service.limits import LimitsMiddleware, problem_answer
 from qualms.service.metrics import Metrics
-from qualms.service.page import docs_page, front_page
 from qualms.service.protocol import add_protocol
 from qualms.service.requests import Arrays, kind_of, problem, score_body
 from qualms.service.scoring import Question, Reply
 from qualms.service.settings import Settings
 from qualms.service.startup import Startup
+from qualms.service.upload_page import docs_page, front_page
+from qualms.service.uploads import Intake, Pixels
 from qualms.version import __version__
 
 Ask = Callable[[Question], Awaitable[Reply]]
-RETRY = {"Retry-After": "5"}  # seconds; a start takes some, or minutes, and a network that hangs is ended
+RETRY = {
+    "Retry-After": "5"
+}  # seconds; a start takes some, or minutes, and a network that hangs is ended
 FIELDS = 8  # of a form, beside its files; none is read
 PLAIN = {  # where the router has no sentence
     404: "there is nothing at this address; /docs lists what there is.",
@@ -40,7 +42,9 @@ PLAIN = {  # where the router has no sentence
 log = logging.getLogger(__name__)
 
 
-def add_service(app: FastAPI, startup: Startup, settings: Settings, ask: Ask, hangs: Callable[[], bool]) -> None:
+def add_service(
+    app: FastAPI, startup: Startup, settings: Settings, ask: Ask, hangs: Callable[[], bool]
+) -> None:
     """Everything that the service answers to.
 
     Args:
@@ -52,11 +56,15 @@ def add_service(app: FastAPI, startup: Startup, settings: Settings, ask: Ask, ha
     """
     metrics, decode = Metrics(), Decoding()
     app.title, app.version = f"qualms: {startup.about.model}", __version__
-    app.description = "How far an image is beyond what a network knows, and whether to trust its prediction."
+    app.description = (
+        "How far an image is beyond what a network knows, and whether to trust its prediction."
+    )
     app.router.redirect_slashes = False  # to an address with the name by which the client calls us
-    app.add_middleware(Door, settings=settings, metrics=metrics)
+    app.add_middleware(LimitsMiddleware, settings=settings, metrics=metrics)
     _add_problems(app)
-    token = [] if settings.token is None else [Security(HTTPBearer(auto_error=False))]  # for OpenAPI; `Door` checks it
+    token = (
+        [] if settings.token is None else [Security(HTTPBearer(auto_error=False))]
+    )  # for OpenAPI; `LimitsMiddleware` checks it
 
     def require_ready() -> None:
         progress = startup.progress()
@@ -69,7 +77,9 @@ def add_service(app: FastAPI, startup: Startup, settings: Settings, ask: Ask, ha
         require_ready()  # else it is not known how images become inputs
         return Intake(startup.fit, settings)
 
-    async def answered(request: Request, images: list[Pixels], layers: bool) -> list[dict[str, object]]:
+    async def answered(
+        request: Request, images: list[Pixels], layers: bool
+    ) -> list[dict[str, object]]:
         visit = visit_of(request)
         # It goes on if nobody waits any more, so the door is told of it.
         visit.work = asyncio.ensure_future(ask(Question(images, layers, visit.came)))
@@ -77,10 +87,14 @@ def add_service(app: FastAPI, startup: Startup, settings: Settings, ask: Ask, ha
         if reply.late:
             raise HTTPException(504, "the request waited too long to be scored; try again later.")
         if reply.broken:
-            raise HTTPException(500, "the images could not be scored; the service's log has the details.")
+            raise HTTPException(
+                500, "the images could not be scored; the service's log has the details."
+            )
         if reply.results is None:
             sizes = ", ".join(sorted({f"{image.shape[2]} x {image.shape[1]}" for image in images}))
-            raise HTTPException(422, f"the network cannot score these images of {sizes} pixels; try another size.")
+            raise HTTPException(
+                422, f"the network cannot score these images of {sizes} pixels; try another size."
+            )
         metrics.scored(reply.results, reply.together)
         return reply.results
 
@@ -91,7 +105,10 @@ def add_service(app: FastAPI, startup: Startup, settings: Settings, ask: Ask, ha
         dependencies=token,
     )
     async def score(
-        request: Request, layers: Annotated[bool, Query(description="Say which layers the score comes from.")] = False
+        request: Request,
+        layers: Annotated[
+            bool, Query(description="Say which layers the score comes from.")
+        ] = False,
     ) -> Answer:
         """Score one image or several, as files or as numbers."""
         names, images = await _images(request, intake(), decode)
@@ -103,7 +120,10 @@ def add_service(app: FastAPI, startup: Startup, settings: Settings, ask: Ask, ha
             method=about.methods[0],
             threshold=about.threshold,
             seconds=round(time.monotonic() - visit_of(request).came, 6),
-            results=[Result.model_validate({"id": name, **r}) for name, r in zip(names, found, strict=True)],
+            results=[
+                Result.model_validate({"id": name, **r})
+                for name, r in zip(names, found, strict=True)
+            ],
         )
 
     @app.get("/v1/model", responses={401: PROBLEMS[401], 503: PROBLEMS[503]}, dependencies=token)
@@ -155,14 +175,18 @@ def add_service(app: FastAPI, startup: Startup, settings: Settings, ask: Ask, ha
     app.add_api_route("/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False)
 
 
-async def _images(request: Request, intake: Intake, decode: Decoding) -> tuple[list[str], list[Pixels]]:
+async def _images(
+    request: Request, intake: Intake, decode: Decoding
+) -> tuple[list[str], list[Pixels]]:
     """The images of a request, by name."""
     kind = kind_of(request)
     if kind == "application/json":
         images = await decode(request, _of_json, await request.body(), intake)
         return [str(i) for i in range(len(images))], images
     if kind != "multipart/form-data":
-        raise HTTPException(415, "the body's type is not known; send multipart/form-data or application/json.")
+        raise HTTPException(
+            415, "the body's type is not known; send multipart/form-data or application/json."
+        )
     files = await _files(request, intake)
     return [name for name, _ in files], await decode(request, intake.of_files, files)
 
@@ -172,15 +196,26 @@ async def _files(request: Request, intake: Intake) -> list[tuple[str, bytes]]:
     most = intake.settings.images
     try:
         async with request.form(max_files=most, max_fields=FIELDS) as form:
-            parts = [(key, part) for key, part in form.multi_items() if isinstance(part, UploadFile)]
+            parts = [
+                (key, part) for key, part in form.multi_items() if isinstance(part, UploadFile)
+            ]
             if len(parts) < len(form.multi_items()) or any(key != "images" for key, _ in parts):
-                raise HTTPException(422, "the form has parts that are not files named `images`; leave them out.")
-            return [(part.filename or f"image {i}", await part.read()) for i, (_, part) in enumerate(parts)]
+                raise HTTPException(
+                    422, "the form has parts that are not files named `images`; leave them out."
+                )
+            return [
+                (part.filename or f"image {i}", await part.read())
+                for i, (_, part) in enumerate(parts)
+            ]
     except StarletteHTTPException as error:
         if error.status_code == 400 and "Too many files" in error.detail:
-            raise HTTPException(413, f"the request holds more than {most} images; send fewer.") from None
+            raise HTTPException(
+                413, f"the request holds more than {most} images; send fewer."
+            ) from None
         if error.status_code == 400:
-            raise HTTPException(400, "the form cannot be read; send multipart/form-data with its boundary.") from None
+            raise HTTPException(
+                400, "the form cannot be read; send multipart/form-data with its boundary."
+            ) from None
         raise
 
 
@@ -190,7 +225,7 @@ def _of_json(body: bytes, intake: Intake) -> list[Pixels]:
 
 
 def _add_problems(app: FastAPI) -> None:
-    """Every error is one sentence in JSON; `Door` has one for what nobody foresaw."""
+    """Every error is one sentence in JSON; `LimitsMiddleware` has one for what nobody foresaw."""
 
     @app.exception_handler(StarletteHTTPException)
     async def http(_: Request, error: StarletteHTTPException) -> Response:
@@ -209,4 +244,6 @@ def _add_problems(app: FastAPI) -> None:
     @app.exception_handler(QualmsError)
     async def ours(_: Request, error: QualmsError) -> Response:
         log.warning("a request cannot be answered: %s", error)
-        return problem_answer(422, "these images cannot be scored; the service's log has the details.")
+        return problem_answer(
+            422, "these images cannot be scored; the service's log has the details."
+        )

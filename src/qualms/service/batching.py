@@ -21,11 +21,11 @@ from litserve.specs.base import LitSpec
 from litserve.utils import LitAPIStatus, ResponseBufferItem
 
 from qualms.errors import QualmsError
-from qualms.service.hang import ended_if_hung
-from qualms.service.orphans import end_with_parent
+from qualms.service.lifecycle import end_with_parent
 from qualms.service.scoring import Question, Reply, Served, replies
 from qualms.service.settings import Settings
 from qualms.service.startup import Startup, StepFn
+from qualms.service.watchdog import ended_if_hung
 
 Make = Callable[[StepFn], Served]  # builds what is served, and tells each step as it begins
 PATH = "/v1/score"  # by which LitServe calls its queue
@@ -36,7 +36,7 @@ BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
 WAIT = 1.0  # seconds that the process with the model waits for work before it looks whether to stop
 
 
-class Desk(LitSpec):
+class BatchClient(LitSpec):
     """Where the web side hands in questions and waits for the replies."""
 
     def __init__(self, deadline: float = math.inf) -> None:
@@ -50,7 +50,7 @@ class Desk(LitSpec):
         return time.monotonic() > min(self.asked.values(), default=math.inf) + 2 * self.deadline
 
     @cached_property
-    def hands(self) -> ThreadPoolExecutor:
+    def executor(self) -> ThreadPoolExecutor:
         """Threads that hand in: the pixels go to another process, which may take a second."""
         return ThreadPoolExecutor(HANDS, "hand-in")
 
@@ -61,7 +61,9 @@ class Desk(LitSpec):
         try:
             # LitServe drops what has waited for the deadline since then: the door has answered it.
             asked = (self.response_queue_id, name, question.came, question)
-            await asyncio.get_running_loop().run_in_executor(self.hands, self.request_queue.put, asked)
+            await asyncio.get_running_loop().run_in_executor(
+                self.executor, self.request_queue.put, asked
+            )
             await item.event.wait()
         finally:
             del self.response_buffer[name], self.asked[name]
@@ -86,8 +88,12 @@ class ModelSide(LitAPI):
     def __init__(self, make: Make, settings: Settings, startup: Startup) -> None:
         # As many images as a request may have, but one for each of its requests at least. Where --max-pixels is low,
         # the network's own images may be larger: the usual limit on pixels holds.
-        loop = WaitingLoop(max(settings.images, settings.batch), max(settings.pixels, Settings.pixels))
-        super().__init__(max_batch_size=settings.batch, loop=loop, spec=Desk(settings.deadline))
+        loop = WaitingLoop(
+            max(settings.images, settings.batch), max(settings.pixels, Settings.pixels)
+        )
+        super().__init__(
+            max_batch_size=settings.batch, loop=loop, spec=BatchClient(settings.deadline)
+        )
         self.make, self.deadline, self.startup = make, settings.deadline, startup
 
     def setup(self, device: str) -> None:
@@ -120,7 +126,9 @@ class WaitingLoop(BatchedLoop):
         self.images, self.pixels = images, pixels
         self.next: list[Any] = []  # the request that the last batch had no room for, if any
 
-    def get_batch_requests(self, lit_api: LitAPI, request_queue: Any, transport: Any) -> tuple[list[Any], list[Any]]:
+    def get_batch_requests(
+        self, lit_api: LitAPI, request_queue: Any, transport: Any
+    ) -> tuple[list[Any], list[Any]]:
         """What has come in, as soon as something has: no more requests than a batch takes."""
         try:
             first = self.next.pop() if self.next else request_queue.get(timeout=WAIT)
@@ -146,7 +154,9 @@ class _Rest:
         return item
 
     def _counted(self, item: Any) -> Any:
-        images = [] if item[-1] is None else item[-1].images  # LitServe's word for the end has no question
+        images = (
+            [] if item[-1] is None else item[-1].images
+        )  # LitServe's word for the end has no question
         self.images += len(images)
         self.pixels += sum(image[0].size for image in images)
         return item
@@ -210,10 +220,14 @@ class Server(LitServer):
             if progress.status == "ready":
                 return
             if not alive:
-                raise QualmsError("the process with the network ended as it loaded it; memory may have run out.")
+                raise QualmsError(
+                    "the process with the network ended as it loaded it; memory may have run out."
+                )
             time.sleep(POLL)
 
-    def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: dict[Any, Any], reason: str = "normal") -> None:
+    def _perform_graceful_shutdown(
+        self, manager: Any, uvicorn_workers: dict[Any, Any], reason: str = "normal"
+    ) -> None:
         if self.startup.is_ready:
             super()._perform_graceful_shutdown(manager, uvicorn_workers, reason)
             return
@@ -228,10 +242,12 @@ class Server(LitServer):
         manager.shutdown()
 
 
-def server_of(make: Make, settings: Settings, startup: Startup) -> tuple[Server, Desk]:
+def server_of(make: Make, settings: Settings, startup: Startup) -> tuple[Server, BatchClient]:
     """LitServe's server, with none of its own pages, and the desk to ask at."""
     api = ModelSide(make, settings, startup)
-    server = Server(api, accelerator="cpu", devices=1, timeout=settings.deadline)  # `make` knows the device
+    server = Server(
+        api, accelerator="cpu", devices=1, timeout=settings.deadline
+    )  # `make` knows the device
     server.app.router.routes.clear()
     server.uvicorn_graceful_timeout = settings.deadline + 5
     return server, api.spec

@@ -9,7 +9,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD = 2**16  # bytes of a request's first line and headers, and of the trailers after a body in chunks
+HEAD = (
+    2**16
+)  # bytes of a request's first line and headers, and of the trailers after a body in chunks
 TOO_LARGE = f"the request's headers have more than {HEAD:,} bytes; send fewer or shorter ones."
 
 
@@ -25,7 +27,9 @@ class Connection(HttpToolsProtocol):
         self.deadline = deadline
         self.in_head = False  # a request has begun, and its headers have not ended
         self.fields = 0  # bytes of what has been read whole of its head
-        self.unread = 0  # bytes that came since a part of a request ended: a line without end is in no field
+        self.unread = (
+            0  # bytes that came since a part of a request ended: a line without end is in no field
+        )
         self.ended = 0  # such parts so far
         self.patience: asyncio.TimerHandle | None = None
 
@@ -93,7 +97,10 @@ class Connection(HttpToolsProtocol):
         if self.fields > HEAD:
             self._refuse(431, TOO_LARGE)
         else:
-            self._refuse(400, "this is not a request of HTTP/1.1; check its first line, its headers and its length.")
+            self._refuse(
+                400,
+                "this is not a request of HTTP/1.1; check its first line, its headers and its length.",
+            )
 
     def _count(self, size: int) -> None:
         self.fields += size
@@ -111,7 +118,9 @@ class Connection(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         if self.in_head:
-            self._refuse(408, f"the headers did not arrive within {self.deadline:g} s; send less, or faster.")
+            self._refuse(
+                408, f"the headers did not arrive within {self.deadline:g} s; send less, or faster."
+            )
         else:
             self.transport.close()
 

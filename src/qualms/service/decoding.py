@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from fastapi import HTTPException, Request
 
 THREADS = 4
-VISIT = "qualms.visit"  # where a request's scope has its `Visit`
+VISIT = "qualms.visit"  # where a request's scope has its `RequestState`
 T = TypeVar("T")
 
 
 @dataclass
-class Visit:
+class RequestState:
     """A request with a body: when its headers came, by `time.monotonic`, and what is decoded or scored for it."""
 
     came: float
@@ -40,7 +40,7 @@ class Decoding:
             raise HTTPException(413, words) from None
 
 
-def visit_of(request: Request) -> Visit:
+def visit_of(request: Request) -> RequestState:
     """What the door has noted of a request."""
-    visit: Visit = request.scope[VISIT]
+    visit: RequestState = request.scope[VISIT]
     return visit

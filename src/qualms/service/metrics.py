@@ -14,15 +14,28 @@ class Metrics:
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
-        self.requests = Counter("qualms_requests", "Requests, by route and status.", ["route", "status"], registry=own)
+        self.requests = Counter(
+            "qualms_requests", "Requests, by route and status.", ["route", "status"], registry=own
+        )
         self.seconds = Histogram(
-            "qualms_request_seconds", "Seconds to the answer, by route.", ["route"], buckets=SECONDS, registry=own
+            "qualms_request_seconds",
+            "Seconds to the answer, by route.",
+            ["route"],
+            buckets=SECONDS,
+            registry=own,
         )
         # Read from the door.
-        self.waiting = Gauge("qualms_waiting", "Requests that are read, waiting or being scored.", registry=own)
-        self.decisions = Counter("qualms_images", "Images scored, by decision.", ["decision"], registry=own)
+        self.waiting = Gauge(
+            "qualms_waiting", "Requests that are read, waiting or being scored.", registry=own
+        )
+        self.decisions = Counter(
+            "qualms_images", "Images scored, by decision.", ["decision"], registry=own
+        )
         self.together = Histogram(
-            "qualms_batch_images", "Images in the batch of each request.", buckets=BATCHES, registry=own
+            "qualms_batch_images",
+            "Images in the batch of each request.",
+            buckets=BATCHES,
+            registry=own,
         )
 
     def answered(self, scope: MutableMapping[str, Any], status: int | None, seconds: float) -> None:

@@ -50,7 +50,7 @@
     byId("here").classList.toggle("left", here > 60);
     byId("limit").style.left = `${limit}%`;
     byId("limit").hidden = threshold === null;
-    byId("axis").replaceChildren(...labelled(axis, "left"));
+    byId("axis").replaceChildren(...labeled(axis, "left"));
   };
 
   const tell = (result) => {
@@ -63,7 +63,7 @@
     show("confidence", percent(result.confidence));
     show("decision", accepted ? "accepted" : "abstain", accepted ? "accepted-text" : "abstain-text");
     byId("decision-tile").hidden = result.decision === null;
-    byId("decision-tile").style.setProperty("--colour", accepted ? "var(--accepted)" : "var(--flagged)");
+    byId("decision-tile").style.setProperty("--color", accepted ? "var(--accepted)" : "var(--flagged)");
     show("percentile", result.percentile === null ? "" : percent(result.percentile / 100));
     byId("percentile").parentElement.hidden = result.percentile === null;
     byId("drawing-summary").textContent =

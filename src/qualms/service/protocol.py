@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from qualms.service.answers import PROBLEMS, About
 from qualms.service.decoding import Decoding
-from qualms.service.images import ECHO, Intake, Pixels
 from qualms.service.requests import InferRequest, infer_body, kind_of
 from qualms.service.startup import Startup
+from qualms.service.uploads import ECHO, Intake, Pixels
 from qualms.version import __version__
 
 Answered = Callable[[Request, list[Pixels], bool], Awaitable[list[dict[str, Any]]]]
@@ -134,10 +134,18 @@ def add_protocol(
             versions=[about.model_hash],
             platform="pytorch",
             inputs=[Described(name="images", datatype="UINT8", shape=shape)],
-            outputs=[Described(name=name, datatype=kind, shape=[ANY]) for name, kind in _outputs(about).items()],
+            outputs=[
+                Described(name=name, datatype=kind, shape=[ANY])
+                for name, kind in _outputs(about).items()
+            ],
         )
 
-    @app.post(f"{path}/infer", responses=PROBLEMS, openapi_extra={"requestBody": infer_body()}, dependencies=token)
+    @app.post(
+        f"{path}/infer",
+        responses=PROBLEMS,
+        openapi_extra={"requestBody": infer_body()},
+        dependencies=token,
+    )
     async def infer(request: Request) -> InferAnswer:
         """Score images that come as one array. Those of another size are fitted to the network's."""
         if kind_of(request) != "application/json":
@@ -149,20 +157,29 @@ def add_protocol(
         wanted = list(kinds) if asked.outputs is None else [output.name for output in asked.outputs]
         unknown = [name for name in wanted if name not in kinds]
         if unknown:
-            raise HTTPException(422, f"there is no output {unknown[0][:ECHO]!r}; choose from {', '.join(kinds)}.")
+            raise HTTPException(
+                422, f"there is no output {unknown[0][:ECHO]!r}; choose from {', '.join(kinds)}."
+            )
         found = await answered(request, images, False)
         columns = {name: [_column(result, name) for result in found] for name in wanted}
         return InferAnswer(
             model_name=about.model,
             model_version=about.model_hash,
             id=asked.id,
-            outputs=[OutputTensor(name=n, datatype=kinds[n], shape=[len(v)], data=v) for n, v in columns.items()],
+            outputs=[
+                OutputTensor(name=n, datatype=kinds[n], shape=[len(v)], data=v)
+                for n, v in columns.items()
+            ],
         )
 
 
 def _outputs(about: About) -> dict[str, str]:
     """Names and types of the outputs: those that the service has something to say for."""
-    kinds = {"prediction": "INT64", "confidence": "FP64", **{f"score_{name}": "FP64" for name in about.methods}}
+    kinds = {
+        "prediction": "INT64",
+        "confidence": "FP64",
+        **{f"score_{name}": "FP64" for name in about.methods},
+    }
     kinds |= {"class_name": "BYTES"} if about.class_names else {}
     kinds |= {"percentile": "FP64"} if about.reference else {}
     return kinds | ({"accepted": "BOOL"} if about.rule is not None else {})
@@ -171,7 +188,9 @@ def _outputs(about: About) -> dict[str, str]:
 def _column(result: dict[str, Any], name: str) -> Any:
     if name == "accepted":
         return result["decision"] == "accepted"
-    return result["scores"][name.removeprefix("score_")] if name.startswith("score_") else result[name]
+    return (
+        result["scores"][name.removeprefix("score_")] if name.startswith("score_") else result[name]
+    )
 
 
 def _asked(body: bytes, intake: Intake) -> tuple[InferRequest, list[Pixels]]:
@@ -183,7 +202,8 @@ def _asked(body: bytes, intake: Intake) -> tuple[InferRequest, list[Pixels]]:
     values = _numbers(tensor.data, math.prod(tensor.shape))
     if values is None:
         raise HTTPException(
-            422, f"data does not hold the {math.prod(tensor.shape)} numbers of shape {tensor.shape}; send as many."
+            422,
+            f"data does not hold the {math.prod(tensor.shape)} numbers of shape {tensor.shape}; send as many.",
         )
     white = 255 if tensor.datatype == "UINT8" else 1
     return asked, intake.of_numbers(list(values.reshape(tensor.shape)), white)
@@ -199,7 +219,9 @@ def _numbers(data: list[Any], count: int) -> np.ndarray | None:
         if not flat or type(flat[0]) is not list:
             break
         length = len(flat[0])
-        if len(flat) * length > count or any(type(row) is not list or len(row) != length for row in flat):
+        if len(flat) * length > count or any(
+            type(row) is not list or len(row) != length for row in flat
+        ):
             return None
         flat = list(chain.from_iterable(flat))
     if len(flat) != count or not {int, float}.issuperset(map(type, flat)):

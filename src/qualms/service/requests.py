@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from qualms.service.images import ECHO, FORMATS
+from qualms.service.uploads import ECHO, FORMATS
 
 Number = Annotated[float, Field(strict=True, ge=0, le=255, allow_inf_nan=False)]
 # The first mistake is told, and the others are not looked for: there may be millions.
-Colour = Annotated[list[Number], Field(min_length=1, max_length=3)]
-Row = Annotated[list[Number | Colour], FailFast(), Field(min_length=1)]
+Color = Annotated[list[Number], Field(min_length=1, max_length=3)]
+Row = Annotated[list[Number | Color], FailFast(), Field(min_length=1)]
 Image = Annotated[list[Row], FailFast(), Field(min_length=1)]
 OUTPUTS = 100  # that a client may name; there are fewer
 MISTAKES = 100  # up to which they are made into words
@@ -23,16 +23,19 @@ class Arrays(BaseModel):
 
     images: Annotated[list[Image], FailFast()] = Field(
         min_length=1,
-        description="Each image as [height][width] for grey or [height][width][3] for colour, red, green and blue.",
+        description="Each image as [height][width] for gray or [height][width][3] for color, red, green and blue.",
         examples=[[[[0, 255], [255, 0]]]],
     )
     white: Literal[1, 255] = Field(
-        255, description="Which number is white: 255 for whole numbers from 0 to 255, or 1 for numbers from 0 to 1."
+        255,
+        description="Which number is white: 255 for whole numbers from 0 to 255, or 1 for numbers from 0 to 1.",
     )
 
 
 INFER_EXAMPLE: dict[str, Any] = {
-    "inputs": [{"name": "images", "shape": [1, 2, 2], "datatype": "UINT8", "data": [0, 255, 255, 0]}]
+    "inputs": [
+        {"name": "images", "shape": [1, 2, 2], "datatype": "UINT8", "data": [0, 255, 255, 0]}
+    ]
 }
 
 
@@ -43,7 +46,9 @@ class InputTensor(BaseModel):
 
     name: Literal["images"]
     shape: Annotated[list[Annotated[int, Field(strict=True, ge=1, le=2**31)]], FailFast()] = Field(
-        min_length=3, max_length=4, description="[images, height, width] or [images, height, width, channels]."
+        min_length=3,
+        max_length=4,
+        description="[images, height, width] or [images, height, width, channels].",
     )
     datatype: Literal["UINT8", "FP32"] = Field(description="UINT8 has white at 255, FP32 at 1.")
     data: list[Any] = Field(min_length=1, description="The numbers row by row, nested or flat.")
@@ -81,12 +86,20 @@ def score_body(most: int) -> dict[str, Any]:
         "items": {"type": "string", "format": "binary"},
         "description": f"One or more image files: {', '.join(FORMATS)}.",
     }
-    form = {"type": "object", "required": ["images"], "properties": {"images": files}, "additionalProperties": False}
+    form = {
+        "type": "object",
+        "required": ["images"],
+        "properties": {"images": files},
+        "additionalProperties": False,
+    }
     arrays = Arrays.model_json_schema()
     arrays["properties"]["images"]["maxItems"] = most
     return {
         "required": True,
-        "content": {"multipart/form-data": {"schema": form}, "application/json": {"schema": arrays}},
+        "content": {
+            "multipart/form-data": {"schema": form},
+            "application/json": {"schema": arrays},
+        },
     }
 
 
@@ -98,7 +111,10 @@ def kind_of(request: Request) -> str:
 def infer_body() -> dict[str, Any]:
     """The body of a request of the open inference protocol, for OpenAPI: the route reads it by itself."""
     schema = InferRequest.model_json_schema()
-    return {"required": True, "content": {"application/json": {"schema": _whole(schema, schema.pop("$defs"))}}}
+    return {
+        "required": True,
+        "content": {"application/json": {"schema": _whole(schema, schema.pop("$defs"))}},
+    }
 
 
 def _whole(schema: Any, parts: dict[str, Any]) -> Any:
@@ -120,5 +136,11 @@ def problem(error: ValidationError) -> tuple[int, str]:
     if first["type"] == "json_invalid":
         return 400, "the body is not JSON; check it."
     # Without pydantic's names of the kinds that it tried.
-    where = ".".join(str(part) for part in first["loc"] if str(part).replace("_", "").isalnum()) or "the body"
-    return 422, f"{where[:ECHO]} is not as it should be: {first['msg'][:1].lower()}{first['msg'][1:]}."
+    where = (
+        ".".join(str(part) for part in first["loc"] if str(part).replace("_", "").isalnum())
+        or "the body"
+    )
+    return (
+        422,
+        f"{where[:ECHO]} is not as it should be: {first['msg'][:1].lower()}{first['msg'][1:]}.",
+    )

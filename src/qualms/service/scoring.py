@@ -18,11 +18,11 @@ from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.methods.price import Price
 from qualms.models.fingerprint import fingerprint
-from qualms.report.layers import has_layers, layer_sums
-from qualms.scored import Scored
+from qualms.report.layer_chart import has_layers, layer_sums
+from qualms.result import Scored
 from qualms.scorer import Scorer
 from qualms.service.answers import About, finite, results
-from qualms.service.images import Pixels
+from qualms.service.uploads import Pixels
 from qualms.tasks.network import Network
 from qualms.tasks.scoring import scored_images
 from qualms.threshold import Threshold
@@ -50,7 +50,9 @@ class Served:
             "class_names": list(self.network.class_names) or None,
             "tolerance": self.scorer.settings.tolerance,
         }
-        return about_unloaded(self.name, self.scorer.methods, self.scorer.threshold).model_copy(update=loaded)
+        return about_unloaded(self.name, self.scorer.methods, self.scorer.threshold).model_copy(
+            update=loaded
+        )
 
     @property
     def decides(self) -> tuple[str, Method]:
@@ -63,13 +65,17 @@ class Served:
         fit = self.network.fit
         if fit is None:
             return None
-        channels = len(self.network.normalisation.mean)
+        channels = len(self.network.normalization.mean)
         return torch.full((1, channels, *fit.size), 128, dtype=torch.uint8)
 
     def price(self) -> Price | None:
         """What an image costs, as counted."""
         image = self.gray_image
-        return None if image is None else self.scorer.price(self.network.inputs(Images(NAME, image, None)))
+        return (
+            None
+            if image is None
+            else self.scorer.price(self.network.inputs(Images(NAME, image, None)))
+        )
 
     def warm_up(self) -> Scored | None:
         """Score a gray image, so that what is wrong is told now, and the first request does not wait."""
@@ -117,7 +123,10 @@ class Reply:
 
 
 def replies(
-    served: Served, questions: Sequence[Question], deadline: float = math.inf, watch: Watch = lambda _: nullcontext()
+    served: Served,
+    questions: Sequence[Question],
+    deadline: float = math.inf,
+    watch: Watch = lambda _: nullcontext(),
 ) -> list[Reply]:
     """The answers to several requests. One that cannot be answered does not keep the others from it.
 
@@ -146,7 +155,11 @@ def _parts(questions: Sequence[Question]) -> Iterator[list[Place]]:
 
 
 def _answer(
-    served: Served, questions: Sequence[Question], places: list[Place], found: list[Reply], watch: Watch
+    served: Served,
+    questions: Sequence[Question],
+    places: list[Place],
+    found: list[Reply],
+    watch: Watch,
 ) -> None:
     """Fill in the results of some images; those of one request alone if they cannot be scored with others."""
     try:
@@ -166,7 +179,9 @@ def _answer(
             found[places[0][0]] = Reply(None, broken=True)
 
 
-def _results(served: Served, questions: Sequence[Question], places: list[Place]) -> list[dict[str, Any]]:
+def _results(
+    served: Served, questions: Sequence[Question], places: list[Place]
+) -> list[dict[str, Any]]:
     """What is said of images of one size."""
     pixels = torch.from_numpy(np.stack([questions[q].images[i] for q, i in places]))
     found = results(served.score(pixels))
@@ -184,4 +199,6 @@ def _shares(served: Served, pixels: torch.Tensor) -> list[list[dict[str, Any]]]:
     names, sums = layer_sums(served.network.model, x, {name: method}, served.scorer.settings)
     whole = sums[name].sum(1, keepdims=True)
     shares = np.divide(sums[name], whole, out=np.zeros_like(sums[name]), where=whole > 0)
-    return [[{"name": n, "share": float(s)} for n, s in zip(names, row, strict=True)] for row in shares]
+    return [
+        [{"name": n, "share": float(s)} for n, s in zip(names, row, strict=True)] for row in shares
+    ]

@@ -16,14 +16,16 @@ from qualms.service.answers import About
 from qualms.service.app import add_service
 from qualms.service.batching import Make, server_of
 from qualms.service.connection import connections
-from qualms.service.orphans import end_children_with_this
+from qualms.service.lifecycle import end_children_with_this
 from qualms.service.settings import Settings
 from qualms.service.startup import Startup
 
 MANAGER = "SyncManager"  # how multiprocessing's name of the process with the queues begins
 
 
-def serve(make: Make, about: About, settings: Settings, say: Callable[[str], None], steps: int = 3) -> None:
+def serve(
+    make: Make, about: About, settings: Settings, say: Callable[[str], None], steps: int = 3
+) -> None:
     """Serve until Ctrl-C or SIGTERM; what was taken by then is answered first, unless Ctrl-C comes once more.
 
     The port is open at once. Until the network is ready, requests are answered 503.
@@ -40,7 +42,9 @@ def serve(make: Make, about: About, settings: Settings, say: Callable[[str], Non
     startup = Startup(about, steps, say)
     server, desk = server_of(make, settings, startup)
     add_service(server.app, startup, settings, desk.ask, lambda: desk.hangs)
-    where = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}"
+    where = (
+        f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{settings.port}"
+    )
     server.where = where
 
     @asynccontextmanager
@@ -71,18 +75,26 @@ def serve(make: Make, about: About, settings: Settings, say: Callable[[str], Non
     gc.freeze()  # what is imported stays: forks share it, and Python does not search it for a second as it ends
     end_children_with_this()
     _heed(note_stop)
-    quiet: dict[str, Any] = {"access_log": False, "server_header": False, "http": connections(settings.deadline)}
+    quiet: dict[str, Any] = {
+        "access_log": False,
+        "server_header": False,
+        "http": connections(settings.deadline),
+    }
     try:
         server.run(settings.host, settings.port, 1, "warning", generate_client_file=False, **quiet)
         if not startup.is_ready:  # LitServe keeps Ctrl-C to itself
             raise KeyboardInterrupt
-    except KeyboardInterrupt:  # before LitServe heeds it, or a second one: Python would wait for what has been started
+    except (
+        KeyboardInterrupt
+    ):  # before LitServe heeds it, or a second one: Python would wait for what has been started
         for process in active_children():
             # The web side takes any other end for a stop in order, and answers first; a start heeds no other.
             (process.terminate if process.name.startswith(MANAGER) else process.kill)()
         raise
     except (EOFError, ConnectionError):  # LitServe's queues go when the process with the model does
-        raise QualmsError("the process with the network ended; the lines above say why, or memory ran out.") from None
+        raise QualmsError(
+            "the process with the network ended; the lines above say why, or memory ran out."
+        ) from None
 
 
 def _heed(handler: Callable[..., None]) -> None:
@@ -94,7 +106,9 @@ def _stop(*_: object) -> None:
     """LitServe stops in order at Ctrl-C alone; its children end without a word once they are done."""
     if parent_process() is None:
         # The thread that watches LitServe's processes may ask a queue that has gone by then, and log a trace of it.
-        logging.getLogger("litserve.server").addFilter(lambda record: "Monitoring" not in record.getMessage())
+        logging.getLogger("litserve.server").addFilter(
+            lambda record: "Monitoring" not in record.getMessage()
+        )
         raise KeyboardInterrupt
     raise SystemExit(0)
 

@@ -38,7 +38,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.host not in HOSTS:
-            raise QualmsError(f"the service cannot listen on {self.host!r}; use one of {', '.join(HOSTS)}.")
+            raise QualmsError(
+                f"the service cannot listen on {self.host!r}; use one of {', '.join(HOSTS)}."
+            )
         if not 1024 <= self.port <= 65535:
             raise QualmsError(f"the port is {self.port}; use one from 1024 to 65535.")
         if self.token is not None and (len(self.token) < LEAST_TOKEN or not _visible(self.token)):
@@ -54,7 +56,9 @@ class Settings:
         for name in ("batch", "waiting", "deadline", "body", "images", "pixels"):
             limit = getattr(self, name)
             if not 0 < limit < math.inf:  # not a number is neither
-                raise QualmsError(f"the limit {name!r} of the service is {limit}; it must be a number above 0.")
+                raise QualmsError(
+                    f"the limit {name!r} of the service is {limit}; it must be a number above 0."
+                )
 
 
 def _visible(text: str) -> bool:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
-from qualms.data import Fit
+from qualms.data import ImageTransform
 from qualms.errors import QualmsError, reason
 from qualms.service.answers import About, NotReady
 
@@ -64,7 +64,7 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
     status: Status = "warming up"
     about: About | None = None
-    fit: Fit | None = None
+    fit: ImageTransform | None = None
     failure: Failure | None = None
 
     @property
@@ -102,7 +102,7 @@ class Startup:
 
     def __init__(self, about: About, steps: int, say: Callable[[str], None]) -> None:
         self.about = about
-        self.fit: Fit | None = None
+        self.fit: ImageTransform | None = None
         self.say = say
         self.stopped = False  # whether a signal came that ends it
         self.last = Progress(FIRST_STEP, 1, steps)
@@ -121,7 +121,7 @@ class Startup:
         self.log(f"{step} …")
         self._post(replace(self.last, step=step, number=self.last.number + 1))
 
-    def finish(self, about: About, fit: Fit | None) -> None:
+    def finish(self, about: About, fit: ImageTransform | None) -> None:
         """The network is ready."""
         self._post(replace(self.last, status="ready", about=about, fit=fit))
 
@@ -132,7 +132,9 @@ class Startup:
     def progress(self) -> Progress:
         """Where the start is; once the network is ready, nobody is asked any more."""
         if self.last.status == "warming up":
-            with suppress(EOFError, OSError):  # the process with the board has gone, and this one is about to
+            with suppress(
+                EOFError, OSError
+            ):  # the process with the board has gone, and this one is about to
                 self._take(self.board[KEY])
         return self.last
 

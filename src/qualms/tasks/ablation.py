@@ -21,7 +21,9 @@ def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Metho
     for name, kind in (("UNGrad", UNGrad), ("ExGrad", ExGrad), ("REGrad", REGrad)):
         rows[name] = kind()
         rows[f"{name}+layers"] = kind(layers=lam)
-        rows["REGrad*" if name == "REGrad" else f"{name}+layers+smooth"] = kind(layers=lam, smooth=smooth)
+        rows["REGrad*" if name == "REGrad" else f"{name}+layers+smooth"] = kind(
+            layers=lam, smooth=smooth
+        )
     return rows
 
 
@@ -33,10 +35,15 @@ def lambda_sweep(lambdas: tuple[float, ...] = LAMBDAS) -> dict[str, Method]:
     return rows
 
 
-def sigma_sweep(dataset: str, sigmas: tuple[float, ...] = SIGMAS, smooth: Smoothing | None = None) -> dict[str, Method]:
+def sigma_sweep(
+    dataset: str, sigmas: tuple[float, ...] = SIGMAS, smooth: Smoothing | None = None
+) -> dict[str, Method]:
     """REGrad+layers+smooth(σ), σ in pixels scaled to [0, 1].
 
     λ is the dataset's; for SVHN 0.3, at which the paper's table 5 has its sweep, though its setting elsewhere is 0.2.
     """
     how, lam = smooth or Smoothing(SIGMA), 0.3 if dataset == "svhn" else LAMBDA.get(dataset, 0.3)
-    return {f"σ = {s:g}": REGrad(layers=lam, smooth=Smoothing(s, how.draws, how.antithetic)) for s in sigmas}
+    return {
+        f"σ = {s:g}": REGrad(layers=lam, smooth=Smoothing(s, how.draws, how.antithetic))
+        for s in sigmas
+    }

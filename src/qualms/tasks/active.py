@@ -1,4 +1,4 @@
-"""Active learning: which unlabelled images are worth a label? Start small, ask for the most uncertain, train anew.
+"""Active learning: which unlabeled images are worth a label? Start small, ask for the most uncertain, train anew.
 
 Wang & Ji, CVPR 2024, section 5.3: m1 balanced images to start with, then cycles that each add the m2 most uncertain of
 the pool and retrain from scratch. The start is drawn from the training images 1 to 10,000, images 10,001 to 20,000
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qualms.data import Images, Normalisation
+from qualms.data import Images, Normalization
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.metrics import accuracy, nll, nll_softmax_twice
 from qualms.models.fingerprint import fingerprint
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.random import generator
 from qualms.selection import require_gradients, select
 from qualms.tasks.journal import Journal
@@ -31,7 +31,7 @@ START, PICK = range(2)  # purposes of random numbers
 RANDOM = "Random"
 # The paper learns all its datasets with one small network.
 NETWORKS = {"mnist": "mnist-cnn", "fashion-mnist": "mnist-cnn", "digits": "digits-cnn"}
-COLOUR = "cnn-32"
+COLOR = "cnn-32"
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def active(
     build: Callable[[], nn.Module],
     train: Images,
     test: Images,
-    normalisation: Normalisation,
+    normalization: Normalization,
     methods: Mapping[str, Method | None],
     plan: Plan,
     journal: Journal,
     *,
     seed: int = 0,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> Iterator[CycleRow]:
     """A row for each method and cycle: accuracy and negative log-likelihood on the test images.
 
@@ -65,7 +65,7 @@ def active(
         build: makes the network with fresh weights; the seed decides them, the same for every cycle and method.
         train: training images with labels, which are cut into start, validation images and pool.
         test: what the network is judged on.
-        normalisation: of the network's inputs.
+        normalization: of the network's inputs.
         methods: by name; None picks at random. Noise in pixels scaled to [0, 1].
         plan: how many images, how often.
         journal: where the rows are kept; cycles that it has are not run again.
@@ -89,27 +89,41 @@ def active(
             for old in [key for key in cached if key]:
                 del cached[old]
             model, validation = fresh(), parts.validation
-            labelled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
-            fit(model, labelled, plan.recipe, normalisation, validation=train.take(validation), seed=seed)
-            cached[tuple(chosen)] = Network("active", model, normalisation)
+            labeled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
+            fit(
+                model,
+                labeled,
+                plan.recipe,
+                normalization,
+                validation=train.take(validation),
+                seed=seed,
+            )
+            cached[tuple(chosen)] = Network("active", model, normalization)
         return cached[tuple(chosen)]
 
-    data, weights = train.name, f"{fingerprint(fresh())} {normalisation}"
+    data, weights = train.name, f"{fingerprint(fresh())} {normalization}"
     for done, (name, method) in enumerate(methods.items()):
         chosen: list[int] = []
         for cycle in range(plan.cycles + 1):
             by, exactly = name if cycle else "start", repr(method)
-            key: CycleKey = {"row": "cycle", "data": data, "seed": seed, "from": weights, "method": by, "cycle": cycle}
+            key: CycleKey = {
+                "row": "cycle",
+                "data": data,
+                "seed": seed,
+                "from": weights,
+                "method": by,
+                "cycle": cycle,
+            }
             if cycle:
                 key["exactly"] = exactly
             judged = journal.where(**key)
             if judged:
                 row = judged[0]
             else:
-                began, labelled = time.perf_counter(), len(parts.start) + len(chosen)
+                began, labeled = time.perf_counter(), len(parts.start) + len(chosen)
                 measures = _judged(trained(chosen), test)
                 seconds = round(time.perf_counter() - began, 2)
-                row = journal.add(CycleRow(**key, labelled=labelled, **measures, seconds=seconds))
+                row = journal.add(CycleRow(**key, labeled=labeled, **measures, seconds=seconds))
             if cycle or not done:
                 yield row
             if cycle < plan.cycles:
@@ -128,7 +142,9 @@ def active(
                     picks = [journal.add(PickRow(**asked, chosen=new))]
                 chosen = chosen + picks[0]["chosen"]
             if tell is not None:
-                tell("cycles", done * (plan.cycles + 1) + cycle + 1, len(methods) * (plan.cycles + 1))
+                tell(
+                    "cycles", done * (plan.cycles + 1) + cycle + 1, len(methods) * (plan.cycles + 1)
+                )
 
 
 def _judged(network: Network, test: Images) -> CycleMeasures:
@@ -141,20 +157,32 @@ def _judged(network: Network, test: Images) -> CycleMeasures:
 
 
 def _pick(
-    network: Network, train: Images, parts: "Parts", chosen: list[int], method: Method | None, plan: Plan, seed: int
+    network: Network,
+    train: Images,
+    parts: "Parts",
+    chosen: list[int],
+    method: Method | None,
+    plan: Plan,
+    seed: int,
 ) -> list[int]:
     """The images of the pool, by their position in the training set, that get a label next."""
     left = parts.pool[~torch.isin(parts.pool, torch.tensor(chosen).long())]
     if len(left) < plan.more:
-        raise QualmsError(f"the pool has {len(left)} images left, and {plan.more} are wanted; run fewer cycles.")
+        raise QualmsError(
+            f"the pool has {len(left)} images left, and {plan.more} are wanted; run fewer cycles."
+        )
     if method is None:
-        return left[torch.randperm(len(left), generator=generator(seed, PICK, len(chosen)))[: plan.more]].tolist()
-    labelled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
-    needs = Inputs(network, labelled) if TRAINING_DATA in method.needs else None
+        return left[
+            torch.randperm(len(left), generator=generator(seed, PICK, len(chosen)))[: plan.more]
+        ].tolist()
+    labeled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
+    needs = Inputs(network, labeled) if TRAINING_DATA in method.needs else None
     inputs = Inputs(network, train.take(left))
     own = network.in_its_units(method)
     return left[
-        select(network.model, inputs, plan.more, own, diversity=plan.diversity, seed=seed, train=needs)
+        select(
+            network.model, inputs, plan.more, own, diversity=plan.diversity, seed=seed, train=needs
+        )
     ].tolist()
 
 
@@ -175,11 +203,15 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
     classes = int(train.labels.max()) + 1
     each, rest = divmod(plan.start, classes)
     if each < 1 or rest:
-        raise QualmsError(f"a balanced start of {plan.start} images is not a multiple of the {classes} classes.")
+        raise QualmsError(
+            f"a balanced start of {plan.start} images is not a multiple of the {classes} classes."
+        )
     order = torch.randperm(block, generator=generator(seed, START))
     of_class = [order[train.labels[order] == c][:each] for c in range(classes)]
     short = next((c for c, found in enumerate(of_class) if len(found) < each), None)
     if short is not None:
-        raise QualmsError(f"class {short} has fewer than {each} of the first {block} images; start with fewer images.")
+        raise QualmsError(
+            f"class {short} has fewer than {each} of the first {block} images; start with fewer images."
+        )
     pool = torch.arange(2 * block, len(train))[: plan.pool]
     return Parts(torch.cat(of_class), torch.arange(block, 2 * block)[: plan.validation], pool)

@@ -8,7 +8,7 @@ from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aurc, interval, raulc, selective_risk
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import CalibrationKey, CalibrationMeasures, CalibrationRow
@@ -25,17 +25,27 @@ def calibration(
     engine: Engine | Sketch = "exact",
     tolerance: float | None = None,
     train: Images | None = None,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> Iterator[CalibrationRow]:
     """A row for each method: rAULC with its 95 % interval, the area under risk and coverage, and selective risks.
 
     Where all predictions are right, or all wrong, there is no rAULC; the row has None and says why.
     """
     if images.labels is None:
-        raise QualmsError(f"{images.name} has no labels, so it is not known which predictions are right.")
+        raise QualmsError(
+            f"{images.name} has no labels, so it is not known which predictions are right."
+        )
     engine, tolerance = chosen_engine(network, images, methods, engine, tolerance)
     found = score_images(
-        network, images, methods, journal, seed=seed, engine=engine, tolerance=tolerance, train=train, tell=tell
+        network,
+        images,
+        methods,
+        journal,
+        seed=seed,
+        engine=engine,
+        tolerance=tolerance,
+        train=train,
+        tell=tell,
     )
     for name, method in methods.items():
         key: CalibrationKey = {
@@ -49,7 +59,11 @@ def calibration(
             "images": images.fingerprint(),
         }
         known = journal.where(**key)
-        yield known[0] if known else journal.add(CalibrationRow(**key, **_measures(found.scores[name], found.correct)))
+        yield (
+            known[0]
+            if known
+            else journal.add(CalibrationRow(**key, **_measures(found.scores[name], found.correct)))
+        )
 
 
 def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasures:

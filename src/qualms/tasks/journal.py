@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar, overload
 
-from qualms.disk import appended, locked
+from qualms.disk import append_lines, lock_file
 from qualms.errors import QualmsError
 from qualms.tasks.checked import require_row
 from qualms.tasks.rows import (
@@ -53,9 +53,11 @@ class Journal(AbstractContextManager["Journal"]):
         self._file: IO[bytes] | None = None
         if path is None:
             return
-        self._path, self._file = Path(path), locked(Path(path))
+        self._path, self._file = Path(path), lock_file(Path(path))
         try:
-            self._begin(Path(path), json.loads(json.dumps({"row": "run", **about})), advice, replace)
+            self._begin(
+                Path(path), json.loads(json.dumps({"row": "run", **about})), advice, replace
+            )
         except BaseException:  # also Ctrl-C
             self._file.close()
             raise
@@ -124,7 +126,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _write(self, row: Mapping[str, Any]) -> None:
         assert self._file is not None
-        appended(self._file, self._path, json.dumps(row, allow_nan=False).encode() + b"\n")
+        append_lines(self._file, self._path, json.dumps(row, allow_nan=False).encode() + b"\n")
 
 
 def read(path: str | Path) -> list[Any]:
@@ -133,7 +135,9 @@ def read(path: str | Path) -> list[Any]:
         with open(path, "rb") as file:
             return _rows(file.read(), Path(path), whole=True)
     except OSError as error:
-        raise QualmsError(f"{path} cannot be read ({error.strerror}); name the rows of a run.") from None
+        raise QualmsError(
+            f"{path} cannot be read ({error.strerror}); name the rows of a run."
+        ) from None
 
 
 def _read(file: IO[bytes], path: Path) -> list[Any]:
@@ -164,7 +168,9 @@ def _rows(content: bytes, path: Path, whole: bool) -> list[Any]:
             row = json.loads(line)
             require_row(row, whole)
         except (ValueError, RecursionError):
-            raise QualmsError(f"line {number} of {path} is not a row of a run; choose another file.") from None
+            raise QualmsError(
+                f"line {number} of {path} is not a row of a run; choose another file."
+            ) from None
         rows.append(row)
     if not content.startswith(START) and not START.startswith(content):
         raise QualmsError(f"{path} is not a file of rows; choose another file.")

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.data import DATASETS, Fit, Images, Normalisation
+from qualms.data import DATASETS, Images, ImageTransform, Normalization
 from qualms.errors import QualmsError, reason
-from qualms.gradients.guard import untouched
-from qualms.gradients.inputs import checked_logits, run
+from qualms.gradients.batch import call_model, checked_logits
+from qualms.gradients.isolation import preserve_state
 from qualms.methods.method import Method
 from qualms.metrics import accuracy
 from qualms.models.fingerprint import fingerprint
@@ -29,7 +29,7 @@ class Network:
     Args:
         name: what rows and tables call it.
         model: the classifier.
-        normalisation: of its inputs.
+        normalization: of its inputs.
         fit: how images of any size become its inputs, batch by batch. None takes them in the size that they have.
         members: other trainings of it, for `ensemble`.
         class_names: of its outputs; empty where nobody says.
@@ -37,16 +37,21 @@ class Network:
 
     name: str
     model: nn.Module
-    normalisation: Normalisation
-    fit: Fit | None = None
+    normalization: Normalization
+    fit: ImageTransform | None = None
     members: tuple[nn.Module, ...] = ()
     class_names: tuple[str, ...] = ()
 
     @property
     def about(self) -> dict[str, Any]:
         """What identifies it in a run's first row."""
-        n = self.normalisation
-        own = {"network": self.name, "weights": fingerprint(self.model), "mean": list(n.mean), "std": list(n.std)}
+        n = self.normalization
+        own = {
+            "network": self.name,
+            "weights": fingerprint(self.model),
+            "mean": list(n.mean),
+            "std": list(n.std),
+        }
         more = {
             "fit": "" if self.fit is None else str(self.fit),
             "members": [fingerprint(member) for member in self.members],
@@ -54,8 +59,8 @@ class Network:
         return {"qualms": __version__, **own, **{k: v for k, v in more.items() if v}}
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """What the model receives: pixels in its size and channels, normalised, on its device."""
-        return self._normalised(self._fitted(images))
+        """What the model receives: pixels in its size and channels, normalized, on its device."""
+        return self._normalized(self._fitted(images))
 
     def numbered_inputs(self, images: Images) -> tuple[Float[Tensor, "n c h w"], list[int]]:
         """What the model receives, and a number for each image that follows from its pixels there.
@@ -63,20 +68,25 @@ class Network:
         Numbers decide draws, so that an image has the same score wherever it stands, and in whatever company.
         """
         own = self._fitted(images)
-        return self._normalised(own), own.numbers()
+        return self._normalized(own), own.numbers()
 
     def _fitted(self, images: Images) -> Images:
         own = images if self.fit is None else self.fit.apply(images)
-        return own.fitted(len(self.normalisation.mean), own.size)  # files are read in colour
+        return own.fitted(len(self.normalization.mean), own.size)  # files are read in color
 
-    def _normalised(self, own: Images) -> Float[Tensor, "n c h w"]:
-        return self.normalisation.apply(own.pixels).to(next(self.model.parameters()).device)
+    def _normalized(self, own: Images) -> Float[Tensor, "n c h w"]:
+        return self.normalization.apply(own.pixels).to(next(self.model.parameters()).device)
 
     def logits(self, images: Images) -> Float[Tensor, "n classes"]:
         """The model's outputs, in evaluation mode."""
         parts = torch.arange(len(images)).split(AT_ONCE)
-        with untouched(self.model) as model, torch.no_grad():
-            return torch.cat([checked_logits(run(model, self.inputs(images.take(i))), len(i)).cpu() for i in parts])
+        with preserve_state(self.model) as model, torch.no_grad():
+            return torch.cat(
+                [
+                    checked_logits(call_model(model, self.inputs(images.take(i))), len(i)).cpu()
+                    for i in parts
+                ]
+            )
 
     def told(self, images: Images) -> tuple[str, ...]:
         """What was done to images as they were read, and what is done to them here, in sentences."""
@@ -90,7 +100,7 @@ class Network:
         first = images.take(slice(0, 1))
         x = self.inputs(first)
         try:
-            with untouched(self.model) as model, torch.no_grad():
+            with preserve_state(self.model) as model, torch.no_grad():
                 model(x)
         except Exception as error:  # whatever the user's network raises
             height, width = images.size
@@ -99,7 +109,7 @@ class Network:
                 "pass size=, the one that it was trained on."
             ) from error
 
-    def relabelled(self, images: Images) -> Images:
+    def relabeled(self, images: Images) -> Images:
         """Images whose labels count the classes as the network does: by name where both have names, else by number.
 
         A folder may hold some of the network's classes, or all of them in the order of the alphabet. Folders of
@@ -127,7 +137,9 @@ class Network:
         logits, labels = self.logits(images), images.labels
         known = DATASETS[images.name].classes if images.name in DATASETS else None
         if labels is None:
-            raise QualmsError(f"{images.name} has no labels, so it is not known which predictions are right.")
+            raise QualmsError(
+                f"{images.name} has no labels, so it is not known which predictions are right."
+            )
         if int(labels.max()) >= logits.shape[1] or known not in (None, logits.shape[1]):
             raise QualmsError(
                 f"{self.name} tells {logits.shape[1]} classes apart, and {images.name} has "
@@ -140,10 +152,12 @@ class Network:
 
         That is how papers mean the σ of smoothing and of `perturb-x`, the a of `mc-aa` and the ε of `odin`.
         """
-        return method.in_units(self.normalisation.in_model_units)
+        return method.in_units(self.normalization.in_model_units)
 
 
-def _match_classes(found: Sequence[str], names: Sequence[str], source: str, network: str) -> list[int]:
+def _match_classes(
+    found: Sequence[str], names: Sequence[str], source: str, network: str
+) -> list[int]:
     """The number that the network gives each class of some images, by name.
 
     Several classes of one name are matched in order if the images have as many of that name.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aupr, auroc, fpr95, interval
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import OodKey, OodMeasures, OodRow
@@ -23,7 +23,7 @@ def ood(
     engine: Engine | Sketch = "exact",
     tolerance: float | None = None,
     train: Images | None = None,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> Iterator[OodRow]:
     """A row for each method and each dataset of `outside`: AUROC with its 95 % interval, AUPR both ways, FPR95.
 
@@ -33,7 +33,15 @@ def ood(
     images = [inside, *(alike(network, inside, other) for other in outside)]
     known, *others = (
         score_images(
-            network, i, methods, journal, seed=seed, engine=engine, tolerance=tolerance, train=train, tell=tell
+            network,
+            i,
+            methods,
+            journal,
+            seed=seed,
+            engine=engine,
+            tolerance=tolerance,
+            train=train,
+            tell=tell,
         )
         for i in images
     )
@@ -52,7 +60,11 @@ def ood(
                 "images": f"{inside.fingerprint()} {of.fingerprint()}",
             }
             found = journal.where(**key)
-            yield found[0] if found else journal.add(OodRow(**key, **_measures(known.scores[name], other.scores[name])))
+            yield (
+                found[0]
+                if found
+                else journal.add(OodRow(**key, **_measures(known.scores[name], other.scores[name])))
+            )
 
 
 def alike(network: Network, inside: Images, other: Images) -> Images:

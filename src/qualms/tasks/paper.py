@@ -26,12 +26,26 @@ SIGMA = 0.02  # of smoothing, in pixels scaled to [0, 1]
 # What stands beside the paper's methods in tables 1 and 2, by spec: ours, what users would pick instead, and rivals.
 BESIDE = (
     *("heat", "coherence", "fisher", "isotropic"),
-    *("msp", "max-logit", "energy", "gen", "gradnorm-huang", "scale", "ash-s", "lts", "odin", "rankfeat", "gaia"),
+    *(
+        "msp",
+        "max-logit",
+        "energy",
+        "gen",
+        "gradnorm-huang",
+        "scale",
+        "ash-s",
+        "lts",
+        "odin",
+        "rankfeat",
+        "gaia",
+    ),
     *("clafr", "knn", "vim", "mahalanobis", "react", "fdbd", "quam"),
 )
 
 
-def paper_methods(dataset: str, smooth: Smoothing | None = None, draws: int = DRAWS) -> dict[str, Method]:
+def paper_methods(
+    dataset: str, smooth: Smoothing | None = None, draws: int = DRAWS
+) -> dict[str, Method]:
     """The rows of the paper's tables, with its settings for a dataset (those of MNIST for others); noise in pixels.
 
     `smooth` is the smoothing of REGrad\\*, `draws` are those of the scores that run the whole network on each.
@@ -65,14 +79,22 @@ def paper_row(method: Method) -> str:
     """What the paper calls a method; the method's own name if it is not in the paper."""
     if isinstance(method, REGrad):
         layers = "" if method.layers is None else "+layers"
-        return "REGrad*" if layers and method.smooth else f"REGrad{layers}" + ("+smooth" if method.smooth else "")
-    name = next((row for row, kind in paper_methods("").items() if type(kind) is type(method)), method.name)
+        return (
+            "REGrad*"
+            if layers and method.smooth
+            else f"REGrad{layers}" + ("+smooth" if method.smooth else "")
+        )
+    name = next(
+        (row for row, kind in paper_methods("").items() if type(kind) is type(method)), method.name
+    )
     return name if method.layers is None and method.smooth is None else f"{name}, modified"
 
 
 def _table(text: str) -> dict[str, dict[str, Any]]:
     """{column: {row: number, or pair of numbers}} of a table written with bars."""
-    head, *lines = [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
+    head, *lines = [
+        [cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()
+    ]
     columns: dict[str, dict[str, Any]] = {name: {} for name in head[1:]}
     for row, *cells in lines:
         for name, cell in zip(head[1:], cells, strict=True):

@@ -96,12 +96,14 @@ _MANY = replace(RECIPES["active"], epochs=60, validate_every=5)
 _SHORT = replace(RECIPES["active"], epochs=20, batch=32, validate_every=4)
 # On MNIST, two draws rank as a hundred do (docs/performance.md); on other networks they do not.
 _TWO = Smoothing(SIGMA, draws=2)
-_COLOUR = Plan(500, 100, _SHORT, cycles=3, pool=1000, validation=500)
+_COLOR = Plan(500, 100, _SHORT, cycles=3, pool=1000, validation=500)
 _FEW = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
 
 
 def _transformer(epochs: int, augment: bool) -> Recipe:
-    return replace(RECIPES["vit"].shortened(epochs), rate=1e-3, batch=128, augment=augment, validate_every=2)
+    return replace(
+        RECIPES["vit"].shortened(epochs), rate=1e-3, batch=128, augment=augment, validate_every=2
+    )
 
 
 CPU = Preset(
@@ -121,10 +123,17 @@ CPU = Preset(
     draws=20,
     setups={
         "mnist": Setup("mnist-cnn", RECIPES["mnist"], images=2000),
-        "cifar10": Setup("cifar10-resnet20", RECIPES["cifar10"].shortened(3), train=5000, images=1000, seeds=(0,)),
+        "cifar10": Setup(
+            "cifar10-resnet20", RECIPES["cifar10"].shortened(3), train=5000, images=1000, seeds=(0,)
+        ),
         "svhn": Setup("svhn-cnn", RECIPES["svhn"], images=1000),
         "cifar100": Setup(
-            "cifar100-resnet56", RECIPES["cifar100"].shortened(3), train=5000, images=500, engine="sketch", seeds=(0,)
+            "cifar100-resnet56",
+            RECIPES["cifar100"].shortened(3),
+            train=5000,
+            images=500,
+            engine="sketch",
+            seeds=(0,),
         ),
     },
     vit={
@@ -133,8 +142,8 @@ CPU = Preset(
     },
     active={
         "mnist": Learning(Plan(20, 20, _MANY, pool=2000, validation=500), _TWO, seeds=(0, 1)),
-        "cifar10": Learning(_COLOUR, Smoothing(SIGMA), _FEW, seeds=(0,)),
-        "svhn": Learning(_COLOUR, Smoothing(SIGMA), _FEW, seeds=(0,)),
+        "cifar10": Learning(_COLOR, Smoothing(SIGMA), _FEW, seeds=(0,)),
+        "svhn": Learning(_COLOR, Smoothing(SIGMA), _FEW, seeds=(0,)),
     },
     active_test=2000,
     timed=16,

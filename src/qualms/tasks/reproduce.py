@@ -17,9 +17,9 @@ from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
-from qualms.tasks.active import COLOUR, NETWORKS, RANDOM, active
+from qualms.tasks.active import COLOR, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
@@ -38,13 +38,20 @@ PAIRS = {
     "svhn": ("cifar10", "cifar100"),
     "cifar100": ("svhn", "lsun", "tiny-imagenet-32"),
 }
-MAIN = {"mnist": "fashion-mnist", "cifar10": "svhn", "svhn": "cifar10", "cifar100": "svhn"}  # table 4's
+MAIN = {
+    "mnist": "fashion-mnist",
+    "cifar10": "svhn",
+    "svhn": "cifar10",
+    "cifar100": "svhn",
+}  # table 4's
 BESIDE_VIT = ("energy", "gen", "heat", "odin", "knn", "fisher")
 PARTS = ("REGrad", "REGrad+layers", "REGrad*")
 # As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do: with all 26,032 test
 # images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be below the least possible AUPR, 50.8.
 EQUAL = 10_000
-LEARNT_FROM = 5000  # training images that methods see where a preset scores a part of the test images only
+LEARNT_FROM = (
+    5000  # training images that methods see where a preset scores a part of the test images only
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Workspace:
     root: Path
     out: Path
     device: str = "cpu"
-    tell: Tell | None = None
+    tell: ProgressFn | None = None
 
 
 def table1(preset: Preset, at: Workspace) -> Iterator[Row]:
@@ -80,23 +87,37 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
         test = test if preset.active_test is None else test.subset(preset.active_test)
         classes = DATASETS[dataset].classes
         methods = active_methods(dataset, learning, preset)
-        normalisation = DATASETS[dataset].normalisation
-        name = NETWORKS.get(dataset, COLOUR)
+        normalization = DATASETS[dataset].normalization
+        name = NETWORKS.get(dataset, COLOR)
 
         def build(name: str = name, classes: int | None = classes) -> torch.nn.Module:
             return load_model(name, classes=classes).to(at.device)
 
         plan = learning.plan
         about = {"data": dataset, "network": name, "plan": repr(plan), "train": train.fingerprint()}
-        with Journal(at.out / f"active-{dataset}.jsonl", {**about, "test": test.fingerprint()}) as journal:
+        with Journal(
+            at.out / f"active-{dataset}.jsonl", {**about, "test": test.fingerprint()}
+        ) as journal:
             for seed in learning.seeds:
-                yield from active(build, train, test, normalisation, methods, plan, journal, seed=seed, tell=at.tell)
+                yield from active(
+                    build,
+                    train,
+                    test,
+                    normalization,
+                    methods,
+                    plan,
+                    journal,
+                    seed=seed,
+                    tell=at.tell,
+                )
 
 
 def table4(preset: Preset, at: Workspace) -> Iterator[Row]:
     """What each part of REGrad* adds."""
     for dataset, setup in preset.setups.items():
-        rows = {k: v for k, v in components(dataset, preset.smooth).items() if k in ("ExGrad", *PARTS)}
+        rows = {
+            k: v for k, v in components(dataset, preset.smooth).items() if k in ("ExGrad", *PARTS)
+        }
         yield from _ood(preset, at, dataset, setup, (MAIN[dataset],), rows)
 
 
@@ -111,7 +132,9 @@ def vit(preset: Preset, at: Workspace) -> Iterator[Row]:
     rows = next(iter(VIT.values()))
     for dataset, setup in preset.vit.items():
         own = paper_methods(dataset, preset.smooth, preset.draws)
-        beside = {name: method for name, method in methods_beside(dataset).items() if name in BESIDE_VIT}
+        beside = {
+            name: method for name, method in methods_beside(dataset).items() if name in BESIDE_VIT
+        }
         methods = {**{k: v for k, v in own.items() if k in rows or k == "Entropy"}, **beside}
         yield from _ood(preset, at, dataset, setup, PAIRS[dataset], methods)
 
@@ -122,10 +145,13 @@ def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
     if (missing := _missing(at, dataset)) is not None:
         yield missing
         return
-    images, train = _load(dataset, at.root).subset(preset.timed), _load(dataset, at.root, "train").subset(LEARNT_FROM)
+    images, train = (
+        _load(dataset, at.root).subset(preset.timed),
+        _load(dataset, at.root, "train").subset(LEARNT_FROM),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = Network(name, load_model(name).to(at.device), DATASETS[dataset].normalisation)
+        network = Network(name, load_model(name).to(at.device), DATASETS[dataset].normalization)
     methods = table_methods(dataset, preset)
     with Journal(at.out / f"runtime-{name}.jsonl", network.about) as journal:
         good, reasons = usable(network, images, methods, train)
@@ -148,7 +174,10 @@ def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str
 
     NEGrad is not among them: it gives every image the score zero, and would take the pool in the order of its file.
     """
-    every: dict[str, Method | None] = {RANDOM: None, **paper_methods(dataset, learning.smooth, preset.draws)}
+    every: dict[str, Method | None] = {
+        RANDOM: None,
+        **paper_methods(dataset, learning.smooth, preset.draws),
+    }
     del every["NEGrad"]
     return {name: every[name] for name in learning.methods or every}
 
@@ -158,7 +187,12 @@ def _calibration(r: "Ready") -> Iterator[Row]:
 
 
 def _ood(
-    preset: Preset, at: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
+    preset: Preset,
+    at: Workspace,
+    dataset: str,
+    setup: Setup,
+    outside: tuple[str, ...],
+    methods: Methods,
 ) -> Iterator[Row]:
     def measured(r: "Ready") -> Iterator[Row]:
         others = []
@@ -166,8 +200,12 @@ def _ood(
             if (missing := _missing(at, name)) is not None:
                 yield {**missing, "in": dataset}
             else:
-                others.append(_load(name, at.root).subset(setup.images).take(slice(EQUAL)))  # `ood` fits their size
-        yield from ood(r.network, r.images.take(slice(EQUAL)), others, r.methods, r.journal, **r.how)
+                others.append(
+                    _load(name, at.root).subset(setup.images).take(slice(EQUAL))
+                )  # `ood` fits their size
+        yield from ood(
+            r.network, r.images.take(slice(EQUAL)), others, r.methods, r.journal, **r.how
+        )
 
     yield from _on_each_network(preset, at, dataset, setup, methods, measured)
 
@@ -196,10 +234,15 @@ def _on_each_network(
         yield missing
         return
     whole, train = (_fitted(at, dataset, setup, split) for split in ("test", "train"))
-    images, learnt = whole.subset(setup.images), train if setup.images is None else train.subset(LEARNT_FROM)
+    images, learnt = (
+        whole.subset(setup.images),
+        train if setup.images is None else train.subset(LEARNT_FROM),
+    )
     for seed in setup.seeds:
         network = _network(at, dataset, setup, seed)
-        with Journal(at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about) as journal:
+        with Journal(
+            at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about
+        ) as journal:
             yield {**accuracy_row(network, whole, journal), "network": network.name}
             good, reasons = usable(network, images, methods, learnt)
             yield from reasons
@@ -230,10 +273,10 @@ def _fitted(at: Workspace, dataset: str, setup: Setup, split: str) -> Images:
 def _network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
     entry, classes = ZOO[setup.network], DATASETS[dataset].classes
     published = at.root / "weights" / (entry.file or "")
-    if entry.file is not None and entry.normalisation is not None and published.is_file():
+    if entry.file is not None and entry.normalization is not None and published.is_file():
         model = load_model(setup.network, published, classes=classes).to(at.device)
-        return Network(f"{setup.network}, {entry.file}", model, entry.normalisation)
-    normalisation = DATASETS[dataset].normalisation.of_channels(entry.channels)
+        return Network(f"{setup.network}, {entry.file}", model, entry.normalization)
+    normalization = DATASETS[dataset].normalization.of_channels(entry.channels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = load_model(setup.network, classes=classes).to(at.device)
@@ -241,5 +284,14 @@ def _network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
     images = images if setup.train is None else images.subset(setup.train)
     file = at.out / "networks" / f"{dataset}-{setup.network}-seed{seed}.pt"
     about = {"network": setup.network, "classes": classes}
-    fit(model, images, setup.recipe, normalisation, seed=seed, checkpoint=file, about=about, tell=at.tell)
-    return Network(f"{setup.network}, trained here, seed {seed}", model, normalisation)
+    fit(
+        model,
+        images,
+        setup.recipe,
+        normalization,
+        seed=seed,
+        checkpoint=file,
+        about=about,
+        tell=at.tell,
+    )
+    return Network(f"{setup.network}, trained here, seed {seed}", model, normalization)

@@ -138,7 +138,7 @@ class CycleMeasures(TypedDict):
 class CycleRow(CycleKey, CycleMeasures):
     """How good a network is after a number of labels."""
 
-    labelled: int
+    labeled: int
     seconds: float
 
 

@@ -10,7 +10,7 @@ from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.entropy import Entropy
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.scorer import Scorer
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
@@ -32,7 +32,7 @@ def runtime(
     tolerance: float | None = None,
     train: Images | None = None,
     rounds: int = 3,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> Iterator[RuntimeRow]:
     """A row for each method: the median over rounds of its time, divided by Entropy's in the same round.
 
@@ -42,7 +42,9 @@ def runtime(
     x = list(network.inputs(images).split(BATCH))
 
     def ready(method: Method) -> Scorer:
-        learn = Inputs(network, train) if train is not None and TRAINING_DATA in method.needs else None
+        learn = (
+            Inputs(network, train) if train is not None and TRAINING_DATA in method.needs else None
+        )
         one: dict[str, Method] = {"timed": method}
         scorer = Scorer(
             network.model,
@@ -82,7 +84,10 @@ def runtime(
             continue
         scorer = ready(network.in_its_units(method))
         timed = [(seconds(unit), seconds(scorer)) for _ in range(rounds)]
-        median, ratio = statistics.median(t for _, t in timed), statistics.median(t / u for u, t in timed)
+        median, ratio = (
+            statistics.median(t for _, t in timed),
+            statistics.median(t / u for u, t in timed),
+        )
         yield journal.add(RuntimeRow(**key, seconds=median, ratio=ratio))
         if tell is not None:
             tell("methods timed", done, len(methods))

@@ -11,18 +11,25 @@ import torch
 
 from qualms.data import Images
 from qualms.errors import QualmsError
+from qualms.functional import compare
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import TRAINING_DATA, Method, NotFinite
-from qualms.progress import Tell, batch_sizes
-from qualms.scored import Scored
+from qualms.progress import ProgressFn, batch_sizes
+from qualms.result import Scored
 from qualms.scorer import Scorer
-from qualms.scores import compare
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
-from qualms.tasks.rows import AccuracyKey, AccuracyRow, LeftOutRow, ScoresAbout, ScoresKey, ScoresRow
+from qualms.tasks.rows import (
+    AccuracyKey,
+    AccuracyRow,
+    LeftOutRow,
+    ScoresAbout,
+    ScoresKey,
+    ScoresRow,
+)
 
 CHUNK = 32  # inputs whose scores are written together; what a kill can lose
-BATCH = 256  # images that are normalised at a time, where all are to be read
+BATCH = 256  # images that are normalized at a time, where all are to be read
 Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixels scaled to [0, 1]
 
 
@@ -39,7 +46,9 @@ class ScoredImages:
     def correct(self) -> np.ndarray:
         """Whether each prediction was right."""
         if self.labels is None:
-            raise QualmsError("these images have no labels, so it is not known which predictions are right.")
+            raise QualmsError(
+                "these images have no labels, so it is not known which predictions are right."
+            )
         return self.predicted == self.labels
 
 
@@ -53,7 +62,7 @@ def score_images(
     engine: Engine | Sketch = "exact",
     tolerance: float | None = None,
     train: Images | None = None,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> ScoredImages:
     """The scores of all images by all methods, from `journal` where they are there, else computed and added to it.
 
@@ -70,9 +79,14 @@ def score_images(
     """
     parts = {place.start: images.take(place) for place in batch_slices(len(images))}
     starts = list(parts)
-    about: ScoresAbout = {"data": images.name, "seed": seed, "engine": engine_label(engine, tolerance)}
+    about: ScoresAbout = {
+        "data": images.name,
+        "seed": seed,
+        "engine": engine_label(engine, tolerance),
+    }
     keys: dict[int, ScoresKey] = {
-        s: {"row": "scores", **about, "first": s, "images": part.fingerprint()} for s, part in parts.items()
+        s: {"row": "scores", **about, "first": s, "images": part.fingerprint()}
+        for s, part in parts.items()
     }
     exactly = {name: parameters(method, train) for name, method in methods.items()}
     have = {start: _known(journal, keys[start], exactly) for start in starts}
@@ -107,14 +121,18 @@ def score_images(
                 have[start].update(values)
                 probs[start] = found.probs.cpu()
                 made = {name: exactly[name] for name in names}
-                journal.add(ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values))
+                journal.add(
+                    ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values)
+                )
                 began = time.perf_counter()
                 if tell is not None:
                     tell(f"images of {images.name} scored", start + len(parts[start]), len(images))
     for start in starts:
         if start not in probs:  # all of its scores were there already
             probs[start] = network.logits(parts[start]).double().softmax(1)
-    scores = {name: np.concatenate([np.array(have[start][name]) for start in starts]) for name in own}
+    scores = {
+        name: np.concatenate([np.array(have[start][name]) for start in starts]) for name in own
+    }
     labels = None if images.labels is None else images.labels.numpy()
     confidence, predicted = torch.cat([probs[start] for start in starts]).double().max(1)
     return ScoredImages(scores, predicted.numpy(), confidence.numpy(), labels)
@@ -134,7 +152,9 @@ def scored_images(network: Network, scorer: Scorer, images: Images, first: int =
 
 def names_of_classes(network: Network, images: Images, number: int) -> tuple[str, ...] | None:
     """The names of so many classes: those of the network or else of the images; None if neither has as many."""
-    return next((names for names in (network.class_names, images.classes) if len(names) == number), None)
+    return next(
+        (names for names in (network.class_names, images.classes) if len(names) == number), None
+    )
 
 
 def batch_slices(count: int) -> Iterator[slice]:
@@ -151,7 +171,11 @@ def engine_label(engine: Engine | Sketch, tolerance: float | None) -> str:
 
 
 def chosen_engine(
-    network: Network, images: Images, methods: Methods, engine: Engine | Sketch, tolerance: float | None = None
+    network: Network,
+    images: Images,
+    methods: Methods,
+    engine: Engine | Sketch,
+    tolerance: float | None = None,
 ) -> tuple[Engine | Sketch, float | None]:
     """The engine and the tolerance that scores will have, settled on the first images: so they stand in the rows.
 
@@ -169,9 +193,16 @@ def chosen_engine(
 
 
 def accuracy_row(network: Network, images: Images, journal: Journal) -> AccuracyRow:
-    """The network's accuracy on labelled images, computed once."""
-    key: AccuracyKey = {"row": "accuracy", "data": images.name, "n": len(images), "images": images.fingerprint()}
-    return (journal.where(**key) or [journal.add(AccuracyRow(**key, accuracy=network.accuracy(images)))])[0]
+    """The network's accuracy on labeled images, computed once."""
+    key: AccuracyKey = {
+        "row": "accuracy",
+        "data": images.name,
+        "n": len(images),
+        "images": images.fingerprint(),
+    }
+    return (
+        journal.where(**key) or [journal.add(AccuracyRow(**key, accuracy=network.accuracy(images)))]
+    )[0]
 
 
 def usable(
@@ -205,20 +236,28 @@ def by_name(images: Images, numbers: Sequence[int], first: int = 0) -> Iterator[
     except NotFinite as error:
         place = numbers.index(error.number)
         which = images.ids[place] if images.ids else f"image {first + place}"
-        words = f"{error.method} gives {which} of {images.name} no finite score; leave the method out."
+        words = (
+            f"{error.method} gives {which} of {images.name} no finite score; leave the method out."
+        )
         raise QualmsError(words) from None
 
 
 def parameters(method: Method, train: Images | None) -> str:
     """All that decides a method's scores beside network, image and seed: a row made otherwise is another row."""
-    learnt = f" on {train.fingerprint()}" if train is not None and TRAINING_DATA in method.needs else ""
+    learnt = (
+        f" on {train.fingerprint()}" if train is not None and TRAINING_DATA in method.needs else ""
+    )
     return f"{method!r}{learnt}"
 
 
 def _known(journal: Journal, key: ScoresKey, exactly: dict[str, str]) -> dict[str, list[float]]:
     known: dict[str, list[float]] = {}
     for row in journal.where(**key):
-        known |= {name: s for name, s in row["scores"].items() if row["methods"][name] == exactly.get(name)}
+        known |= {
+            name: s
+            for name, s in row["scores"].items()
+            if row["methods"][name] == exactly.get(name)
+        }
     return known
 
 
@@ -230,4 +269,7 @@ class Inputs:
     images: Images
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self.network.inputs(self.images.take(part)) for part in torch.arange(len(self.images)).split(BATCH))
+        return (
+            self.network.inputs(self.images.take(part))
+            for part in torch.arange(len(self.images)).split(BATCH)
+        )

@@ -9,9 +9,9 @@ from torch import nn
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Sketch
 from qualms.metrics import aupr, auroc, fpr95, interval, prr, raulc
-from qualms.metrics.arrays import Floats
+from qualms.metrics.checks import Floats
 from qualms.metrics.groups import auroc_interval
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import (
     LeftOutRow,
@@ -28,7 +28,10 @@ from qualms.tasks.windows import ScoredWindows, Windows, score_windows
 
 SPANS = (1, 8, 32)  # tokens whose scores are averaged; whole windows too
 RESAMPLES = 200  # of rAULC and PRR, which rank all tokens anew each time
-SURPRISE, PERPLEXITY = "surprise", "perplexity"  # what tokens that were read say, without any method
+SURPRISE, PERPLEXITY = (
+    "surprise",
+    "perplexity",
+)  # what tokens that were read say, without any method
 
 
 def text(
@@ -41,7 +44,7 @@ def text(
     seed: int = 0,
     engine: Sketch | None = None,
     params: str = "",
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> Iterator[TextRow | NextTokenRow | LeftOutRow]:
     """Rows for each method: each text of `outside` beside `inside`, by tokens and by spans; then errors on `inside`.
 
@@ -64,9 +67,16 @@ def text(
     if any(other.length != inside.length for other in outside):
         raise QualmsError("the windows of the texts differ in length; cut them alike.")
     how: dict[str, Any] = {"seed": seed, "engine": engine, "params": params, "tell": tell}
-    known, *others = (score_windows(model, windows, methods, journal, **how) for windows in (inside, *outside))
+    known, *others = (
+        score_windows(model, windows, methods, journal, **how) for windows in (inside, *outside)
+    )
     scores = with_baselines(known)
-    about: TextAbout = {"seed": seed, "engine": str(engine), "params": params, "window": inside.length}
+    about: TextAbout = {
+        "seed": seed,
+        "engine": str(engine),
+        "params": params,
+        "window": inside.length,
+    }
     exactly = {name: repr(methods[name]) if name in methods else name for name in scores}
     for windows, scored in zip(outside, others, strict=True):
         for name, of_other in with_baselines(scored).items():
@@ -84,10 +94,18 @@ def text(
                     "texts": f"{inside.fingerprint()} {windows.fingerprint()}",
                 }
                 found = journal.where(**key)
-                yield found[0] if found else journal.add(TextRow(**key, **told_apart(scores[name], of_other, span)))
+                yield (
+                    found[0]
+                    if found
+                    else journal.add(TextRow(**key, **told_apart(scores[name], of_other, span)))
+                )
     if known.right.all() or not known.right.any():
         outcome = "right" if known.right.all() else "wrong"
-        yield {"row": "left out", "method": "next tokens", "why": f"all of {inside.name} are predicted {outcome}."}
+        yield {
+            "row": "left out",
+            "method": "next tokens",
+            "why": f"all of {inside.name} are predicted {outcome}.",
+        }
         return
     for name, of_known in scores.items():
         own: NextTokenKey = {
@@ -100,7 +118,9 @@ def text(
             "texts": inside.fingerprint(),
         }
         there = journal.where(**own)
-        yield there[0] if there else journal.add(NextTokenRow(**own, **errors_found(of_known, known)))
+        yield (
+            there[0] if there else journal.add(NextTokenRow(**own, **errors_found(of_known, known)))
+        )
 
 
 def spans(length: int) -> list[int]:
@@ -142,8 +162,13 @@ def told_apart(inside: Floats, outside: Floats, span: int) -> OodMeasures:
 def errors_found(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
     """How well scores [windows, tokens] tell where the likeliest next token is wrong."""
     u, right = scores[:, :-1], scored.right
-    quality = np.exp(scored.log_probs[:, 1:])  # what the model gave to the token that does come next
-    groups = ([some[good == outcome] for some, good in zip(u, right, strict=True)] for outcome in (True, False))
+    quality = np.exp(
+        scored.log_probs[:, 1:]
+    )  # what the model gave to the token that does come next
+    groups = (
+        [some[good == outcome] for some, good in zip(u, right, strict=True)]
+        for outcome in (True, False)
+    )
     low, high = auroc_interval(*groups, paired=True)
     lifts, ratios = (
         interval(_flat(measure), u, of, paired=True, resamples=RESAMPLES)

@@ -16,11 +16,11 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Sketch
 from qualms.methods.method import Method
-from qualms.metrics.arrays import Bools, Floats
+from qualms.metrics.checks import Bools, Floats
 from qualms.models.fingerprint import fingerprint
 from qualms.models.language import LanguageModel
 from qualms.positions import next_tokens
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.scorer import Scorer
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, TokensAbout, TokensKey, TokensMeasures, TokensRow
@@ -75,7 +75,9 @@ class Windows:
 def cut(name: str, documents: Iterable[Document], language: LanguageModel, length: int) -> Windows:
     """Every window of `length` tokens that fits into a document; what is left over at its end is left out."""
     if length < 2:
-        raise QualmsError(f"windows of {length} tokens have no next token to predict; make them longer.")
+        raise QualmsError(
+            f"windows of {length} tokens have no next token to predict; make them longer."
+        )
     rows: list[tuple[int, ...]] = []
     opening = 1
     for found in (encoded(language, document) for document in documents):
@@ -84,7 +86,9 @@ def cut(name: str, documents: Iterable[Document], language: LanguageModel, lengt
         width = length + opening - found.lead
         rows += [(*lead, *ids[at : at + width]) for at in range(0, len(ids) - width + 1, width)]
     if not rows:
-        raise QualmsError(f"no document of {name} has {length} tokens; give longer ones, or shorter windows.")
+        raise QualmsError(
+            f"no document of {name} has {length} tokens; give longer ones, or shorter windows."
+        )
     if len(rows[0]) > (language.context or len(rows[0])):
         raise QualmsError(
             f"{language.name} reads {language.context} tokens at most, and a window has {len(rows[0])} with what opens "
@@ -99,7 +103,9 @@ class ScoredWindows:
 
     scores: dict[str, Float[Floats, "windows length"]]
     log_probs: Float[Floats, "windows length"]  # of each token, given those before it
-    right: Bool[Bools, "windows next"]  # whether the likeliest next token follows; none is known after the last
+    right: Bool[
+        Bools, "windows next"
+    ]  # whether the likeliest next token follows; none is known after the last
 
 
 def score_windows(
@@ -111,7 +117,7 @@ def score_windows(
     seed: int = 0,
     engine: Sketch | None = None,
     params: str = "",
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> ScoredWindows:
     """The scores of all tokens by all methods, from `journal` where they are there, else computed and added to it.
 
@@ -128,15 +134,26 @@ def score_windows(
     engine = engine or Sketch()
     starts = list(range(0, len(windows), CHUNK))
     parts = {start: windows.take(slice(start, start + CHUNK)) for start in starts}
-    about: TokensAbout = {"data": windows.name, "seed": seed, "engine": str(engine), "params": params}
+    about: TokensAbout = {
+        "data": windows.name,
+        "seed": seed,
+        "engine": str(engine),
+        "params": params,
+    }
     keys: dict[int, TokensKey] = {
-        s: {"row": "tokens", **about, "first": s, "texts": part.fingerprint()} for s, part in parts.items()
+        s: {"row": "tokens", **about, "first": s, "texts": part.fingerprint()}
+        for s, part in parts.items()
     }
     exactly = {name: repr(method) for name, method in methods.items()}
     have = {start: journal.where(**keys[start]) for start in starts}
 
     def missing(start: int) -> tuple[str, ...]:
-        known = {name for row in have[start] for name, how in row["methods"].items() if how == exactly.get(name)}
+        known = {
+            name
+            for row in have[start]
+            for name, how in row["methods"].items()
+            if how == exactly.get(name)
+        }
         return tuple(name for name in methods if name not in known)
 
     for names, group in groupby(starts, key=missing):
@@ -151,10 +168,16 @@ def score_windows(
             row = TokensRow(**keys[start], methods=made, seconds=seconds, **found)
             have[start].append(journal.add(row))
             if tell is not None:
-                tell(f"windows of {windows.name} scored", min(start + CHUNK, len(windows)), len(windows))
+                tell(
+                    f"windows of {windows.name} scored",
+                    min(start + CHUNK, len(windows)),
+                    len(windows),
+                )
 
     def by(name: str, start: int) -> list[list[float]]:
-        return next(row["scores"][name] for row in have[start] if row["methods"].get(name) == exactly[name])
+        return next(
+            row["scores"][name] for row in have[start] if row["methods"].get(name) == exactly[name]
+        )
 
     return ScoredWindows(
         {name: np.concatenate([np.array(by(name, start)) for start in starts]) for name in methods},
@@ -171,7 +194,9 @@ def usable_for_tokens(
     rows: list[LeftOutRow] = []
     for name, method in methods.items():
         try:
-            _scorer(model, {name: method.quick()}, 0, Sketch(2), "")({"input_ids": windows.ids[:1, :4]})
+            _scorer(model, {name: method.quick()}, 0, Sketch(2), "")(
+                {"input_ids": windows.ids[:1, :4]}
+            )
             good[name] = method
         except QualmsError as error:
             rows.append({"row": "left out", "method": name, "why": str(error)})
@@ -186,7 +211,9 @@ def about(language: LanguageModel) -> dict[str, Any]:
 
 
 def _scorer(model: nn.Module, methods: Methods, seed: int, engine: Sketch, params: str) -> Scorer:
-    return Scorer(model, dict(methods), class_dim=-1, engine=engine, params=params or None, seed=seed)
+    return Scorer(
+        model, dict(methods), class_dim=-1, engine=engine, params=params or None, seed=seed
+    )
 
 
 def _scored(scorer: Scorer, part: Windows) -> TokensMeasures:
@@ -196,7 +223,9 @@ def _scored(scorer: Scorer, part: Windows) -> TokensMeasures:
     assert found.target_log_probs is not None
     for name, scores in found.scores.items():
         if not torch.isfinite(scores[:, start:]).all():
-            raise QualmsError(f"{name} gives a token of {part.name} no finite score; leave the method out.")
+            raise QualmsError(
+                f"{name} gives a token of {part.name} no finite score; leave the method out."
+            )
     return {
         "scores": {name: _rounded(scores[:, start:]) for name, scores in found.scores.items()},
         "log_probs": _rounded(found.target_log_probs[:, start - 1 : -1]),

@@ -47,16 +47,23 @@ def encoded(language_model: LanguageModel, document: Document) -> Encoded:
     """The document as its model reads it."""
     # Of long texts the tokenizer would warn that they do not fit; they are read in windows.
     found = language_model.tokenizer(document.text, return_offsets_mapping=True, verbose=False)
-    ids, offsets = tuple(found["input_ids"]), tuple((start, end) for start, end in found["offset_mapping"])
+    ids, offsets = (
+        tuple(found["input_ids"]),
+        tuple((start, end) for start, end in found["offset_mapping"]),
+    )
     if all(place == NO_TEXT for place in offsets):
-        raise QualmsError(f"the tokenizer of {language_model.name} finds nothing in {document.name}; leave it out.")
+        raise QualmsError(
+            f"the tokenizer of {language_model.name} finds nothing in {document.name}; leave it out."
+        )
     known = language_model.model.get_input_embeddings().num_embeddings
     if max(ids) >= known:
         raise QualmsError(
             f"{document.name} has token {max(ids)}, and {language_model.name} knows tokens 0 to {known - 1}; its "
             "tokenizer is another model's."
         )
-    return Encoded(document, ids, offsets, next(at for at, place in enumerate(offsets) if place != NO_TEXT))
+    return Encoded(
+        document, ids, offsets, next(at for at, place in enumerate(offsets) if place != NO_TEXT)
+    )
 
 
 def reading_width(language_model: LanguageModel, context: int | None = None) -> int:

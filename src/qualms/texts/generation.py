@@ -7,7 +7,7 @@ import torch
 from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.texts.encoding import NO_TEXT, encoded, reading_width
 
 
@@ -18,7 +18,7 @@ def generated(
     *,
     sample: bool = False,
     seed: int = 0,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> Iterator[Document]:
     """Each document with what the model writes after it, under the same name.
 
@@ -32,19 +32,28 @@ def generated(
     """
     width = reading_width(language_model)
     if not 0 < new_tokens <= width - 2:
-        raise QualmsError(f"{new_tokens} new tokens cannot be written; choose from 1 to {width - 2}.")
+        raise QualmsError(
+            f"{new_tokens} new tokens cannot be written; choose from 1 to {width - 2}."
+        )
     for number, document in enumerate(documents):
-        yield Document(document.name, document.text + _continuation(language_model, document, new_tokens, sample, seed))
+        yield Document(
+            document.name,
+            document.text + _continuation(language_model, document, new_tokens, sample, seed),
+        )
         if tell is not None:
             tell("documents written on", number + 1, len(documents))
 
 
-def _continuation(language_model: LanguageModel, document: Document, new_tokens: int, sample: bool, seed: int) -> str:
+def _continuation(
+    language_model: LanguageModel, document: Document, new_tokens: int, sample: bool, seed: int
+) -> str:
     from transformers import GenerationConfig
 
     model, tokenizer = language_model.model, language_model.tokenizer
     text = encoded(language_model, document)
-    own = [token for token, place in zip(text.ids, text.offsets, strict=True) if place != NO_TEXT]  # no end of the text
+    own = [
+        token for token, place in zip(text.ids, text.offsets, strict=True) if place != NO_TEXT
+    ]  # no end of the text
     room = reading_width(language_model) - new_tokens - text.lead
     read = [*text.ids[: text.lead], *own[-max(room, 1) :]]
     ends = model.generation_config.eos_token_id
@@ -58,8 +67,13 @@ def _continuation(language_model: LanguageModel, document: Document, new_tokens:
     ids = torch.tensor([read], device=model.device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[0].tolist()
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings
+        )[0].tolist()
     before, after = (
-        tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False) for some in (read, found)
+        tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for some in (read, found)
     )
-    return after[len(before) :].rstrip("\ufffd")  # the last character may have been cut within its bytes
+    return after[len(before) :].rstrip(
+        "\ufffd"
+    )  # the last character may have been cut within its bytes

@@ -15,7 +15,7 @@ from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.chosen import Methods
 from qualms.models.language import LanguageModel
 from qualms.positions import next_tokens
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.scorer import Scorer
 from qualms.texts.document import ScoredDocument
 from qualms.texts.encoding import Encoded, Window, decoder, encoded, reading_width, windows
@@ -34,7 +34,7 @@ def scored_documents(
     seed: int = 0,
     context: int | None = None,
     batch_size: int = BATCH,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> Iterator[ScoredDocument]:
     """Each document with the scores of its tokens, in the order given and as soon as it is done.
 
@@ -55,8 +55,16 @@ def scored_documents(
     width = reading_width(language_model, context)
     scorer = Scorer(language_model.model, methods, class_dim=-1, engine=engine, seed=seed)
     growing = [_Growing(encoded(language_model, document)) for document in documents]
-    todo = [(one, window) for one in growing for window in windows(len(one.text.ids), one.text.lead, width)]
-    piece, done, total = decoder(language_model.tokenizer), 0, sum(len(one.text.ids) for one in growing)
+    todo = [
+        (one, window)
+        for one in growing
+        for window in windows(len(one.text.ids), one.text.lead, width)
+    ]
+    piece, done, total = (
+        decoder(language_model.tokenizer),
+        0,
+        sum(len(one.text.ids) for one in growing),
+    )
     for first in range(0, len(todo), batch_size):
         part = todo[first : first + batch_size]
         batch = _Batch.of([(one.text, window) for one, window in part], language_model.model.device)
@@ -96,7 +104,12 @@ class _Batch:
             goes_on = torch.tensor([text.ids[window.scored : window.end + 1]])
             targets[row, window.places] = next_tokens(goes_on)[0, : window.end - window.scored]
         inputs = {"input_ids": ids.to(device), "attention_mask": there.to(device)}
-        return _Batch([number_of(np.array(tokens)) for tokens in read], inputs, mask.to(device), targets.to(device))
+        return _Batch(
+            [number_of(np.array(tokens)) for tokens in read],
+            inputs,
+            mask.to(device),
+            targets.to(device),
+        )
 
 
 @dataclass
@@ -117,10 +130,14 @@ class _Growing:
         places = window.places
         for name, values in found.scores.items():
             self.scores.setdefault(name, []).extend(values[row, places].tolist())
-        for classes, probs in zip(found.classes[row, places].tolist(), found.probs[row, places].tolist(), strict=True):
+        for classes, probs in zip(
+            found.classes[row, places].tolist(), found.probs[row, places].tolist(), strict=True
+        ):
             self.alternatives.append(tuple(zip(map(piece, classes), probs, strict=True)))
         self.next_log_probs += found.target_log_probs[row, places].tolist()
-        whole = window.end - window.scored == len(self.text.ids) > 1  # after a single token nothing follows
+        whole = (
+            window.end - window.scored == len(self.text.ids) > 1
+        )  # after a single token nothing follows
         self.sequence = float(found.sequence[row]) if whole and found.sequence is not None else None
 
     def scored(self) -> ScoredDocument:

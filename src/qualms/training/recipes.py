@@ -48,7 +48,9 @@ class Recipe:
                 "all must be positive."
             )
         if not 0 < self.validation < 1:
-            raise QualmsError(f"a recipe keeps {self.validation} of the images for validation; it is a share below 1.")
+            raise QualmsError(
+                f"a recipe keeps {self.validation} of the images for validation; it is a share below 1."
+            )
 
     def shortened(self, epochs: int) -> "Recipe":
         """The same in fewer epochs, the drops of the rate moved along."""

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qualms.data.normalisation import Normalisation
+from qualms.data.normalization import Normalization
 from qualms.data.scenes import IGNORED, Scenes
-from qualms.progress import Tell
+from qualms.progress import ProgressFn
 from qualms.random import generator
 from qualms.training.recipes import Recipe
 
@@ -16,30 +16,32 @@ RECIPE = Recipe(epochs=6, rate=5e-3, batch=8, adam=True, decay=0.0)
 def fit_scenes(
     model: nn.Module,
     scenes: Scenes,
-    normalisation: Normalisation,
+    normalization: Normalization,
     recipe: Recipe = RECIPE,
     *,
     seed: int = 0,
-    tell: Tell | None = None,
+    tell: ProgressFn | None = None,
 ) -> list[float]:
     """Train the model in place with Adam, and return the mean loss of each epoch; it ends in evaluation mode.
 
-    The rate falls along a cosine; there is no validation, so the last weights stay. Pixels labelled `IGNORED` do not
+    The rate falls along a cosine; there is no validation, so the last weights stay. Pixels labeled `IGNORED` do not
     count. The seed decides the order of the scenes.
     """
-    optimiser = torch.optim.Adam(model.parameters(), recipe.rate, weight_decay=recipe.decay)
+    optimizer = torch.optim.Adam(model.parameters(), recipe.rate, weight_decay=recipe.decay)
     steps = recipe.epochs * -(-len(scenes) // recipe.batch)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses = []
     model.train()
     for epoch in range(recipe.epochs):
         total = 0.0
-        for index in torch.randperm(len(scenes), generator=generator(seed, epoch)).split(recipe.batch):
-            logits = model(normalisation.apply(scenes.pixels[index]))
+        for index in torch.randperm(len(scenes), generator=generator(seed, epoch)).split(
+            recipe.batch
+        ):
+            logits = model(normalization.apply(scenes.pixels[index]))
             loss = F.cross_entropy(logits, scenes.labels[index], ignore_index=IGNORED)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             schedule.step()
             total += float(loss.detach()) * len(index)
         losses.append(total / len(scenes))

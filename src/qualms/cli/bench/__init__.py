@@ -12,9 +12,15 @@ class Tasks(LazyGroup):
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
         "ood": ("qualms.cli.bench.ood", "Do scores tell other datasets apart?"),
         "calibration": ("qualms.cli.bench.calibration", "Are certain predictions right?"),
-        "ablation": ("qualms.cli.bench.ablation", "What do the parts of REGrad* add, and do λ and σ matter?"),
+        "ablation": (
+            "qualms.cli.bench.ablation",
+            "What do the parts of REGrad* add, and do λ and σ matter?",
+        ),
         "runtime": ("qualms.cli.bench.runtime", "What does each method cost?"),
-        "text": ("qualms.cli.bench.text", "Do scores of tokens tell other texts apart, and wrong next tokens?"),
+        "text": (
+            "qualms.cli.bench.text",
+            "Do scores of tokens tell other texts apart, and wrong next tokens?",
+        ),
         "active": ("qualms.cli.bench.active", "Which images are worth a label?"),
     }
 

@@ -17,7 +17,9 @@ def ablation(given: Trained, outside: Outside = "") -> None:
 
         qualms bench ablation --id svhn --ood cifar10
     """
-    run_task("ablation", given, parts, measured, ood_table, told_apart("ablation", given.inside, outside))
+    run_task(
+        "ablation", given, parts, measured, ood_table, told_apart("ablation", given.inside, outside)
+    )
 
 
 def parts(dataset: str) -> Methods:

@@ -15,7 +15,7 @@ from qualms.methods.method import Method
 from qualms.models import load_model
 from qualms.report.tables import active_table
 from qualms.tasks import active as task
-from qualms.tasks.active import COLOUR, NETWORKS, RANDOM, Plan
+from qualms.tasks.active import COLOR, NETWORKS, RANDOM, Plan
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import LeftOutRow, Row
@@ -32,9 +32,13 @@ def active(
     start: Annotated[int, typer.Option(help="Images to start with.")] = 20,
     more: Annotated[int, typer.Option(help="Images that each cycle adds.")] = 20,
     cycles: Annotated[int, typer.Option(help="How many.")] = 10,
-    epochs: Annotated[int, typer.Option(help="The most epochs per training run.")] = RECIPES["active"].epochs,
+    epochs: Annotated[int, typer.Option(help="The most epochs per training run.")] = RECIPES[
+        "active"
+    ].epochs,
     pool: Annotated[int | None, typer.Option(help="Size of the pool.")] = None,
-    validation: Annotated[int | None, typer.Option(help="Images used to choose the best epoch.")] = None,
+    validation: Annotated[
+        int | None, typer.Option(help="Images used to choose the best epoch.")
+    ] = None,
     diversity: Annotated[float | None, typer.Option(help="As for qualms.select.")] = None,
 ) -> None:
     """Which images are worth a label? If it is stopped, the same command resumes where it left off.
@@ -46,21 +50,30 @@ def active(
     """
     dataset = dataset_name(given.inside, given.root)
     if dataset is None:
-        raise QualmsError(f"active learning needs a dataset with a name and labels; {given.inside!r} is not one.")
-    name = given.model or NETWORKS.get(dataset, COLOUR)
-    file, device = given.out or rows_file("active", given.inside, name, given.seed), device_of(given.device)
-    plan = Plan(start, more, RECIPES["active"].shortened(epochs), cycles, pool, validation, diversity)
+        raise QualmsError(
+            f"active learning needs a dataset with a name and labels; {given.inside!r} is not one."
+        )
+    name = given.model or NETWORKS.get(dataset, COLOR)
+    file, device = (
+        given.out or rows_file("active", given.inside, name, given.seed),
+        device_of(given.device),
+    )
+    plan = Plan(
+        start, more, RECIPES["active"].shortened(epochs), cycles, pool, validation, diversity
+    )
     train = load(given.inside, given.root, "train")
     test = load(given.inside, given.root, "test").subset(given.count or None)
-    classes, normalisation = DATASETS[dataset].classes, DATASETS[dataset].normalisation
+    classes, normalization = DATASETS[dataset].classes, DATASETS[dataset].normalization
 
     def build() -> nn.Module:
         return load_model(name, classes=classes).to(device)
 
-    wanted, reasons = allowed(Network(name, build(), normalisation), train, named(methods, dataset))
+    wanted, reasons = allowed(Network(name, build(), normalization), train, named(methods, dataset))
     about = {"task": "active", "network": name, "plan": repr(plan), "train": train.fingerprint()}
     with telling() as tell, Journal(file, {**about, "test": test.fingerprint()}) as journal:
-        found = task.active(build, train, test, normalisation, wanted, plan, journal, seed=given.seed, tell=tell)
+        found = task.active(
+            build, train, test, normalization, wanted, plan, journal, seed=given.seed, tell=tell
+        )
         rows: list[Row] = [*reasons, *found]
     show(rows, active_table, file, given)
 
@@ -79,4 +92,6 @@ def allowed(network: Network, train: Images, pickers: Pickers) -> tuple[Pickers,
         return pickers, []
     few = train.take(slice(0, 2 * BATCH))
     good, reasons = usable(network, few, methods, few)
-    return {name: method for name, method in pickers.items() if method is None or name in good}, reasons
+    return {
+        name: method for name, method in pickers.items() if method is None or name in good
+    }, reasons

@@ -26,4 +26,6 @@ def calibration(given: Trained, methods: Chosen = "paper") -> None:
 def measured(ready: Prepared) -> Iterator[Row]:
     """The network's accuracy, then a row for each method."""
     yield from ready.accuracy()
-    yield from task.calibration(ready.network, ready.images, ready.methods, ready.journal, **ready.how)
+    yield from task.calibration(
+        ready.network, ready.images, ready.methods, ready.journal, **ready.how
+    )

@@ -27,4 +27,6 @@ def ood(given: Trained, outside: Outside = "", methods: Chosen = "paper") -> Non
 def measured(ready: Prepared) -> Iterator[Row]:
     """The network's accuracy, then a row for each method and dataset."""
     yield from ready.accuracy()
-    yield from task.ood(ready.network, ready.images, ready.others, ready.methods, ready.journal, **ready.how)
+    yield from task.ood(
+        ready.network, ready.images, ready.others, ready.methods, ready.journal, **ready.how
+    )

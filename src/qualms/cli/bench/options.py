@@ -26,7 +26,10 @@ from qualms.cli.options import (
 )
 
 Out = Annotated[
-    Path | None, typer.Option("--out", help="The rows, as JSON lines.", show_default="runs/TASK-ID-MODEL-seedN.jsonl")
+    Path | None,
+    typer.Option(
+        "--out", help="The rows, as JSON lines.", show_default="runs/TASK-ID-MODEL-seedN.jsonl"
+    ),
 ]
 Given = TypeVar("Given")
 Own = ParamSpec("Own")
@@ -51,7 +54,9 @@ class Trained(Common):
     """What a task is told that scores with a trained network."""
 
     weights: Weights = None
-    classes: Annotated[int | None, typer.Option(help="How many, where the network leaves that open.")] = None
+    classes: Annotated[
+        int | None, typer.Option(help="How many, where the network leaves that open.")
+    ] = None
     engine: Engine = "auto"
     tolerance: Tolerance = None
     size: Size = None
@@ -73,8 +78,13 @@ def with_options(
             given = options(**{name: values.pop(name) for name in fields})
             function(given, **values)  # type: ignore[call-arg]
 
-        every = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *fields.values())]
-        every.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # help begins with the needs
+        every = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in (*own, *fields.values())
+        ]
+        every.sort(
+            key=lambda parameter: parameter.default is not inspect.Parameter.empty
+        )  # help begins with the needs
         run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
         return run

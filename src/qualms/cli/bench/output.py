@@ -25,7 +25,9 @@ def show(rows: list[Row], table: Callable[[Iterable[Row]], str], file: Path, giv
     print_rows(rows, table, file, given.seed, given.json_lines)
 
 
-def print_rows(rows: list[Row], table: Callable[[Iterable[Row]], str], file: Path, seed: int, json_lines: bool) -> None:
+def print_rows(
+    rows: list[Row], table: Callable[[Iterable[Row]], str], file: Path, seed: int, json_lines: bool
+) -> None:
     """Print rows as JSON lines, or as a table with what else is to be said."""
     if json_lines:
         typer.echo("\n".join(json.dumps(row) for row in rows))

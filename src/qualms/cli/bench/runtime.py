@@ -20,7 +20,9 @@ def runtime(given: Trained, methods: Chosen = "paper") -> None:
 
         qualms bench runtime --id cifar10 --model resnet18 --count 64
     """
-    run_task("runtime", given, partial(chosen_methods, methods), measured, runtime_table, random=True)
+    run_task(
+        "runtime", given, partial(chosen_methods, methods), measured, runtime_table, random=True
+    )
 
 
 def measured(ready: Prepared) -> Iterator[Row]:

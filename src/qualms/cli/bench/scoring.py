@@ -8,8 +8,8 @@ import typer
 
 from qualms.cli.bench.options import Trained
 from qualms.cli.bench.output import rows_file, show
-from qualms.cli.images import tell_images, test_images, training_images
-from qualms.cli.network import chosen_network, published_network
+from qualms.cli.image_options import tell_images, test_images, training_images
+from qualms.cli.load_network import chosen_network, published_network
 from qualms.cli.options import device_of, listed, telling
 from qualms.cli.price import say_price_of_groups
 from qualms.data import Images
@@ -32,12 +32,17 @@ class Prepared:
     others: list[Images]
     methods: Methods
     journal: Journal
-    how: dict[str, Any]  # seed, engine, tolerance, training images and who is told, as tasks take them
+    how: dict[
+        str, Any
+    ]  # seed, engine, tolerance, training images and who is told, as tasks take them
 
     def accuracy(self) -> Iterator[AccuracyRow]:
         """A row that says how good the network is on the images that are scored, if that can be known."""
         if self.images.labels is not None:
-            yield {**accuracy_row(self.network, self.images, self.journal), "network": self.network.name}
+            yield {
+                **accuracy_row(self.network, self.images, self.journal),
+                "network": self.network.name,
+            }
 
 
 def run_task(
@@ -76,12 +81,14 @@ def run_task(
             random=random,
             classes=given.classes,
         )
-        whole, *others = test_images([given.inside, *outside], given.root, network.fit, strict=False)
+        whole, *others = test_images(
+            [given.inside, *outside], given.root, network.fit, strict=False
+        )
         images, *others = (found.subset(given.count or None) for found in (whole, *others))
         wanted = methods(images.name)
         tell_images(network, images, *others)
         network.try_on(images)
-        images = network.relabelled(images)
+        images = network.relabeled(images)
         learns = any(TRAINING_DATA in method.needs for method in wanted.values())
         train = training_images(given.inside, given.root, network.fit, whole) if learns else None
         good, reasons = usable(network, images, wanted, train)
@@ -103,5 +110,7 @@ def told_apart(task: str, inside: str, outside: str) -> list[str]:
     if not outside:
         raise QualmsError(f"{task} needs --ood, the datasets to be told from {inside}.")
     if inside in listed(outside):
-        raise QualmsError(f"--ood names {inside}, which is what the network knows; name other datasets.")
+        raise QualmsError(
+            f"--ood names {inside}, which is what the network knows; name other datasets."
+        )
     return list(dict.fromkeys(listed(outside)))

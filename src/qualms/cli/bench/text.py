@@ -24,13 +24,20 @@ METHODS = "regrad,exgrad,fisher,isotropic,entropy,msp,energy,gen"
 
 
 def text(
-    inside: Annotated[str, typer.Option("--id", help="Text that the model knows: .txt, .jsonl, .parquet or a folder.")],
+    inside: Annotated[
+        str,
+        typer.Option("--id", help="Text that the model knows: .txt, .jsonl, .parquet or a folder."),
+    ],
     model: Annotated[str, typer.Option("--model", help="A language model, hf:FOLDER or hf:NAME.")],
     outside: Outside = "",
     methods: Annotated[str, typer.Option("--methods", help="Comma-separated specs.")] = METHODS,
-    count: Annotated[int, typer.Option("--count", min=0, help="Windows of each text; 0 for all.")] = 100,
+    count: Annotated[
+        int, typer.Option("--count", min=0, help="Windows of each text; 0 for all.")
+    ] = 100,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens in a window.")] = 128,
-    tangents: Annotated[int, typer.Option("--tangents", min=2, help="Of the sketch of gradients.")] = 16,
+    tangents: Annotated[
+        int, typer.Option("--tangents", min=2, help="Of the sketch of gradients.")
+    ] = 16,
     root: Root = None,
     out: Out = None,
     seed: Seed = 0,
@@ -56,11 +63,20 @@ def text(
     with telling() as tell:
         language = load_language_model(model)
         language.model.to(place)
-        texts = [cut(name, one, language, window).subset(count or None) for name, one in found.items()]
+        texts = [
+            cut(name, one, language, window).subset(count or None) for name, one in found.items()
+        ]
         good, reasons = usable_for_tokens(language.model, texts[0], wanted)
         with Journal(file, {"task": "text", **about(language)}) as journal:
             measured = task.text(
-                language.model, texts[0], texts[1:], good, journal, seed=seed, engine=Sketch(tangents), tell=tell
+                language.model,
+                texts[0],
+                texts[1:],
+                good,
+                journal,
+                seed=seed,
+                engine=Sketch(tangents),
+                tell=tell,
             )
             rows: list[Row] = [*reasons, *measured]
     print_rows(rows, text_table, file, seed, json_lines)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.inputs import Batch, take
+from qualms.gradients.batch import Batch, take_samples
 
 MASK = "attention_mask"
 ENCODER = "encoder_"  # what comes from an encoder that ran before
@@ -32,7 +32,7 @@ class Alone:
     @classmethod
     def of(cls, batch: Batch, number: int) -> "Alone":
         """Input `number` of a batch."""
-        one, kept, length = take(batch, slice(number, number + 1)), None, 0
+        one, kept, length = take_samples(batch, slice(number, number + 1)), None, 0
         if not isinstance(one, dict):
             return cls(one)
         for side in ("", DECODER):
@@ -91,7 +91,14 @@ def _answers(batch: dict[str, Tensor]) -> str:
     return DECODER if any(name.startswith(DECODER) for name in batch) else ""
 
 
-BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids", "labels")
+BY_TOKEN = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "labels",
+)
 
 
 def _cut(batch: dict[str, Tensor], side: str, part: slice, length: int) -> dict[str, Tensor]:
@@ -100,7 +107,12 @@ def _cut(batch: dict[str, Tensor], side: str, part: slice, length: int) -> dict[
     for name, t in batch.items():
         if name.removeprefix(side) in BY_TOKEN and name.startswith(side):
             cut[name] = t[:, part] if t.ndim >= 2 and t.shape[1] == length else t
-        elif not name.startswith((DECODER, ENCODER)) and t.ndim >= 2 and t.shape[1] == length and side == "":
+        elif (
+            not name.startswith((DECODER, ENCODER))
+            and t.ndim >= 2
+            and t.shape[1] == length
+            and side == ""
+        ):
             raise QualmsError(
                 f"{name} of x is as long as its padded texts, so it is not clear whether it has an entry for each "
                 "token; pass one text at a time, without padding."

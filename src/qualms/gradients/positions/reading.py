@@ -6,8 +6,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.guard import one_pass
-from qualms.gradients.inputs import logits_in
+from qualms.gradients.batch import logits_in
+from qualms.gradients.isolation import isolate_forward
 from qualms.gradients.layers import Params, selected_parameters
 
 INSIDE = "model."  # what the names of a model's parameters begin with where it is read at positions
@@ -19,14 +19,16 @@ class AtPositions(nn.Module):
     The engines take it for a classifier: for one position it is one, for several its logits are those of P classifiers.
     """
 
-    def __init__(self, model: nn.Module, class_dim: int, positions: list[int] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, class_dim: int, positions: list[int] | None = None
+    ) -> None:
         super().__init__()
         self.model, self.class_dim, self.positions = model, class_dim, positions
         self.training = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "b pc"]:
         """One pass of the model."""
-        with one_pass(self.model):
+        with isolate_forward(self.model):
             logits = classes_last(self.model(*args, **kwargs), self.class_dim).flatten(1, -2)
         return (logits if self.positions is None else logits[:, self.positions]).flatten(1)
 

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from qualms.gradients.recurrent.steps import RECURSIONS, Coefficients, Gates, Hidden, State, before, state_scale
+from qualms.gradients.recurrent.steps import (
+    RECURSIONS,
+    Coefficients,
+    Gates,
+    Hidden,
+    State,
+    before,
+    state_scale,
+)
 
 
 class _Layer(torch.autograd.Function):
@@ -50,7 +58,9 @@ class _Layer(torch.autograd.Function):
         assert not any(ctx.needs_input_grad[3:7])
         _, w, u, *coefficients = ctx.saved_tensors
         dh = u.new_zeros(ctx.shape) if dh is None else dh
-        delta, state = RECURSIONS[ctx.kind].pull(tuple(coefficients), u, dh, others[0] if ctx.cells else None)
+        delta, state = RECURSIONS[ctx.kind].pull(
+            tuple(coefficients), u, dh, others[0] if ctx.cells else None
+        )
         dx = _linear(delta, w.t(), None) if ctx.needs_input_grad[1] else None
         return None, dx, delta, None, None, None, None, *state
 
@@ -72,7 +82,9 @@ class _Layer(torch.autograd.Function):
         if scale is None:  # everything adds up to one product
             dp = _tangent([*of_input, *of_state], db, u, h)
         else:
-            dp = torch.addcmul(_tangent(of_input, db, u, h), _tangent(of_state, db_state, u, h), scale)
+            dp = torch.addcmul(
+                _tangent(of_input, db, u, h), _tangent(of_state, db_state, u, h), scale
+            )
         state = tuple(torch.zeros_like(first) if d is None else d for d in dstate)
         dh, last = RECURSIONS[ctx.kind].push(tuple(coefficients), u, dp, state)
         return dh, *last[1:], *(None for _ in coefficients)
@@ -84,12 +96,17 @@ def _linear(x: Float[Tensor, "t n f"], weight: Tensor, bias: Tensor | None) -> G
 
 
 def _tangent(
-    products: Sequence[tuple[Tensor | None, Tensor | None]], bias: Tensor | None, u: Tensor, h: Hidden
+    products: Sequence[tuple[Tensor | None, Tensor | None]],
+    bias: Tensor | None,
+    u: Tensor,
+    h: Hidden,
 ) -> Gates:
     """Σ x Wᵀ + b of the pairs x, W that are there: one product, of all x and all W side by side."""
     known = [(x, w) for x, w in products if x is not None and w is not None]
     if known:
-        return _linear(torch.cat([x for x, _ in known], dim=2), torch.cat([w for _, w in known], dim=1), bias)
+        return _linear(
+            torch.cat([x for x, _ in known], dim=2), torch.cat([w for _, w in known], dim=1), bias
+        )
     nothing = h.new_zeros(*h.shape[:2], len(u))
     return nothing if bias is None else nothing + bias
 
@@ -166,7 +183,11 @@ class Unrolled(TorchFunctionMode):
     """Recurrent layers step by step, since the fused kernels have no rule, or a slow one, for forward mode."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kind, kwargs = getattr(func, "__name__", "").partition(".")[0], kwargs or {}
         out = unrolled(kind, _run, *args, **kwargs) if kind in RECURSIONS else NotImplemented

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN step by step, and linearised: what fused kernels compute, for both modes of differentiation.
+"""LSTM, GRU and RNN step by step, and linearized: what fused kernels compute, for both modes of differentiation.
 
 With gates p_t = W x_t + b, the part of the pre-activations that needs no step before it, a layer is the recursion
 
@@ -56,12 +56,16 @@ def state_scale(kind: str, coefficients: Coefficients) -> Float[Tensor, "t n g"]
     return coefficients[1].flatten(2) if kind == "gru" else None
 
 
-def _lstm(gates: Gates, weight: Tensor, bias: Tensor | None, state: State) -> tuple[Hidden, State, Coefficients]:
+def _lstm(
+    gates: Gates, weight: Tensor, bias: Tensor | None, state: State
+) -> tuple[Hidden, State, Coefficients]:
     """With the coefficients ∂c/∂(i, f, g) beside ∂h/∂o, ∂h/∂c and ∂c/∂c'."""
     (h, c), across, size = state, weight.t(), weight.shape[1]
     inner = torch.empty_like(gates)
     every_h, every_c = (gates.new_empty(len(gates), *h.shape) for _ in range(2))
-    for p, s, of_h, of_c in zip(*(t.unbind(0) for t in (gates, inner, every_h, every_c)), strict=True):
+    for p, s, of_h, of_c in zip(
+        *(t.unbind(0) for t in (gates, inner, every_h, every_c)), strict=True
+    ):
         p = torch.addmm(p, h, across)
         torch.sigmoid(p, out=s)
         i, f, g, o = s.chunk(4, dim=1)
@@ -75,15 +79,26 @@ def _lstm(gates: Gates, weight: Tensor, bias: Tensor | None, state: State) -> tu
     return every_h, (h, c.clone()), (into, o * (1 - seen * seen), f.contiguous())
 
 
-def _lstm_pull(coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None) -> tuple[Gates, State]:
+def _lstm_pull(
+    coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None
+) -> tuple[Gates, State]:
     steps, n, size = dh.shape
     gates = dh.new_empty(steps, n, 4, size)
     into, *others = coefficients
-    parts = (into[:, :, :3], into[:, :, 3], *others, gates[:, :, :3], gates[:, :, 3], gates.flatten(2))
+    parts = (
+        into[:, :, :3],
+        into[:, :, 3],
+        *others,
+        gates[:, :, :3],
+        gates[:, :, 3],
+        gates.flatten(2),
+    )
     backwards = zip(*(t.unbind(0)[::-1] for t in parts), strict=True)
     own = dh.unbind(0)
     d = own[-1]
-    for left, (into_c, into_h, through, kept, of_c, of_o, whole) in zip(reversed(range(steps)), backwards, strict=True):
+    for left, (into_c, into_h, through, kept, of_c, of_o, whole) in zip(
+        reversed(range(steps)), backwards, strict=True
+    ):
         dc = d * through if dc is None else torch.addcmul(dc, d, through)
         torch.mul(dc.unsqueeze(1), into_c, out=of_c)
         torch.mul(d, into_h, out=of_o)
@@ -93,7 +108,9 @@ def _lstm_pull(coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tenso
     return gates.flatten(2), (d, dc)
 
 
-def _lstm_push(coefficients: Coefficients, weight: Tensor, dp: Gates, state: State) -> tuple[Hidden, State]:
+def _lstm_push(
+    coefficients: Coefficients, weight: Tensor, dp: Gates, state: State
+) -> tuple[Hidden, State]:
     (h, c), across, hs = state, weight.t(), []
     into, *others = coefficients
     every = (t.unbind(0) for t in (dp, into.flatten(2), *others))
@@ -105,7 +122,9 @@ def _lstm_push(coefficients: Coefficients, weight: Tensor, dp: Gates, state: Sta
     return torch.stack(hs), (h, c)
 
 
-def _gru(gates: Gates, weight: Tensor, bias: Tensor | None, state: State) -> tuple[Hidden, State, Coefficients]:
+def _gru(
+    gates: Gates, weight: Tensor, bias: Tensor | None, state: State
+) -> tuple[Hidden, State, Coefficients]:
     """With the coefficients ∂h/∂p, ∂p/∂q and ∂h/∂h' past the gates."""
     (h,), across, size = state, weight.t(), weight.shape[1]
     inner: list[Tensor] = []
@@ -121,29 +140,43 @@ def _gru(gates: Gates, weight: Tensor, bias: Tensor | None, state: State) -> tup
     r, z, n, q = torch.stack(inner).unflatten(-1, (4, -1)).unbind(2)
     every_h, ones = torch.stack(hs), torch.ones_like(r)
     of_n = (1 - z) * (1 - n * n)
-    into_h = torch.stack([of_n * q * r * (1 - r), (before(state[0], every_h) - n) * z * (1 - z), of_n], dim=2)
+    into_h = torch.stack(
+        [of_n * q * r * (1 - r), (before(state[0], every_h) - n) * z * (1 - z), of_n], dim=2
+    )
     return every_h, (h,), (into_h, torch.stack([ones, ones, r], dim=2), z.contiguous())
 
 
-def _rnn(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _rnn(
+    activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
+) -> Callable[..., Any]:
     """With the coefficients of a GRU. The slope is that at the activation's result."""
 
-    def run(gates: Gates, weight: Tensor, bias: Tensor | None, state: State) -> tuple[Hidden, State, Coefficients]:
+    def run(
+        gates: Gates, weight: Tensor, bias: Tensor | None, state: State
+    ) -> tuple[Hidden, State, Coefficients]:
         (h,), across, hs = state, weight.t(), []
         for p in gates.unbind(0):
             h = activation(torch.addmm(p, h, across))
             hs.append(h)
         every_h = torch.stack(hs)
-        return every_h, (h,), (slope(every_h).unsqueeze(2), h.new_ones(len(hs), 1, 1, 1), h.new_zeros(len(hs), 1, 1))
+        return (
+            every_h,
+            (h,),
+            (slope(every_h).unsqueeze(2), h.new_ones(len(hs), 1, 1, 1), h.new_zeros(len(hs), 1, 1)),
+        )
 
     return run
 
 
-def _plain_pull(coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None) -> tuple[Gates, State]:
+def _plain_pull(
+    coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None
+) -> tuple[Gates, State]:
     """For layers whose state is their output h: dh' = past · dh + (scale · δ) U, δ = dh · ∂h/∂p."""
     gates = torch.empty_like(coefficients[0])
     d: Tensor | None = None
-    for into_h, scale, past, of_p, own in zip(*(t.unbind(0)[::-1] for t in (*coefficients, gates, dh)), strict=True):
+    for into_h, scale, past, of_p, own in zip(
+        *(t.unbind(0)[::-1] for t in (*coefficients, gates, dh)), strict=True
+    ):
         d = own if d is None else d + own
         torch.mul(d.unsqueeze(1), into_h, out=of_p)
         d = torch.addmm(d * past, (of_p * scale).flatten(1), weight)
@@ -151,7 +184,9 @@ def _plain_pull(coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tens
     return gates.flatten(2), (d,)
 
 
-def _plain_push(coefficients: Coefficients, weight: Tensor, dp: Gates, state: State) -> tuple[Hidden, State]:
+def _plain_push(
+    coefficients: Coefficients, weight: Tensor, dp: Gates, state: State
+) -> tuple[Hidden, State]:
     into_h, scale, past = coefficients
     (h,), across, hs = state, weight.t(), []
     given, by_state = (dp.view_as(into_h) * into_h).sum(2), into_h * scale

@@ -1,0 +1,74 @@
+"""From bytes to what a network was trained on."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+
+from qualms.errors import QualmsError
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """(x / 255 - mean) / std, for each channel.
+
+    Example:
+        ```python
+        import torch
+        from qualms.data import Normalization
+
+        halves = Normalization(mean=(0.5,), std=(0.5,))
+        x = halves.apply(torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1))
+        assert x.flatten().tolist() == [-1, 1]
+        ```
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not self.mean:
+            raise QualmsError(
+                f"the normalization has {len(self.mean)} means and {len(self.std)} deviations; "
+                "give one of each for each channel."
+            )
+        if not all(s > 0 for s in self.std):
+            raise QualmsError(
+                f"the normalization divides by {self.std}; every deviation must be above 0."
+            )
+        mean, std = (torch.tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
+        if not bool(torch.stack([mean, std, -mean / std, (1 - mean) / std]).isfinite().all()):
+            raise QualmsError(
+                f"the normalization by the means {self.mean} and the deviations {self.std} gives numbers that are not "
+                "finite; correct them."
+            )
+
+    def apply(self, pixels: UInt8[Tensor, "n c h w"]) -> Float32[Tensor, "n c h w"]:
+        """Bytes to the numbers that the network receives."""
+        if pixels.shape[1] != len(self.mean):
+            raise QualmsError(
+                f"the images have {pixels.shape[1]} channels and the normalization {len(self.mean)}; "
+                f"fit the images with fitted({len(self.mean)}, size), or pass another normalization."
+            )
+        mean, std = (
+            torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (self.mean, self.std)
+        )
+        return (pixels.float() / 255 - mean) / std
+
+    def in_model_units(self, value: float) -> float | tuple[float, ...]:
+        """A noise level given in pixels from 0 to 1, as large as the network sees it; one for each of many channels."""
+        levels = tuple(value / s for s in self.std)
+        return levels if len(levels) > 1 else levels[0]
+
+    def of_channels(self, channels: int) -> "Normalization":
+        """For images whose one channel is repeated; the same object if there are as many channels already."""
+        if len(self.mean) in (channels, 1):
+            return (
+                self
+                if len(self.mean) == channels
+                else Normalization(self.mean * channels, self.std * channels)
+            )
+        raise QualmsError(
+            f"a normalization of {len(self.mean)} channels does not fit {channels} channels; give one for each."
+        )

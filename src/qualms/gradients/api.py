@@ -1,0 +1,185 @@
+"""The two public functions of this folder: class-gradient norms and Gram matrices, layer by layer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qualms.errors import QualmsError
+from qualms.gradients.batch import Batch, num_samples, numbered_batches
+from qualms.gradients.directions import Directions
+from qualms.gradients.engines.choice import choose_for_layers
+from qualms.gradients.isolation import preserve_state
+from qualms.gradients.layer_table import LayerTable, layer_table
+from qualms.gradients.layers import Granularity, Norm, Params
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.precision import at_least_float32
+from qualms.gradients.request import GradientRequest
+from qualms.gradients.settings import Engine, Settings, Sketch
+from qualms.gradients.smoothing import Smoothing
+
+
+@dataclass(frozen=True)
+class ClassGradientNorms:
+    """‖∇θ_l log p_c‖ for every input, class and layer.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+        g = qualms.class_gradient_norms(model, torch.rand(2, 4))
+        print(g.layers, g.norms[0], g.probs[0])  # for the first input: [classes, layers] and [classes]
+        ```
+    """
+
+    norms: Float[Tensor, "b c l"]
+    probs: Float[Tensor, "b c"]
+    layers: list[str]
+    general: list[str]  # layers that no fast rule covered
+    engine: Engine = "exact"  # that computed them
+    error: Float[Tensor, "b c l"] | None = None  # standard error of the norms, if they are sketched
+
+
+@dataclass(frozen=True)
+class ClassGradientGram:
+    """G_l = J_l J_lᵀ, the inner products between the gradients of the logits, for every input and layer.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        k = qualms.class_gradient_gram(torch.nn.Linear(4, 3), torch.rand(2, 4))
+        assert k.gram.shape == (2, 1, 3, 3)  # inputs, layers, classes, classes
+        ```
+    """
+
+    gram: Float[Tensor, "b l c c"]
+    logits: Float[Tensor, "b c"]
+    layers: list[str]
+    general: list[str]
+
+
+def class_gradient_norms(
+    model: nn.Module,
+    x: Any,
+    *,
+    layers: Granularity = "module",
+    norm: Norm = "l2",
+    smoothing: Smoothing | float | tuple[Any, ...] | None = None,
+    engine: Engine | Sketch = "exact",
+    params: Params = None,
+    budget: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+) -> ClassGradientNorms:
+    """The norms of ∇θ_l log p_c(x) for every input, class c and layer l.
+
+    Args:
+        model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
+        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are ignored).
+        layers: what a layer is: the `module` that owns the parameters, a `tensor`, or a `block` of repeated modules.
+        norm: `l2` or `l1`.
+        smoothing: average each gradient over perturbed inputs before the norm is taken.
+        engine: `exact`; `sketch` (estimates from random tangents, k passes for every layer whatever the number of
+            classes; `qualms.Sketch` sets k); `auto` (the cheaper of the two, see `.engine`); or `reference` (one input,
+            one class, one backward pass: slow and obviously right).
+        params: which parameters count: a pattern such as `"layer4.*"`, or a function of names; all by default.
+        budget: bytes that the work on one chunk of inputs may take; a share of what is free by default.
+        batch_size: the most inputs to run at once.
+        seed: decides the perturbations of smoothing, together with an input's number, and the tangents of the sketch.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(4, 3), torch.rand(2, 4)
+        g = qualms.class_gradient_norms(model, x)
+        assert g.norms.shape == (2, 3, 1)  # inputs, classes, layers
+        slow = qualms.class_gradient_norms(model, x, engine="reference")
+        assert torch.allclose(g.norms, slow.norms)
+        ```
+    """
+    settings = Settings(engine, layers, norm, params, budget, batch_size, seed)
+    smooth = Smoothing.of(smoothing)
+    with preserve_state(model) as inner:
+        inputs: Iterable[tuple[int, Batch]] = numbered_batches(x, inner)
+        if settings.engine == "auto":
+            begin = next(iter(inputs))
+            settings = choose_for_layers(settings, inner, begin[1])
+            inputs = chain([begin], inputs)
+        table = _whole_table(inner, inputs, settings, ("classes",), smooth)
+    probs, used = table.logits.softmax(-1), settings.engine_name
+    return ClassGradientNorms(table.values, probs, table.layers, table.general, used, table.error)
+
+
+def class_gradient_gram(
+    model: nn.Module,
+    x: Any,
+    *,
+    layers: Granularity = "module",
+    params: Params = None,
+    budget: int | None = None,
+    batch_size: int | None = None,
+) -> ClassGradientGram:
+    """The matrices G_l = J_l J_lᵀ [C, C] of the logits for every input and layer.
+
+    Every squared L2 norm of a gradient score is a quadratic form of them: ‖∇θ_l log p_c‖² = (e_c - p)ᵀ G_l (e_c - p).
+    With `params` restricted to late layers the backward pass stops there. Arguments as for `class_gradient_norms`.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(4, 3), torch.rand(2, 4)
+        gram, p = qualms.class_gradient_gram(model, x).gram[0, 0], model(x)[0].softmax(0)
+        toward = torch.eye(3) - p  # row c is e_c - p
+        squares = (toward @ gram @ toward.T).diagonal()
+        assert torch.allclose(squares.sqrt(), qualms.class_gradient_norms(model, x).norms[0, :, 0])
+        ```
+    """
+    settings = Settings(granularity=layers, params=params, budget=budget, batch_size=batch_size)
+    with preserve_state(model) as inner:
+        table = _whole_table(
+            inner, numbered_batches(x, inner), settings, ("logits",), None, gram=True
+        )
+    return ClassGradientGram(table.values, table.logits, table.layers, table.general)
+
+
+def _whole_table(
+    model: nn.Module,
+    inputs: Iterable[tuple[int, Batch]],
+    settings: Settings,
+    directions: tuple[str, ...],
+    smoothing: Smoothing | None,
+    gram: bool = False,
+) -> LayerTable:
+    """The table of all batches, what the first one tells of the model kept for the others."""
+    learnt, wanted = PlanCache(), Directions(directions)
+    jobs = (
+        GradientRequest(
+            model, batch, range(first, first + num_samples(batch)), settings, wanted, smoothing
+        )
+        for first, batch in inputs
+    )
+    table = layer_table(jobs, learnt, gram=gram)
+    learnt.warn_of_probabilities(table.logits)
+    values = table.values.to(at_least_float32(table.logits).dtype)
+    if not bool(values.isfinite().all()):
+        raise QualmsError(
+            f"the gradients of input {int((~values.isfinite()).nonzero()[0, 0])} are beyond what "
+            f"{str(values.dtype).removeprefix('torch.')} holds; check the scale of the input and of the model's "
+            "weights, or pass both in float64."
+        )
+    return replace(table, values=values)

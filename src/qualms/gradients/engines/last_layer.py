@@ -1,0 +1,298 @@
+"""Fewer backward passes than classes, where the last layer sees fewer features than there are classes.
+
+With logits z = W h + b, D features h and C classes, every layer before the last one gets its C gradients from D + 1
+others. Let k* be the gradient of log p of the predicted class c*, and k_d that of the feature h_d (the mean over an
+input's rows, as always). Then for every class
+
+    ∇ log p_c = k* + Σ_d (W_c - W_c*)_d k_d,    ‖∇ log p_c‖² = xᵀ K x,    x = (1, W_c - W_c*),
+
+with K the inner products of (k*, k_1, …, k_D). Starting from c* leaves nothing to cancel for confident inputs: k*,
+which is tiny then, is a backward pass of its own, and no other class has a tiny direction. Where terms cancel all the
+same, the gradient is added up before its norm is taken.
+
+The last layer itself needs no pass: the rows of ∂W log p_c are means over an input's rows r of -p_rk h_r for k ≠ c and
+of (1 - p_rc) h_r for k = c, so ‖∂W log p_c‖² = ‖mean (1 - p_rc) h_r‖² + Σ_{k≠c} ‖mean p_rk h_r‖²; for b, h is 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from qualms.gradients import interrupts
+from qualms.gradients.directions import DIRECTIONS, Cotangents, of_class, others, unit_sized
+from qualms.gradients.engines.measure import (
+    by_parameter,
+    deltas_of,
+    measure,
+    shared_gradients,
+    unique_edges,
+)
+from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
+from qualms.gradients.tracing.factors import CANCELLED, GradFactor, Outer, cheaper_by_pairs
+from qualms.gradients.tracing.param_use import Weights, nodes_behind
+
+ROOM = 2**20  # numbers in what is added up at once
+
+
+@dataclass(frozen=True)
+class LastProduct:
+    """The product that ends the forward pass: its weight, where its features come from, its pieces and all others."""
+
+    weight: Float[Tensor, "c d"]
+    features: GradientEdge | None  # None if nothing comes before, or the forward pass was let go
+    own: list[GradFactor]
+    body: list[GradFactor]
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, pieces: Sequence[GradFactor], weights: Weights
+    ) -> "LastProduct | None":
+        """The last layer, if the graph ends in one; None if its parameters are used elsewhere or made of others."""
+        node, seen = logits.grad_fn, []
+        while node is not None and node.name() in VIEWS:
+            seen.append(node)
+            node = node.next_functions[0][0]
+        if node is None or node.name() not in PRODUCTS:
+            return None
+        *bias, (source, number), weight = node.next_functions
+        if getattr(node, "_saved_alpha", 1) != 1:
+            return None
+        ends = {*seen, node}
+        own = [p for p in pieces if any(edge.node in ends for edge in p.edges)]
+        body = [p for p in pieces if not any(edge.node in ends for edge in p.edges)]
+        # The features alone may lead on to other layers.
+        aside = nodes_behind([n for n, _ in (*bias, weight)])
+        alone, _ = by_parameter(pieces, weights)
+        if any(edge.node in aside for p in body for edge in p.edges):
+            return None
+        if body:
+            matrix: Tensor = node._saved_mat2.detach().T  # type: ignore[attr-defined]
+        else:  # nothing before it asks for the matrix, so that it is not saved: its shape is all that counts
+            widest = max((p.target for p in own), key=Tensor.numel)
+            if widest.numel() % logits.shape[1]:
+                return None
+            matrix = widest.detach().reshape(logits.shape[1], -1)
+        if (
+            not {id(p) for p in own} <= {id(p) for p in alone.values()}
+            or len(matrix) != logits.shape[1]
+        ):
+            return None
+        if any(p.gradient.numel not in (matrix.numel(), len(matrix)) for p in own):
+            return None  # a bias that is spread over the classes
+        return cls(matrix, GradientEdge(source, number) if source is not None else None, own, body)
+
+    def bare(self) -> "LastProduct":
+        """What can be kept when the forward pass is let go."""
+        return LastProduct(
+            self.weight, None, [p.bare() for p in self.own], [p.bare() for p in self.body]
+        )
+
+    def pays(self, rows_per_sample: int) -> bool:
+        """Whether D + 2 passes and the algebra on what they give take fewer multiplications than C passes.
+
+        A pass takes at least twice the multiplications of the gradients it ends in (for the cotangents, and for the
+        gradients), and C D through the last layer, which those that start from its features need not; K takes m² for
+        each number kept of a gradient, m = D + 1, and xᵀ K x takes m² for each class.
+        """
+        classes, width = self.weight.shape
+        m = width + 1
+        before = sum(2 * count_multiplications(p, rows_per_sample, m) for p in self.body)
+        algebra = m * m * sum(kept_numbers(p, rows_per_sample, m) + classes for p in self.body)
+        return (m + 1) * before + algebra < classes * (before + classes * width)
+
+    def held(self, rows_per_sample: int) -> int:
+        """How many numbers are kept for one input of `rows_per_sample` rows, if this was recorded on one row."""
+        classes, width = self.weight.shape
+        own = 16 * rows_per_sample * classes  # in double precision
+        if not self.body:
+            return own
+        kept = [kept_numbers(p, rows_per_sample, width + 1) for p in self.body]
+        # Of the largest there are copies while K is computed; x, x K and x² are there for every class.
+        return own + (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes)
+
+
+# What the graph says of `linear`, `addmm`, `matmul`; and of views that leave [rows, classes] in order.
+PRODUCTS = ("AddmmBackward0", "MmBackward0")
+VIEWS = (
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "CloneBackward0",
+    *(f"SqueezeBackward{i}" for i in range(3)),
+)
+
+
+def kept_numbers(piece: GradFactor, rows_per_sample: int, cotangents: int) -> int:
+    """How many numbers are kept of one input's gradient, if the piece was recorded on one row: δ, or all of it."""
+    if isinstance(piece.gradient, Outer):
+        t, o, f, g = piece.gradient.sizes
+        if cheaper_by_pairs(t * rows_per_sample, o, f, cotangents):
+            return t * rows_per_sample * o * g
+    return piece.gradient.numel
+
+
+def count_multiplications(piece: GradFactor, rows_per_sample: int, cotangents: int) -> int:
+    """Multiplications that lead from one cotangent to one gradient."""
+    if not isinstance(piece.gradient, Outer):
+        return max(piece.gradient.numel, rows_per_sample * piece.gradient.products)
+    t, o, f, g = piece.gradient.sizes
+    t *= rows_per_sample
+    return g * t * o * (t if cheaper_by_pairs(t, o, f, cotangents) else f)
+
+
+@torch.no_grad()
+def measure_via_last_layer(
+    logits: Float[Tensor, "rows c"],
+    directions: Sequence[str],
+    last: LastProduct,
+    weights: Weights,
+    inputs: int,
+) -> dict[str, Float[Tensor, "b m"]]:
+    """For each parameter ‖g‖ along the directions: what `measure` gives, without the C passes of `classes`."""
+    z = logits.detach().unflatten(0, (inputs, -1))
+    rows_per_sample = z.shape[1]
+    predicted = z[:, 0].argmax(-1)
+    further = [name for name in directions if name != "classes"]
+    direct = (
+        torch.cat([of_class(z, predicted), *(DIRECTIONS[name](z) for name in further)]).flatten(
+            1, 2
+        )
+        / rows_per_sample
+    )
+    known = measure(
+        logits, Cotangents.of(direct, inputs), [*last.body, *last.own], weights, inputs, "l2"
+    )
+    of_classes = _body(logits, direct[:1], predicted, last, weights, inputs) if last.body else {}
+    of_classes |= {weights.names[id(p.target)]: _own(z, p) for p in last.own}
+    values: dict[str, Tensor] = {}
+    for name, column in known.items():
+        norms = of_classes.pop(name).sqrt_().scatter_(1, predicted[:, None], column[:, :1])
+        places = [
+            norms if d == "classes" else column[:, [1 + further.index(d)]] for d in directions
+        ]
+        values[name] = torch.cat(places, dim=1)
+    return values
+
+
+def _own(z: Float[Tensor, "b r c"], piece: GradFactor) -> Float[Tensor, "b c"]:
+    """‖mean (1 - p_rc) h_r‖² + Σ_{k≠c} ‖mean p_rk h_r‖²: sums of squares, in which nothing cancels."""
+    p = z.double().softmax(-1)
+    outer = piece.gradient
+    h = outer.fixed.double() if isinstance(outer, Outer) else p.new_ones(*p.shape[:2], 1)
+
+    def squares(weight: Float[Tensor, "b r c"]) -> Float[Tensor, "b c"]:
+        some = weight.split(max(1, ROOM // (len(h) * h.shape[2])), dim=2)
+        means = (part.mT @ h / p.shape[1] for part in some)
+        return torch.cat([torch.linalg.vecdot(mean, mean) for mean in means], dim=1)
+
+    return squares(others(p)) + others(squares(p))
+
+
+def _body(
+    logits: Float[Tensor, "rows c"],
+    toward_predicted: Float[Tensor, "1 rows c"],
+    predicted: Int[Tensor, " b"],
+    last: LastProduct,
+    weights: Weights,
+    inputs: int,
+) -> dict[str, Float[Tensor, "b c"]]:
+    """xᵀ K x for every class and every parameter before the last layer."""
+    (classes, width), rows = last.weight.shape, len(logits)
+    edges, places = unique_edges(last.body)
+    alone, shared = by_parameter(last.body, weights)
+    found: dict[str, Kept] = {name: Kept(piece, width + 1, inputs) for name, piece in alone.items()}
+    (of_predicted,), (size,) = unit_sized(toward_predicted, inputs)
+    pulls: list[tuple[Any, Tensor]] = [(logits, of_predicted.to(logits.dtype))]
+    for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (inputs / rows):
+        pulls.append((last.features, unit.expand(rows, -1)))
+    for start, cotangent in pulls:
+        interrupts.deliver()
+        at = torch.autograd.grad([start], edges, [cotangent], retain_graph=True, allow_unused=True)
+        for name, piece in alone.items():
+            deltas = deltas_of(piece, at, places)
+            if deltas is not None:
+                found[name].add(deltas)
+        for name, gradient in shared_gradients(shared, at, places, weights, inputs).items():
+            found.setdefault(name, Kept(None, width + 1, inputs)).factors.append(
+                gradient.flatten(1)[:, None]
+            )
+    w = at_least_float32(last.weight)
+    apart = w - w[predicted][:, None]
+    x = torch.cat([size.to(apart)[:, None, None].expand(-1, classes, 1), apart], dim=2)
+    values: dict[str, Tensor] = {}
+    while found:  # each is let go when its norms are known
+        name, kept = found.popitem()
+        if kept.factors:
+            values[name] = kept.squares(x, predicted)
+    return values
+
+
+@dataclass
+class Kept:
+    """What is kept of a parameter's gradients k*, k_1, …, k_D: of each its δ [b·g, t, o], or all of it [b, 1, p]."""
+
+    piece: GradFactor | None  # None if the gradient is made of several
+    cotangents: int
+    inputs: int
+    factors: list[Tensor] = field(default_factory=list)
+
+    @property
+    def outer(self) -> Outer | None:
+        """The outer product whose factor δ is kept."""
+        outer = self.piece.gradient if self.piece else None
+        return outer if isinstance(outer, Outer) and outer.by_pairs(self.cotangents) else None
+
+    def add(self, deltas: list[Tensor | None]) -> None:
+        """Keep one gradient."""
+        assert self.piece is not None
+        outer = self.outer
+        self.factors.append(
+            outer.delta(deltas) if outer else self.piece.gradient.write(deltas).flatten(1)[:, None]
+        )
+
+    def squares(
+        self, x: Float[Tensor, "b c m"], predicted: Int[Tensor, " b"]
+    ) -> Float[Tensor, "b c"]:
+        """xᵀ K x; not that of the predicted class, which is known better."""
+        factors = torch.stack(self.factors, dim=1)  # [b·g, m, t, o]
+        self.factors.clear()
+        if self.outer:
+            products, scale = self.outer.products(factors), self.outer.apart(factors)
+        else:
+            products = inner_products(factors.flatten(2))
+            scale = products.diagonal(dim1=1, dim2=2)
+        squares = torch.linalg.vecdot(x @ products.to(x), x)
+        cancelled = squares < CANCELLED * (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
+        odd = beyond(scale.amax(1))[:, None] | beyond(squares)
+        if bool(odd.any()):
+            some = factors.flatten(1).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
+            squares, odd = torch.where(some, squares, 0.0), odd & some
+            if self.outer:  # nor is there more to know where a is zero
+                met = (
+                    self.outer.meets(factors).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
+                )
+                odd &= (squares != 0) | met
+        cancelled, squares = cancelled | odd, squares.double()
+        cancelled.scatter_(1, predicted[:, None], False)
+        for b in cancelled.any(1).nonzero().flatten().tolist():
+            chosen = cancelled[b].nonzero().flatten()
+            squares[b, chosen] = self._added_up(factors, x[b, chosen], b)
+        return squares
+
+    def _added_up(
+        self, factors: Float[Tensor, "bg m t o"], x: Float[Tensor, "n m"], b: int
+    ) -> Float[Tensor, " n"]:
+        """‖Σ_m x_m k_m‖² of one input, from the sum itself."""
+        of_input = factors.unflatten(0, (self.inputs, -1))[b].transpose(0, 1)  # [m, g, t, o]
+        numel = self.piece.gradient.numel if self.piece else of_input[0].numel()
+        done = []
+        for part in x.split(max(1, ROOM // numel)):
+            total = (part @ of_input.flatten(1)).unflatten(1, of_input.shape[1:])  # [n, g, t, o]
+            if self.outer:
+                total = total.mT @ self.outer.still_of(b)
+            done.append(sum_of_squares(total.flatten(1)))
+        return torch.cat(done)

@@ -1,0 +1,1 @@
+"""What follows an operation: one function, and one row in the table, for each kind."""

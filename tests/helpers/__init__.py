@@ -1,0 +1,1 @@
+"""What several test files share; tests import helpers from here, never from each other."""
