@@ -1,10 +1,11 @@
 """Networks that others trained, and the real test images inside and outside of what they know.
 
-    QUALMS_DATA=folder python benchmarks/checkpoints.py         (prints the accuracy of each on its own test set)
+    QUALMS_DATA=folder python benchmarks/checkpoints.py         (prints the accuracy of each on its
+    own test set)
 
-A benchmark on random weights and random images can flatter a method: this file is the one place where benchmarks get
-the real ones. The folder in the environment variable QUALMS_DATA holds the datasets as they are published and the
-checkpoints in `weights`.
+A benchmark on random weights and random images can flatter a method: this file is the one place
+where benchmarks get the real ones. The folder in the environment variable QUALMS_DATA holds the
+datasets as they are published and the checkpoints in `weights`.
 """
 
 import argparse
@@ -71,7 +72,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TrainedHere(Checkpoint):
-    """A network that nobody published: by this recipe, on the training images of its own dataset, from seed 0."""
+    """A network that nobody published: by this recipe, on the training images of its own dataset,
+    from seed 0.
+    """
 
     recipe: Recipe
 
@@ -96,7 +99,9 @@ CHECKPOINTS = {
 
 
 def main() -> None:
-    """Print each network's accuracy, which shows that weights, architecture and normalization belong together."""
+    """Print each network's accuracy, which shows that weights, architecture and normalization
+    belong together.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

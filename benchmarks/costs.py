@@ -3,9 +3,10 @@
     QUALMS_DATA=folder python benchmarks/costs.py measure [network ...]  # on an idle machine
     python benchmarks/costs.py page  # fills docs/performance.md and the README's table
 
-Rows go to results/costs.jsonl as they come; a method that has a row for a network is skipped. Remove the file for a
-fresh table. The weights of MiniLM-L6 and of ImageNet's networks are those of the packages in requirements-imagenet.txt,
-the sentences are those of CLINC150. The other networks have random weights and random inputs.
+Rows go to results/costs.jsonl as they come; a method that has a row for a network is skipped.
+Remove the file for a fresh table. The weights of MiniLM-L6 and of ImageNet's networks are those of
+the packages in requirements-imagenet.txt, the sentences are those of CLINC150. The other networks
+have random weights and random inputs.
 """
 
 import argparse
@@ -82,7 +83,9 @@ def build_resnet18(inputs: int) -> Built:
 
 
 def build_minilm(inputs: int) -> Built:
-    """MiniLM-L6 with a linear head for the 150 intents of CLINC150, trained here on frozen features."""
+    """MiniLM-L6 with a linear head for the 150 intents of CLINC150, trained here on frozen
+    features.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
@@ -232,8 +235,9 @@ def cost(scorer: qualms.Scorer, x: Tensor, forward: float, forward_one: float) -
         forward_one: seconds of a plain forward pass over one input.
 
     Returns:
-        Forward passes an input (`passes`), those of an input alone (`one`) and as counted before any work (`counted`),
-        seconds an input and MiB; or `why` if the batch would take too long, with `counted` if that tells.
+        Forward passes an input (`passes`), those of an input alone (`one`) and as counted before
+        any work (`counted`), seconds an input and MiB; or `why` if the batch would take too long,
+        with `counted` if that tells.
     """
     counted = scorer.price(x).forward_passes
     if counted * forward > MOST_SECONDS:
@@ -263,7 +267,9 @@ def cost(scorer: qualms.Scorer, x: Tensor, forward: float, forward_one: float) -
 
 
 class TimeLimit(BaseException):
-    """The time is up. Like Ctrl-C no `Exception`, so that nobody takes it for a failure and tries another way."""
+    """The time is up. Like Ctrl-C no `Exception`, so that nobody takes it for a failure and tries
+    another way.
+    """
 
 
 @contextmanager
@@ -296,7 +302,9 @@ def add_row(row: Row) -> None:
 
 
 def costs_table(rows: list[Row]) -> str:
-    """A row for each method and a column for each network that has rows, then what cannot be scored and why."""
+    """A row for each method and a column for each network that has rows, then what cannot be scored
+    and why.
+    """
     found = {(row["method"], row["network"]): row for row in rows}
     networks = [network for network in NETWORKS if any(row["network"] == network for row in rows)]
     body = []

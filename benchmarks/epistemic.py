@@ -1,24 +1,27 @@
 """Are the scores epistemic? Three checks on MNIST, for every score.
 
-    QUALMS_DATA=folder python benchmarks/epistemic.py train | size | ensemble | ambiguous   [--out runs]
+    QUALMS_DATA=folder python benchmarks/epistemic.py train | size | ensemble | ambiguous   [--out
+    runs]
 
-Knowledge grows with training data and not with the noise of labels; a deep ensemble's members disagree where it is
-missing; an input that two classes share is ambiguous, not unknown. All networks are the small 5x5 CNN for MNIST, by the
-paper's recipe for 2000 steps, and the last weights stay. They differ in what they saw.
+Knowledge grows with training data and not with the noise of labels; a deep ensemble's members
+disagree where it is missing; an input that two classes share is ambiguous, not unknown. All
+networks are the small 5x5 CNN for MNIST, by the paper's recipe for 2000 steps, and the last weights
+stay. They differ in what they saw.
 
-- size: training sets of 100 to 60,000 images, and of 60,000 with up to 40 % of the labels replaced by others, each for
-  30 epochs at least. Of all pairs of networks of one seed, how often is the score of a test image higher for the one
-  that saw less, and how often for the one whose labels were noisier? Methods that see training data are left out: what
-  they see would change too.
-- ensemble: the rank correlation of one network's score with the mutual information of ten other networks; controlling
-  for the network's entropy; and for the mean entropy of the ten, which is what they agree to be noise. Within test
-  images, Omniglot and Fashion-MNIST, and the mean of the three: between them, it would be OOD detection again.
-- ambiguous: half of the training images are means of two digits of different classes, labeled by either one. On new
-  such means, on digits, and on images of other datasets: does the score tell the unknown from the ambiguous, and the
-  ambiguous from the clear?
+- size: training sets of 100 to 60,000 images, and of 60,000 with up to 40 % of the labels replaced
+  by others, each for 30 epochs at least. Of all pairs of networks of one seed, how often is the
+  score of a test image higher for the one that saw less, and how often for the one whose labels
+  were noisier? Methods that see training data are left out: what they see would change too.
+- ensemble: the rank correlation of one network's score with the mutual information of ten other
+  networks; controlling for the network's entropy; and for the mean entropy of the ten, which is
+  what they agree to be noise. Within test images, Omniglot and Fashion-MNIST, and the mean of the
+  three: between them, it would be OOD detection again.
+- ambiguous: half of the training images are means of two digits of different classes, labeled by
+  either one. On new such means, on digits, and on images of other datasets: does the score tell the
+  unknown from the ambiguous, and the ambiguous from the clear?
 
-Rows go to `results/epistemic.jsonl`, one for each check, method and seed; what has a row is passed over. Noise in
-methods is in pixels. Networks go to OUT/epistemic.
+Rows go to `results/epistemic.jsonl`, one for each check, method and seed; what has a row is passed
+over. Noise in methods is in pixels. Networks go to OUT/epistemic.
 """
 
 import argparse
@@ -71,7 +74,9 @@ def noisy(images: Images, share: float, seed: int) -> Images:
 
 
 def mixtures(images: Images, count: int, seed: int) -> Images:
-    """Means of two images of different classes, labeled by one of the two: no network can know by which."""
+    """Means of two images of different classes, labeled by one of the two: no network can know by
+    which.
+    """
     source, labels = generator(seed, PURPOSE["mixture"]), images.labels
     assert labels is not None
     one, other = (torch.randint(len(images), (2 * count,), generator=source) for _ in range(2))
@@ -167,13 +172,17 @@ def size(every: Images, test: Images, seed: int, out: Path) -> dict[str, Row]:
 
 
 def ordered(scores: list[np.ndarray]) -> float:
-    """Of all images and pairs of networks: the share in which the later network's score is higher; a tie is half."""
+    """Of all images and pairs of networks: the share in which the later network's score is higher;
+    a tie is half.
+    """
     pairs = list(itertools.combinations(scores, 2))
     return float(np.mean([(b > a).mean() + (b == a).mean() / 2 for a, b in pairs]))
 
 
 def ensemble(every: Images, test: Images, seed: int, out: Path) -> dict[str, Row]:
-    """Rank correlations with the mutual information of ten other networks, within each dataset, and their means."""
+    """Rank correlations with the mutual information of ten other networks, within each dataset, and
+    their means.
+    """
     name, parts, methods = f"size {SIZES[-1]}", [test, *unknown()], every_method()
     members = [trained(name, every, member, out) for member in MEMBERS]
     log_q = [
@@ -209,7 +218,9 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def partial(a: np.ndarray, b: np.ndarray, given: np.ndarray) -> float | None:
-    """The rank correlation of a and b that a third quantity does not explain; none where that ranks like one."""
+    """The rank correlation of a and b that a third quantity does not explain; none where that ranks
+    like one.
+    """
     ab, ag, bg = correlation(a, b), correlation(a, given), correlation(b, given)
     if ab is None or ag is None or bg is None or max(abs(ag), abs(bg)) > 1 - 1e-9:
         return None

@@ -1,8 +1,9 @@
-"""What the rows of the paper's tables say together: means over pairs of datasets, and which methods are among the best.
+"""What the rows of the paper's tables say together: means over pairs of datasets, and which methods
+are among the best.
 
-A pair is a dataset that a network knows and another one; its numbers are means over the networks' seeds. Intervals and
-probabilities are over pairs, drawn with replacement: what would other pairs have said? Pairs of one network are alike,
-so they are rather too narrow.
+A pair is a dataset that a network knows and another one; its numbers are means over the networks'
+seeds. Intervals and probabilities are over pairs, drawn with replacement: what would other pairs
+have said? Pairs of one network are alike, so they are rather too narrow.
 """
 
 from collections.abc import Sequence
@@ -61,7 +62,9 @@ def by_pair(rows: Sequence[Row], key: str) -> dict[str, dict[str, float]]:
 def ranking(
     ood: Sequence[Row], calibration: Sequence[Row], runtime: Sequence[Row]
 ) -> tuple[list[Ranked], list[str]]:
-    """Every method that was measured on all pairs, the best mean first; and the names of the others."""
+    """Every method that was measured on all pairs, the best mean first; and the names of the
+    others.
+    """
     areas, precisions = by_pair(ood, "auroc"), by_pair(ood, "aupr_out")
     pairs = list(dict.fromkeys(pair for found in areas.values() for pair in found))
     methods = [method for method, found in areas.items() if len(found) == len(pairs)]
@@ -101,7 +104,9 @@ def ranking(
 
 
 def among_best(means: np.ndarray) -> np.ndarray:
-    """For each method (row), the share of resamples (columns) in which fewer than three methods are above it."""
+    """For each method (row), the share of resamples (columns) in which fewer than three methods are
+    above it.
+    """
     above = np.array([(means > own).sum(0) for own in means])
     return (above < BEST).mean(1)
 

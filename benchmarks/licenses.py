@@ -1,7 +1,9 @@
-"""The licenses of all that the extras install, from the packages' own metadata: `make licenses` fills docs/licenses.md.
+"""The licenses of all that the extras install, from the packages' own metadata: `make licenses`
+fills docs/licenses.md.
 
-Run it where every extra is installed. A package whose license asks something of those who pass it on (GPL, LGPL, AGPL,
-MPL) is named above the table; one of the GPL family in what users install ends in an error.
+Run it where every extra is installed. A package whose license asks something of those who pass it
+on (GPL, LGPL, AGPL, MPL) is named above the table; one of the GPL family in what users install ends
+in an error.
 """
 
 import re
@@ -30,7 +32,9 @@ NAMES = {
 
 
 def license(name: str) -> str:
-    """What a package says of itself: the expression, a short name, or its classifiers, whichever it has."""
+    """What a package says of itself: the expression, a short name, or its classifiers, whichever it
+    has.
+    """
     said = distribution(name).metadata
     short, expression = (
         str(said.json.get(field, "")) for field in ("license", "license_expression")

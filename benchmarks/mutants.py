@@ -1,15 +1,18 @@
-"""Do the tests notice when the code is wrong? One small fault at a time, and the tests that run its line.
+"""Do the tests notice when the code is wrong? One small fault at a time, and the tests that run its
+line.
 
-    PYTHONPATH=.mutants python benchmarks/mutants.py metrics methods     (make mutants runs every folder)
-    PYTHONPATH=.mutants python benchmarks/mutants.py page                the score of each folder, and what survived
+    PYTHONPATH=.mutants python benchmarks/mutants.py metrics methods     (make mutants runs every
+    folder) PYTHONPATH=.mutants python benchmarks/mutants.py page                the score of each
+    folder, and what survived
 
-A mutant is the code with one change by an operator of cosmic-ray (a sign, a comparison, a number, a boolean, a loop,
-a decorator, an exception) or without one call or `raise`. There is one for every place and kind of change, chosen by
-the seed where an operator offers several; annotations are left alone, as the tests enforce them. Each is put into a
-copy of the sources, and of the folder's tests those that run the line are run, the quickest first, until one fails.
-Rows go to `results/mutants.jsonl` as they come, and a mutant that has one is passed over; a row whose line is another
-now, or has moved among those of its operator, counts no more. With `--again`, what survived is tried anew, after tests
-were added.
+A mutant is the code with one change by an operator of cosmic-ray (a sign, a comparison, a number, a
+boolean, a loop, a decorator, an exception) or without one call or `raise`. There is one for every
+place and kind of change, chosen by the seed where an operator offers several; annotations are left
+alone, as the tests enforce them. Each is put into a copy of the sources, and of the folder's tests
+those that run the line are run, the quickest first, until one fails. Rows go to
+`results/mutants.jsonl` as they come, and a mutant that has one is passed over; a row whose line is
+another now, or has moved among those of its operator, counts no more. With `--again`, what survived
+is tried anew, after tests were added.
 """
 
 import argparse
@@ -81,7 +84,9 @@ class Suite:
     by_line: dict[str, dict[int, set[str]]] = field(default_factory=dict)
 
     def fitting(self, mutant: Mutant) -> list[str]:
-        """The tests that run the mutant's line, or else its function, or else its file; the quickest first."""
+        """The tests that run the mutant's line, or else its function, or else its file; the
+        quickest first.
+        """
         lines = self.by_line.get(mutant.file, {})
         spans = [(mutant.first, mutant.line), mutant.around, (0, 10**6)]
         for low, high in spans:
@@ -152,7 +157,9 @@ def pytest_ends(arguments: list[str], note: Path | None = None) -> int:
 
 
 def forked(tree: Path, work: Callable[[], int], limit: float) -> int | None:
-    """What `work` returns in a process of its own, in the tree; None if it took longer than the limit."""
+    """What `work` returns in a process of its own, in the tree; None if it took longer than the
+    limit.
+    """
     child = os.fork()
     if child == 0:
         os.setsid()

@@ -1,4 +1,6 @@
-"""The faults that `mutants.py` puts into the code, one at a time: what they are, and where they may be."""
+"""The faults that `mutants.py` puts into the code, one at a time: what they are, and where they may
+be.
+"""
 
 import importlib
 import random
@@ -30,7 +32,9 @@ class Mutant:
 
 
 class Removal:
-    """An operator beside those of cosmic-ray: a call whose result is not used, or a `raise`, is left out."""
+    """An operator beside those of cosmic-ray: a call whose result is not used, or a `raise`, is
+    left out.
+    """
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
         """The statements that may go."""

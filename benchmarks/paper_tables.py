@@ -1,10 +1,12 @@
-"""The paper's tables on the real datasets: runs `qualms reproduce` table by table and keeps the measured rows.
+"""The paper's tables on the real datasets: runs `qualms reproduce` table by table and keeps the
+measured rows.
 
-    QUALMS_DATA=folder python benchmarks/paper_tables.py TABLE [TABLE …] [--data mnist,svhn] [--out runs]
+    QUALMS_DATA=folder python benchmarks/paper_tables.py TABLE [TABLE …] [--data mnist,svhn] [--out
+    runs]
 
 Each table and dataset has a file of rows in `results/tables`, without the scores of single images;
-`results_page.py` makes docs/results.md of them. What is on disk in `runs` is not computed again, so a killed run goes
-on. OMP_NUM_THREADS=1 lets several datasets run beside each other.
+`results_page.py` makes docs/results.md of them. What is on disk in `runs` is not computed again, so
+a killed run goes on. OMP_NUM_THREADS=1 lets several datasets run beside each other.
 """
 
 import argparse

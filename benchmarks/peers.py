@@ -1,9 +1,12 @@
-"""Other ways to the same numbers as `class_gradient_norms`, or to comparable ones, for benchmarks to stand beside.
+"""Other ways to the same numbers as `class_gradient_norms`, or to comparable ones, for benchmarks
+to stand beside.
 
-    python benchmarks/peers.py            (prints how far each is from the reference engine, or why it cannot run)
+    python benchmarks/peers.py            (prints how far each is from the reference engine, or why
+    it cannot run)
 
-Each is called as its own documentation says, on a model that leaves as it came. What a peer cannot do on a network is
-in `CANNOT`, so that a table can say why a cell is empty; the command above fails where it finds otherwise.
+Each is called as its own documentation says, on a model that leaves as it came. What a peer cannot
+do on a network is in `CANNOT`, so that a table can say why a cell is empty; the command above fails
+where it finds otherwise.
 """
 
 import argparse
@@ -33,7 +36,9 @@ SAME = 1e-4  # the largest relative difference between two ways to the same numb
 
 
 def vmap_jacrev(model: nn.Module, x: Tensor) -> Tensor:
-    """torch.func: [n, classes] norms of ∇θ log p_c; the gradients of all classes of all inputs are held at once."""
+    """torch.func: [n, classes] norms of ∇θ log p_c; the gradients of all classes of all inputs are
+    held at once.
+    """
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
 
@@ -47,9 +52,11 @@ def vmap_jacrev(model: nn.Module, x: Tensor) -> Tensor:
 def loop_in_batches(
     model: nn.Module, x: Tensor, draws: int, sigma: float = 0.02, lam: float = 0.3
 ) -> Tensor:
-    """REGrad* as anybody would write it: an input and its perturbed copies as one batch, one backward for each class.
+    """REGrad* as anybody would write it: an input and its perturbed copies as one batch, one
+    backward for each class.
 
-    The gradient of a mean is the mean of the gradients, so no copy needs a backward pass of its own.
+    The gradient of a mean is the mean of the gradients, so no copy needs a backward pass of its
+    own.
     """
     named = dict(model.named_parameters())
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in named))
@@ -78,11 +85,13 @@ def loop_in_batches(
 
 
 def backpack_l2(model: nn.Module, x: Tensor) -> Tensor:
-    """BackPACK's BatchL2Grad: [n, classes] norms of ∇θ log p_c, one forward pass and a backward pass for each class.
+    """BackPACK's BatchL2Grad: [n, classes] norms of ∇θ log p_c, one forward pass and a backward
+    pass for each class.
 
-    The loss is a sum over inputs, as a mean would divide each norm by their number. Parameters for which BackPACK has
-    no rule (LayerNorm's, and those that are used outside of a module) get no norm and count as zero: it warns, but it
-    warns as well about a module whose children it covers in full, so its warnings tell nothing apart and are silenced.
+    The loss is a sum over inputs, as a mean would divide each norm by their number. Parameters for
+    which BackPACK has no rule (LayerNorm's, and those that are used outside of a module) get no
+    norm and count as zero: it warns, but it warns as well about a module whose children it covers
+    in full, so its warnings tell nothing apart and are silenced.
     """
     from backpack import backpack, extend
     from backpack.extensions import BatchL2Grad
@@ -102,7 +111,8 @@ def backpack_l2(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def pytorch_ood_gradnorm(model: nn.Module, x: Tensor) -> Tensor:
-    """pytorch-ood's GradNorm: [n], minus the L1 norm of the gradient of the cross-entropy to the uniform distribution.
+    """pytorch-ood's GradNorm: [n], minus the L1 norm of the gradient of the cross-entropy to the
+    uniform distribution.
 
     One gradient for each input, over all parameters, by vmap(grad) in parts of 32.
     """
@@ -117,7 +127,8 @@ _POSTERIORS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 def fit_laplace(model: nn.Module, x: Tensor) -> Any:
     """laplace-torch's posterior of the last layer in Kronecker form.
 
-    Fitted on the model's own predictions: the Gauss-Newton matrix of a classifier does not depend on labels.
+    Fitted on the model's own predictions: the Gauss-Newton matrix of a classifier does not depend
+    on labels.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # what it imports is still scripted
@@ -135,10 +146,12 @@ def fit_laplace(model: nn.Module, x: Tensor) -> Any:
 
 
 def laplace_last_layer(model: nn.Module, x: Tensor) -> Tensor:
-    """laplace-torch's last-layer Laplace: [n, classes] probabilities, from the linearized model and the probit formula.
+    """laplace-torch's last-layer Laplace: [n, classes] probabilities, from the linearized model and
+    the probit formula.
 
-    The first call for a model also fits the posterior, on the inputs of that call; later calls only predict. A
-    prediction holds the Jacobian of the last layer, classes² times features for each input.
+    The first call for a model also fits the posterior, on the inputs of that call; later calls only
+    predict. A prediction holds the Jacobian of the last layer, classes² times features for each
+    input.
     """
     if model not in _POSTERIORS:
         _POSTERIORS[model] = fit_laplace(model, x)

@@ -1,16 +1,19 @@
-"""Do the cheap ways rank real inputs like the expensive ones? On networks that others trained, and real images.
+"""Do the cheap ways rank real inputs like the expensive ones? On networks that others trained, and
+real images.
 
     QUALMS_DATA=folder python benchmarks/ranking.py            (2 threads, float32, seed 0)
 
 - smoothing: REGrad* with N antithetic draws against N = 100 plain ones, for N = 2 … 32.
-- sketch: `engine="sketch"` against `exact`, for k tangents and both ways of putting layers together.
-- tolerance: some classes of many instead of all of them. The guess of their spread and the number to begin with in
-  `gradients/engines/class_sampling.py` were chosen by looking at the ResNet-56; what is found overrules them, and the
-  CIFAR-100 CNN, trained here, was not looked at.
+- sketch: `engine="sketch"` against `exact`, for k tangents and both ways of putting layers
+  together.
+- tolerance: some classes of many instead of all of them. The guess of their spread and the number
+  to begin with in `gradients/engines/class_sampling.py` were chosen by looking at the ResNet-56;
+  what is found overrules them, and the CIFAR-100 CNN, trained here, was not looked at.
 - heat: 16 contrasts of classes instead of all of them.
 
-Half of the inputs come from the network's own test set, half from another dataset. Reported are Spearman's rank
-correlation over all inputs, and the AUROC of telling the other dataset apart. Rows go to `results/ranking.jsonl`.
+Half of the inputs come from the network's own test set, half from another dataset. Reported are
+Spearman's rank correlation over all inputs, and the AUROC of telling the other dataset apart. Rows
+go to `results/ranking.jsonl`.
 """
 
 import argparse
@@ -68,7 +71,9 @@ def smoothing(name: str, each: int) -> Iterator[Row]:
 
 
 def sketch(name: str, each: int) -> Iterator[Row]:
-    """k tangents, layers in quadrature or as the paper's sum: the first k of one sketch, under three seeds."""
+    """k tangents, layers in quadrature or as the paper's sum: the first k of one sketch, under
+    three seeds.
+    """
     checkpoint = CHECKPOINTS[name]
     model, x = _inputs(checkpoint, each)
     exact = qualms.score(model, x, REGrad(LAMBDA[name]))
@@ -101,7 +106,9 @@ def sketch(name: str, each: int) -> Iterator[Row]:
 
 
 def smoothed_sketch(name: str, each: int) -> Iterator[Row]:
-    """The default sketch of the paper's REGrad*, against the exact engine on the same perturbed inputs."""
+    """The default sketch of the paper's REGrad*, against the exact engine on the same perturbed
+    inputs.
+    """
     checkpoint = CHECKPOINTS[name]
     model, x = _inputs(checkpoint, each)
     starred = REGrad(LAMBDA[name], qualms.Smoothing(checkpoint.sigma))

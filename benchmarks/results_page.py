@@ -1,9 +1,10 @@
-"""docs/results.md and the README's table of scores, from the rows that the benchmarks left. Nothing is measured here.
+"""docs/results.md and the README's table of scores, from the rows that the benchmarks left. Nothing
+is measured here.
 
     python benchmarks/results_page.py        (or `make results`)
 
-`paper_tables.py` leaves the rows of the paper's tables, `epistemic.py` and `ungrad.py` those of the last two sections,
-`costs.py` the README's costs for 1000 classes.
+`paper_tables.py` leaves the rows of the paper's tables, `epistemic.py` and `ungrad.py` those of the
+last two sections, `costs.py` the README's costs for 1000 classes.
 Tables stand between `<!-- name -->` and `<!-- end -->`; the text around them is by hand.
 """
 
@@ -117,7 +118,8 @@ def ranking_table(ranked: list[Ranked], others: list[str], pairs: list[str]) -> 
 
 
 def readme_table(ranked: list[Ranked], ood: list[Row], many_classes: dict[str, str]) -> str:
-    """The scores that users choose between: AUROC by the dataset that the network knows, and what they cost.
+    """The scores that users choose between: AUROC by the dataset that the network knows, and what
+    they cost.
 
     Args:
         ranked: the methods, with what they cost for 10 classes.
@@ -204,7 +206,9 @@ def epistemic_table(rows: list[Row]) -> str:
 
 
 def ungrad_table(rows: list[Row]) -> str:
-    """Each variant of UNGrad on each network: AUROC of both other datasets and rAULC, the paper's row first."""
+    """Each variant of UNGrad on each network: AUROC of both other datasets and rAULC, the paper's
+    row first.
+    """
     networks_of = {
         name: [row for row in rows if row["network"] == name]
         for name in dict.fromkeys(r["network"] for r in rows)
@@ -233,7 +237,8 @@ def ungrad_table(rows: list[Row]) -> str:
 def picture(ranked: list[Ranked]) -> None:
     """A dot for each method: mean AUROC against cost in forward passes, with intervals over pairs.
 
-    Names stand in a column beside methods of like cost. Those of one forward pass are drawn side by side.
+    Names stand in a column beside methods of like cost. Those of one forward pass are drawn side by
+    side.
     """
     drawn = [r for r in ranked if r.cost is not None and r.auroc > LOWEST]
     plt.rcParams.update(

@@ -1,9 +1,11 @@
-"""What scoring many images costs: memory, how far reading overlaps with computing, and time with workers of Ray.
+"""What scoring many images costs: memory, how far reading overlaps with computing, and time with
+workers of Ray.
 
     python benchmarks/scale.py memory      (10,000 and 100,000 images, each in a process of its own)
-    python benchmarks/scale.py overlap     (photographs of 500 x 375 pixels, by both ways in which OpenMP can wait)
-    python benchmarks/scale.py workers     (a ResNet-20, images of 32 x 32 pixels; needs the extra `ray`)
-    python benchmarks/scale.py page        (fills docs/scale.md from the rows)
+    python benchmarks/scale.py overlap     (photographs of 500 x 375 pixels, by both ways in which
+    OpenMP can wait) python benchmarks/scale.py workers     (a ResNet-20, images of 32 x 32 pixels;
+    needs the extra `ray`) python benchmarks/scale.py page        (fills docs/scale.md from the
+    rows)
 
 Rows go to `results/scale.jsonl`; a part that is run again replaces its rows.
 """
@@ -46,7 +48,8 @@ RESULTS = Path(__file__).parent / "results" / "scale.jsonl"
 LOAD = RESULTS.with_name("serve_load.jsonl")
 PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
 PHOTOS = 768
-# Images by method, so that each takes some seconds; a run of twice as many tells what an image costs beside the start.
+# Images by method, so that each takes some seconds; a run of twice as many tells what an image
+# costs beside the start.
 WORK = {"entropy": 6144, "coherence": 1024, "regrad": 192, "regrad+layers+smooth": 128}
 GROUPS = (
     8  # of rows that are stored together, in the smaller run; one is the least that a worker takes
@@ -112,7 +115,9 @@ def memory() -> Iterator[Row]:
 
 
 def overlap() -> Iterator[Row]:
-    """As below, where threads without work keep their core for a while, as is usual, and where they give it up."""
+    """As below, where threads without work keep their core for a while, as is usual, and where they
+    give it up.
+    """
     for policy in ("active", "passive"):
         own = {**os.environ, "OMP_WAIT_POLICY": policy}
         done = subprocess.run(
@@ -122,7 +127,9 @@ def overlap() -> Iterator[Row]:
 
 
 def overlap_once() -> dict[str, float]:
-    """Milliseconds for an image: to read it, to score it, and for both as `qualms score` does it; the best of three."""
+    """Milliseconds for an image: to read it, to score it, and for both as `qualms score` does it;
+    the best of three.
+    """
     torch.manual_seed(0)
     network = Network(
         "svhn-cnn", load_model("svhn-cnn"), DATASETS["svhn"].normalization, ImageTransform((32, 32))
@@ -155,7 +162,9 @@ def overlap_once() -> dict[str, float]:
 
 
 def workers() -> Iterator[Row]:
-    """Images a second by one process without Ray and by workers of Ray, one thread each; bytes of a row of scores."""
+    """Images a second by one process without Ray and by workers of Ray, one thread each; bytes of a
+    row of scores.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     network = Network("resnet20", load_model("cifar10-resnet20"), DATASETS["cifar10"].normalization)

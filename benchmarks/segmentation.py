@@ -1,12 +1,13 @@
-"""Which score finds the pixels of unknown objects, and those that are predicted wrong? Scenes of `qualms.data.scenes`.
+"""Which score finds the pixels of unknown objects, and those that are predicted wrong? Scenes of
+`qualms.data.scenes`.
 
-    python benchmarks/segmentation.py        three trainings, then their scores: some ten minutes on one core
-    python benchmarks/segmentation.py page   fills docs/results.md from the rows
+    python benchmarks/segmentation.py        three trainings, then their scores: some ten minutes on
+    one core python benchmarks/segmentation.py page   fills docs/results.md from the rows
 
-Rows go to results/segmentation.jsonl, one for each training, kind of unknown object and method; what has a row is
-passed over. A U-Net learns background and the digits 0 to 7. Unknown pixels are those of one object in each test scene;
-all pixels of all scenes are in one ranking. "wrong" are known pixels that are predicted wrong, among known ones of
-scenes without unknown objects.
+Rows go to results/segmentation.jsonl, one for each training, kind of unknown object and method;
+what has a row is passed over. A U-Net learns background and the digits 0 to 7. Unknown pixels are
+those of one object in each test scene; all pixels of all scenes are in one ranking. "wrong" are
+known pixels that are predicted wrong, among known ones of scenes without unknown objects.
 """
 
 import argparse
@@ -48,7 +49,9 @@ Row = dict[str, Any]
 
 
 def trained(seed: int) -> nn.Module:
-    """The network with other weights to begin with, other scenes and another order of them for each seed."""
+    """The network with other weights to begin with, other scenes and another order of them for each
+    seed.
+    """
     torch.manual_seed(seed)
     model = FCN(len(CLASSES))
     fit_scenes(model, scenes(LEARNT, "train", seed=seed), NORMALIZATION, RECIPE, seed=seed)

@@ -1,11 +1,13 @@
-"""A bounded load on the service, on this machine alone: a steady rate below capacity, too many at once, and memory.
+"""A bounded load on the service, on this machine alone: a steady rate below capacity, too many at
+once, and memory.
 
-    python benchmarks/serve_load.py                  20,000 requests at a steady rate, 4,000 before: some minutes
-    python benchmarks/serve_load.py --requests 500   a try
+    python benchmarks/serve_load.py                  20,000 requests at a steady rate, 4,000 before:
+    some minutes python benchmarks/serve_load.py --requests 500   a try
 
-It starts `qualms serve` with a small network of its own and `entropy`, and writes a row for each part to
-benchmarks/results/serve_load.jsonl. Needs the extra `serve`, and psutil.
-Clients are plain sockets, so that they take little from the service, with which they share the machine.
+It starts `qualms serve` with a small network of its own and `entropy`, and writes a row for each
+part to benchmarks/results/serve_load.jsonl. Needs the extra `serve`, and psutil.
+Clients are plain sockets, so that they take little from the service, with which they share the
+machine.
 """
 
 import argparse
@@ -198,7 +200,9 @@ def started(port: int) -> subprocess.Popen[bytes]:
 
 
 async def measured(load: Load, requests: int) -> list[dict[str, Any]]:
-    """All requests at a steady rate below capacity, after a tenth as many to find it, and as many above it."""
+    """All requests at a steady rate below capacity, after a tenth as many to find it, and as many
+    above it.
+    """
     some = max(50, requests // 10)
     await load.closed("first", 50, 8)
     capacity = await load.closed("capacity: 32 at a time", some, WAITING // 2)

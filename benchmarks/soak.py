@@ -1,17 +1,20 @@
-"""Mixed scoring in one process, for minutes: memory, files and threads must stay flat, and no result may change.
+"""Mixed scoring in one process, for minutes: memory, files and threads must stay flat, and no
+result may change.
 
     python benchmarks/soak.py                twenty minutes
     python benchmarks/soak.py --minutes 1    a try
 
-Each round does all of `tasks` once: every method of the registry on a convolutional network, and several on others,
-by all engines, by every way to ask; errors in between; thresholds, report pages, networks that are made anew and
-dropped. The first round says what each gives, to the bit: numbers, or the sentence of a refusal. Every later one must
-give the same. After each round the process's memory, open files and threads are counted.
+Each round does all of `tasks` once: every method of the registry on a convolutional network, and
+several on others, by all engines, by every way to ask; errors in between; thresholds, report pages,
+networks that are made anew and dropped. The first round says what each gives, to the bit: numbers,
+or the sentence of a refusal. Every later one must give the same. After each round the process's
+memory, open files and threads are counted.
 
-A first quarter of the rounds is the warm-up. From there to the end, the memory after a round may not rise by more than
-`RISE` megabytes, by two measures: the slope of Theil and Sen times the number of rounds, and the median of the last
-quarter of all rounds less that of the second. There may be no more files or threads in the last quarter than in the
-second. One line says what was found; the exit code is 1 if that is not as it should be. Needs psutil.
+A first quarter of the rounds is the warm-up. From there to the end, the memory after a round may
+not rise by more than `RISE` megabytes, by two measures: the slope of Theil and Sen times the number
+of rounds, and the median of the last quarter of all rounds less that of the second. There may be no
+more files or threads in the last quarter than in the second. One line says what was found; the exit
+code is 1 if that is not as it should be. Needs psutil.
 """
 
 import argparse
@@ -116,7 +119,9 @@ def one_method(net: nn.Module, member: nn.Module, x: Tensor, method: Method) -> 
 
 
 def by_auto(net: nn.Module, x: Tensor) -> Any:
-    """By the cheaper engine, which is a matter of time: so nothing of it is compared but that there are scores."""
+    """By the cheaper engine, which is a matter of time: so nothing of it is compared but that there
+    are scores.
+    """
     found = qualms.compare(net, x, FEW[:2], engine="auto")
     return [bool(values.isfinite().all()) for values in found.values()]
 

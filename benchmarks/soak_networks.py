@@ -1,4 +1,6 @@
-"""Small networks of every kind for `soak.py`, with weights that are the same each time they are made."""
+"""Small networks of every kind for `soak.py`, with weights that are the same each time they are
+made.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ def words() -> Tensor:
 
 
 def cnn() -> nn.Module:
-    """Convolutions, batch normalization and dropout, so that every method of the registry has what it asks for."""
+    """Convolutions, batch normalization and dropout, so that every method of the registry has what
+    it asks for.
+    """
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1),
         nn.BatchNorm2d(6),
@@ -125,7 +129,9 @@ class Text(nn.Module):
 
 
 class Language(nn.Module):
-    """Logits of the next word at every word; words to come are not seen, and the head is the embedding."""
+    """Logits of the next word at every word; words to come are not seen, and the head is the
+    embedding.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,14 @@
-"""What gradient scores cost, in forward passes and memory, here and elsewhere, and how the cost grows.
+"""What gradient scores cost, in forward passes and memory, here and elsewhere, and how the cost
+grows.
 
-    python benchmarks/speed.py            (2 threads, float32, random weights: the cost does not depend on them)
+    python benchmarks/speed.py            (2 threads, float32, random weights: the cost does not
+    depend on them)
 
-One process for each job, which times its ways in turn. Every time is the median over rounds, divided by that of a plain
-forward pass over 32 inputs in the same rounds, so numbers are ratios within one process. The first round tells peak
-memory, which is what a call adds to the process, and its time counts only if there is no other round. "Second call" is
-a `Scorer` that has seen an input of the kind before. Rows go to `results/speed.jsonl` beside this file as they come.
+One process for each job, which times its ways in turn. Every time is the median over rounds,
+divided by that of a plain forward pass over 32 inputs in the same rounds, so numbers are ratios
+within one process. The first round tells peak memory, which is what a call adds to the process, and
+its time counts only if there is no other round. "Second call" is a `Scorer` that has seen an input
+of the kind before. Rows go to `results/speed.jsonl` beside this file as they come.
 """
 
 import argparse
@@ -205,7 +208,9 @@ def timed(function: Callable[[], object]) -> float:
 
 @contextmanager
 def peak_mib(peaks: dict[str, float], way: str) -> Iterator[None]:
-    """Notes what the work inside adds to the memory of this process at its highest (Linux counts it anew when told)."""
+    """Notes what the work inside adds to the memory of this process at its highest (Linux counts it
+    anew when told).
+    """
 
     def status(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -249,7 +254,8 @@ def run(job: Job) -> list[dict[str, object]]:
             times[way].append(timed(partial(WAYS[way], model, x[:n])) / n)
     unit = median(units)
     fields = {"part": job.part, "network": job.network, "classes": job.classes}
-    # Memory that was given back for the peak of the first round has to be had anew in it, which takes time.
+    # Memory that was given back for the peak of the first round has to be had anew in it, which
+    # takes time.
     usual = {way: median(found[1:] or found) for way, found in times.items()}
     return [
         {**fields, "way": way, "inputs": n, "passes": usual[way] / unit, "peak_mib": peaks[way]}

@@ -1,8 +1,10 @@
-"""Fills the tables and plots of docs/performance.md from the rows that `speed.py` and `ranking.py` left.
+"""Fills the tables and plots of docs/performance.md from the rows that `speed.py` and `ranking.py`
+left.
 
     python benchmarks/speed_page.py
 
-Nothing is measured here. Tables stand between `<!-- name -->` and `<!-- end -->`; the text around them is by hand.
+Nothing is measured here. Tables stand between `<!-- name -->` and `<!-- end -->`; the text around
+them is by hand.
 """
 
 import json
@@ -71,9 +73,12 @@ def aims(speed: list[Row], ranks: list[Row]) -> str:
         ]
         add(f"{network}: the same against a loop that runs an input's 101 copies as one batch", batches / here,
             batches / here >= 1, ".1f", " times")  # fmt: skip
-    for network, classes, way, most in (("ResNet-18", 10, "exact, second call", 35),
-                                        ("MNIST CNN", 10, "exact, second call", 60),
-                                        ("ResNet-18", 1000, "sketch, second call", 80)):  # fmt: skip
+    for network, classes, way, most in (
+        ("ResNet-18", 10, "exact, second call", 35),
+        ("MNIST CNN", 10, "exact, second call", 60),
+        # fmt: skip
+        ("ResNet-18", 1000, "sketch, second call", 80),
+    ):
         passes = one(speed, part="one image", network=network, classes=classes, way=way)["passes"]
         add(
             f"{network}, {classes} classes, one image, {way}: at most {most} forward passes",

@@ -1,13 +1,15 @@
-"""Where does `heat` lead, and where not? Every score on the networks of `study_networks.py` and `study_text.py`.
+"""Where does `heat` lead, and where not? Every score on the networks of `study_networks.py` and
+`study_text.py`.
 
-    QUALMS_DATA=folder python benchmarks/study.py score [NAME …]       (1000 inputs a side, float32, seed 0)
-    QUALMS_DATA=folder python benchmarks/study.py smoothing [NAME …]   (how much noise, for networks behind a norm)
-    QUALMS_DATA=folder python benchmarks/study.py growth [NAME …]      (what the rule for normalizations looks at)
-    python benchmarks/study.py page                                     (fills docs/heat.md from the rows)
+    QUALMS_DATA=folder python benchmarks/study.py score [NAME …]       (1000 inputs a side, float32,
+    seed 0) QUALMS_DATA=folder python benchmarks/study.py smoothing [NAME …]   (how much noise, for
+    networks behind a norm) QUALMS_DATA=folder python benchmarks/study.py growth [NAME …]      (what
+    the rule for normalizations looks at) python benchmarks/study.py page
+             (fills docs/heat.md from the rows)
 
-Rows go to `results/study.jsonl` as they come, one for each network, other dataset and method; what has a row is passed
-over. Test inputs of the network's own dataset against those of another: AUROC, AUPR (the other is positive) and, on
-the own ones alone, rAULC. Noise in specs is in pixels.
+Rows go to `results/study.jsonl` as they come, one for each network, other dataset and method; what
+has a row is passed over. Test inputs of the network's own dataset against those of another: AUROC,
+AUPR (the other is positive) and, on the own ones alone, rAULC. Noise in specs is in pixels.
 """
 
 import argparse
@@ -135,7 +137,9 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def scored(case: Case, methods: Sequence[str], count: int, **how: Any) -> Iterable[Row]:
-    """Rows of some methods on one network, which share its passes; one that it is not for has a row that says why."""
+    """Rows of some methods on one network, which share its passes; one that it is not for has a row
+    that says why.
+    """
     x, labels = case.inside(count)
     with torch.no_grad():
         correct = torch.cat([case.model(part).argmax(1) for part in x.split(200)]) == labels
@@ -232,7 +236,9 @@ def moved(case: Case, spec: str, count: int) -> Row:
 
 
 def grown(names: list[str]) -> None:
-    """What the rule that sets T to 1 looks at: how much the features of louder noise grow, and how they spread."""
+    """What the rule that sets T to 1 looks at: how much the features of louder noise grow, and how
+    they spread.
+    """
     done = {row["network"] for row in read("growth")}
     for name in (n for n in names if n not in done):
         case = CASES[name]()

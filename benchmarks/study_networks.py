@@ -1,9 +1,11 @@
-"""The networks of the study in `study.py`: some that others trained, and some that are trained here.
+"""The networks of the study in `study.py`: some that others trained, and some that are trained
+here.
 
-    QUALMS_DATA=folder python benchmarks/study_networks.py [NAME …]     (trains what is missing, prints accuracies)
+    QUALMS_DATA=folder python benchmarks/study_networks.py [NAME …]     (trains what is missing,
+    prints accuracies)
 
-What is trained goes to `runs/study`, and a run that is stopped goes on from its last epoch. The recipes are short for
-two CPU cores. Nothing was tuned on the pairs of the study.
+What is trained goes to `runs/study`, and a run that is stopped goes on from its last epoch. The
+recipes are short for two CPU cores. Nothing was tuned on the pairs of the study.
 """
 
 import argparse

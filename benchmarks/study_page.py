@@ -31,7 +31,9 @@ def fill(scores: list[Row], smoothing: list[Row], growth: list[Row]) -> None:
 
 
 def summary(rows: list[Row]) -> str:
-    """A line for each method that runs on all of the networks, best AUROC first, then those that do not."""
+    """A line for each method that runs on all of the networks, best AUROC first, then those that do
+    not.
+    """
     every = networks_of(rows)
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows):
@@ -64,7 +66,9 @@ def leads(method: str, network: str, other: str, rows: list[Row]) -> bool:
 
 
 def against(rows: list[Row], ours: str = "heat") -> str:
-    """By how much our score is ahead of each other one that needs no data, with intervals over networks."""
+    """By how much our score is ahead of each other one that needs no data, with intervals over
+    networks.
+    """
     whole = {
         (r["network"], other): p["auroc"]
         for r in rows
@@ -93,7 +97,9 @@ def against(rows: list[Row], ours: str = "heat") -> str:
 
 
 def over_networks(groups: list[list[float]], resamples: int = 10_000) -> tuple[float, float]:
-    """A 95 % interval of the mean over all pairs, if other networks had been drawn: pairs of one are alike."""
+    """A 95 % interval of the mean over all pairs, if other networks had been drawn: pairs of one
+    are alike.
+    """
     sums, counts = (np.array([f(group) for group in groups], dtype=float) for f in (sum, len))
     drawn = np.random.default_rng(0).integers(len(groups), size=(resamples, len(groups)))
     low, high = np.percentile(sums[drawn].sum(1) / counts[drawn].sum(1), [2.5, 97.5])

@@ -1,9 +1,10 @@
 """Two text classifiers for the study in `study.py`: who wrote these 96 bytes?
 
-The known are five kinds of text: two books, children's stories, Python code, and Python's own reference. The unknown:
-quotations from literature (near), quotations on science and computing (near), and C headers (far). Books and quotations
-come from `QUALMS_DATA/lm/text`, the rest from the installed Python. Trained here, from seed 0: a transformer, with a
-normalization before its classifier, and a convolutional network without one.
+The known are five kinds of text: two books, children's stories, Python code, and Python's own
+reference. The unknown: quotations from literature (near), quotations on science and computing
+(near), and C headers (far). Books and quotations come from `QUALMS_DATA/lm/text`, the rest from the
+installed Python. Trained here, from seed 0: a transformer, with a normalization before its
+classifier, and a convolutional network without one.
 """
 
 import pydoc_data.topics

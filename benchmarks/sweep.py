@@ -1,13 +1,14 @@
-"""Is it exact, batched and sketched? Every classifier of transformers, and a network of each family of timm.
+"""Is it exact, batched and sketched? Every classifier of transformers, and a network of each family
+of timm.
 
     python benchmarks/sweep.py transformers              (make sweep runs all three)
     PYTHONPATH=.timm python benchmarks/sweep.py timm
     python benchmarks/sweep.py page
 
-Each model is built small with random weights (`tiny_models.py`, `tiny_timm.py`), in double precision, and its gradient
-norms for each input, class and layer are compared with those of the reference engine. Rows go to `results/sweep.jsonl`
-as they come; a model that has one is passed over, unless it is named on the command line. `page` fills the table of
-docs/engine.md.
+Each model is built small with random weights (`tiny_models.py`, `tiny_timm.py`), in double
+precision, and its gradient norms for each input, class and layer are compared with those of the
+reference engine. Rows go to `results/sweep.jsonl` as they come; a model that has one is passed
+over, unless it is named on the command line. `page` fills the table of docs/engine.md.
 """
 
 import argparse
@@ -75,7 +76,9 @@ def tried(library: str, name: str) -> Row:
 
 
 def relative_error(have: qualms.ClassGradientNorms, want: qualms.ClassGradientNorms) -> float:
-    """The largest over inputs, classes and layers, but for norms that are zero beside the input's largest."""
+    """The largest over inputs, classes and layers, but for norms that are zero beside the input's
+    largest.
+    """
     if have.layers != want.layers:
         return float("inf")
     counted = want.norms > NEGLIGIBLE * want.norms.amax(dim=(1, 2), keepdim=True)
@@ -88,7 +91,9 @@ def said(error: Exception) -> str:
 
 
 class OutOfTimeError(BaseException):
-    """A model takes too long. Not an Exception, which the engine would take for a reason to go more slowly."""
+    """A model takes too long. Not an Exception, which the engine would take for a reason to go more
+    slowly.
+    """
 
 
 def out_of_time(*_: Any) -> None:

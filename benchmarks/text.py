@@ -1,14 +1,16 @@
 """What are scores of tokens good for? A small language model on texts that it knows, and on others.
 
-    QUALMS_DATA=folder python benchmarks/text.py score     (tells texts apart, and wrong next tokens, for each method)
-    QUALMS_DATA=folder python benchmarks/text.py leads     (by how much REGrad is ahead of other scores)
-    QUALMS_DATA=folder python benchmarks/text.py tangents  (how well few tangents rank tokens like many)
-    QUALMS_DATA=folder python benchmarks/text.py hybrid    (a mix of two scores for wrong next tokens)
-    QUALMS_DATA=folder python benchmarks/text.py cost      (in forward passes)
-    python benchmarks/text.py page                         (fills docs/results.md from the rows)
+    QUALMS_DATA=folder python benchmarks/text.py score     (tells texts apart, and wrong next
+    tokens, for each method) QUALMS_DATA=folder python benchmarks/text.py leads     (by how much
+    REGrad is ahead of other scores) QUALMS_DATA=folder python benchmarks/text.py tangents  (how
+    well few tangents rank tokens like many) QUALMS_DATA=folder python benchmarks/text.py hybrid
+    (a mix of two scores for wrong next tokens) QUALMS_DATA=folder python benchmarks/text.py cost
+      (in forward passes) python benchmarks/text.py page                         (fills
+      docs/results.md from the rows)
 
-`text_corpus.py` says what is in the folder. Rows go to `results/text.jsonl` as they come, and what has a row is passed
-over; the scores of all tokens are in `runs/text-benchmark.jsonl`, so that a run that was stopped loses little.
+`text_corpus.py` says what is in the folder. Rows go to `results/text.jsonl` as they come, and what
+has a row is passed over; the scores of all tokens are in `runs/text-benchmark.jsonl`, so that a run
+that was stopped loses little.
 """
 
 import argparse
@@ -110,7 +112,9 @@ def score() -> None:
 
 
 def by_span(inside: np.ndarray, outside: np.ndarray) -> Row:
-    """How well two texts are told apart, by the tokens that are averaged: spans, or all of a window so far."""
+    """How well two texts are told apart, by the tokens that are averaged: spans, or all of a window
+    so far.
+    """
     apart = {str(span): told_apart(inside, outside, span) for span in spans(WINDOW)}
     apart[SO_FAR] = told_apart(running(inside), running(outside), 1)
     return {name: rounded(measures) for name, measures in apart.items()}
@@ -151,7 +155,9 @@ def leads() -> None:
 
 
 def tangents() -> None:
-    """Spearman's correlation of few tangents with 128 (of another seed), over all tokens of three texts."""
+    """Spearman's correlation of few tangents with 128 (of another seed), over all tokens of three
+    texts.
+    """
     model = language()
     with Journal(TOKENS, about(model)) as journal:
         texts = [windows(name, model, FEW) for name in (KNOWN, *TWO)]
@@ -215,7 +221,9 @@ MIXES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def hybrid() -> None:
-    """Mixes of a gradient score and one of the logits, chosen on every second window and reported on the others."""
+    """Mixes of a gradient score and one of the logits, chosen on every second window and reported
+    on the others.
+    """
     model = language()
     with Journal(TOKENS, about(model)) as journal:
         for seed in (0, 1, 2):
@@ -223,7 +231,8 @@ def hybrid() -> None:
                 continue
             found = scored(model, windows(KNOWN, model), Run((*LOGITS, *GRADIENTS), seed), journal)
             plain = {name: values[:, :-1] for name, values in found.scores.items()}
-            # The energy and 1 - p of the likeliest have signs and units that a product does not bear.
+            # The energy and 1 - p of the likeliest have signs and units that a product does not
+            # bear.
             mixed = {
                 f"{how} of {a} and {b}": mix(plain[a], plain[b])
                 for how, mix in MIXES.items()
@@ -256,10 +265,12 @@ def on_half(scores: np.ndarray, right: np.ndarray, half: int) -> tuple[float, fl
 
 
 def cost(rounds: int = 7) -> None:
-    """The time of a score in forward passes of the same batch: the best of some rounds, in which all take turns.
+    """The time of a score in forward passes of the same batch: the best of some rounds, in which
+    all take turns.
 
-    Scores run each text alone, so that passes one by one stand beside those of the batch. It is the CPU's time on one
-    thread, which other work on the machine disturbs less than the clock on the wall.
+    Scores run each text alone, so that passes one by one stand beside those of the batch. It is the
+    CPU's time on one thread, which other work on the machine disturbs less than the clock on the
+    wall.
     """
     torch.set_num_threads(1)
     model = language()

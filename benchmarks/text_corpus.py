@@ -1,4 +1,5 @@
-"""The language model and the texts of `text.py`: `lm/stories260K`, as Hugging Face keeps models, and `lm/text/*.txt`.
+"""The language model and the texts of `text.py`: `lm/stories260K`, as Hugging Face keeps models,
+and `lm/text/*.txt`.
 
 White space becomes single spaces, so that line breaks give no text away.
 """
@@ -22,7 +23,9 @@ OTHERS = (
 
 
 def documents(name: str) -> list[Document]:
-    """Quotations end with a line `%`, held-out stories with their line; anything else is one document."""
+    """Quotations end with a line `%`, held-out stories with their line; anything else is one
+    document.
+    """
     whole = (data() / "text" / f"{name}.txt").read_text(encoding="utf-8")
     parts = (
         whole.split("\n%\n")

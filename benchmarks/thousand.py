@@ -1,11 +1,13 @@
-"""A thousand classes: estimates against exact gradients on real ImageNet networks, and the aims for what they cost.
+"""A thousand classes: estimates against exact gradients on real ImageNet networks, and the aims for
+what they cost.
 
-    QUALMS_DATA=folder python benchmarks/thousand.py exact    # all 1000 classes of each image: half a minute each
-    QUALMS_DATA=folder python benchmarks/thousand.py compare  # the default on the same images
-    python benchmarks/thousand.py page                        # fills docs/performance.md
+    QUALMS_DATA=folder python benchmarks/thousand.py exact    # all 1000 classes of each image: half
+    a minute each QUALMS_DATA=folder python benchmarks/thousand.py compare  # the default on the
+    same images python benchmarks/thousand.py page                        # fills
+    docs/performance.md
 
-Rows go to benchmarks/results/thousand.jsonl as they come; images that have one are passed over. The weights are those
-of the packages in requirements-imagenet.txt.
+Rows go to benchmarks/results/thousand.jsonl as they come; images that have one are passed over. The
+weights are those of the packages in requirements-imagenet.txt.
 """
 
 import json
@@ -54,7 +56,9 @@ STD = {
 
 
 def images_of(name: str, model: nn.Module) -> tuple[list[str], Tensor]:
-    """44 validation images (every 25th, four between) and 16 of other sets (every 50th), as the network takes them."""
+    """44 validation images (every 25th, four between) and 16 of other sets (every 50th), as the
+    network takes them.
+    """
     root = Path(os.environ["QUALMS_DATA"]) / "imagenet"
     said = preprocessing_of(name, model)
     assert said.normalization is not None
@@ -100,7 +104,9 @@ def measure_exact(name: str, model: nn.Module) -> None:
 
 
 def sums(norms: Tensor, probs: Tensor) -> dict[str, float]:
-    """The scores of one image, written out once more: Σ_c w_c ‖g_c‖ⁿ from norms [c, l] and probabilities [c]."""
+    """The scores of one image, written out once more: Σ_c w_c ‖g_c‖ⁿ from norms [c, l] and
+    probabilities [c].
+    """
     layers = norms.shape[1]
     whole = norms.square().sum(1).sqrt()
     weighted = norms @ torch.exp(LAMBDA * torch.arange(1 - layers, 1, dtype=torch.double))
@@ -116,7 +122,9 @@ def sums(norms: Tensor, probs: Tensor) -> dict[str, float]:
 
 
 def compare_default(name: str, model: nn.Module) -> None:
-    """The default engine on the images that have exact scores: rank correlation, errors, and how often they hold."""
+    """The default engine on the images that have exact scores: rank correlation, errors, and how
+    often they hold.
+    """
     ids, x = images_of(name, model)
     known: dict[str, dict[str, float]] = {}
     for row in rows(row="exact", network=name):
@@ -144,7 +152,9 @@ def compare_default(name: str, model: nn.Module) -> None:
 
 
 def fill_page() -> None:
-    """The last comparison of each network and score, and the aims at a thousand classes beside what was measured."""
+    """The last comparison of each network and score, and the aims at a thousand classes beside what
+    was measured.
+    """
     compared = {(row["network"], row["spec"]): row for row in rows(row="compared")}
     body = [
         [

@@ -1,7 +1,9 @@
-"""Classifiers of transformers with random weights, made small by one table of sizes, and inputs for them.
+"""Classifiers of transformers with random weights, made small by one table of sizes, and inputs for
+them.
 
-A configuration is shrunk by the names of its fields, with those of the configurations inside it; what that does not
-suit is put right by name in `EXCEPTIONS`. Inputs differ from each other, and texts have lengths of their own.
+A configuration is shrunk by the names of its fields, with those of the configurations inside it;
+what that does not suit is put right by name in `EXCEPTIONS`. Inputs differ from each other, and
+texts have lengths of their own.
 """
 
 import inspect
@@ -286,7 +288,9 @@ def boxes() -> Tensor:
 
 
 def lively(model: nn.Module) -> nn.Module:
-    """In double precision, with weights as after training: scales that start at zero or one would hide a layer."""
+    """In double precision, with weights as after training: scales that start at zero or one would
+    hide a layer.
+    """
     model = model.double().eval()
     for m in model.modules():
         if (

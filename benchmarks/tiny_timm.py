@@ -34,7 +34,9 @@ SMALLER: tuple[dict[str, Any], ...] = (
 
 @cache
 def imported_timm() -> Any:
-    """Beside a CPU build of torch, torchvision's compiled operators do not load, and its Python asks for these two."""
+    """Beside a CPU build of torch, torchvision's compiled operators do not load, and its Python
+    asks for these two.
+    """
     for operator in ("nms", "qnms"):
         torch.library.define(
             f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float overlap) -> Tensor"
@@ -50,7 +52,9 @@ def timm_names() -> list[str]:
 
 
 def timm_model(name: str) -> tuple[nn.Module, Tensor]:
-    """A network of timm, of few layers and for small images where it can be had so, and inputs for it."""
+    """A network of timm, of few layers and for small images where it can be had so, and inputs for
+    it.
+    """
     timm = imported_timm()
     size = int(timm.get_pretrained_cfg(name).input_size[1])
     failures: list[Exception] = []

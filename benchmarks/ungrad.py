@@ -1,12 +1,13 @@
-"""Why does UNGrad rank forwards on MNIST in the paper, and backwards here? Every reading of it that could tell.
+"""Why does UNGrad rank forwards on MNIST in the paper, and backwards here? Every reading of it that
+could tell.
 
     QUALMS_DATA=folder python benchmarks/ungrad.py [NETWORK …] [--out runs]
 
-UNGrad is the mean over classes of ‖∇θ log p_c‖. Each variant changes one thing: the norm, what is summed, whose
-gradient is taken, how log p is computed, how the network was trained. Rows go to `results/ungrad.jsonl`, one for each
-network and other dataset, with every variant's AUROC, and its rAULC on own images; `results_page.py` makes
-the table. The networks of the paper's recipe are those of `paper_tables.py` in the same folder; the others are trained
-here, for 3 epochs of it.
+UNGrad is the mean over classes of ‖∇θ log p_c‖. Each variant changes one thing: the norm, what is
+summed, whose gradient is taken, how log p is computed, how the network was trained. Rows go to
+`results/ungrad.jsonl`, one for each network and other dataset, with every variant's AUROC, and its
+rAULC on own images; `results_page.py` makes the table. The networks of the paper's recipe are those
+of `paper_tables.py` in the same folder; the others are trained here, for 3 epochs of it.
 """
 
 import argparse
@@ -57,7 +58,9 @@ def with_dropout() -> nn.Module:
 
 
 def networks(out: Path) -> dict[str, tuple[Callable[[], Network], tuple[str, ...]]]:
-    """By name: how each is made, and the datasets that it is to tell from its own, which comes first."""
+    """By name: how each is made, and the datasets that it is to tell from its own, which comes
+    first.
+    """
     digits, numbers = ("mnist", "omniglot", "fashion-mnist"), ("svhn", "cifar10", "cifar100")
     objects = ("cifar10", "svhn", "tiny-imagenet-32")
     return {
@@ -118,7 +121,9 @@ def short_network(name: str, build: Callable[[], nn.Module], out: Path, **change
 def variants(
     gram: Gram, logits: Float[Tensor, "b c"], tensors: list[str]
 ) -> Iterator[tuple[str, Float[Tensor, " b"]]]:
-    """Each variant of UNGrad, by name: all are quadratic forms of the Gram matrices of the logits, tensor by tensor."""
+    """Each variant of UNGrad, by name: all are quadratic forms of the Gram matrices of the logits,
+    tensor by tensor.
+    """
     p, eye = logits.softmax(-1), torch.eye(logits.shape[1], dtype=logits.dtype)
     toward = eye - p[:, None]  # [b, c, k]: row c is e_c - p
     whole = gram.sum(1)
@@ -157,7 +162,8 @@ def variants(
     yield "log softmax of the softmax", norms((eye - p.softmax(-1)[:, None]) @ of_softmax).mean(1)
     yield "of p_c (the weights of ExGrad)", (p * plain).mean(1)
     yield "weights √p_c (REGrad)", (p.sqrt() * plain).sum(1)
-    # What torch.distributions.Categorical(probs=p).log_prob does: no gradient comes through a clamp.
+    # What torch.distributions.Categorical(probs=p).log_prob does: no gradient comes through a
+    # clamp.
     least = torch.finfo(torch.float32).eps
     yield "p_c clamped as by torch.distributions", (((p > least) & (p < 1 - least)) * plain).mean(1)
     for floor in FLOORS:

@@ -1,9 +1,11 @@
 # %% [markdown]
-"""Active learning in a loop of your own: label what the model knows least, and compare with labeling at random.
+"""Active learning in a loop of your own: label what the model knows least, and compare with
+labeling at random.
 
     python examples/active_learning.py
 
-Two seeds and few cycles, so that it runs in a minute: enough to see how it works, not to say which choice is better.
+Two seeds and few cycles, so that it runs in a minute: enough to see how it works, not to say which
+choice is better.
 """
 
 # %% The data: a start of 20 labels, a pool to choose from, and a test set.

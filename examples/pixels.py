@@ -1,10 +1,12 @@
 # %% [markdown]
-"""Segmentation: a network names every pixel of a scene. Which pixels belong to something that it has never seen?
+"""Segmentation: a network names every pixel of a scene. Which pixels belong to something that it
+has never seen?
 
     python examples/pixels.py [page.html]
 
-Scenes of the digits 0 to 7 are learnt, in about a minute; letters are pasted into test scenes. A good score is higher
-at their pixels. The page shows image, prediction and scores side by side. Needs no other data.
+Scenes of the digits 0 to 7 are learnt, in about a minute; letters are pasted into test scenes. A
+good score is higher at their pixels. The page shows image, prediction and scores side by side.
+Needs no other data.
 """
 
 # %% A small U-Net, trained on scenes.

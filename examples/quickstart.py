@@ -1,10 +1,11 @@
 # %% [markdown]
-"""A first look: train a small network on some handwritten digits, and ask what it does not know about others.
+"""A first look: train a small network on some handwritten digits, and ask what it does not know
+about others.
 
     python examples/quickstart.py            (or cell by cell, in an editor that knows `# %%`)
 
-The digits 0 to 6 of scikit-learn's bundled dataset are learnt; 7, 8 and 9 are never shown. A good score is higher for
-them. Runs in a few seconds and needs no other data.
+The digits 0 to 6 of scikit-learn's bundled dataset are learnt; 7, 8 and 9 are never shown. A good
+score is higher for them. Runs in a few seconds and needs no other data.
 """
 
 # %% The data, and the paper's CNN trained on a part of it.

@@ -3,8 +3,9 @@
     python examples/theory.py
     python examples/theory.py --plots docs/plots
 
-Each proposition has a file in `examples/propositions`, whose functions return what is printed here. All in float64,
-from fixed seeds, on small networks that are trained on the spot; under a minute on one core.
+Each proposition has a file in `examples/propositions`, whose functions return what is printed here.
+All in float64, from fixed seeds, on small networks that are trained on the spot; under a minute on
+one core.
 """
 
 import argparse

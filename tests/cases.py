@@ -93,12 +93,7 @@ def conv_case(name: str, conv: Callable[[], nn.Module], **more: Any) -> Case:
 
 def after_conv(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(
-        nn.Conv2d(3, 6, 3),
-        layer(),
-        nn.ReLU(inplace=True),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(24, 4),
+        nn.Conv2d(3, 6, 3), layer(), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4)
     )
 
 
@@ -141,9 +136,7 @@ def exported() -> nn.Module:
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         example = (torch.randn(4, 3, 8, 8, dtype=torch.double),)
-        program = torch.export.export(
-            model, example, dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
-        )
+        program = torch.export.export(model, example, dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
         torch.export.save(program, Path(folder) / "model.pt2")
         return torch.export.load(Path(folder) / "model.pt2").module()
 
@@ -161,9 +154,7 @@ def traced() -> nn.Module:
 def scripted() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.jit.script(
-            nn.Sequential(nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
-        )
+        return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)))
 
 
 def old_weight_norm(layer: nn.Module) -> nn.Module:
@@ -186,42 +177,27 @@ CASES = [
     Case("svhn-cnn", lambda: net.mnist_cnn(hidden_layers=2), images(1, 12)),
     Case("cnn-with-view", net.ViewingCNN, lambda: torch.randn(INPUTS, 3, 6, 6, dtype=torch.double)),
     Case("resnet-18", lambda: net.ResNet((4, 6, 8, 10), 2, 4), images()),
-    Case(
-        "resnet-padded-shortcut", lambda: net.ResNet((4, 8), 2, 4, padded_shortcut=True), images()
-    ),
+    Case("resnet-padded-shortcut", lambda: net.ResNet((4, 8), 2, 4, padded_shortcut=True), images()),
     Case("densenet", net.DenseNet, images()),
     conv_case("grouped-conv", lambda: nn.Conv2d(3, 6, 3, groups=3)),
     conv_case(
-        "depthwise-separable",
-        lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, groups=3), nn.Conv2d(3, 5, 1)),
+        "depthwise-separable", lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, groups=3), nn.Conv2d(3, 5, 1))
     ),
     conv_case("strided-conv", lambda: nn.Conv2d(3, 5, (3, 2), stride=(2, 3), padding=(1, 0))),
     conv_case("dilated-conv", lambda: nn.Conv2d(3, 5, 3, dilation=2, padding=2)),
-    conv_case(
-        "dilated-strided-grouped",
-        lambda: nn.Conv2d(3, 6, 3, stride=2, dilation=2, padding=1, groups=3),
-    ),
+    conv_case("dilated-strided-grouped", lambda: nn.Conv2d(3, 6, 3, stride=2, dilation=2, padding=1, groups=3)),
     conv_case("padding-same", lambda: nn.Conv2d(3, 5, (4, 3), padding="same", dilation=(1, 2))),
     conv_case("padding-circular", lambda: nn.Conv2d(3, 5, 3, padding=1, padding_mode="circular")),
-    conv_case(
-        "padding-reflect", lambda: nn.Conv2d(3, 5, 3, padding="same", padding_mode="reflect")
-    ),
+    conv_case("padding-reflect", lambda: nn.Conv2d(3, 5, 3, padding="same", padding_mode="reflect")),
     conv_case("many-channels-few-positions", lambda: nn.Conv2d(3, 40, 4, stride=4)),
     Case("conv1d-text", net.TextCNN, ids()),
     Case(
         "conv3d",
-        lambda: nn.Sequential(
-            nn.Conv3d(2, 4, 2, stride=(1, 2, 2)), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
-        ),
+        lambda: nn.Sequential(nn.Conv3d(2, 4, 2, stride=(1, 2, 2)), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)),
         lambda: torch.randn(INPUTS, 2, 4, 4, 4, dtype=torch.double),
     ),
-    conv_case(
-        "conv-transpose", lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1)
-    ),
-    conv_case(
-        "conv-transpose-grouped",
-        lambda: nn.ConvTranspose2d(3, 6, (2, 3), stride=(1, 2), groups=3, dilation=2),
-    ),
+    conv_case("conv-transpose", lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1)),
+    conv_case("conv-transpose-grouped", lambda: nn.ConvTranspose2d(3, 6, (2, 3), stride=(1, 2), groups=3, dilation=2)),
     Case("batch-norm", after_conv(lambda: nn.BatchNorm2d(6)), images()),
     Case("group-norm", after_conv(lambda: nn.GroupNorm(3, 6)), images()),
     Case("group-norm-after-channels-last", net.ChannelsLastNorms, images(4, 3)),
@@ -233,26 +209,12 @@ CASES = [
     ),
     Case("instance-norm-channels-last", net.AroundInstanceNorm, images(4)),
     Case("layer-norm-image", after_conv(lambda: nn.LayerNorm([6, 6, 6])), images()),
-    Case(
-        "batch-norm-1d",
-        lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Flatten(), nn.Linear(30, 3)),
-        sequences(),
-    ),
-    Case(
-        "layer-norm",
-        lambda: nn.Sequential(nn.LayerNorm(6), nn.Flatten(), nn.Linear(30, 3)),
-        sequences(),
-    ),
-    Case(
-        "rms-norm",
-        lambda: nn.Sequential(nn.RMSNorm(6), nn.Flatten(), nn.Linear(30, 3)),
-        sequences(),
-    ),
+    Case("batch-norm-1d", lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Flatten(), nn.Linear(30, 3)), sequences()),
+    Case("layer-norm", lambda: nn.Sequential(nn.LayerNorm(6), nn.Flatten(), nn.Linear(30, 3)), sequences()),
+    Case("rms-norm", lambda: nn.Sequential(nn.RMSNorm(6), nn.Flatten(), nn.Linear(30, 3)), sequences()),
     Case(
         "prelu",
-        lambda: nn.Sequential(
-            nn.PReLU(), nn.Conv2d(3, 5, 3), nn.PReLU(5), nn.Flatten(), nn.Linear(180, 3)
-        ),
+        lambda: nn.Sequential(nn.PReLU(), nn.Conv2d(3, 5, 3), nn.PReLU(5), nn.Flatten(), nn.Linear(180, 3)),
         images(),
     ),
     Case("attention", net.CrossAttention, sequences()),
@@ -263,35 +225,14 @@ CASES = [
     Case("hugging-face-vit", hugging_face_vit, lambda: {"pixel_values": images()()}),
     Case("lstm", lambda: recurrent.Recurrent(nn.LSTM, batch_first=True), ids()),
     Case("gru-batch-second", lambda: recurrent.Recurrent(nn.GRU, batch_first=False), ids()),
+    Case("rnn-without-biases", lambda: recurrent.FromStates(nn.RNN(6, 3, bias=False, batch_first=True)), sequences(3)),
+    Case("relu-rnn", lambda: recurrent.FromStates(nn.RNN(6, 3, nonlinearity="relu", bidirectional=True)), sequences(3)),
+    Case("lstm-learned-state", lambda: recurrent.FromStates(nn.LSTM(6, 3), "learned"), sequences(3)),
     Case(
-        "rnn-without-biases",
-        lambda: recurrent.FromStates(nn.RNN(6, 3, bias=False, batch_first=True)),
-        sequences(3),
+        "lstm-state-of-the-input", lambda: recurrent.FromStates(nn.LSTM(6, 3, bias=False), "of the input"), sequences(3)
     ),
-    Case(
-        "relu-rnn",
-        lambda: recurrent.FromStates(nn.RNN(6, 3, nonlinearity="relu", bidirectional=True)),
-        sequences(3),
-    ),
-    Case(
-        "lstm-learned-state", lambda: recurrent.FromStates(nn.LSTM(6, 3), "learned"), sequences(3)
-    ),
-    Case(
-        "lstm-state-of-the-input",
-        lambda: recurrent.FromStates(nn.LSTM(6, 3, bias=False), "of the input"),
-        sequences(3),
-    ),
-    Case(
-        "gru-learned-state",
-        lambda: recurrent.FromStates(nn.GRU(6, 3, num_layers=2), "learned"),
-        sequences(3),
-    ),
-    Case(
-        "lstm-projected",
-        lambda: recurrent.FromStates(nn.LSTM(6, 4, proj_size=3)),
-        sequences(3),
-        general=("layer",),
-    ),
+    Case("gru-learned-state", lambda: recurrent.FromStates(nn.GRU(6, 3, num_layers=2), "learned"), sequences(3)),
+    Case("lstm-projected", lambda: recurrent.FromStates(nn.LSTM(6, 4, proj_size=3)), sequences(3), general=("layer",)),
     Case("recurrent-layers-tied", recurrent.TiedLayers, sequences(3, 4)),
     Case("recurrent-decoder", recurrent.Decoder, sequences(3)),
     Case("recurrent-cells", recurrent.Cells, sequences(3)),
@@ -299,9 +240,7 @@ CASES = [
     Case("packed-sequences", recurrent.Packed, sequences(3), general=...),
     Case("sequences-in-batch-axis", recurrent.ParallelSequences, sequences(3)),
     Case("experts-in-one-parameter", scattered.MatrixExperts, sequences()),
-    Case(
-        "experts-with-biases", lambda: scattered.MatrixExperts(bias=True), sequences(), general=...
-    ),
+    Case("experts-with-biases", lambda: scattered.MatrixExperts(bias=True), sequences(), general=...),
     Case("gated-words", scattered.GatedWords, sequences(), general=...),
     Case("multiple-choice", net.Choices, lambda: torch.randn(INPUTS, 3, 5, 6, dtype=torch.double)),
     Case("pixels-as-words", net.PixelsAsWords, lambda: torch.randn(INPUTS, 96, dtype=torch.double)),
@@ -311,43 +250,29 @@ CASES = [
     Case("tied-padding", net.TiedPadding, ids(6)),
     Case("module-used-twice", net.UsedTwice, images()),
     Case("module-of-two-names", net.two_names, sequences()),
-    Case(
-        "module-of-two-names-by-differences", lambda: weight_norm_last(net.two_names()), sequences()
-    ),
+    Case("module-of-two-names-by-differences", lambda: weight_norm_last(net.two_names()), sequences()),
     Case(
         "weight-norm",
         lambda: nn.Sequential(
-            weight_norm(nn.Conv2d(3, 4, 3)),
-            nn.ReLU(),
-            nn.Flatten(),
-            weight_norm(nn.Linear(144, 3), dim=None),
+            weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Flatten(), weight_norm(nn.Linear(144, 3), dim=None)
         ),
         images(),
     ),
     Case(
         "weight-norm-by-hooks",
-        lambda: nn.Sequential(
-            old_weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
-        ),
+        lambda: nn.Sequential(old_weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)),
         images(),
     ),
     Case("in-place-relu", after_conv(nn.Identity), images()),
     Case(
         "in-place-on-a-view",
-        lambda: nn.Sequential(
-            nn.Linear(6, 7), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(35, 3)
-        ),
+        lambda: nn.Sequential(nn.Linear(6, 7), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(35, 3)),
         sequences(),
     ),
     Case("low-rank-adapter", net.LowRank, images(3, 4)),
     Case("bare-parameters", net.BareParameters, sequences(), general=("(model)",)),
     Case("transposed-linear", net.Conv1D, sequences()),
-    Case(
-        "bilinear",
-        net.Bilinear,
-        lambda: (sequences(1)()[:, 0], sequences(1)()[:, 0]),
-        general=("bilinear",),
-    ),
+    Case("bilinear", net.Bilinear, lambda: (sequences(1)()[:, 0], sequences(1)()[:, 0]), general=("bilinear",)),
     Case("partly-frozen", partly_frozen, images(1, 12)),
     Case("wholly-frozen", lambda: net.ViT(batch_first=True).requires_grad_(False), images()),
     Case("compiled", compiled, images(1, 12)),
@@ -374,10 +299,7 @@ CASES = [
     Case("wide-head", wide.Wide, sequences()),
     Case("wide-head-without-bias", lambda: wide.Wide(bias=False), sequences()),
     Case("wide-head-confident", lambda: wide.Wide(bias=False, certain=20.0), sequences()),
-    *(
-        Case(f"wide-head-{form}", partial(wide.WideInOtherWays, form), sequences())
-        for form in FORMS
-    ),
+    *(Case(f"wide-head-{form}", partial(wide.WideInOtherWays, form), sequences()) for form in FORMS),
     Case("wide-head-tied", wide.WideTied, ids(40)),
     Case(
         "wide-head-images",
@@ -408,12 +330,7 @@ CASES = [
     Case("union-of-the-batch", evasive.UnionOfTheBatch, innocent_first, general=None),
     Case("reads-other-rows", evasive.ReadsOtherRows, first_two_alike, general=None),
     Case("scaled-in-place", scattered.ScaledInPlace, unpadded, general=...),
-    Case(
-        "embedding-bag",
-        lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)),
-        ids(),
-        general=...,
-    ),
+    Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(20, 5), nn.Linear(5, 3)), ids(), general=...),
     Case(
         "embedding-bag-sparse",
         lambda: nn.Sequential(nn.EmbeddingBag(20, 5, sparse=True), nn.Linear(5, 3)),

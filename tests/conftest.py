@@ -1,4 +1,6 @@
-"""Shapes are enforced in the tests: every function of qualms that annotates one checks what it takes and returns."""
+"""Shapes are enforced in the tests: every function of qualms that annotates one checks what it
+takes and returns.
+"""
 
 import inspect
 import os
@@ -13,11 +15,12 @@ import torch
 from hypothesis import settings
 from jaxtyping import AbstractArray, config, install_import_hook
 
-# Some virtual machines announce AMX and trap on it: torch itself then dies on a product of bfloat16 matrices. oneDNN
-# reads this at its first product; the commands that tests start inherit it.
+# Some virtual machines announce AMX and trap on it: torch itself then dies on a product of bfloat16
+# matrices. oneDNN reads this at its first product; the commands that tests start inherit it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-# A shell starts what runs in the background deaf to Ctrl-C; tests of it, and the commands that they start, are not.
+# A shell starts what runs in the background deaf to Ctrl-C; tests of it, and the commands that they
+# start, are not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -31,7 +34,9 @@ def has_shape(annotation: Any) -> bool:
 
 
 def where_there_are_shapes(check: Callable[..., Any]) -> Callable[..., Any]:
-    """The check, for classes and functions that annotate a shape. Plain types are mypy's, and a third of the time."""
+    """The check, for classes and functions that annotate a shape. Plain types are mypy's, and a
+    third of the time.
+    """
 
     def decorator(*, typechecker: Any) -> Callable[[Any], Any]:
         def decorated(of: Any) -> Any:

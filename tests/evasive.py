@@ -1,4 +1,5 @@
-"""Models that try to slip past the recorder: they hide what they do, mix rows or move them about, cache or cast.
+"""Models that try to slip past the recorder: they hide what they do, mix rows or move them about,
+cache or cast.
 
 Row 0 of their inputs looks innocent.
 """
@@ -163,7 +164,9 @@ class CastsInside(Bypassed):
 
 
 class CachesInEvaluation(Bypassed):
-    """Keeps what it computes from a weight until training begins, as LeViT does with its attention biases."""
+    """Keeps what it computes from a weight until training begins, as LeViT does with its attention
+    biases.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +186,9 @@ class CachesInEvaluation(Bypassed):
 
 
 class MatrixDispatch(nn.Module):
-    """Experts that rows reach by a product with a one-hot matrix, as GShard does it: no index is ever seen."""
+    """Experts that rows reach by a product with a one-hot matrix, as GShard does it: no index is
+    ever seen.
+    """
 
     def __init__(self, experts: int = 3) -> None:
         super().__init__()
@@ -242,7 +247,9 @@ class Straight(torch.autograd.Function):
 
 
 class RoundedWeight(Bypassed):
-    """A weight derived from a parameter passes through an autograd function; a first input of negatives hides it."""
+    """A weight derived from a parameter passes through an autograd function; a first input of
+    negatives hides it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return (
@@ -251,7 +258,9 @@ class RoundedWeight(Bypassed):
 
 
 class SlopeInside(Bypassed):
-    """The forward pass takes a gradient of its own and goes on with it; a first input of negatives hides it."""
+    """The forward pass takes a gradient of its own and goes on with it; a first input of negatives
+    hides it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -291,7 +300,9 @@ class FaintBranch(Bypassed):
 
 
 class LongestOfTheBatch(Bypassed):
-    """What an input gives depends on the longest one beside it, which stands in either half of a batch."""
+    """What an input gives depends on the longest one beside it, which stands in either half of a
+    batch.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         longest = (x > 0).sum(1).max()

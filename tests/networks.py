@@ -1,6 +1,7 @@
 """Small networks of every kind that the engines must handle, built for tests only.
 
-Those of one family have a file of their own: `recurrent.py`, `scattered.py`, `wide.py`, `evasive.py`.
+Those of one family have a file of their own: `recurrent.py`, `scattered.py`, `wide.py`,
+`evasive.py`.
 """
 
 import torch
@@ -108,7 +109,9 @@ class DenseNet(nn.Module):
 
 
 class ViT(nn.Module):
-    """Class token, position embedding, and torch's encoder with the batch on the first or the second axis."""
+    """Class token, position embedding, and torch's encoder with the batch on the first or the
+    second axis.
+    """
 
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
@@ -129,7 +132,9 @@ class ViT(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """A learned query attends to the input: query, keys and values differ, with bias_k, bias_v and a zero position."""
+    """A learned query attends to the input: query, keys and values differ, with bias_k, bias_v and
+    a zero position.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +151,9 @@ class CrossAttention(nn.Module):
 
 
 class ChannelsLastNorms(nn.Module):
-    """Maps normalized over channels on their last axis, and then over groups of channels without a copy in between."""
+    """Maps normalized over channels on their last axis, and then over groups of channels without a
+    copy in between.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +169,9 @@ class ChannelsLastNorms(nn.Module):
 
 
 class AroundInstanceNorm(nn.Module):
-    """Instance normalization between convolutions, for whose cotangent in channels-last format torch is wrong."""
+    """Instance normalization between convolutions, for whose cotangent in channels-last format
+    torch is wrong.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +211,8 @@ class Tied(nn.Module):
 
 
 class TiedPadding(nn.Module):
-    """The row of an embedding that stands for padding has a gradient from the weight's other use alone.
+    """The row of an embedding that stands for padding has a gradient from the weight's other use
+    alone.
 
     Its last layer has no rule in forward mode.
     """
@@ -273,7 +283,9 @@ class LowRank(nn.Module):
 
 
 class BareParameters(nn.Module):
-    """Parameters in plain arithmetic: scale, shift, temperature, mixing matrices on either side, an outer index."""
+    """Parameters in plain arithmetic: scale, shift, temperature, mixing matrices on either side, an
+    outer index.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +340,9 @@ class Conv1D(nn.Module):
 
 
 class Choices(nn.Module):
-    """Multiple choice: the answers to a question stand beside each other in the batch, all with the same positions."""
+    """Multiple choice: the answers to a question stand beside each other in the batch, all with the
+    same positions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +358,9 @@ class Choices(nn.Module):
 
 
 class PixelsAsWords(nn.Module):
-    """Normalized pixels as a sequence behind a class token: the cotangent of an image alone has strides of its own."""
+    """Normalized pixels as a sequence behind a class token: the cotangent of an image alone has
+    strides of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()

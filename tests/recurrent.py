@@ -1,4 +1,6 @@
-"""Recurrent networks: layers, cells, states that are learned or come from the input, packed sequences."""
+"""Recurrent networks: layers, cells, states that are learned or come from the input, packed
+sequences.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,9 @@ class Recurrent(nn.Module):
 
 
 class FromStates(nn.Module):
-    """All that a recurrent layer gives is used; it starts from zeros, from a learned state or from one of the input."""
+    """All that a recurrent layer gives is used; it starts from zeros, from a learned state or from
+    one of the input.
+    """
 
     def __init__(self, layer: nn.RNNBase, begin: str = "zeros") -> None:
         super().__init__()
@@ -57,7 +61,9 @@ class FromStates(nn.Module):
 
 
 class TiedLayers(nn.Module):
-    """Two recurrent layers with one weight, a change in place, and a third layer whose weight is normalized."""
+    """Two recurrent layers with one weight, a change in place, and a third layer whose weight is
+    normalized.
+    """
 
     def __init__(self) -> None:
         super().__init__()

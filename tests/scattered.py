@@ -1,4 +1,6 @@
-"""Models in which the values of the input decide what stands where: experts, early exits, texts without padding."""
+"""Models in which the values of the input decide what stands where: experts, early exits, texts
+without padding.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +57,8 @@ class EarlyExit(nn.Module):
 
 
 class MatrixExperts(nn.Module):
-    """Each word goes to the two experts that its router likes best, and experts keep their matrices in one parameter.
+    """Each word goes to the two experts that its router likes best, and experts keep their matrices
+    in one parameter.
 
     With `bias` they are multiplied from the right, and a row of another parameter is added.
     """
@@ -87,7 +90,9 @@ class MatrixExperts(nn.Module):
 
 
 class GatedWords(nn.Module):
-    """Words without padding, in an operation without a rule, of whose results the logits need one alone."""
+    """Words without padding, in an operation without a rule, of whose results the logits need one
+    alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +108,9 @@ class GatedWords(nn.Module):
 
 
 class Unpads(nn.Module):
-    """Only some positions of each input go through a layer; the numbers happen to add up to a multiple."""
+    """Only some positions of each input go through a layer; the numbers happen to add up to a
+    multiple.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +124,9 @@ class Unpads(nn.Module):
 
 
 class MasksPadding(nn.Module):
-    """A mask is added to the biases of attention, but only in a batch that has anything to mask, as T5 does it."""
+    """A mask is added to the biases of attention, but only in a batch that has anything to mask, as
+    T5 does it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -98,7 +98,9 @@ def test_the_methods_page_lists_every_method() -> None:
 
 
 def test_the_path_of_a_tensor_names_what_there_is() -> None:
-    """Each `name` (`file`) of the walk, in the file that it names; the names without one are explained before."""
+    """Each `name` (`file`) of the walk, in the file that it names; the names without one are
+    explained before.
+    """
     walk = (
         (ROOT / "CONTRIBUTING.md")
         .read_text()

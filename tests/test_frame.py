@@ -1,4 +1,6 @@
-"""What surrounds the code agrees with it: one version everywhere, and a workflow that runs what there is."""
+"""What surrounds the code agrees with it: one version everywhere, and a workflow that runs what
+there is.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What `make` installs: the demo's packages for the demo, the tools for tests and docs when they are asked for."""
+"""What `make` installs: the demo's packages for the demo, the tools for tests and docs when they
+are asked for.
+"""
 
 import os
 import shutil

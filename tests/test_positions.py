@@ -1,4 +1,6 @@
-"""Scores at every position: those of the exact engine where that can be asked, and of each text alone."""
+"""Scores at every position: those of the exact engine where that can be asked, and of each text
+alone.
+"""
 
 import math
 from typing import Any
@@ -574,7 +576,9 @@ def test_a_model_spread_over_devices_gets_a_clear_answer() -> None:
 
 
 class Longer(nn.Module):
-    """Has one more layer for texts of more than four tokens; without a gradient, if it is `frozen` there."""
+    """Has one more layer for texts of more than four tokens; without a gradient, if it is `frozen`
+    there.
+    """
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()

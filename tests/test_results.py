@@ -1,4 +1,6 @@
-"""The results page: its numbers are those of the committed rows, and what it makes of them is right."""
+"""The results page: its numbers are those of the committed rows, and what it makes of them is
+right.
+"""
 
 import shutil
 import subprocess
@@ -105,8 +107,17 @@ def test_a_pair_counts_once_however_many_seeds_it_has() -> None:
 
 
 def test_the_ranking_goes_by_means_over_pairs_and_leaves_out_what_was_not_run_on_all() -> None:
-    rows = [ood(m, out, area) for m, out, area in (("gen", "b", 0.9), ("gen", "c", 0.5), ("msp", "b", 0.8),
-                                                   ("msp", "c", 0.8), ("odin", "b", 1.0))]  # fmt: skip
+    rows = [
+        ood(m, out, area)
+        for m, out, area in (
+            ("gen", "b", 0.9),
+            ("gen", "c", 0.5),
+            ("msp", "b", 0.8),
+            # fmt: skip
+            ("msp", "c", 0.8),
+            ("odin", "b", 1.0),
+        )
+    ]
     lift = [{"row": "calibration", "in": "a", "method": "gen", "raulc": 0.4}]
     time = [{"row": "runtime", "method": "msp", "ratio": 1.5}]
     ranked, others = ranking(rows, lift, time)

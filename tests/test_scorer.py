@@ -1,4 +1,6 @@
-"""`Scorer`: fitted once, the same numbers as `score` and `compare`, and everything that is asked of `Scored`."""
+"""`Scorer`: fitted once, the same numbers as `score` and `compare`, and everything that is asked of
+`Scored`.
+"""
 
 import copy
 import importlib.util
@@ -189,7 +191,8 @@ def test_training_data_is_read_once_for_all_calls(model: nn.Module, x: Tensor) -
 def test_the_look_at_the_model_is_taken_once(model: nn.Module, x: Tensor) -> None:
     scorer = qualms.Scorer(model, ["regrad+layers", "exgrad", "entropy"])
     first, second = (rows_through(model, lambda: scorer(x)) for _ in range(2))
-    # The logits, which also tell whether inputs influence each other, the recorded pass, and two rows alone.
+    # The logits, which also tell whether inputs influence each other, the recorded pass, and two
+    # rows alone.
     assert second == 2 * len(x) + 2
     assert first > second
     assert rows_through(model, lambda: qualms.Scorer(model, ["entropy", "energy"])(x)) == len(x)
@@ -383,7 +386,8 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
             found + qualms.Scorer(model, "entropy", class_names=list("abcde"))(x)
         ),
         "an input has the number -1": lambda: qualms.Scorer(model)(x, first=-1),
-        "an input has the number 0.5": lambda: qualms.Scorer(model)(x, numbers=[0.5]),  # type: ignore[list-item]
+        # type: ignore[list-item]
+        "an input has the number 0.5": lambda: qualms.Scorer(model)(x, numbers=[0.5]),
         "there are 2 numbers for 11 inputs or more": lambda: qualms.Scorer(model)(
             x, numbers=[3, 4]
         ),
@@ -397,8 +401,10 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "threshold is a str": lambda: qualms.Scorer(model, threshold="3"),  # type: ignore[arg-type]
         "methods is empty": lambda: qualms.Scorer(model, []),
         "a method is a int": lambda: qualms.Scorer(model, [3]),  # type: ignore[list-item]
-        "engine='fast' is not known": lambda: qualms.Scorer(model, engine="fast"),  # type: ignore[arg-type]
-        "layers='all' is not known": lambda: qualms.Scorer(model, layers="all"),  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        "engine='fast' is not known": lambda: qualms.Scorer(model, engine="fast"),
+        # type: ignore[arg-type]
+        "layers='all' is not known": lambda: qualms.Scorer(model, layers="all"),
         "model is a str": lambda: qualms.Scorer("resnet18")(x),  # type: ignore[arg-type]
     }.items():
         with pytest.raises(qualms.QualmsError, match=message):

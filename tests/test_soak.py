@@ -1,4 +1,6 @@
-"""The soak (`benchmarks/soak.py`) in short: what it says of a process that is in order, and of one that is not."""
+"""The soak (`benchmarks/soak.py`) in short: what it says of a process that is in order, and of one
+that is not.
+"""
 
 import os
 import re
@@ -37,7 +39,9 @@ def test_mixed_scoring_leaves_nothing_behind_and_gives_the_same_each_time() -> N
 
 
 class Measured:
-    """A process of which memory, files and threads are what a test says: what another test left does not matter."""
+    """A process of which memory, files and threads are what a test says: what another test left
+    does not matter.
+    """
 
     def __init__(self) -> None:
         self.rss, self.files = 300 * 2**20, 6

@@ -121,7 +121,9 @@ def test_the_risk_is_exceeded_less_often_than_the_confidence_allows() -> None:
 
 
 def test_scores_that_tell_nothing_are_rarely_lucky() -> None:
-    """Each input is wrong a little more often than allowed, whatever its score, so accepting any breaks the promise."""
+    """Each input is wrong a little more often than allowed, whatever its score, so accepting any
+    breaks the promise.
+    """
     generator, lucky = torch.Generator().manual_seed(2), 0
     for _ in range(400):
         scores, right = (torch.rand(800, generator=generator) for _ in range(2))

@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 
 class Wide(nn.Module):
-    """More classes than features before the last layer, so that fewer backward passes than classes will do."""
+    """More classes than features before the last layer, so that fewer backward passes than classes
+    will do.
+    """
 
     def __init__(self, bias: bool = True, certain: float = 0.0) -> None:
         super().__init__()
@@ -55,7 +57,9 @@ class WideInOtherWays(Wide):
 
 
 class WideTied(nn.Module):
-    """The last layer's weight is also the embedding: more classes than features, and a weight of two uses."""
+    """The last layer's weight is also the embedding: more classes than features, and a weight of
+    two uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()

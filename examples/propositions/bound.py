@@ -1,8 +1,9 @@
 """Proposition 4: E_Δθ KL( p(θ) ‖ p(θ + Δθ) ) ≤ ExGrad(x) · E‖Δθ‖ for small Δθ.
 
-Its first-order term is 0 for every network, because Σ_c p_c ∂ log p_c / ∂θ = 0. What is left is of second order: for
-Δθ ~ N(0, σ²I) the divergence is σ²/2 · T(x) + O(σ⁴), in both directions, with the trace of the Fisher information
-T = Σ_c p_c ‖∂ log p_c / ∂θ‖². And T lies between two scores: ExGrad² ≤ T ≤ REGrad² ≤ C · T.
+Its first-order term is 0 for every network, because Σ_c p_c ∂ log p_c / ∂θ = 0. What is left is of
+second order: for Δθ ~ N(0, σ²I) the divergence is σ²/2 · T(x) + O(σ⁴), in both directions, with the
+trace of the Fisher information T = Σ_c p_c ‖∂ log p_c / ∂θ‖². And T lies between two scores:
+ExGrad² ≤ T ≤ REGrad² ≤ C · T.
 """
 
 import math
@@ -82,7 +83,9 @@ def mean_length(parameters: int, sigma: float) -> float:
 def reverse_divergence(
     model: nn.Module, x: Tensor, sigma: float, draws: int, seed: int = 0
 ) -> Tensor:
-    """E_Δθ KL( p(θ) ‖ p(θ + Δθ) ), the direction of the proposition; the same directions of Δθ for every σ."""
+    """E_Δθ KL( p(θ) ‖ p(θ + Δθ) ), the direction of the proposition; the same directions of Δθ for
+    every σ.
+    """
     log_p = model(x).log_softmax(-1).detach()
     total = torch.zeros(len(x), dtype=torch.double)
     for draw in range(draws):
@@ -98,7 +101,9 @@ def reverse_divergence(
 
 
 def gradient_scores(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """ExGrad, REGrad and the trace T of the Fisher information, from one set of class-gradient norms."""
+    """ExGrad, REGrad and the trace T of the Fisher information, from one set of class-gradient
+    norms.
+    """
     found = qualms.class_gradient_norms(model, x)
     squares = found.norms.square().sum(-1)  # over all weights
     return {
@@ -109,7 +114,9 @@ def gradient_scores(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def first_order(model: nn.Module, x: Tensor) -> float:
-    """The largest ‖Σ_c p_c ∂ log p_c / ∂θ‖ over five inputs, relative to UNGrad: what the first-order term comes to."""
+    """The largest ‖Σ_c p_c ∂ log p_c / ∂θ‖ over five inputs, relative to UNGrad: what the
+    first-order term comes to.
+    """
     left = []
     for one in x[:5].split(1):
         log_p = model(one).log_softmax(-1)
@@ -123,11 +130,12 @@ def first_order(model: nn.Module, x: Tensor) -> float:
 def sweep(
     model: nn.Module, x: Tensor, sigmas: tuple[float, ...] = SIGMAS, draws: int = 100
 ) -> dict[str, list[float]]:
-    """At each σ, over the inputs: how the divergence compares with the bound and with its second-order value.
+    """At each σ, over the inputs: how the divergence compares with the bound and with its
+    second-order value.
 
-    `share` is the median of divergence / bound, `worst` its maximum, `broken` the share of inputs above the bound;
-    `second` is the median of divergence / (σ²T/2), and `forward` the same for the other direction of KL, which is what
-    `perturb-theta` computes.
+    `share` is the median of divergence / bound, `worst` its maximum, `broken` the share of inputs
+    above the bound; `second` is the median of divergence / (σ²T/2), and `forward` the same for the
+    other direction of KL, which is what `perturb-theta` computes.
     """
     scores = gradient_scores(model, x)
     size = sum(p.numel() for p in model.parameters())
@@ -149,7 +157,9 @@ def sweep(
 
 
 def sandwich(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """The extremes over inputs of ExGrad² / T, at most 1, and of REGrad² / T, between 1 and the number of classes."""
+    """The extremes over inputs of ExGrad² / T, at most 1, and of REGrad² / T, between 1 and the
+    number of classes.
+    """
     scores = gradient_scores(model, x)
     low, high = (
         scores["exgrad"].square() / scores["trace"],
@@ -164,7 +174,9 @@ def sandwich(model: nn.Module, x: Tensor) -> dict[str, float]:
 
 
 def ranking(model: nn.Module, x: Tensor, sigma: float, draws: int = 100) -> dict[str, float]:
-    """Spearman's correlation of `perturb-theta` with the trace, ExGrad, REGrad and entropy over the inputs."""
+    """Spearman's correlation of `perturb-theta` with the trace, ExGrad, REGrad and entropy over the
+    inputs.
+    """
     perturbed = qualms.score(model, x, PerturbTheta(sigma, draws))
     others = gradient_scores(model, x) | {"entropy": qualms.score(model, x, "entropy")}
     places = perturbed.argsort().argsort().double()

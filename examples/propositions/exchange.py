@@ -1,4 +1,5 @@
-"""Proposition 2: a small change of the weights can be had by a small change of the input instead, and the reverse.
+"""Proposition 2: a small change of the weights can be had by a small change of the input instead,
+and the reverse.
 
 At the first layer, W (x + Δx) = (W + ΔW) x is solved for ΔW, or for Δx. By the outputs alone, it is
 f(x + Δx, θ) = f(x, θ + Δθ) for Δθ on all layers.
@@ -37,10 +38,12 @@ def network(inputs: int, width: int, classes: int, seed: int = 0) -> nn.Sequenti
 def weights_for_input(
     inputs: int, width: int, size: float, zeros: float = 0.0, seed: int = 0
 ) -> dict[str, float]:
-    """Δx given: ΔW = W Δx xᵀ / ‖x‖² has the same effect, exactly and for Δx of any size, wherever x is not 0.
+    """Δx given: ΔW = W Δx xᵀ / ‖x‖² has the same effect, exactly and for Δx of any size, wherever x
+    is not 0.
 
-    `elementwise` is the residual of the paper's condition ΔW_jk x_k = W_jk Δx_k, which has no solution at the
-    components where x_k = 0 and Δx_k is not; `relative` is ‖ΔW‖ / ‖W‖, over ‖Δx‖ / ‖x‖.
+    `elementwise` is the residual of the paper's condition ΔW_jk x_k = W_jk Δx_k, which has no
+    solution at the components where x_k = 0 and Δx_k is not; `relative` is ‖ΔW‖ / ‖W‖, over ‖Δx‖ /
+    ‖x‖.
     """
     draw = normal(seed, inputs, width)
     weight, x, shift = draw(width, inputs), draw(inputs), size * draw(inputs)
@@ -56,9 +59,11 @@ def weights_for_input(
 
 
 def input_for_weights(inputs: int, width: int, draws: int = 200, seed: int = 0) -> float:
-    """ΔW given: the share of ‖ΔW x‖ that no Δx reproduces, ‖(I - W W⁺) ΔW x‖ / ‖ΔW x‖, root mean square over draws.
+    """ΔW given: the share of ‖ΔW x‖ that no Δx reproduces, ‖(I - W W⁺) ΔW x‖ / ‖ΔW x‖, root mean
+    square over draws.
 
-    W Δx stays in the range of W: 0 for full row rank, which needs width ≤ inputs; else about sqrt(1 - inputs/width).
+    W Δx stays in the range of W: 0 for full row rank, which needs width ≤ inputs; else about sqrt(1
+    - inputs/width).
     """
     draw = normal(seed, inputs, width)
     weight, x = draw(width, inputs), draw(inputs)
@@ -70,10 +75,11 @@ def input_for_weights(inputs: int, width: int, draws: int = 200, seed: int = 0) 
 def convolution(
     channels: int = 8, side: int = 8, kernel: int = 3, seed: int = 0
 ) -> dict[str, float]:
-    """Both directions where the first layer is a convolution, whose few weights serve every position.
+    """Both directions where the first layer is a convolution, whose few weights serve every
+    position.
 
-    Least-squares residuals of Δkernel * x = kernel * Δx for random Δx (`weights_for_input`) and for random Δkernel
-    (`input_for_weights`), relative to the wanted change.
+    Least-squares residuals of Δkernel * x = kernel * Δx for random Δx (`weights_for_input`) and for
+    random Δkernel (`input_for_weights`), relative to the wanted change.
     """
     draw = normal(seed, channels, side, kernel)
     weight, x = draw(channels, 1, kernel, kernel), draw(1, 1, side, side)
@@ -97,10 +103,11 @@ def _matrix(linear: Callable[[Tensor], Tensor], size: int) -> Tensor:
 def same_output(
     model: nn.Module, x: Tensor, size: float = 1e-3, steps: int = 20, seed: int = 0
 ) -> dict[str, float]:
-    """Δθ on every layer given: Gauss-Newton steps for the smallest Δx with the same log-probabilities.
+    """Δθ on every layer given: Gauss-Newton steps for the smallest Δx with the same
+    log-probabilities.
 
-    `rank` is that of ∂ log p / ∂x; a Δx exists for every small Δθ where it is C - 1. `residual` is relative to the
-    change wanted, `ratio` is ‖Δx‖ / ‖Δθ‖.
+    `rank` is that of ∂ log p / ∂x; a Δx exists for every small Δθ where it is C - 1. `residual` is
+    relative to the change wanted, `ratio` is ‖Δx‖ / ‖Δθ‖.
     """
     draw = normal(seed, 1)
     change = {name: size * draw(*p.shape) for name, p in model.named_parameters()}
@@ -124,7 +131,9 @@ def same_output(
 
 
 def first_layer_rank(model: nn.Module, x: Tensor, first: str) -> int:
-    """The least rank over inputs of ∂ log p / ∂(first layer): with C - 1, its weights can move p in every direction."""
+    """The least rank over inputs of ∂ log p / ∂(first layer): with C - 1, its weights can move p in
+    every direction.
+    """
     found = qualms.class_gradient_gram(model, x, params=first)
     probs = found.logits.softmax(-1)
     apart = (
@@ -135,7 +144,9 @@ def first_layer_rank(model: nn.Module, x: Tensor, first: str) -> int:
 
 
 class FirstLayerOnly(nn.Module):
-    """A network whose only weights are the first layer's; the rest is out of the reach of perturbations."""
+    """A network whose only weights are the first layer's; the rest is out of the reach of
+    perturbations.
+    """
 
     def __init__(self, weight: Tensor, rest: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -149,11 +160,13 @@ class FirstLayerOnly(nn.Module):
 def expectations(
     decades: float, inputs: int = 20, width: int = 10, sigma: float = 0.02, draws: int = 400
 ) -> dict[str, float]:
-    """Does E_Δθ KL equal E_Δx KL? ΔW ~ N(0, σ²I) against the matched Δx = W⁺ ΔW x, and against Δx ~ N(0, s²I).
+    """Does E_Δθ KL equal E_Δx KL? ΔW ~ N(0, σ²I) against the matched Δx = W⁺ ΔW x, and against Δx ~
+    N(0, s²I).
 
-    `matched` is the largest relative difference over inputs, draw by draw. For isotropic Δx, s is chosen so that the
-    medians agree: `spread` is then the ratio of the largest to the smallest of perturb-x / perturb-theta over inputs,
-    `rank` Spearman's correlation of the two. The inputs' norms span `decades` powers of ten.
+    `matched` is the largest relative difference over inputs, draw by draw. For isotropic Δx, s is
+    chosen so that the medians agree: `spread` is then the ratio of the largest to the smallest of
+    perturb-x / perturb-theta over inputs, `rank` Spearman's correlation of the two. The inputs'
+    norms span `decades` powers of ten.
     """
     draw, count = normal(0, 2), 60
     norms = inputs**0.5 * torch.logspace(-decades / 2, decades / 2, count, dtype=torch.double)

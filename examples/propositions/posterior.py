@@ -1,7 +1,9 @@
-"""Proposition 1: with much data the posterior is a narrow Gaussian around θ*, so Gaussian noise on θ* can stand for it.
+"""Proposition 1: with much data the posterior is a narrow Gaussian around θ*, so Gaussian noise on
+θ* can stand for it.
 
-U(x) = E_{p(θ|D)} KL( p(y|x,θ) ‖ p(y|x,θ*) ) is compared under three distributions of θ: the exact posterior (on a fine
-grid, in one or two dimensions), the Laplace Gaussian N(θ*, -H⁻¹), and N(θ*, σ²I), which is what `perturb-theta` draws.
+U(x) = E_{p(θ|D)} KL( p(y|x,θ) ‖ p(y|x,θ*) ) is compared under three distributions of θ: the exact
+posterior (on a fine grid, in one or two dimensions), the Laplace Gaussian N(θ*, -H⁻¹), and N(θ*,
+σ²I), which is what `perturb-theta` draws.
 """
 
 import math
@@ -32,7 +34,9 @@ STANDARDIZED = torch.tensor([[1.0, -2.5], [0.0, 1.0]], dtype=torch.double) / tor
 
 @dataclass(frozen=True)
 class Posterior:
-    """A logistic regression's exact posterior, on a grid u that is white under the Laplace Gaussian: θ = θ* + A u."""
+    """A logistic regression's exact posterior, on a grid u that is white under the Laplace
+    Gaussian: θ = θ* + A u.
+    """
 
     mode: Tensor
     root: Tensor  # A, with A Aᵀ = -H⁻¹
@@ -58,7 +62,9 @@ class Posterior:
 def log_joint(
     theta: Tensor, features: Tensor, ones: Tensor, trials: Tensor, prior_sd: float
 ) -> Tensor:
-    """log p(D|θ) + log p(θ) of a logistic regression with N(0, s²I) prior, from counts at each distinct input."""
+    """log p(D|θ) + log p(θ) of a logistic regression with N(0, s²I) prior, from counts at each
+    distinct input.
+    """
     z = theta @ features.T
     return (ones * logsigmoid(z) + (trials - ones) * logsigmoid(-z)).sum(-1) - (theta**2).sum(
         -1
@@ -73,7 +79,9 @@ def posterior(
     span: float = 8,
     side: int = 161,
 ) -> Posterior:
-    """The mode by damped Newton steps, and both densities on a grid that reaches `span` deviations each way."""
+    """The mode by damped Newton steps, and both densities on a grid that reaches `span` deviations
+    each way.
+    """
     theta = torch.zeros(features.shape[1], dtype=torch.double)
     eye = torch.eye(len(theta), dtype=torch.double) / prior_sd**2
     value = log_joint(theta, features, ones, trials, prior_sd)
@@ -102,7 +110,8 @@ def fitted(
     span: float = 8,
     side: int = 161,
 ) -> Posterior:
-    """The posterior after `size` labels, drawn with the model's own probabilities or with `chance` instead.
+    """The posterior after `size` labels, drawn with the model's own probabilities or with `chance`
+    instead.
 
     `view` multiplies the features that the model sees; the labels do not depend on it.
     """
@@ -133,12 +142,13 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def growing_data(sizes: tuple[int, ...] = SIZES, datasets: int = 6) -> dict[str, list[float]]:
-    """Means over datasets at each size: the gaps between the exact posterior and its Laplace Gaussian.
+    """Means over datasets at each size: the gaps between the exact posterior and its Laplace
+    Gaussian.
 
-    `laplace` is the total variation between posterior and Laplace Gaussian, `density` the largest difference between
-    their densities, sup_θ |p(θ|D) - N(θ; θ*, -H⁻¹)|; `gap` is the relative error of U under the Laplace Gaussian and
-    `level` is U itself, both averaged over the probes; `rank` is the least Spearman correlation of the two U in any of
-    the datasets.
+    `laplace` is the total variation between posterior and Laplace Gaussian, `density` the largest
+    difference between their densities, sup_θ |p(θ|D) - N(θ; θ*, -H⁻¹)|; `gap` is the relative error
+    of U under the Laplace Gaussian and `level` is U itself, both averaged over the probes; `rank`
+    is the least Spearman correlation of the two U in any of the datasets.
     """
     rows: dict[str, list[float]] = {
         "laplace": [],
@@ -164,11 +174,12 @@ def growing_data(sizes: tuple[int, ...] = SIZES, datasets: int = 6) -> dict[str,
 def isotropic(
     sizes: tuple[int, ...] = SIZES, view: Tensor = AS_GIVEN, seed: int = 0, draws: int = 300
 ) -> dict[str, list[float]]:
-    """The best that N(θ*, σ²I) can do at each size: its total variation, its σ, and how it ranks the probes by U.
+    """The best that N(θ*, σ²I) can do at each size: its total variation, its σ, and how it ranks
+    the probes by U.
 
-    `rank` is Spearman's correlation between the exact U and `perturb-theta` at that σ; `rank_laplace` is the same for
-    noise of covariance -H⁻¹. `place` is where the middle of the data comes in the order by exact U, from the lowest,
-    and `place_equal` in that by `perturb-theta`.
+    `rank` is Spearman's correlation between the exact U and `perturb-theta` at that σ;
+    `rank_laplace` is the same for noise of covariance -H⁻¹. `place` is where the middle of the data
+    comes in the order by exact U, from the lowest, and `place_equal` in that by `perturb-theta`.
     """
     rows: dict[str, list[float]] = {
         key: [] for key in ("distance", "sigma", "rank", "rank_laplace", "place", "place_equal")
@@ -196,7 +207,9 @@ def isotropic(
 
 
 class Whitened(nn.Module):
-    """The regression at θ* + A w, with w = 0 its only weights: noise of σ = 1 on w is a draw from N(θ*, A Aᵀ)."""
+    """The regression at θ* + A w, with w = 0 its only weights: noise of σ = 1 on w is a draw from
+    N(θ*, A Aᵀ).
+    """
 
     mode: Tensor
     root: Tensor
@@ -226,7 +239,9 @@ def rank_agreement(a: Tensor, b: Tensor) -> float:
 
 
 def separable(sizes: tuple[int, ...] = SIZES, prior_sd: float = 10.0) -> dict[str, list[float]]:
-    """One weight, inputs ±1 and ±2, every label the sign of its input: without the prior the mode is at infinity."""
+    """One weight, inputs ±1 and ±2, every label the sign of its input: without the prior the mode
+    is at infinity.
+    """
     features = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]], dtype=torch.double)
     rows: dict[str, list[float]] = {"laplace": [], "mode": [], "ratio": []}
     for size in sizes:
@@ -245,10 +260,12 @@ def separable(sizes: tuple[int, ...] = SIZES, prior_sd: float = 10.0) -> dict[st
 def growing_dimension(
     power: float, dimensions: tuple[int, ...] = (4, 16, 64, 256)
 ) -> dict[str, list[float]]:
-    """d weights and n = 32 dᵖ labels, n/d on each of the one-hot inputs: the posterior factorizes and d is no obstacle.
+    """d weights and n = 32 dᵖ labels, n/d on each of the one-hot inputs: the posterior factorizes
+    and d is no obstacle.
 
-    `hellinger` is the distance between the posterior and its Laplace Gaussian, from 1 - H² = (1 - H₁²)ᵈ, exactly; it
-    bounds the total variation on both sides, H² ≤ TV ≤ H sqrt(2 - H²). `gap` is the relative error of U, at any input.
+    `hellinger` is the distance between the posterior and its Laplace Gaussian, from 1 - H² = (1 -
+    H₁²)ᵈ, exactly; it bounds the total variation on both sides, H² ≤ TV ≤ H sqrt(2 - H²). `gap` is
+    the relative error of U, at any input.
     """
     one = torch.ones(1, 1, dtype=torch.double)
     rows: dict[str, list[float]] = {"size": [], "hellinger": [], "gap": []}
@@ -266,9 +283,11 @@ def growing_dimension(
 
 
 def misspecified(sizes: tuple[int, ...] = SIZES, datasets: int = 6) -> dict[str, list[float]]:
-    """Labels that are mostly 1 in the middle of the inputs and mostly 0 on both sides, which no such model can say.
+    """Labels that are mostly 1 in the middle of the inputs and mostly 0 on both sides, which no
+    such model can say.
 
-    `error` is how far the model's probability is from the truth at x = 2.5, `level` what U says about it there.
+    `error` is how far the model's probability is from the truth at x = 2.5, `level` what U says
+    about it there.
     """
     chance = torch.where((FEATURES[:, 1] - 2.5).abs() < 0.5, 0.9, 0.1).double()
     middle = torch.tensor([[1.0, 2.5]], dtype=torch.double)

@@ -1,7 +1,9 @@
-"""Proposition 3: with enough data around x and a network that fits it, ∂ log p(y|x,θ*) / ∂θ is 0 at x and near it.
+"""Proposition 3: with enough data around x and a network that fits it, ∂ log p(y|x,θ*) / ∂θ is 0 at
+x and near it.
 
-Small ReLU networks, trained here on clusters of points, and the norms of their class gradients g_c = ∂ log p_c / ∂θ.
-The bias of the last layer alone gives ‖g_c‖ ≥ ‖e_c - p‖, so that g_y = 0 needs p_y = 1, which no finite θ reaches.
+Small ReLU networks, trained here on clusters of points, and the norms of their class gradients g_c
+= ∂ log p_c / ∂θ. The bias of the last layer alone gives ‖g_c‖ ≥ ‖e_c - p‖, so that g_y = 0 needs
+p_y = 1, which no finite θ reaches.
 """
 
 import torch
@@ -52,7 +54,9 @@ def train(
 
 
 def mean_gradient(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The norm of the gradient of the mean of log p(y|x) over the training data: what an optimum makes 0."""
+    """The norm of the gradient of the mean of log p(y|x) over the training data: what an optimum
+    makes 0.
+    """
     loss = nn.functional.cross_entropy(model(x), y)
     return float(
         torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).norm()
@@ -66,13 +70,16 @@ def label_norms(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def smallest_possible(probs: Tensor) -> Tensor:
-    """Σ_c p_c ‖e_c - p‖: what the last layer's bias alone adds to ExGrad, whatever the rest of the network is."""
+    """Σ_c p_c ‖e_c - p‖: what the last layer's bias alone adds to ExGrad, whatever the rest of the
+    network is.
+    """
     apart = torch.eye(probs.shape[1], dtype=probs.dtype) - probs[:, None]
     return (probs * apart.norm(dim=-1)).sum(-1)
 
 
 def training_goes_on(steps: tuple[int, ...] = STEPS, seed: int = 0) -> dict[str, list[float]]:
-    """Medians over fresh points of the training clusters, and `near` them (0.2 away), as training goes on.
+    """Medians over fresh points of the training clusters, and `near` them (0.2 away), as training
+    goes on.
 
     `label` is ‖g_y‖; `weights` the norm of θ, which keeps growing: the optimum is at infinity.
     """
@@ -99,9 +106,10 @@ def ambiguous(
 ) -> dict[str, list[float]]:
     """The labels of class 0 are class 1 instead with probability 0.3, however much data there is.
 
-    At fresh points of that cluster: `mean`, the norm of the gradient averaged over the training data (what training
-    makes vanish), `label` (median ‖g_y‖ for the more probable class), `exgrad`, `least` (its lower bound), and
-    `error`, how far p is from the true (0.7, 0.3, 0). `clean` is ExGrad at the cluster whose labels are sure.
+    At fresh points of that cluster: `mean`, the norm of the gradient averaged over the training
+    data (what training makes vanish), `label` (median ‖g_y‖ for the more probable class), `exgrad`,
+    `least` (its lower bound), and `error`, how far p is from the true (0.7, 0.3, 0). `clean` is
+    ExGrad at the cluster whose labels are sure.
     """
     truth = torch.tensor([1 - flips, flips, 0.0], dtype=torch.double)
     rows: dict[str, list[float]] = {
@@ -126,7 +134,8 @@ def ambiguous(
 
 
 def too_small(seed: int = 0) -> dict[str, float]:
-    """A linear model on two classes of which each has two opposite corners: trained to the optimum, it knows nothing.
+    """A linear model on two classes of which each has two opposite corners: trained to the optimum,
+    it knows nothing.
 
     `mean` is the norm of the mean gradient, `label` the median norm of a single one.
     """
@@ -143,9 +152,10 @@ def too_small(seed: int = 0) -> dict[str, float]:
 def wrong_labels(steps: int = 500, share: float = 0.1, seed: int = 0) -> dict[str, float]:
     """A wide network learns by heart 200 points in 10 dimensions, a tenth of them mislabelled.
 
-    Medians of ‖g_y‖ at the mislabelled points for the wrong label (`wrong`) and for the true one (`true`), at the
-    correctly labeled points (`right`), at points 1 away from the mislabelled ones for the learnt label (`near_wrong`),
-    against the same around the correctly labeled (`near_right`).
+    Medians of ‖g_y‖ at the mislabelled points for the wrong label (`wrong`) and for the true one
+    (`true`), at the correctly labeled points (`right`), at points 1 away from the mislabelled ones
+    for the learnt label (`near_wrong`), against the same around the correctly labeled
+    (`near_right`).
     """
     noise = generator(seed, 5)
     y = torch.arange(200) % 2
@@ -172,10 +182,11 @@ def wrong_labels(steps: int = 500, share: float = 0.1, seed: int = 0) -> dict[st
 
 
 def far_away(distances: tuple[float, ...] = DISTANCES, seed: int = 0) -> dict[str, list[float]]:
-    """Inputs in 60 directions, at multiples of the clusters' distance from the center: nothing like them was ever seen.
+    """Inputs in 60 directions, at multiples of the clusters' distance from the center: nothing like
+    them was ever seen.
 
-    `exgrad` and `regrad` are medians there, `below` the share of directions in which ExGrad is below its median at
-    fresh points of the clusters (`known`).
+    `exgrad` and `regrad` are medians there, `below` the share of directions in which ExGrad is
+    below its median at fresh points of the clusters (`known`).
     """
     model = perceptron(2, 32, 3, seed)
     train(model, *clusters(300, seed), 300)

@@ -51,7 +51,8 @@ __all__ = [
     "select",
 ]
 
-# Where each name is, to be imported when it is first asked for: whoever wants only the version does not wait for torch.
+# Where each name is, to be imported when it is first asked for: whoever wants only the version does
+# not wait for torch.
 _MODULES = {
     "ClassGradientGram": "qualms.gradients.api",
     "ClassGradientNorms": "qualms.gradients.api",

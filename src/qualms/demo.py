@@ -1,7 +1,8 @@
 """From nothing to a picture of what a network does not know, with images that need no file.
 
-The paper's CNN learns the digits 0 to 6. Test digits of these classes are known to it; the digits 7 to 9, letters, and
-patches of photographs are not. Every method that the network allows scores them all.
+The paper's CNN learns the digits 0 to 6. Test digits of these classes are known to it; the digits 7
+to 9, letters, and patches of photographs are not. Every method that the network allows scores them
+all.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ NORMALIZATION = DATASETS["digits"].normalization
 
 @dataclass(frozen=True)
 class Scene:
-    """A network that has learnt some digits, the images that it learnt from, and images of four kinds."""
+    """A network that has learnt some digits, the images that it learnt from, and images of four
+    kinds.
+    """
 
     network: Network
     train: Images
@@ -68,7 +71,9 @@ def prepare(seed: int = 0, tell: ProgressFn | None = None) -> Scene:
 
 
 def every_method() -> dict[str, Method]:
-    """Methods by spec: the paper's REGrad* first, then all others at their defaults; noise in pixels from 0 to 1."""
+    """Methods by spec: the paper's REGrad* first, then all others at their defaults; noise in
+    pixels from 0 to 1.
+    """
     return {
         spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *(kind.name for kind in METHODS))
     }
@@ -77,7 +82,9 @@ def every_method() -> dict[str, Method]:
 def evaluate(
     scene: Scene, seed: int = 0, tell: ProgressFn | None = None
 ) -> tuple[Content, list[LeftOutRow]]:
-    """What the report shows, and a row with the reason for each method that the network does not allow."""
+    """What the report shows, and a row with the reason for each method that the network does not
+    allow.
+    """
     network, journal = scene.network, Journal(None, {})
     methods, reasons = usable(network, scene.known, every_method(), scene.train)
     groups = []

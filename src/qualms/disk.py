@@ -16,12 +16,16 @@ try:
 except ImportError:  # a system without locks
     fcntl = None  # type: ignore[assignment]
 
-TRIES = 10  # to lock a new file. Then it is the file system that has no locks, so that no other run takes it away either
+# to lock a new file. Then it is the file system that has no locks, so that no other run takes it
+# away either
+TRIES = 10
 
 
 @contextmanager
 def writing(what: str | Path) -> Iterator[None]:
-    """Tells in one sentence what the disk refuses, such as a byte more; `what` is the file, as its user calls it."""
+    """Tells in one sentence what the disk refuses, such as a byte more; `what` is the file, as its
+    user calls it.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -37,7 +41,8 @@ def writing(what: str | Path) -> Iterator[None]:
 
 
 def require_writable(path: str | Path, called: str | None = None) -> None:
-    """An error, before there is any work to lose, if `atomic_write` could not write there. Its folder is made.
+    """An error, before there is any work to lose, if `atomic_write` could not write there. Its
+    folder is made.
 
     Args:
         path: the file.
@@ -54,11 +59,13 @@ def require_writable(path: str | Path, called: str | None = None) -> None:
 
 @contextmanager
 def atomic_write(path: Path, called: str | None = None) -> Iterator[Path]:
-    """An empty file beside `path`, to be filled: it takes the place of `path` if all goes well, and is gone if not.
+    """An empty file beside `path`, to be filled: it takes the place of `path` if all goes well, and
+    is gone if not.
 
-    What is written is on the disk before it takes that place, so that a machine that stops leaves no half of a file.
-    A link stays, and what it leads to is replaced; a file that was there leaves its mode to the new one. What is there
-    and no file, such as /dev/stdout, is not replaced: it is itself what is to be filled.
+    What is written is on the disk before it takes that place, so that a machine that stops leaves
+    no half of a file. A link stays, and what it leads to is replaced; a file that was there leaves
+    its mode to the new one. What is there and no file, such as /dev/stdout, is not replaced: it is
+    itself what is to be filled.
 
     Args:
         path: the file. Its folder is there already.
@@ -85,7 +92,9 @@ def atomic_write(path: Path, called: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def temp_sibling(path: Path, called: str | None = None) -> Iterator[Path]:
-    """An empty file beside `path`, which is gone in the end. What runs that were killed left there is taken away."""
+    """An empty file beside `path`, which is gone in the end. What runs that were killed left there
+    is taken away.
+    """
     _take_away(path)
     with writing(called or path):
         part, held = _created(path)
@@ -101,11 +110,13 @@ def temp_sibling(path: Path, called: str | None = None) -> Iterator[Path]:
 
 
 def append_lines(file: IO[bytes], path: Path, line: bytes) -> None:
-    """Add a line to the end of an open file, on the disk when this returns; a line that does not fit is not begun.
+    """Add a line to the end of an open file, on the disk when this returns; a line that does not
+    fit is not begun.
 
     Args:
         file: of `lock_file`.
-        path: where it was when it was opened. It is an error if it is there no longer: the line would be lost with it.
+        path: where it was when it was opened. It is an error if it is there no longer: the line
+            would be lost with it.
         line: what to add.
     """
     with writing(path):
@@ -125,10 +136,13 @@ def append_lines(file: IO[bytes], path: Path, line: bytes) -> None:
 
 
 def lock_file(path: Path) -> IO[bytes]:
-    """A file, open for reading and for writing at its end, and for nobody else who asks for it this way."""
+    """A file, open for reading and for writing at its end, and for nobody else who asks for it this
+    way.
+    """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a buffer: what a full disk refuses would stay in it, and be refused again when the file is closed.
+        # Without a buffer: what a full disk refuses would stay in it, and be refused again when the
+        # file is closed.
         file = open(path, "a+b", buffering=0)  # noqa: SIM115 (it is locked as long as it is open)
     if not _lock(file):
         file.close()
@@ -137,7 +151,9 @@ def lock_file(path: Path) -> IO[bytes]:
 
 
 def _place(path: Path) -> Path | None:
-    """The file to be replaced, behind all links; None if what is there is no file, and is to be written to as it is."""
+    """The file to be replaced, behind all links; None if what is there is no file, and is to be
+    written to as it is.
+    """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not os.access(

@@ -1,4 +1,6 @@
-"""The one exception that qualms raises for anything a user can put right, and the three warnings it gives."""
+"""The one exception that qualms raises for anything a user can put right, and the three warnings it
+gives.
+"""
 
 
 class QualmsError(ValueError):
@@ -18,7 +20,8 @@ class QualmsError(ValueError):
 
 
 class SlowWarning(UserWarning):
-    """Inputs run one at a time: the numbers are right, but they come slowly. The warning names the reason.
+    """Inputs run one at a time: the numbers are right, but they come slowly. The warning names the
+    reason.
 
     Example:
         ```python
@@ -31,11 +34,12 @@ class SlowWarning(UserWarning):
 
 
 class ProbabilitiesWarning(UserWarning):
-    """What the model returns looks like probabilities, and is scored as logits: scores and probabilities are wrong.
+    """What the model returns looks like probabilities, and is scored as logits: scores and
+    probabilities are wrong.
 
-    Leave out the model's last softmax. Where that cannot be done, return the logarithm of the probabilities: its
-    softmax is the probabilities again, and the gradients of log p are the same. Scores that read the logits themselves
-    (`energy`, `max-logit`, `confounding-label`) differ.
+    Leave out the model's last softmax. Where that cannot be done, return the logarithm of the
+    probabilities: its softmax is the probabilities again, and the gradients of log p are the same.
+    Scores that read the logits themselves (`energy`, `max-logit`, `confounding-label`) differ.
 
     Example:
         ```python
@@ -54,10 +58,11 @@ class ProbabilitiesWarning(UserWarning):
 
 
 class UnitsWarning(UserWarning):
-    """Noise is given as for pixels from 0 to 1, and the inputs are images in other units, such as normalized ones.
+    """Noise is given as for pixels from 0 to 1, and the inputs are images in other units, such as
+    normalized ones.
 
-    `pixel_std=` says what the pixels were divided by, so that `+smooth(0.02)` is 0.02 of a pixel's range, as in the
-    paper; `pixel_std=1` takes the noise as it is.
+    `pixel_std=` says what the pixels were divided by, so that `+smooth(0.02)` is 0.02 of a pixel's
+    range, as in the paper; `pixel_std=1` takes the noise as it is.
 
     Example:
         ```python

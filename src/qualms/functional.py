@@ -40,9 +40,12 @@ def score(
     """How uncertain the model is about each input; higher means more uncertain, always.
 
     Args:
-        model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
-        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are ignored).
-        method: a spec such as `"exgrad+layers(0.4)"`, or a method object; the paper's REGrad* by default.
+        model: any classifier that returns logits. It leaves as it came; evaluation mode is used
+            inside.
+        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
+            (labels are ignored).
+        method: a spec such as `"exgrad+layers(0.4)"`, or a method object; the paper's REGrad* by
+            default.
         train: training inputs; this and all that follows as for `Scorer`.
         models: further members, for `ensemble`.
         engine: how class gradients are computed: `exact`, `sketch`, `auto` or `reference`.
@@ -53,8 +56,10 @@ def score(
         batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
-        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).
-        progress: True for count, rate and time left on the terminal, or a function that is told how many are done.
+        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels
+            (see `Scorer`).
+        progress: True for count, rate and time left on the terminal, or a function that is told how
+            many are done.
 
     Example:
         ```python
@@ -101,18 +106,19 @@ def score_with_error(
     tolerance: float | None = None,
     pixel_std: PixelStd = None,
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Scores, and the standard errors of those that are estimates: by `engine="sketch"`, or within a `tolerance`.
+    """Scores, and the standard errors of those that are estimates: by `engine="sketch"`, or within
+    a `tolerance`.
 
-    The tangents are shared by all inputs, so most of the error is common to them: rankings are more reliable
-    than it suggests. Arguments as for `score`.
+    The tangents are shared by all inputs, so most of the error is common to them: rankings are more
+    reliable than it suggests. Arguments as for `score`.
 
     Example:
         ```python
         import torch
         import qualms
 
-        scores, errors = qualms.score_with_error(torch.nn.Linear(4, 3), torch.randn(5, 4), engine="sketch")
-        print(errors / scores)
+        scores, errors = qualms.score_with_error(torch.nn.Linear(4, 3), torch.randn(5, 4),
+        engine="sketch") print(errors / scores)
         ```
     """
     found = Scorer(
@@ -154,8 +160,10 @@ def compare(
     """Several scores of the same inputs, each expensive pass shared by all that need it.
 
     Args:
-        model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
-        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are ignored).
+        model: any classifier that returns logits. It leaves as it came; evaluation mode is used
+            inside.
+        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
+            (labels are ignored).
         methods: specs or method objects; a dict gives them names of your own.
         train: training inputs; this and all that follows as for `Scorer`.
         models: further members, for `ensemble`.
@@ -167,8 +175,10 @@ def compare(
         batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
-        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).
-        progress: True for count, rate and time left on the terminal, or a function that is told how many are done.
+        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels
+            (see `Scorer`).
+        progress: True for count, rate and time left on the terminal, or a function that is told how
+            many are done.
 
     Returns:
         The scores by spec or by your name, in the order given.
@@ -178,8 +188,8 @@ def compare(
         import torch
         import qualms
 
-        scores = qualms.compare(torch.nn.Linear(4, 3), torch.randn(5, 4), ["regrad+layers", "entropy", "energy"])
-        for method, values in scores.items():
+        scores = qualms.compare(torch.nn.Linear(4, 3), torch.randn(5, 4), ["regrad+layers",
+        "entropy", "energy"]) for method, values in scores.items():
             print(method, values)
         ```
     """
@@ -232,6 +242,7 @@ def _total(x: Any) -> int | None:
                 if all(isinstance(b, (Tensor, np.ndarray)) for b in x)
                 else None
             )
-        return len(x) if isinstance(x, (Tensor, np.ndarray, Dataset)) else None  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        return len(x) if isinstance(x, (Tensor, np.ndarray, Dataset)) else None
     except TypeError:
         return None

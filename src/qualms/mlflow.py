@@ -1,4 +1,6 @@
-"""A `Scorer` as a model of MLflow: saved with its network, loaded and asked like any other. Needs its own extra."""
+"""A `Scorer` as a model of MLflow: saved with its network, loaded and asked like any other. Needs
+its own extra.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +20,13 @@ FILE = "scorer.pkl"
 
 
 def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
-    """Write a scorer, its network and its threshold as a model that `mlflow.pyfunc.load_model` reads.
+    """Write a scorer, its network and its threshold as a model that `mlflow.pyfunc.load_model`
+    reads.
 
-    The loaded model's `predict` takes what the scorer takes, such as an array, or a table of numbers with a row for
-    each input; it returns a pandas table as `Scored.to_pandas` does. Random draws follow an input's numbers, so that a
-    row has the same score wherever it stands. Loading it unpickles it: load what you trust.
+    The loaded model's `predict` takes what the scorer takes, such as an array, or a table of
+    numbers with a row for each input; it returns a pandas table as `Scored.to_pandas` does. Random
+    draws follow an input's numbers, so that a row has the same score wherever it stands. Loading it
+    unpickles it: load what you trust.
 
     Args:
         scorer: with all that its methods have; training data goes along.
@@ -51,8 +55,8 @@ class ScorerModel:
         inputs = model_input.to_numpy() if hasattr(model_input, "to_numpy") else model_input
         if not isinstance(inputs, np.ndarray):
             return self.scorer(inputs).to_pandas()
-        # Draws follow an input's numbers as the network gets them, so that its score depends neither on its row nor on
-        # whether it came in 64 bits, as tables do.
+        # Draws follow an input's numbers as the network gets them, so that its score depends
+        # neither on its row nor on whether it came in 64 bits, as tables do.
         x = cast(
             torch.Tensor, next(batches(inputs, self.scorer.model))
         )  # of one array, one batch of one tensor

@@ -1,4 +1,6 @@
-"""The parameters of methods and of smoothing: what each may be, and one sentence for a value that it may not be."""
+"""The parameters of methods and of smoothing: what each may be, and one sentence for a value that
+it may not be.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,14 +13,18 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class Rule:
-    """What a parameter may be, in words, and how a value becomes that: as plain numbers, or a ValueError."""
+    """What a parameter may be, in words, and how a value becomes that: as plain numbers, or a
+    ValueError.
+    """
 
     allowed: str
     convert: Callable[[Any], Any]
 
 
 def check_parameters(owner: Any, called: str, **rules: Rule) -> None:
-    """Checks the parameters of a frozen dataclass when it is made, and keeps numpy's numbers as Python's."""
+    """Checks the parameters of a frozen dataclass when it is made, and keeps numpy's numbers as
+    Python's.
+    """
     for parameter, rule in rules.items():
         value = vars(owner)[parameter]
         try:

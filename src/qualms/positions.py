@@ -34,12 +34,14 @@ from qualms.reduction import Reduce, Spans, reduced, require_reduction
 from qualms.result import Scored, require_names
 
 LIKELIEST = 5  # classes that are kept at every position
-# What is found, by what it is (score, error, probs, classes, target, sequence) and by method; positions are its axes.
+# What is found, by what it is (score, error, probs, classes, target, sequence) and by method;
+# positions are its axes.
 Found = dict[tuple[str, str], Tensor]
 
 
 def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tensor, "b t"]:
-    """The token that follows each token of some texts, -100 where none does: the `targets` of a language model.
+    """The token that follows each token of some texts, -100 where none does: the `targets` of a
+    language model.
 
     Args:
         ids: the tokens.
@@ -64,7 +66,9 @@ def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tens
 
 @dataclass(frozen=True)
 class Positions:
-    """How a model's answers are read, and which of them are wanted; the arguments are those of `Scorer`."""
+    """How a model's answers are read, and which of them are wanted; the arguments are those of
+    `Scorer`.
+    """
 
     class_dim: int
     reduce: Reduce = None
@@ -118,7 +122,9 @@ MANY = "for models that answer at many positions; pass class_dim=."
 
 @dataclass(frozen=True)
 class PositionTargets:
-    """What is given beside the inputs: which positions count, their true classes, and spans of tokens."""
+    """What is given beside the inputs: which positions count, their true classes, and spans of
+    tokens.
+    """
 
     mask: Any = None
     targets: Any = None

@@ -66,9 +66,11 @@ def pace(done: int, total: int | None, seconds: float) -> str:
 
 
 def batch_sizes(count: int, largest: int) -> Iterator[int]:
-    """The sizes of consecutive batches of `count` inputs: 1, 3, 12, 16, then `largest`, so that progress shows early.
+    """The sizes of consecutive batches of `count` inputs: 1, 3, 12, 16, then `largest`, so that
+    progress shows early.
 
-    They depend on nothing else, so that a run that resumes forms the batches of one that was not stopped.
+    They depend on nothing else, so that a run that resumes forms the batches of one that was not
+    stopped.
     """
     left = count
     for first in FIRST_SIZES:

@@ -1,4 +1,6 @@
-"""Random generators whose state follows from the seed and what they are for, not from what ran before."""
+"""Random generators whose state follows from the seed and what they are for, not from what ran
+before.
+"""
 
 import numpy as np
 import torch

@@ -26,9 +26,11 @@ def require_reduction(reduce: Any) -> None:
 def reduced(
     values: Float[Tensor, "n ..."], reduce: str | float, spans: Spans | None = None
 ) -> Float[Tensor, "n ..."]:
-    """One number for each input, [n]; with spans, one for each of them, [n, s], NaN beyond an input's last.
+    """One number for each input, [n]; with spans, one for each of them, [n, s], NaN beyond an
+    input's last.
 
-    Positions that are NaN, since they are masked, do not count; where no other is left, the number is NaN.
+    Positions that are NaN, since they are masked, do not count; where no other is left, the number
+    is NaN.
 
     Args:
         values: scores at positions.

@@ -17,23 +17,26 @@ from qualms.threshold import Threshold
 class Scored:
     """Scores of n inputs by method, with what the model predicts for them.
 
-    Of a model that answers at many positions there is a number for each position: [n, tokens], [n, height, width].
+    Of a model that answers at many positions there is a number for each position: [n, tokens], [n,
+    height, width].
 
     Args:
         scores: one number for each input, by method; higher always means more uncertain.
-        errors: the standard errors of scores that are estimates, by a sketch or within a `tolerance`; 0 for others, and
-            NaN where nobody knows it (`heat` with more than 17 classes).
+        errors: the standard errors of scores that are estimates, by a sketch or within a
+            `tolerance`; 0 for others, and NaN where nobody knows it (`heat` with more than 17
+            classes).
         probs: p(y | x).
         ids: the inputs' numbers, or names in their place.
         class_names: of the columns of `probs`, if they are known.
         threshold: the highest score of the first method that is accepted, if there is one.
         sketched: the methods whose scores are estimates, with standard errors.
-        notes: what a method has to say of its scores, by method: such as that `heat` is the entropy here.
-        classes: which classes `probs` are of, if these are not all: the likeliest ones at each position, and -1 where a
-            position is masked and its scores are NaN.
+        notes: what a method has to say of its scores, by method: such as that `heat` is the entropy
+            here.
+        classes: which classes `probs` are of, if these are not all: the likeliest ones at each
+            position, and -1 where a position is masked and its scores are NaN.
         target_log_probs: log p of the targets at each position, if there were targets.
-        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets y_t divided by their number, if there were targets, and a gradient
-            score without modifiers whose tangents tell it.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets y_t divided by their number, if there were
+            targets, and a gradient score without modifiers whose tangents tell it.
         of_spans: the second axis of the scores counts spans of tokens.
 
     Example:
@@ -41,8 +44,8 @@ class Scored:
         import torch
         import qualms
 
-        scorer = qualms.Scorer(torch.nn.Linear(4, 3), ["entropy", "regrad"], class_names=["cat", "dog", "bird"])
-        part = scorer(torch.randn(5, 4)) + scorer(torch.randn(2, 4), first=5)
+        scorer = qualms.Scorer(torch.nn.Linear(4, 3), ["entropy", "regrad"], class_names=["cat",
+        "dog", "bird"]) part = scorer(torch.randn(5, 4)) + scorer(torch.randn(2, 4), first=5)
         print(len(part), part.ids, part.scores["regrad"], part.predicted_names)
         print(part[part.confidence > 0.5].to_arrow().column_names)
         ```
@@ -73,14 +76,18 @@ class Scored:
 
     @property
     def predicted_names(self) -> list[Any]:
-        """The most probable class of each input, or of each of its positions, by name; None where that is masked."""
+        """The most probable class of each input, or of each of its positions, by name; None where
+        that is masked.
+        """
         if self.class_names is None:
             raise QualmsError("the classes have no names; pass class_names= to Scorer.")
         return _named(self.prediction.tolist(), self.class_names)
 
     @property
     def accepted(self) -> Bool[Tensor, "n ..."]:
-        """Which inputs the model can be trusted with: the first method's score is within the threshold."""
+        """Which inputs the model can be trusted with: the first method's score is within the
+        threshold.
+        """
         if self.threshold is None:
             raise QualmsError(
                 "there is no threshold to accept inputs by; pass threshold= to Scorer."
@@ -110,7 +117,9 @@ class Scored:
 
     @staticmethod
     def concatenated(parts: "Iterable[Scored]") -> "Scored":
-        """All parts in one, in the order given; texts shorter than the longest are filled up with masked positions."""
+        """All parts in one, in the order given; texts shorter than the longest are filled up with
+        masked positions.
+        """
         parts = list(parts)
         if not parts:
             raise QualmsError("there is no Scored to put together; pass at least one.")
@@ -148,7 +157,9 @@ class Scored:
 
     @property
     def percentile(self) -> Float[Tensor, "n ..."]:
-        """How many percent of the scores that the threshold was set on are lower than the first method's score."""
+        """How many percent of the scores that the threshold was set on are lower than the first
+        method's score.
+        """
         if self.threshold is None:
             raise QualmsError(
                 "there is no threshold to compare inputs with; pass threshold= to Scorer."
@@ -158,11 +169,13 @@ class Scored:
         return found.masked_fill(decides.isnan().to(found.device), torch.nan)
 
     def columns(self) -> dict[str, list[Any]]:
-        """A table with a row for each input: `id`, `prediction`, `confidence` and `score_METHOD` for each method.
+        """A table with a row for each input: `id`, `prediction`, `confidence` and `score_METHOD`
+        for each method.
 
-        A score that is an estimate has its standard error beside it, in `error_METHOD`. With a threshold follow
-        `percentile`, if it holds the scores that it was set on, and `accepted`. Scores of many positions have a row for
-        each that is not masked, with its `position`, or its `row` and `column`; scores of spans have a `span`.
+        A score that is an estimate has its standard error beside it, in `error_METHOD`. With a
+        threshold follow `percentile`, if it holds the scores that it was set on, and `accepted`.
+        Scores of many positions have a row for each that is not masked, with its `position`, or its
+        `row` and `column`; scores of spans have a `span`.
         """
         decides = next(iter(self.scores.values()))
         rows = (
@@ -248,7 +261,9 @@ def _axes(number: int, whole: bool) -> tuple[str, ...]:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Tensors one after the other; where their second axes differ, those of tokens, shorter ones are filled up."""
+    """Tensors one after the other; where their second axes differ, those of tokens, shorter ones
+    are filled up.
+    """
     if parts[0] is None:
         return None
     if len({t.shape[1:] for t in parts}) == 1:

@@ -1,4 +1,6 @@
-"""`Scorer`: a model together with the methods that score its inputs, fitted once and used for every batch."""
+"""`Scorer`: a model together with the methods that score its inputs, fitted once and used for every
+batch.
+"""
 
 import hashlib
 import time
@@ -47,47 +49,55 @@ MARGIN = 0.05  # beyond [0, 1], by which resized pixels may overshoot
 class Scorer:
     """Scores batches of inputs of one model, by one or several methods.
 
-    What methods learn from training data, the sketch's random tangents, the engine that `auto` picks, and what the
-    engines find out about the model on its first batch are kept for all further batches. If the model's weights have
-    changed since the last call, all of this but the engine is found anew. Between calls the model is as it came; during
-    a call it is in evaluation mode, so nothing else should run it then. Several threads may score: they take turns.
+    What methods learn from training data, the sketch's random tangents, the engine that `auto`
+    picks, and what the engines find out about the model on its first batch are kept for all further
+    batches. If the model's weights have changed since the last call, all of this but the engine is
+    found anew. Between calls the model is as it came; during a call it is in evaluation mode, so
+    nothing else should run it then. Several threads may score: they take turns.
 
     Args:
         model: any classifier that returns logits.
-        methods: a spec such as `"exgrad+layers(0.4)"` or a method object, or several: a list, or a dict that gives them
-            names of your own. The paper's REGrad* by default.
-        train: training inputs, an iterable of batches, for the methods that need them. If the batches are pairs of
-            inputs and labels, `mahalanobis` and `quam` use the labels; else the model's predictions stand in for them.
+        methods: a spec such as `"exgrad+layers(0.4)"` or a method object, or several: a list, or a
+            dict that gives them names of your own. The paper's REGrad* by default.
+        train: training inputs, an iterable of batches, for the methods that need them. If the
+            batches are pairs of inputs and labels, `mahalanobis` and `quam` use the labels; else
+            the model's predictions stand in for them.
         models: further members, for `ensemble`.
-        engine: how class gradients are computed. `auto`, the default, is `exact` where that takes at most 60 forward
-            passes a row, as counted, and else estimates from some of the classes, with a standard error of 3 %. `exact`
-            is exact; `sketch` has estimates from random tangents, whose cost does not depend on the number of classes
-            (`qualms.Sketch` for its options); `reference` is the paper's loop. At all positions of a model that answers
-            at many it is always the sketch. Sketched `+layers` scores add layers in quadrature, so they rank alike but
-            have other values: compare scores, and use a threshold, within one engine.
+        engine: how class gradients are computed. `auto`, the default, is `exact` where that takes
+            at most 60 forward passes a row, as counted, and else estimates from some of the
+            classes, with a standard error of 3 %. `exact` is exact; `sketch` has estimates from
+            random tangents, whose cost does not depend on the number of classes (`qualms.Sketch`
+            for its options); `reference` is the paper's loop. At all positions of a model that
+            answers at many it is always the sketch. Sketched `+layers` scores add layers in
+            quadrature, so they rank alike but have other values: compare scores, and use a
+            threshold, within one engine.
         layers: what `+layers` counts: `module`, `tensor` or `block`.
         norm: of the gradients, `l2` or `l1`.
         params: which parameters count: a pattern, or a function of names; all by default.
         seed: decides every random draw, together with an input's number.
         batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the standard error that a score may have, as a share of its value, to save passes; 0 is exact. With
-            25 classes or more, only those that count most for an input and a few of the others are run. In `+layers`
-            scores, early layers that add less than a part of this share are left out; what they add is measured on
-            some of the inputs, not proven. The errors are reported.
-        threshold: the highest score of the first method that is accepted; a number, or a `qualms.Threshold`.
-            It is refused if it knows that it was set on scores of another method, network or settings.
+        tolerance: the standard error that a score may have, as a share of its value, to save
+            passes; 0 is exact. With 25 classes or more, only those that count most for an input and
+            a few of the others are run. In `+layers` scores, early layers that add less than a part
+            of this share are left out; what they add is measured on some of the inputs, not proven.
+            The errors are reported.
+        threshold: the highest score of the first method that is accepted; a number, or a
+            `qualms.Threshold`. It is refused if it knows that it was set on scores of another
+            method, network or settings.
         class_names: names of the classes, in the order of the logits.
-        class_dim: for models that answer at many positions, the axis of the classes in their logits: -1 for language
-            models, 1 for segmentation. Scores then have the shape of the positions, [B, T] or [B, H, W]. Each input
+        class_dim: for models that answer at many positions, the axis of the classes in their
+            logits: -1 for language models, 1 for segmentation. Scores then have the shape of the
+                positions, [B, T] or [B, H, W]. Each input
             runs alone, without its padding, and gradients are sketched.
-        reduce: makes one number of an input's positions: `mean`, `max`, `sum`, or a quantile between 0 and 1.
-        positions: a few positions to score instead of all, by any engine and method: [B, P]. In images they are counted
-            row by row.
+        reduce: makes one number of an input's positions: `mean`, `max`, `sum`, or a quantile
+            between 0 and 1.
+        positions: a few positions to score instead of all, by any engine and method: [B, P]. In
+            images they are counted row by row.
         ignore_index: positions with this target are not scored.
-        pixel_std: what pixels from 0 to 1 were divided by to make the model's inputs, a number or one for each channel.
-            Noise in specs (`+smooth`, `perturb-x`, `mc-aa`, `odin`) is then in pixels, as papers give it, and not in
-            the units of the tensor.
+        pixel_std: what pixels from 0 to 1 were divided by to make the model's inputs, a number or
+            one for each channel. Noise in specs (`+smooth`, `perturb-x`, `mc-aa`, `odin`) is then
+            in pixels, as papers give it, and not in the units of the tensor.
 
     Example:
         ```python
@@ -155,14 +165,17 @@ class Scorer:
         """The scores of all inputs of `x`.
 
         Args:
-            x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are
-                ignored).
-            first: the number of the first input, which decides its draws; give it where `x` goes on from another call.
-            numbers: of all inputs, in place of first, first + 1, …: an input that keeps its number keeps its draws.
-            mask: for models that answer at many positions, which of them to score, [inputs, *positions]; the others are
-                NaN, as is padding by an `attention_mask` in `x`.
+            x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
+                (labels are ignored).
+            first: the number of the first input, which decides its draws; give it where `x` goes on
+                from another call.
+            numbers: of all inputs, in place of first, first + 1, …: an input that keeps its number
+                keeps its draws.
+            mask: for models that answer at many positions, which of them to score, [inputs,
+                *positions]; the others are NaN, as is padding by an `attention_mask` in `x`.
             targets: the true class at each position, -100 where there is none (see `next_tokens`).
-            spans: with `reduce`, (start, end) of the spans of each text, in tokens; one number for each span.
+            spans: with `reduce`, (start, end) of the spans of each text, in tokens; one number for
+                each span.
         """
         return Scored.concatenated(
             self.stream(x, first, numbers, mask=mask, targets=targets, spans=spans)
@@ -178,7 +191,9 @@ class Scorer:
         targets: Any = None,
         spans: Spans | None = None,
     ) -> Iterator[Scored]:
-        """The scores of each batch as it comes, so that a long run can keep what it has; arguments as for a call."""
+        """The scores of each batch as it comes, so that a long run can keep what it has; arguments
+        as for a call.
+        """
         validate_model(self.model)
         for number in (first, *(numbers or ())):
             if not isinstance(number, int) or number < 0:
@@ -238,7 +253,9 @@ class Scorer:
         )
 
     def choose_engine(self, x: Any) -> Settings:
-        """How scores are computed; what `auto` leaves open is decided on the first batch: here, that of `x`."""
+        """How scores are computed; what `auto` leaves open is decided on the first batch: here,
+        that of `x`.
+        """
         validate_model(self.model)
         batch = next(batches(x, unwrap_compiled(self.model)))
         with self._subject(batch) as subject:
@@ -246,7 +263,9 @@ class Scorer:
         return self.settings
 
     def price(self, x: Any) -> Price:
-        """What the scores of one input like those of `x` cost: counted, after a look at the first of them."""
+        """What the scores of one input like those of `x` cost: counted, after a look at the first
+        of them.
+        """
         validate_model(self.model)
         batch = take_samples(next(batches(x, unwrap_compiled(self.model))), slice(0, 1))
         if self._at is not None:
@@ -315,11 +334,15 @@ class Scorer:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and other processes: what was found out holds tensors of a graph, and is found out again there."""
+        """For copies and other processes: what was found out holds tensors of a graph, and is found
+        out again there.
+        """
         return {**vars(self), "_learnt": PlanCache(), "_fitted": {}, "_state": None}
 
     def _require_own_threshold(self) -> None:
-        """An error if the threshold belongs to other scores; what `auto` leaves open is compared later."""
+        """An error if the threshold belongs to other scores; what `auto` leaves open is compared
+        later.
+        """
         if self.threshold is None or self.threshold.made_by is None:
             return
         theirs = self.threshold.made_by
@@ -356,7 +379,9 @@ class Scorer:
         )
 
     def _compares(self) -> bool:
-        """Whether the exact engine will run on the inputs themselves, for which the logits serve as a check."""
+        """Whether the exact engine will run on the inputs themselves, for which the logits serve as
+        a check.
+        """
         exact = self.settings.engine_name in ("exact", "auto")
         return any(
             m.always_exact or (exact and isinstance(m, GradientScore))

@@ -1,9 +1,11 @@
-"""`select`: which inputs of a pool to label next, the most uncertain ones, or uncertain ones that differ.
+"""`select`: which inputs of a pool to label next, the most uncertain ones, or uncertain ones that
+differ.
 
-Uncertain inputs are often near duplicates of each other, and one label then tells what the others would. Diversity
-picks among the most uncertain by the distances between their gradients, the updates that their labels could ask for (as
-in Ash et al., Deep Batch Active Learning by Diverse, Uncertain Gradient Lower Bounds, ICLR 2020), by greedy k-center
-(Sener & Savarese, Active Learning for Convolutional Neural Networks: A Core-Set Approach, ICLR 2018).
+Uncertain inputs are often near duplicates of each other, and one label then tells what the others
+would. Diversity picks among the most uncertain by the distances between their gradients, the
+updates that their labels could ask for (as in Ash et al., Deep Batch Active Learning by Diverse,
+Uncertain Gradient Lower Bounds, ICLR 2020), by greedy k-center (Sener & Savarese, Active Learning
+for Convolutional Neural Networks: A Core-Set Approach, ICLR 2018).
 """
 
 import math
@@ -38,7 +40,9 @@ from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, parse
 from qualms.progress import Progress
 
-DIVERSITY_TANGENTS = 64  # a distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err independently
+# a distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err
+# independently
+DIVERSITY_TANGENTS = 64
 SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -65,15 +69,18 @@ def select(
     """The indices of k inputs of the pool to label next, in the pool's order from 0.
 
     Args:
-        model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
-        pool: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels ignored).
+        model: any classifier that returns logits. It leaves as it came; evaluation mode is used
+            inside.
+        pool: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
+            (labels ignored).
         k: how many.
         method: a spec or a method object; the paper's REGrad* by default.
-        diversity: None takes the k most uncertain, the most uncertain first, equal ones in the pool's order. A number
-            r >= 1 makes the r·k most uncertain candidates, of which k are picked: the most uncertain, then always the
-            candidate whose gradients are farthest from those of all picked so far. It needs a gradient score, reads
-            the pool twice, runs 64 forward-mode passes over the candidates, and holds 64 numbers for each of them and
-            each class.
+        diversity: None takes the k most uncertain, the most uncertain first, equal ones in the
+            pool's order. A number r >= 1 makes the r·k most uncertain candidates, of which k are
+            picked: the most uncertain, then always the candidate whose gradients are farthest from
+                those of all picked so far. It needs a gradient score, reads
+            the pool twice, runs 64 forward-mode passes over the candidates, and holds 64 numbers
+            for each of them and each class.
         train: training inputs; this and all that follows as for `score`.
         models: further members, for `ensemble`.
         engine: how class gradients are computed.
@@ -84,8 +91,10 @@ def select(
         batch_size: the most inputs to run at once.
         budget: bytes that the work on one chunk of inputs may take.
         tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
-        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels (see `Scorer`).
-        progress: True for count, rate and time left on the terminal, or a function that is told how many are done.
+        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels
+            (see `Scorer`).
+        progress: True for count, rate and time left on the terminal, or a function that is told how
+            many are done.
 
     Example:
         ```python
@@ -175,10 +184,12 @@ def _check_size(k: int, inputs: int) -> None:
 def gradient_features(
     model: nn.Module, pool: Any, chosen: Sequence[int], method: GradientScore, settings: Settings
 ) -> Float[Tensor, "n f"]:
-    """φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k) for the chosen inputs, s_j the k random tangents of the sketch.
+    """φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k) for the chosen inputs, s_j the k random tangents
+    of the sketch.
 
-    ‖φ(x) - φ(x')‖² estimates Σ_c ‖w_c g_c(x) - w'_c g_c(x')‖², w_c the weight that the score gives to the gradient g_c
-    of class c; a score of one gradient has that alone. `+layers` weighs the layers of each g_c, `+smooth` averages it.
+    ‖φ(x) - φ(x')‖² estimates Σ_c ‖w_c g_c(x) - w'_c g_c(x')‖², w_c the weight that the score gives
+    to the gradient g_c of class c; a score of one gradient has that alone. `+layers` weighs the
+    layers of each g_c, `+smooth` averages it.
     """
     numbers: list[int] = []
     parts: list[Tensor] = []

@@ -1,4 +1,6 @@
-"""Selective prediction: accept what the model knows, and pass the rest on to a person or a better model."""
+"""Selective prediction: accept what the model knows, and pass the rest on to a person or a better
+model.
+"""
 
 import hashlib
 import json
@@ -35,8 +37,8 @@ COVERAGES = (
 class Provenance:
     """What made the scores that a threshold was set on. Scores made otherwise are on another scale.
 
-    `method` has its parameters, noise in the units of the model's input; `network` is a digest of the weights. The rest
-    is None for a method that reads the logits alone.
+    `method` has its parameters, noise in the units of the model's input; `network` is a digest of
+    the weights. The rest is None for a method that reads the logits alone.
     """
 
     method: str
@@ -79,7 +81,8 @@ class Threshold:
         value: the highest score that is accepted.
         samples: the number of scores that it was set on.
         rule: how it was set.
-        made_by: what made those scores (`Scorer.made_by`). A `Scorer` refuses a threshold that was made by any other.
+        made_by: what made those scores (`Scorer.made_by`). A `Scorer` refuses a threshold that was
+            made by any other.
         reference: those scores, sorted; of many, 1001 at equal distances of rank.
 
     Example:
@@ -89,9 +92,9 @@ class Threshold:
 
         torch.manual_seed(0)
         scorer = qualms.Scorer(torch.nn.Linear(4, 3), "regrad")
-        known = scorer(torch.rand(20, 4)).scores["regrad"]  # of inputs like those that the model was trained on
-        threshold = qualms.Threshold.from_scores(known, coverage=0.9, made_by=scorer.made_by)
-        strange = scorer(10 * torch.rand(5, 4)).scores["regrad"]
+        known = scorer(torch.rand(20, 4)).scores["regrad"]  # of inputs like those that the model
+        was trained on threshold = qualms.Threshold.from_scores(known, coverage=0.9,
+        made_by=scorer.made_by) strange = scorer(10 * torch.rand(5, 4)).scores["regrad"]
         print(threshold.accept(strange), threshold.percentile(strange))
         ```
     """
@@ -106,7 +109,9 @@ class Threshold:
     def from_scores(
         cls, scores: Any, coverage: float = 0.95, *, made_by: Provenance | None = None
     ) -> "Threshold":
-        """The smallest threshold that accepts at least this share of the scores, such as those of a validation set."""
+        """The smallest threshold that accepts at least this share of the scores, such as those of a
+        validation set.
+        """
         s = _scores(scores).sort().values
         if not 0 < coverage <= 1:
             raise QualmsError(
@@ -128,16 +133,19 @@ class Threshold:
     ) -> "Threshold":
         """The largest threshold whose accepted inputs are wrong at most this often.
 
-        Inputs of equal score are accepted or rejected together. Without a `confidence` the rate is that of these very
-        inputs; if even the most certain ones are wrong too often, nothing is accepted, and the value is minus infinity.
+        Inputs of equal score are accepted or rejected together. Without a `confidence` the rate is
+        that of these very inputs; if even the most certain ones are wrong too often, nothing is
+        accepted, and the value is minus infinity.
 
-        With a confidence, such as 0.95, at most that share of further inputs like these will be wrong among the
-        accepted, unless the sample was an unlucky one, which happens with probability 1 - confidence at most; where the
-        sample is too small for that, an error says how many inputs it would take. Up to eleven coverages are tried,
-        chosen by the number of inputs alone, and 1 - confidence is shared between them. For each, given the score t at
-        that rank, the inputs below t are independent draws of those with scores below t, so their mistakes are
-        binomial, and the limit of Clopper & Pearson (1934) is exact. (Geifman & El-Yaniv, Selective Classification for
-        Deep Neural Networks, NeurIPS 2017, search the coverage by halves in place of a fixed list.)
+        With a confidence, such as 0.95, at most that share of further inputs like these will be
+        wrong among the accepted, unless the sample was an unlucky one, which happens with
+        probability 1 - confidence at most; where the sample is too small for that, an error says
+        how many inputs it would take. Up to eleven coverages are tried, chosen by the number of
+        inputs alone, and 1 - confidence is shared between them. For each, given the score t at that
+        rank, the inputs below t are independent draws of those with scores below t, so their
+        mistakes are binomial, and the limit of Clopper & Pearson (1934) is exact. (Geifman &
+        El-Yaniv, Selective Classification for Deep Neural Networks, NeurIPS 2017, search the
+        coverage by halves in place of a fixed list.)
         """
         s, right = _scores(scores), torch.as_tensor(correct).detach().cpu().flatten().to(torch.bool)
         if len(right) != len(s):
@@ -152,7 +160,8 @@ class Threshold:
         s, wrong = s[order], (~right[order]).double().cumsum(0)
         if confidence is not None:
             limit = _certain(s, wrong, risk, confidence)
-            # Inputs below the limit are accepted: those at most as high as the next number below it.
+            # Inputs below the limit are accepted: those at most as high as the next number below
+            # it.
             kind = torch.float32 if torch.as_tensor(scores).dtype == torch.float32 else torch.double
             value = float(
                 torch.tensor(limit, dtype=kind).nextafter(torch.tensor(-math.inf, dtype=kind))
@@ -256,7 +265,8 @@ def _some(s: Float[Tensor, " n"]) -> tuple[float, ...]:
 def _certain(
     s: Float[Tensor, " n"], wrong: Float[Tensor, " n"], risk: float, confidence: float
 ) -> float:
-    """The highest of some scores below which inputs are certain to be wrong at most at a rate of `risk`.
+    """The highest of some scores below which inputs are certain to be wrong at most at a rate of
+    `risk`.
 
     `s` is sorted, and `wrong` counts the mistakes up to each score.
     """
@@ -273,7 +283,8 @@ def _certain(
             f"{asked} takes {least + 1} labeled inputs, even if none of them is wrong, and there are {n}; add "
             f"{least + 1 - n}, or allow more risk."
         )
-    # As many coverages as can be told anything about, which the number of inputs decides and not the labels.
+    # As many coverages as can be told anything about, which the number of inputs decides and not
+    # the labels.
     ranks = [math.floor(share * n + 1e-9) for share in COVERAGES]
     shares = [
         j for j, rank in enumerate(ranks, 1) if rank > least_inputs(risk, 1 - (1 - confidence) / j)

@@ -36,7 +36,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def look(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Look at a page of one file; whatever goes wrong on it, or is asked of a network, fails the test in the end."""
+    """Look at a page of one file; whatever goes wrong on it, or is asked of a network, fails the
+    test in the end.
+    """
     troubles: list[str] = []
     contexts = []
 

@@ -1,4 +1,6 @@
-"""The page of maps in a browser: right numbers at the threshold, right pixels, at every width, in the dark, offline."""
+"""The page of maps in a browser: right numbers at the threshold, right pixels, at every width, in
+the dark, offline.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The report in a browser: right numbers at the line, by mouse and keys, at every width, in the dark, and offline."""
+"""The report in a browser: right numbers at the line, by mouse and keys, at every width, in the
+dark, and offline.
+"""
 
 import csv
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""The service's page in a browser: an image in, the very answer of the service on it, and nothing asked elsewhere."""
+"""The service's page in a browser: an image in, the very answer of the service on it, and nothing
+asked elsewhere.
+"""
 
 import threading
 import time

@@ -1,4 +1,6 @@
-"""The page about texts in a browser: right shades and marks, notes by mouse and keys, at every width, in the dark."""
+"""The page about texts in a browser: right shades and marks, notes by mouse and keys, at every
+width, in the dark.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""A disk that is full, read-only or gone is told in one sentence; no file is half written, and what was there stays."""
+"""A disk that is full, read-only or gone is told in one sentence; no file is half written, and what
+was there stays.
+"""
 
 import errno
 import os
@@ -119,7 +121,9 @@ def fill(disk: Path, room: int) -> None:
 
 
 def earlier(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell) -> None:
-    """What stood there before: the result of the same command, or of its first half where that is gone on with."""
+    """What stood there before: the result of the same command, or of its first half where that is
+    gone on with.
+    """
     words = COMMANDS[name]
     if name == "bench":
         words = tuple("entropy" if word.startswith("entropy,") else word for word in words)
@@ -204,7 +208,9 @@ def test_a_disk_that_refuses_the_last_step_is_told(
 def test_a_file_that_may_not_grow_is_told_and_is_not_left_half_written(
     here: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
-    """As a full disk is, where nobody may mount one: the system lets no file grow beyond a kilobyte."""
+    """As a full disk is, where nobody may mount one: the system lets no file grow beyond a
+    kilobyte.
+    """
     earlier(name, monkeypatch, capsys)
     before = content(here / "out")
     if name == "threshold":

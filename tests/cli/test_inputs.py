@@ -1,4 +1,6 @@
-"""What commands read: never another folder than the one that was named, nor another size than the network's."""
+"""What commands read: never another folder than the one that was named, nor another size than the
+network's.
+"""
 
 import csv
 import json

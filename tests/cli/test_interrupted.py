@@ -1,4 +1,5 @@
-"""A command that is ended by a signal at any moment loses nothing, doubles nothing, and leaves nothing half written.
+"""A command that is ended by a signal at any moment loses nothing, doubles nothing, and leaves
+nothing half written.
 
 With QUALMS_FUZZ=1 there are fifty moments for each signal, else a few.
 """
@@ -88,7 +89,8 @@ def told(
     words = COMMANDS[name]
     own = "qualms.cli.bench.calibration" if name == "bench" else f"qualms.cli.{words[0]}"
     code = 4 if name == "score to a file" else 0  # for the picture that cannot be read
-    # How long a process may be deaf: the interpreter starts. In a fork of one that has started, it is a moment.
+    # How long a process may be deaf: the interpreter starts. In a fork of one that has started, it
+    # is a moment.
     job = {
         "words": words,
         "home": str(home),

@@ -1,4 +1,6 @@
-"""A command that is killed loses nothing: started again it ends with the rows and weights of one that was not."""
+"""A command that is killed loses nothing: started again it ends with the rows and weights of one
+that was not.
+"""
 
 import json
 import os
@@ -65,7 +67,9 @@ def state(folder: Path) -> dict[str, int]:
 
 
 def killed(folder: Path, times: int, *command: str) -> None:
-    """Start the command and end it with SIGKILL as soon as it has written something new; again and again."""
+    """Start the command and end it with SIGKILL as soon as it has written something new; again and
+    again.
+    """
     for _ in range(times):
         before = state(folder)
         with start(folder, *command) as process:

@@ -1,4 +1,6 @@
-"""`qualms score` into a file: what is done is kept beside it, and the same command goes on from there."""
+"""`qualms score` into a file: what is done is kept beside it, and the same command goes on from
+there.
+"""
 
 import json
 from collections.abc import Callable

@@ -132,7 +132,9 @@ def test_images_that_cannot_be_read_have_an_exit_code_and_a_file(
 def test_images_of_two_sizes_are_an_error_wherever_they_stand(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where those of one size fill the parts that are read together, and the network takes both."""
+    """Also where those of one size fill the parts that are read together, and the network takes
+    both.
+    """
     (here / "anysize.py").write_text(
         "from torch import nn\n\n\ndef make():\n    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), "
         "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))\n"
@@ -172,8 +174,8 @@ def test_a_run_that_is_stopped_says_that_it_can_be_resumed(
     )
 
 
-# Runs of the command in children that are killed at random moments. Their parent has loaded all modules, so that a run
-# begins at once.
+# Runs of the command in children that are killed at random moments. Their parent has loaded all
+# modules, so that a run begins at once.
 KILLED = """
 import os, random, signal, sys, time
 import torch

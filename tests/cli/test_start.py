@@ -1,4 +1,6 @@
-"""How the command starts and stops: quick where it has nothing to compute, and told in one line when it is stopped."""
+"""How the command starts and stops: quick where it has nothing to compute, and told in one line
+when it is stopped.
+"""
 
 import os
 import resource

@@ -55,7 +55,8 @@ def written(request: pytest.FixtureRequest) -> Iterator[Written]:
 @given(st.data())
 def test_a_cut_file(written: Written, data: st.DataObject) -> None:
     found = written.read(written.content[: data.draw(st.integers(0, len(written.content) - 1))])
-    # What is left may still hold all the images, such as a file that ends with notes; never half of them.
+    # What is left may still hold all the images, such as a file that ends with notes; never half of
+    # them.
     assert found is None or found.fingerprint() == written.right
 
 
@@ -63,7 +64,8 @@ def test_a_cut_file(written: Written, data: st.DataObject) -> None:
 @given(st.data())
 def test_flipped_bytes(written: Written, data: st.DataObject) -> None:
     last = len(written.content) - 1
-    # Headers are at the start and at the end; pixels, where a flip is only another image, in between.
+    # Headers are at the start and at the end; pixels, where a flip is only another image, in
+    # between.
     where = st.one_of(
         st.integers(0, min(last, 300)), st.integers(max(0, last - 300), last), st.integers(0, last)
     )

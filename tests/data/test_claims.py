@@ -1,4 +1,6 @@
-"""Files that claim what they do not hold are refused before room is made for it, or before it is taken for data."""
+"""Files that claim what they do not hold are refused before room is made for it, or before it is
+taken for data.
+"""
 
 import io
 import json

@@ -1,4 +1,6 @@
-"""Image files of every kind: read as Pillow reads them, and told what was done; what cannot be read is told too."""
+"""Image files of every kind: read as Pillow reads them, and told what was done; what cannot be read
+is told too.
+"""
 
 import struct
 import sys
@@ -230,7 +232,9 @@ def test_of_an_image_that_is_long_and_thin_the_middle_is_read(here: Path) -> Non
 
 
 def pages(*sizes: int, broken: bool = False) -> bytes:
-    """A TIFF with square pages of these sides, the first black and the others white; perhaps the last is damaged."""
+    """A TIFF with square pages of these sides, the first black and the others white; perhaps the
+    last is damaged.
+    """
     file = BytesIO()
     first, *others = [
         Image.new("L", (side, side), 0 if i == 0 else 255) for i, side in enumerate(sizes)

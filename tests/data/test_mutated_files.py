@@ -1,8 +1,10 @@
-"""Files made wrong in thousands of ways: each is read as valid data or refused with a `QualmsError`, and no more.
+"""Files made wrong in thousands of ways: each is read as valid data or refused with a
+`QualmsError`, and no more.
 
-No other exception, no warning, no crash, no code run, at most `SECONDS` of the processor and, whatever its headers say,
-no more memory than the reader's bound. QUALMS_FUZZ=1 tries the full number, in as many processes as there are cores,
-and prints what came of them; QUALMS_MUTATION=reader:seed tries one.
+No other exception, no warning, no crash, no code run, at most `SECONDS` of the processor and,
+whatever its headers say, no more memory than the reader's bound. QUALMS_FUZZ=1 tries the full
+number, in as many processes as there are cores, and prints what came of them;
+QUALMS_MUTATION=reader:seed tries one.
 """
 
 import os

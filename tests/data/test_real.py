@@ -45,7 +45,8 @@ def test_mnist_is_the_published_one() -> None:
 
 
 def test_cifar_stands_upright() -> None:
-    # Skies are blue and above: in the airplanes and ships, the upper half is brighter and bluer than the lower.
+    # Skies are blue and above: in the airplanes and ships, the upper half is brighter and bluer
+    # than the lower.
     found = load("cifar10")
     assert found.labels is not None
     ships = (

@@ -1,4 +1,6 @@
-"""`engine="auto"`, the default, is exact where that is affordable and says which it was; counts decide, no clock."""
+"""`engine="auto"`, the default, is exact where that is affordable and says which it was; counts
+decide, no clock.
+"""
 
 import logging
 
@@ -65,7 +67,9 @@ def counted(model: nn.Module, x: torch.Tensor, classes: int) -> float:
 
 
 def test_work_is_counted_from_the_shapes_of_the_layers() -> None:
-    """Linear layers on vectors: a backward pass takes what a forward pass takes, the norms ‖δ‖‖a‖ at most as much."""
+    """Linear layers on vectors: a backward pass takes what a forward pass takes, the norms ‖δ‖‖a‖
+    at most as much.
+    """
     passes = counted(wide(600), torch.randn(4, 16), 600)
     assert 2 + 600 <= passes <= 2 + 2 * 600
     assert counted(wide(600), torch.randn(4, 16), 600) == passes

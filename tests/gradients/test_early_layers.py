@@ -55,13 +55,16 @@ def test_passes_stop_where_the_late_layers_begin() -> None:
         qualms.score(model, x, "regrad+layers(0.6)", batch_size=8, **more)
         return Watched.calls
 
-    # Plain autograd goes there along two directions, for the first input and one of the others; no chunk does.
+    # Plain autograd goes there along two directions, for the first input and one of the others; no
+    # chunk does.
     assert calls() > 30
     assert calls(tolerance=1e-2) == 4
 
 
 def test_tangents_stop_where_the_late_layers_begin() -> None:
-    """A sketch with a tolerance perturbs the late weights alone, and ranks inputs as one of all weights does."""
+    """A sketch with a tolerance perturbs the late weights alone, and ranks inputs as one of all
+    weights does.
+    """
     model, x = deep(), torch.randn(40, 12, dtype=torch.double)
     spec = "regrad+layers(0.6)"
     whole = qualms.Scorer(model, spec, engine=qualms.Sketch(tangents=64))(x)
@@ -153,7 +156,9 @@ def test_a_bad_tolerance_is_named() -> None:
 
 
 def test_models_whose_path_depends_on_the_input_leave_out_nothing() -> None:
-    """The first input does not visit the early layer, whose share is therefore unknown; the others do."""
+    """The first input does not visit the early layer, whose share is therefore unknown; the others
+    do.
+    """
 
     class Branching(nn.Module):
         def __init__(self) -> None:
@@ -202,7 +207,9 @@ def test_an_input_that_uses_no_parameter_that_counts_has_no_share_to_check() -> 
 
 
 def test_classes_that_were_measured_with_too_few_layers_are_measured_again() -> None:
-    """Classes are added up in turns. A check in the second turn finds that early layers matter: all begin anew."""
+    """Classes are added up in turns. A check in the second turn finds that early layers matter: all
+    begin anew.
+    """
 
     class Gated(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Gradient norms at the edges of what 32 bits hold, by every engine: right, or an error that says what is wrong."""
+"""Gradient norms at the edges of what 32 bits hold, by every engine: right, or an error that says
+what is wrong.
+"""
 
 import math
 import warnings
@@ -58,7 +60,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def made(model: str, head: float) -> nn.Module:
-    """The model with the weights of its last layer multiplied by a number: so are all gradients before it."""
+    """The model with the weights of its last layer multiplied by a number: so are all gradients
+    before it.
+    """
     torch.manual_seed(0)
     found = MODELS[model]()
     with torch.no_grad():

@@ -42,7 +42,9 @@ def test_exact_equals_reference(case: Case, norm: str, smoothing: qualms.Smoothi
 
 
 def assert_norms_equal(have: Tensor, want: Tensor) -> None:
-    """Equal to 1e-9 for each class and layer; what is zero but for rounding is compared to the input's own scale."""
+    """Equal to 1e-9 for each class and layer; what is zero but for rounding is compared to the
+    input's own scale.
+    """
     rounding = 1e-13 * want.amax(dim=(1, 2), keepdim=True)
     assert ((have - want).abs() <= 1e-9 * want + rounding).all(), float(
         ((have - want).abs() / want).max()

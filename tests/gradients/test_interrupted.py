@@ -129,7 +129,9 @@ def test_threads_that_get_no_signals_are_let_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["exact", "sketch"])
 def test_signals_at_any_moment(engine: str) -> None:
-    """In a process of its own: Ctrl-C at every few steps of the code that switches things on and off."""
+    """In a process of its own: Ctrl-C at every few steps of the code that switches things on and
+    off.
+    """
     program = f"""
         import signal, sys, warnings, torch, qualms
         from tests.gradients.test_untouched import fingerprint, same

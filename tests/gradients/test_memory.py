@@ -1,4 +1,6 @@
-"""Memory is a bound: what the work takes at its peak, beyond model, inputs and imports, stays near the budget."""
+"""Memory is a bound: what the work takes at its peak, beyond model, inputs and imports, stays near
+the budget.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,9 @@ CLEAR = Path("/proc/self/clear_refs")  # where Linux takes orders to forget the 
 
 
 class OneAtATime(nn.Module):
-    """Looks at its batch as a whole, so that inputs run by plain autograd: 1.5 million parameters, 1000 classes."""
+    """Looks at its batch as a whole, so that inputs run by plain autograd: 1.5 million parameters,
+    1000 classes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +192,9 @@ print(_of_process("VmHWM") - base)
 @pytest.mark.slow
 @pytest.mark.skipif(not CLEAR.exists(), reason="peaks are read from /proc")
 def test_a_thousand_tokens_over_fifty_thousand_words_fit_a_gibibyte() -> None:
-    """A budget of 1 GiB is accepted; what the process takes stays below one and a half times that, as for all work."""
+    """A budget of 1 GiB is accepted; what the process takes stays below one and a half times that,
+    as for all work.
+    """
     done = subprocess.run(
         [sys.executable, "-c", LANGUAGE], capture_output=True, text=True, check=True
     )

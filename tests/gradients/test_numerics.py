@@ -107,7 +107,9 @@ def test_bfloat16_is_close_to_its_own_weights_in_float64() -> None:
 
 
 def test_positions_that_cancel_do_not_take_the_digits_with_them() -> None:
-    """The mean over positions is removed after the layer, so the large common part of its input has no gradient."""
+    """The mean over positions is removed after the layer, so the large common part of its input has
+    no gradient.
+    """
 
     class Centered(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Networks that nobody has thought of: the engines agree on random ones, or say what they cannot do.
+"""Networks that nobody has thought of: the engines agree on random ones, or say what they cannot
+do.
 
 `QUALMS_FUZZ=1` runs more of them, of other draws than the fixed ones: its value is their seed.
 """
@@ -98,7 +99,8 @@ def check_norms(network: Network, way: Way, figures: Figures) -> None:
     figures.slow += bool(caught)
     assert have.layers == want.layers
     torch.testing.assert_close(have.probs, want.probs, rtol=1e-9, atol=1e-12)
-    # As `assert_norms_equal` has it: 1e-9 for each class and layer, and rounding at the input's own scale.
+    # As `assert_norms_equal` has it: 1e-9 for each class and layer, and rounding at the input's own
+    # scale.
     scale = want.norms.amax(dim=(1, 2), keepdim=True)
     apart = (have.norms - want.norms).abs() / (want.norms + 1e-4 * scale + 1e-300)
     figures.worst = max(figures.worst, float(apart.max()))
@@ -117,7 +119,9 @@ def check_gram(network: Network) -> None:
 
 
 def check_sketch(network: Network, smooth: bool, figures: Figures) -> None:
-    """The projections on two tangents, from which the sketch estimates norms, are those of the gradients."""
+    """The projections on two tangents, from which the sketch estimates norms, are those of the
+    gradients.
+    """
     model, x = network.make()
     smoothing = SMOOTHING if smooth and network.takes != "words" else None
     with preserve_state(model) as inner:
@@ -146,7 +150,9 @@ def check_sketch(network: Network, smooth: bool, figures: Figures) -> None:
 def projections(
     model: nn.Module, on: ModelInput, selected: dict[str, Tensor], tangents: list[dict[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Of the class gradients of one input on each tangent [k, c], and the size of what they are made of [c]."""
+    """Of the class gradients of one input on each tangent [k, c], and the size of what they are
+    made of [c].
+    """
     want, squares = torch.zeros(()), torch.zeros(())
     for row in range(on.rows_per_sample):
         _, found = row_gradients(

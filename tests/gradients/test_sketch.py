@@ -1,4 +1,6 @@
-"""The sketch engine: exact projections, estimates of the right thing, error bars that hold, bounded memory."""
+"""The sketch engine: exact projections, estimates of the right thing, error bars that hold, bounded
+memory.
+"""
 
 import os
 import subprocess

@@ -203,7 +203,9 @@ def test_a_model_that_caches_in_evaluation_mode_has_all_its_gradients(
 
 
 class Merging(nn.Linear):
-    """Adds a product of two small matrices to its weight when evaluation begins, as some adapters do."""
+    """Adds a product of two small matrices to its weight when evaluation begins, as some adapters
+    do.
+    """
 
     def __init__(self) -> None:
         super().__init__(4, 3)
@@ -222,7 +224,9 @@ class Merging(nn.Linear):
 
 
 class FrozenNorm(nn.Module):
-    """A norm that stays in evaluation mode whatever it is told, and a part that is in training mode on its own."""
+    """A norm that stays in evaluation mode whatever it is told, and a part that is in training mode
+    on its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()

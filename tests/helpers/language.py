@@ -1,4 +1,6 @@
-"""Small models that answer at many positions, built from configurations with random weights, in float64."""
+"""Small models that answer at many positions, built from configurations with random weights, in
+float64.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
 """Every layout on disk, written small: what the readers are held to.
 
-Each writer puts `IMAGES` or `GRAY` with `LABELS` below a folder. The first image has one red pixel in row 1, column 5:
-it shows the order of the channels and the orientation.
+Each writer puts `IMAGES` or `GRAY` with `LABELS` below a folder. The first image has one red pixel
+in row 1, column 5: it shows the order of the channels and the orientation.
 """
 
 import gzip

@@ -1,4 +1,6 @@
-"""Made-up maps: scores with ties, pixels without a score, labels of all kinds, and names that look like markup."""
+"""Made-up maps: scores with ties, pixels without a score, labels of all kinds, and names that look
+like markup.
+"""
 
 from dataclasses import replace
 

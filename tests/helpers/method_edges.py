@@ -1,4 +1,6 @@
-"""Situations at the edges of what numbers hold, and what scores must be there, in decimals of many digits."""
+"""Situations at the edges of what numbers hold, and what scores must be there, in decimals of many
+digits.
+"""
 
 import copy
 from collections.abc import Callable
@@ -143,7 +145,9 @@ def divergence(q: list[Decimal], p: list[Decimal]) -> Decimal:
 
 
 def of_linear_layer(logits: list[float], x: list[float]) -> dict[str, Decimal]:
-    """Every score of a linear layer W x + b that has a closed form: ‖∇ log p_c‖ = ‖e_c - p‖ sqrt(‖x‖² + 1)."""
+    """Every score of a linear layer W x + b that has a closed form: ‖∇ log p_c‖ = ‖e_c - p‖
+    sqrt(‖x‖² + 1).
+    """
     p, c, z = probabilities(logits), len(logits), [Decimal(z) for z in logits]
     length = (sum(Decimal(v) ** 2 for v in x) + 1).sqrt()
     norms = [length * sum(((i == k) - p[i]) ** 2 for i in range(c)).sqrt() for k in range(c)]

@@ -1,9 +1,11 @@
-"""Commands that are ended at random moments, started again, and compared with one that was let alone.
+"""Commands that are ended at random moments, started again, and compared with one that was let
+alone.
 
     python -m tests.helpers.moments '{"words": ["train", …], "count": 50, …}'
 
-A process that has loaded all modules forks one for each run, so that a run takes its own time and not that of imports.
-With "fresh", each is a process from the start, and moments fall into the imports too.
+A process that has loaded all modules forks one for each run, so that a run takes its own time and
+not that of imports. With "fresh", each is a process from the start, and moments fall into the
+imports too.
 """
 
 import json
@@ -92,7 +94,9 @@ class Run:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """All that a command has written: bytes, but for rows, without what they say of time, and for weights."""
+    """All that a command has written: bytes, but for rows, without what they say of time, and for
+    weights.
+    """
     found: dict[str, Any] = {}
     for path in sorted((folder / RESULTS).rglob("*")):
         if path.suffix == ".jsonl":
@@ -109,7 +113,9 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """What can be compared: a file of weights has other bytes if its words were read, and not made up, by a run."""
+    """What can be compared: a file of weights has other bytes if its words were read, and not made
+    up, by a run.
+    """
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), tuple(value.shape), value.numpy().tobytes())
     return {key: plain(one) for key, one in value.items()} if isinstance(value, dict) else value
@@ -124,7 +130,9 @@ def left_behind(folder: Path) -> list[str]:
 def faults(
     words: list[str], place: Path, number: signal.Signals, after: float, want: Any, job: Any
 ) -> list[str]:
-    """What is wrong after one signal and one more run; "finished" if the command was quicker than the signal."""
+    """What is wrong after one signal and one more run; "finished" if the command was quicker than
+    the signal.
+    """
     found: list[str] = []
     run = Run(words, place, job["fresh"])
     time.sleep(after)

@@ -1,7 +1,8 @@
-"""The loop over mutations of one reader, in a process of its own that may die of them: its parent tells what of.
+"""The loop over mutations of one reader, in a process of its own that may die of them: its parent
+tells what of.
 
-A mutation follows from the reader's name and a seed. Each is read with as much address space as the process has, plus
-the reader's bound, and with `SECONDS` of the processor.
+A mutation follows from the reader's name and a seed. Each is read with as much address space as the
+process has, plus the reader's bound, and with `SECONDS` of the processor.
 """
 
 import multiprocessing
@@ -58,7 +59,9 @@ class Figures:
 
 
 def run(name: str, seeds: range, workers: int = 1) -> Figures:
-    """All mutations of these seeds, in so many processes; one that dies is told, and another goes on after it."""
+    """All mutations of these seeds, in so many processes; one that dies is told, and another goes
+    on after it.
+    """
     context = _forkserver()
     began, total = time.monotonic(), Figures()
     shares = [seeds[i::workers] for i in range(workers)]

@@ -1,7 +1,9 @@
-"""Files made wrong on purpose: each mutation follows from the content and the state of a `random.Random` alone.
+"""Files made wrong on purpose: each mutation follows from the content and the state of a
+`random.Random` alone.
 
-`damaged` knows nothing of formats. The others take a format apart, damage something inside, and put it together again
-with lengths and checksums that are right, so that what is behind these checks is reached.
+`damaged` knows nothing of formats. The others take a format apart, damage something inside, and put
+it together again with lengths and checksums that are right, so that what is behind these checks is
+reached.
 """
 
 import gzip
@@ -27,7 +29,8 @@ VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, 1e308, -1e308, math.nan, math.inf,
     -math.inf, "", "x", "1", "a" * 10_000, "\ud800", "\0", "../../x", [], {}, [[]], [None], {"": None}, [1, "a", None],
 )  # fmt: skip
-# What a pickle can ask for: to call something, to set what is not its own, to remember a great many objects.
+# What a pickle can ask for: to call something, to set what is not its own, to remember a great many
+# objects.
 PICKLED = (
     b"cos\nsystem\n(S'true'\ntR", b"cbuiltins\nexec\n(S'1'\ntR", b"\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R",
     b"cbuiltins\ngetattr\n(cbuiltins\nobject\nS'__subclasses__'\ntR", b"(lp0\n", b"}", b"]", b")", b"(", b"0", b"1",
@@ -154,7 +157,9 @@ def damaged_pickle(content: bytes, random: Random) -> bytes:
 
 
 def damaged_json(content: bytes, random: Random) -> bytes:
-    """Values of other kinds, and keys that are gone, doubled or called otherwise; now and then lists without end."""
+    """Values of other kinds, and keys that are gone, doubled or called otherwise; now and then
+    lists without end.
+    """
     value = [json.loads(content)]
     deep = False
     for _ in range(random.choice((1, 1, 1, 2, 3))):
@@ -215,7 +220,9 @@ def in_gzip(inner: Mutation) -> Mutation:
 
 
 def in_zip(inner: Mutation | dict[str, Mutation]) -> Mutation:
-    """One of the files in it, by the ending of its name if there are several mutations; or its name, or its being."""
+    """One of the files in it, by the ending of its name if there are several mutations; or its
+    name, or its being.
+    """
 
     def mutate(content: bytes, random: Random) -> bytes:
         with zipfile.ZipFile(io.BytesIO(content)) as file:

@@ -1,4 +1,6 @@
-"""Layers of random networks that take anything: parameters in every form, activations, norms, mixtures of experts."""
+"""Layers of random networks that take anything: parameters in every form, activations, norms,
+mixtures of experts.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +48,9 @@ def activation(at: Site, kind: str) -> nn.Module:
 
 @layer(ANYTHING, out=small, bias=flag, norm=norms, tied=flag)
 def linear(at: Site, out: int, bias: bool, norm: str, tied: bool) -> nn.Module:
-    """On the last axis; tied to a matrix that the network has already, as it is or transposed, if one fits."""
+    """On the last axis; tied to a matrix that the network has already, as it is or transposed, if
+    one fits.
+    """
     features = at.shape[-1]
     for p in at.matrices() if tied else ():
         if p.shape[1] == features:
@@ -105,13 +109,16 @@ BARE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "clamped": lambda m, x: torch.minimum(x, m.w.abs() + 1).clamp_min_(-2),
     "outer": lambda m, x: x + x.flatten(1).mean(1).view(-1, *[1] * (x.ndim - 1)) * m.w,
-    "out of place sum": lambda m, x: sum([x, m.w * x.relu(), m.v]),  # type: ignore[arg-type,return-value]
+    # type: ignore[arg-type,return-value]
+    "out of place sum": lambda m, x: sum([x, m.w * x.relu(), m.v]),
 }
 
 
 @layer(ANYTHING, kind=st.sampled_from(list(BARE)), axis=st.sampled_from(["first", "last", "none"]))
 def bare(at: Site, kind: str, axis: str) -> nn.Module:
-    """A parameter in plain arithmetic: one number for each channel or word, for each feature, or for all."""
+    """A parameter in plain arithmetic: one number for each channel or word, for each feature, or
+    for all.
+    """
     shape = [1] * len(at.shape)
     if axis == "first":
         shape[0] = at.shape[0]
@@ -131,7 +138,8 @@ def only_the_positive(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     )
 
 
-# A matrix in other forms than a linear layer, and layers that see their rows in another order or company. e: features.
+# A matrix in other forms than a linear layer, and layers that see their rows in another order or
+# company. e: features.
 ODD: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sliced": lambda m, x: F.linear(x, m.w[1:], m.b[1:]),
     "cut in two": lambda m, x: torch.cat([F.linear(x, part) for part in m.w.chunk(2)], -1),

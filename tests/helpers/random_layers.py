@@ -1,7 +1,8 @@
 """The layers that random networks are made of: each with the options that it can be drawn with.
 
-A layer takes and gives an image [c, h, w], a sequence [t, e] or a vector [e] for each row; words are ids [t]. Options
-are plain numbers and names, drawn without regard to shapes: the builder makes them fit.
+A layer takes and gives an image [c, h, w], a sequence [t, e] or a vector [e] for each row; words
+are ids [t]. Options are plain numbers and names, drawn without regard to shapes: the builder makes
+them fit.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,9 @@ small, few, flag = st.integers(1, 4), st.integers(1, 2), st.booleans()
 
 @dataclass
 class Site:
-    """Where a layer is put: the shape of what a row brings there, and the layers that are there already."""
+    """Where a layer is put: the shape of what a row brings there, and the layers that are there
+    already.
+    """
 
     shape: tuple[int, ...]
     earlier: list[tuple[nn.Module, tuple[int, ...] | None]] = field(

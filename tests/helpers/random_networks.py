@@ -1,7 +1,8 @@
-"""Random networks: a plain specification that is drawn, printed and shrunk, and the network that is built of it.
+"""Random networks: a plain specification that is drawn, printed and shrunk, and the network that is
+built of it.
 
-The layers are in `random_layers.py` (images), `random_sequences.py` and `random_forms.py` (anything); here are those
-that hold other layers.
+The layers are in `random_layers.py` (images), `random_sequences.py` and `random_forms.py`
+(anything); here are those that hold other layers.
 """
 
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ class Network:
             whole = nn.Sequential(model, head).double().eval()
             for m in whole.modules():
                 if isinstance(m, NORMALIZATIONS):
-                    m.eps = 0.1  # what is constant is not blown up, and with it rounding where the gradient is zero
+                    # what is constant is not blown up, and with it rounding where the gradient is
+                    # zero
+                    m.eps = 0.1
                 if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None:
                     m.running_mean.normal_()
                     m.running_var.uniform_(0.5, 2)
@@ -63,7 +66,9 @@ class Network:
         return whole, self._inputs()
 
     def differentiable(self) -> bool:
-        """Whether torch itself can differentiate it: a change in place may have overwritten what that needs."""
+        """Whether torch itself can differentiate it: a change in place may have overwritten what
+        that needs.
+        """
         model, x = self.make()
         try:
             # In order: torch crashes at a GroupNorm of channels-last images that need no gradient.
@@ -123,7 +128,9 @@ def again(at: Site, back: int) -> nn.Module:
 
 
 def residual(at: Site, inner: Layers, how: str) -> nn.Module:
-    """Layers beside which their input is led on: added, in place or not, gated by a parameter, or concatenated."""
+    """Layers beside which their input is led on: added, in place or not, gated by a parameter, or
+    concatenated.
+    """
     stack = Stack(at, inner)
 
     def run(m: Any, x: Tensor) -> Tensor:

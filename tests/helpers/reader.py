@@ -22,7 +22,8 @@ class Reader:
     """How a kind of file is made and read.
 
     Args:
-        make: writes valid files below a folder, and gives the paths of those that are made wrong, one at a time.
+        make: writes valid files below a folder, and gives the paths of those that are made wrong,
+            one at a time.
         read: reads the file, given the folder and the path; what is wrong is a `QualmsError`.
         mutate: makes the content wrong.
         few: mutations in CI.

@@ -1,4 +1,5 @@
-"""Readers of images and texts: a small valid file of each kind, how it is made wrong, and how it is read.
+"""Readers of images and texts: a small valid file of each kind, how it is made wrong, and how it is
+read.
 
 What a reader returns is looked at, since memory that is not the file's shows only then.
 """

@@ -1,4 +1,6 @@
-"""Readers of networks, and of what runs leave: weights, configurations, scores, thresholds, rows; as those of data."""
+"""Readers of networks, and of what runs leave: weights, configurations, scores, thresholds, rows;
+as those of data.
+"""
 
 import json
 from collections.abc import Callable
@@ -23,7 +25,8 @@ from tests.helpers.mutations import (
 )
 from tests.helpers.reader import PAGES, Reader, content, one
 
-SLOW = 5_000  # of readers that take a tenth of a second: transformers builds a network, torch an exported one
+# of readers that take a tenth of a second: transformers builds a network, torch an exported one
+SLOW = 5_000
 
 
 def _small() -> nn.Module:

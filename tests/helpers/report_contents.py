@@ -1,4 +1,6 @@
-"""Made-up reports: scores with ties, in both precisions and all equal, and names that would like to be markup."""
+"""Made-up reports: scores with ties, in both precisions and all equal, and names that would like to
+be markup.
+"""
 
 import numpy as np
 import torch
@@ -19,7 +21,9 @@ LONG = (
 def group(
     name: str, count: int, shift: float, *, labeled: bool = False, seed: int = 0, channels: int = 1
 ) -> Group:
-    """Images of noise, with scores around `shift`; wrong predictions are the less certain ones by `exact`."""
+    """Images of noise, with scores around `shift`; wrong predictions are the less certain ones by
+    `exact`.
+    """
     random = np.random.default_rng([seed, count])
     pixels = torch.from_numpy(random.integers(0, 256, (count, channels, 8, 8), dtype=np.uint8))
     predicted = random.integers(0, 3, count)

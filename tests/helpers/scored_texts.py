@@ -1,4 +1,6 @@
-"""Made-up scored texts: a token that is not in the text, the last without a score, characters of several tokens."""
+"""Made-up scored texts: a token that is not in the text, the last without a score, characters of
+several tokens.
+"""
 
 import math
 import random

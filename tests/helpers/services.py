@@ -109,7 +109,9 @@ def client(
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in a thread: Playwright, in whose process this may be, leaves a loop running in this one."""
+    """As `asyncio.run`, in a thread: Playwright, in whose process this may be, leaves a loop
+    running in this one.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 

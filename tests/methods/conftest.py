@@ -1,4 +1,6 @@
-"""A small network in double precision, its inputs, and every class gradient of it, by plain autograd."""
+"""A small network in double precision, its inputs, and every class gradient of it, by plain
+autograd.
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +21,9 @@ def small_cnn() -> nn.Sequential:
 
 @dataclass
 class Setting:
-    """logits [b, c], probs [b, c], gradients[b][c][layer] flat vectors of ∇ log p_c, layers of the model in order."""
+    """logits [b, c], probs [b, c], gradients[b][c][layer] flat vectors of ∇ log p_c, layers of the
+    model in order.
+    """
 
     model: nn.Sequential
     x: Tensor

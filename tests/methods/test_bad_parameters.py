@@ -1,4 +1,6 @@
-"""Whatever a method may not be given is refused when it is made, in a sentence that names the method."""
+"""Whatever a method may not be given is refused when it is made, in a sentence that names the
+method.
+"""
 
 import math
 from contextlib import suppress

@@ -1,4 +1,6 @@
-"""Higher means more uncertain, for every method, on a trained network and real classes that it has never seen."""
+"""Higher means more uncertain, for every method, on a trained network and real classes that it has
+never seen.
+"""
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ pytestmark = pytest.mark.slow  # three trainings, and every method on 600 images
 
 KNOWN, UNKNOWN = range(6), range(6, 10)
 
-# As the paper defines them these are no uncertainties: see their docstrings. Its own table has GradNorm at 11 to 28 %
-# and UNGrad below 50 % on half of the pairs; NEGrad is zero. GAIA-Z was at 0.56 to 0.69
-# in five trainings of small networks for digits, GAIA-A below that.
+# As the paper defines them these are no uncertainties: see their docstrings. Its own table has
+# GradNorm at 11 to 28 % and UNGrad below 50 % on half of the pairs; NEGrad is zero. GAIA-Z was at
+# 0.56 to 0.69 in five trainings of small networks for digits, GAIA-A below that.
 BACKWARDS = {"gradnorm"}
 NO_SIGNAL = {"negrad"}
 NO_PROMISE = {"ungrad", "gaia"}
@@ -57,7 +59,8 @@ def scores() -> tuple[dict[str, Tensor], int]:
         "regrad+layers+smooth(0.1)",
         "exgrad+layers+smooth(0.1)",
     ]
-    # ASH-S would leave 6 of 64 features at its default, with AUROCs of 0.61 to 0.79 in three trainings.
+    # ASH-S would leave 6 of 64 features at its default, with AUROCs of 0.61 to 0.79 in three
+    # trainings.
     own = {"mc-aa": "mc-aa(0.1)", "perturb-x": "perturb-x(0.05)", "ash-s": "ash-s(65)"}
     names = [own.get(n, n) for n in names]
     out = qualms.compare(

@@ -1,4 +1,6 @@
-"""At the edges of what numbers hold a score is right, or an error says why there is none; it is never NaN."""
+"""At the edges of what numbers hold a score is right, or an error says why there is none; it is
+never NaN.
+"""
 
 import copy
 import warnings
@@ -69,7 +71,8 @@ def scores(situation: Situation, double: bool = False) -> dict[str, Tensor | str
     return found
 
 
-# In 32 bits the logits of a model have seven digits, and perturbed ones differ in fewer: what is left of them is right.
+# In 32 bits the logits of a model have seven digits, and perturbed ones differ in fewer: what is
+# left of them is right.
 FOLLOWS_LOGITS = {"perturb-x", "perturb-theta", "mc-aa", "ensemble", "quam", "negrad+smooth"}
 KINKS = {"mc-aa"}  # the sign of a gradient that is zero but for rounding
 

@@ -1,4 +1,6 @@
-"""`tolerance` with many classes: some of them stand for all; the error is reported, and within the tolerance."""
+"""`tolerance` with many classes: some of them stand for all; the error is reported, and within the
+tolerance.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -233,7 +235,9 @@ def test_classes_in_a_periodic_order_do_not_fall_in_with_the_steps() -> None:
 
 
 def deep(classes: int = 400) -> nn.Sequential:
-    """Blocks that narrow toward the classifier: a pass to the last of them takes a small part of the work."""
+    """Blocks that narrow toward the classifier: a pass to the last of them takes a small part of
+    the work.
+    """
     torch.manual_seed(0)
     widths = [32, 160, 160, 160, 160, 24, 24]
     blocks = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
@@ -245,7 +249,9 @@ def deep(classes: int = 400) -> nn.Sequential:
 
 @pytest.mark.parametrize("spec", ["regrad", "fisher", "exgrad+smooth(0.1,2)"])
 def test_sums_over_all_layers_have_the_right_mean_and_an_error_that_holds(spec: str) -> None:
-    """Over 20 seeds: the true sum is within two standard errors nearly always, and they are not much too wide."""
+    """Over 20 seeds: the true sum is within two standard errors nearly always, and they are not
+    much too wide.
+    """
     model, x = deep(), torch.randn(6, 32, generator=torch.Generator().manual_seed(2)).double()
     want = qualms.score(model, x, spec, engine="exact", seed=0)
     scorers = [qualms.Scorer(model, spec, tolerance=0.03, seed=seed) for seed in range(20)]
@@ -262,7 +268,9 @@ def test_sums_over_all_layers_have_the_right_mean_and_an_error_that_holds(spec: 
 
 
 def test_classes_that_were_measured_count_when_more_are_needed() -> None:
-    """Turns add up: their mean is the sum, and their error falls as that of one draw of as many classes."""
+    """Turns add up: their mean is the sum, and their error falls as that of one draw of as many
+    classes.
+    """
     noise = torch.Generator().manual_seed(0)
     sizes = torch.rand(3, 120, generator=noise, dtype=torch.double) ** 20
     sizes /= sizes.sum(-1, keepdim=True)

@@ -285,7 +285,9 @@ def test_coherence(setting: Setting) -> None:
 
 
 def test_a_logit_without_gradient_has_no_direction_and_others_keep_theirs() -> None:
-    """Two gradients at 60 degrees, the third zero: of the three pairs one has a squared cosine, of 1/4."""
+    """Two gradients at 60 degrees, the third zero: of the three pairs one has a squared cosine, of
+    1/4.
+    """
     jacobian = torch.tensor([[1.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 0.0]]).double()
     torch.testing.assert_close(
         collinearity((jacobian @ jacobian.T)[None]), torch.tensor([0.25 / 3]).double()

@@ -56,7 +56,9 @@ def random_head(
 
 @pytest.fixture
 def _double() -> Iterator[None]:
-    """laplace-torch multiplies its full matrix by torch.eye, so in the default dtype whatever the model's."""
+    """laplace-torch multiplies its full matrix by torch.eye, so in the default dtype whatever the
+    model's.
+    """
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -160,7 +162,9 @@ def test_kron_is_full_when_all_probabilities_are_equal(bias: bool) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """How many elements the largest tensor had that any operation allocated (views are not counted)."""
+    """How many elements the largest tensor had that any operation allocated (views are not
+    counted).
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

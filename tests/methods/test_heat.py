@@ -104,7 +104,9 @@ def test_log_heat_grows_with_temperature_and_ends_at_the_uniform_entropy() -> No
 
 
 def test_noise_of_which_most_has_features_sets_the_unit() -> None:
-    """At least one of the two units answers to three in four of the noise inputs, which shows that features grow."""
+    """At least one of the two units answers to three in four of the noise inputs, which shows that
+    features grow.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3)).double()
     with torch.no_grad():
@@ -153,7 +155,9 @@ def test_an_input_without_any_gradient_in_the_blocks_keeps_its_softmax() -> None
 
 @pytest.mark.parametrize("seed", [0, 3, 5])  # which draw such inputs
 def test_noise_that_no_unit_answers_to_does_not_set_the_unit(seed: int) -> None:
-    """Of 32 noise inputs some leave a narrow network without a gradient; the scores stay within reason."""
+    """Of 32 noise inputs some leave a narrow network without a gradient; the scores stay within
+    reason.
+    """
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(),
                           nn.Linear(8, 4)).double()  # fmt: skip
@@ -292,7 +296,9 @@ def test_text_is_measured_against_random_ids() -> None:
 
 @pytest.mark.parametrize("lengths", [(2, 60), (60, 2)])
 def test_batches_of_two_lengths_have_scores_of_one_kind(lengths: tuple[int, int]) -> None:
-    """In short texts no unit answers to most inputs of noise; what the first batch decides holds for both."""
+    """In short texts no unit answers to most inputs of noise; what the first batch decides holds
+    for both.
+    """
     torch.manual_seed(0)
     model = Bag().double()
     model.fc1.bias.data -= 3

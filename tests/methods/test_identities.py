@@ -65,8 +65,8 @@ def test_a_shift_of_all_logits_changes_nothing(setting: Setting, member: nn.Modu
     after = all_scores(shifted, setting.x, (moved_member,))
     changed = {n for n in STARRED if not torch.allclose(before[n], after[n], rtol=1e-6, atol=1e-12)}
     energies = {"energy", "scale", "ash-s", "lts", "rankfeat", "react", "vim"}
-    # The confounding label asks for each class on its own, so it too depends on the level of the logits; quam's weight
-    # decay pulls at the bias.
+    # The confounding label asks for each class on its own, so it too depends on the level of the
+    # logits; quam's weight decay pulls at the bias.
     assert changed == energies | {"max-logit", "coherence", "confounding-label", "quam"}
 
 
@@ -96,7 +96,8 @@ def test_the_score_of_an_input_does_not_depend_on_the_rest_of_the_batch(
 ) -> None:
     whole = all_scores(setting.model, setting.x, (member,))
     in_parts = all_scores(setting.model, setting.x, (member,), batch_size=3)
-    as_loader = all_scores(setting.model, [setting.x[:1], setting.x[1:]], (member,))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    as_loader = all_scores(setting.model, [setting.x[:1], setting.x[1:]], (member,))
     for name in STARRED:
         torch.testing.assert_close(in_parts[name], whole[name], rtol=1e-8, atol=1e-13, msg=name)
         torch.testing.assert_close(as_loader[name], whole[name], rtol=1e-8, atol=1e-13, msg=name)

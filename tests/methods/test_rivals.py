@@ -193,7 +193,9 @@ def test_rankfeat(setting: Setting) -> None:
 
 
 class Pooled(nn.Module):
-    """A squeeze-and-excitation block on the way, whose pooling is not the last; pooled in one of several ways."""
+    """A squeeze-and-excitation block on the way, whose pooling is not the last; pooled in one of
+    several ways.
+    """
 
     def __init__(self, pooling: str) -> None:
         super().__init__()

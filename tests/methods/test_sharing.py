@@ -67,7 +67,8 @@ def passes(
 
 
 B, C = 4, 5
-# Before the engine starts it looks at one row by plain autograd, plainly again and watched, and at two rows twice.
+# Before the engine starts it looks at one row by plain autograd, plainly again and watched, and at
+# two rows twice.
 LOOK_ROWS, LOOK_BACKWARD = 1 + 1 + 1 + 2 + 2, 1 + 1 + 1
 ALONE = 2  # rows of each chunk that run by themselves, too
 SEPARATE = 1  # backward pass for each chunk, which shows that the model does not move rows about
@@ -77,7 +78,8 @@ def test_all_gradient_scores_come_from_one_pass(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = passes(setting, GRADIENT_SCORES, monkeypatch)
-    # The logits, which also tell whether inputs influence each other, the look, and the recorded pass.
+    # The logits, which also tell whether inputs influence each other, the look, and the recorded
+    # pass.
     assert counter.first == B + LOOK_ROWS + B + ALONE
     # Classes, and the directions of gradnorm, negrad and the label.
     assert counter.backward == LOOK_BACKWARD + C + 3 + SEPARATE

@@ -18,7 +18,9 @@ def linear() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
 
 
 def test_perturb_x_is_half_the_trace_of_the_fisher_matrix_for_small_noise() -> None:
-    """E KL = ½ σ² tr(Wᵀ F W) + O(σ⁴); for a quadratic form of a Gaussian the variance is ½ σ⁴ tr((Wᵀ F W)²)."""
+    """E KL = ½ σ² tr(Wᵀ F W) + O(σ⁴); for a quadratic form of a Gaussian the variance is ½ σ⁴
+    tr((Wᵀ F W)²).
+    """
     model, x, _, fisher = linear()
     sigma, draws = 1e-2, 4000
     have = qualms.score(model, x, f"perturb-x({sigma},{draws})")

@@ -1,4 +1,6 @@
-"""Every method on a Hugging Face text classifier; discrete inputs are perturbed at their embeddings."""
+"""Every method on a Hugging Face text classifier; discrete inputs are perturbed at their
+embeddings.
+"""
 
 import pytest
 import torch

@@ -243,7 +243,9 @@ def test_quam_takes_whole_batches_and_no_more_than_it_has_steps(
 
 
 def test_quam_keeps_to_the_budget(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head of 100 classes on 512 features, with its gradient and the two means of Adam, has 100 · 513 · 4 numbers."""
+    """A head of 100 classes on 512 features, with its gradient and the two means of Adam, has 100 ·
+    513 · 4 numbers.
+    """
     torch.manual_seed(0)
     model, x = nn.Linear(512, 100), torch.randn(2, 512)
     train, at_once, plain = [(torch.randn(10, 512), torch.arange(10))], list[int](), QUAM._searched

@@ -1,4 +1,6 @@
-"""Measures of arrays at the edges: ties, one class only, no numbers, numbers that are none, and very many."""
+"""Measures of arrays at the edges: ties, one class only, no numbers, numbers that are none, and
+very many.
+"""
 
 from collections.abc import Callable
 from decimal import Decimal

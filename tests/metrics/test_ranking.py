@@ -61,7 +61,8 @@ def test_fpr95_says_how_many_known_inputs_are_flagged_when_95_of_100_unknown_one
     outside = np.arange(100.0)  # 95 of them are at 5 or above
     assert metrics.fpr95([4.9, 4.9, 4.9, 5.0], outside) == 0.25
     assert metrics.fpr95([4.9, 4.9, 4.9, 4.9], outside) == 0
-    # The other way round: 95 of 100 known inputs pass at 94 or below, and so do three of the unknown ones.
+    # The other way round: 95 of 100 known inputs pass at 94 or below, and so do three of the
+    # unknown ones.
     assert metrics.fpr95(outside, [94.0, 94.1, 3.0, 0.0], positive="in") == 0.75
 
 

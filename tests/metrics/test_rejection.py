@@ -14,13 +14,16 @@ PAIRS = st.lists(st.tuples(st.integers(0, 2), st.integers(-3, 3)), min_size=2, m
 
 
 def area(qualities: list[float]) -> float:
-    """What is kept when 0, 1, … of the outputs are rejected from the end, its mean quality, and the mean of those."""
+    """What is kept when 0, 1, … of the outputs are rejected from the end, its mean quality, and the
+    mean of those.
+    """
     kept = [qualities[: len(qualities) - rejected] for rejected in range(len(qualities))]
     return float(np.mean([np.mean(some) for some in kept]))
 
 
 def test_the_ratio_is_what_it_is_by_hand() -> None:
-    # Kept by the score: 1; 1 and 0; all: means 1, 1/2, 1/2. Ideal: 1; 1 and 1/2; all: 1, 3/4, 1/2. At random: 1/2.
+    # Kept by the score: 1; 1 and 0; all: means 1, 1/2, 1/2. Ideal: 1; 1 and 1/2; all: 1, 3/4, 1/2.
+    # At random: 1/2.
     assert metrics.prr([0.1, 0.2, 0.3], [1.0, 0.0, 0.5]) == pytest.approx(
         (2 / 3 - 1 / 2) / (3 / 4 - 1 / 2)
     )

@@ -1,4 +1,6 @@
-"""The network for segmentation: a class for every pixel, by its surroundings, and scores at every pixel."""
+"""The network for segmentation: a class for every pixel, by its surroundings, and scores at every
+pixel.
+"""
 
 import pytest
 import torch

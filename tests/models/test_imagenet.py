@@ -27,8 +27,8 @@ from qualms.models.installed import installed_weights
 
 NETWORKS = [name for name in ZOO if name.startswith("imagenet-")]
 LITE0, MOBILENET = "imagenet-efficientnet-lite0", "imagenet-mobilenet-v2"
-# The share right of the whole validation set as published, and how many of 250 smaller copies of its images timm and
-# torchvision get right with these weights and their own transforms.
+# The share right of the whole validation set as published, and how many of 250 smaller copies of
+# its images timm and torchvision get right with these weights and their own transforms.
 PUBLISHED = {LITE0: (0.751, 176), MOBILENET: (0.7188, 169)}
 
 

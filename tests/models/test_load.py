@@ -92,7 +92,8 @@ def test_published_weights_load_by_the_networks_name(name: str) -> None:
     model = load_model(name, path)
     x = torch.rand(8, 1, 28, 28) if name.startswith("mnist") else torch.rand(8, 3, 32, 32)
     fresh = load_model(name)
-    # Trained weights are far from their beginning, so they tell inputs apart by more than chance would.
+    # Trained weights are far from their beginning, so they tell inputs apart by more than chance
+    # would.
     assert model(x).softmax(1).max(1).values.mean() > 1.5 * fresh(x).softmax(1).max(1).values.mean()
 
 

@@ -1,4 +1,6 @@
-"""A dozen classifiers of the sweep (`make sweep`), one for each cause that once kept a model from running batched."""
+"""A dozen classifiers of the sweep (`make sweep`), one for each cause that once kept a model from
+running batched.
+"""
 
 import warnings
 

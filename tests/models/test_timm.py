@@ -1,7 +1,7 @@
 """Real networks of timm, with weights that these tests save: nothing is fetched.
 
-`make test-timm` runs them beside a copy of timm, and sets QUALMS_NEEDS_TIMM: there, a timm that does not import is an
-error. Elsewhere they run if timm is installed.
+`make test-timm` runs them beside a copy of timm, and sets QUALMS_NEEDS_TIMM: there, a timm that
+does not import is an error. Elsewhere they run if timm is installed.
 """
 
 import os
@@ -23,7 +23,8 @@ from qualms.models.imagenet import imagenet_classes, imagenet_ids
 def imported() -> Any:
     needed = "QUALMS_NEEDS_TIMM" in os.environ
     if needed:
-        # torchvision's compiled operators do not load beside a CPU build of torch, and its Python asks for these two.
+        # torchvision's compiled operators do not load beside a CPU build of torch, and its Python
+        # asks for these two.
         for operator in ("nms", "qnms"):
             torch.library.define(
                 f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float overlap) -> Tensor"
@@ -39,7 +40,8 @@ def imported() -> Any:
 
 timm = imported()
 
-# Name and pixels: residual, with convolutions of one filter for each channel (two kinds), and attention.
+# Name and pixels: residual, with convolutions of one filter for each channel (two kinds), and
+# attention.
 NETWORKS = [
     ("resnet18", 32),
     ("efficientnet_lite0", 32),

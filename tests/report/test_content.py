@@ -1,4 +1,6 @@
-"""The report's numbers are those of qualms.metrics, and what is thinned or cut is thinned for drawing alone."""
+"""The report's numbers are those of qualms.metrics, and what is thinned or cut is thinned for
+drawing alone.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""`qualms report` on a user's own folders: with and without labels, with and without unknown images."""
+"""`qualms report` on a user's own folders: with and without labels, with and without unknown
+images.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The page of maps: its numbers are those of qualms, its pixels stand where they stood, and it is one file."""
+"""The page of maps: its numbers are those of qualms, its pixels stand where they stood, and it is
+one file.
+"""
 
 import base64
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""The report is one well-formed file: sections where there is something to say, names as text, nothing fetched."""
+"""The report is one well-formed file: sections where there is something to say, names as text,
+nothing fetched.
+"""
 
 import base64
 import json

@@ -1,4 +1,6 @@
-"""The page about texts is one well-formed file: texts as they are, the worst first, nothing fetched."""
+"""The page about texts is one well-formed file: texts as they are, the worst first, nothing
+fetched.
+"""
 
 import base64
 import math

@@ -1,4 +1,6 @@
-"""`BatchScorer`: columns of image files in, columns of scores out, for any engine that maps batches."""
+"""`BatchScorer`: columns of image files in, columns of scores out, for any engine that maps
+batches.
+"""
 
 import copy
 from dataclasses import replace

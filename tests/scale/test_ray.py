@@ -43,7 +43,9 @@ WORKERS = 2
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """A cluster on this machine. Its start is slow, and can fail if the machine is busy: it is tried twice."""
+    """A cluster on this machine. Its start is slow, and can fail if the machine is busy: it is
+    tried twice.
+    """
     pytest.importorskip("ray", reason="ray is not installed; run `make test-all`")
     for attempt in range(2):
         try:

@@ -1,4 +1,6 @@
-"""Clients that are slow, many, gone or mad, and networks that raise or hang: others are answered all the same."""
+"""Clients that are slow, many, gone or mad, and networks that raise or hang: others are answered
+all the same.
+"""
 
 import json
 import re
@@ -115,7 +117,9 @@ def web_side(service: Running) -> psutil.Process:
 
 
 def handles(service: Running) -> int:
-    """What it has open, without what its threads have: each, once it begins, one to the queue of the network."""
+    """What it has open, without what its threads have: each, once it begins, one to the queue of
+    the network.
+    """
     web = web_side(service)
     return web.num_fds() - web.num_threads()
 
@@ -190,7 +194,9 @@ def test_who_sends_headers_that_are_too_large_is_told(service: Running) -> None:
 
 
 def trickled(service: Running, begin: bytes, more: bytes) -> tuple[list[tuple[int, str]], float]:
-    """What is answered to one who sends a byte now and then, and how long the connection stays open."""
+    """What is answered to one who sends a byte now and then, and how long the connection stays
+    open.
+    """
     with connected(service) as one:
         began, found = time.monotonic(), b""
         one.sendall(begin)
@@ -567,7 +573,9 @@ def test_a_second_name_does_not_hide_a_strange_one(hosts: tuple[str, str]) -> No
 
 @pytest.mark.parametrize("path", ["/v1/score/", "/v1/model/", "/v2/"])
 def test_nobody_is_sent_elsewhere(path: str) -> None:
-    """A redirect would be to the name by which the client calls the service, over plain HTTP, token and all."""
+    """A redirect would be to the name by which the client calls the service, over plain HTTP, token
+    and all.
+    """
     found = client().post(path, follow_redirects=False, headers={"Host": "localhost"})
     assert "nothing at this address" in sentence((found.status_code, found.text), 404)
 

@@ -1,4 +1,6 @@
-"""Between the web side and the process with the model: no trace of who went away, and batches as large as said."""
+"""Between the web side and the process with the model: no trace of who went away, and batches as
+large as said.
+"""
 
 import asyncio
 import queue

@@ -51,7 +51,9 @@ def after(
     answers: Callable[[], Awaitable[Any]] | None = None,
     deadline: float = 60.0,
 ) -> Wire:
-    """The wire after reads, and seconds of waiting, of a service that answers after `answers`, which reads no body."""
+    """The wire after reads, and seconds of waiting, of a service that answers after `answers`,
+    which reads no body.
+    """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await (answers or (lambda: asyncio.sleep(0)))()

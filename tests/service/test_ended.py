@@ -1,4 +1,5 @@
-"""A service that is ended by a signal at any moment leaves no process and no port behind, and starts again as it was.
+"""A service that is ended by a signal at any moment leaves no process and no port behind, and
+starts again as it was.
 
 With QUALMS_FUZZ=1 there are fifty moments for each signal, else a few.
 """
@@ -48,7 +49,9 @@ def session(service: Running) -> list[psutil.Process]:
 
 
 def not_ended(service: Running) -> list[list[str]]:
-    """The commands of processes that are left. One that is at its imports as its parent is killed ends after them."""
+    """The commands of processes that are left. One that is at its imports as its parent is killed
+    ends after them.
+    """
     until = time.monotonic() + PATIENCE
     while (left := session(service)) and time.monotonic() < until:
         time.sleep(0.05)

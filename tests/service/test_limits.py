@@ -1,4 +1,6 @@
-"""Who may ask, and how much: every limit holds, and whatever is refused is refused in one sentence of JSON."""
+"""Who may ask, and how much: every limit holds, and whatever is refused is refused in one sentence
+of JSON.
+"""
 
 import asyncio
 import hmac
@@ -163,7 +165,9 @@ class Raw:
 def raw(
     app: Any, *parts: bytes, path: str = "/v1/score", gone: bool = False, **headers: str
 ) -> Raw:
-    """The answer to a request whose body begins with these parts, and then does not go on, or the client goes away."""
+    """The answer to a request whose body begins with these parts, and then does not go on, or the
+    client goes away.
+    """
     left, sent = list(parts), list[dict[str, Any]]()
 
     async def receive() -> dict[str, Any]:

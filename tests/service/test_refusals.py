@@ -1,4 +1,6 @@
-"""What comes in and is no image, or no question: refused in one sentence, and nothing of it is opened or loaded."""
+"""What comes in and is no image, or no question: refused in one sentence, and nothing of it is
+opened or loaded.
+"""
 
 import json
 import pickle

@@ -1,4 +1,6 @@
-"""The OpenAPI schema is kept: what it allows is answered as it says, and what it does not allow is refused."""
+"""The OpenAPI schema is kept: what it allows is answered as it says, and what it does not allow is
+refused.
+"""
 
 from typing import Any
 
@@ -32,5 +34,6 @@ def test_every_route_is_in_the_schema() -> None:
 @SCHEMA.parametrize()
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_schemathesis_finds_nothing(case: Any) -> None:
-    # A schema cannot say that the rows of an image are equally long, or that a file is a PNG: 422 is an answer to both.
+    # A schema cannot say that the rows of an image are equally long, or that a file is a PNG: 422
+    # is an answer to both.
     case.call_and_validate(excluded_checks=[schemathesis.checks.positive_data_acceptance])

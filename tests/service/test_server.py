@@ -1,4 +1,6 @@
-"""The command itself, on the loopback address: batches, the token, and a stop that leaves nobody waiting."""
+"""The command itself, on the loopback address: batches, the token, and a stop that leaves nobody
+waiting.
+"""
 
 import json
 import os
@@ -197,7 +199,9 @@ Answers = list[tuple[int, Any]]
 
 
 def busy(service: Running, token: str | None = None) -> tuple[list[threading.Thread], Answers]:
-    """Twelve requests that the service has taken and not answered, each in its thread, and where the answers come."""
+    """Twelve requests that the service has taken and not answered, each in its thread, and where
+    the answers come.
+    """
     many, answers = {"images": [pixels(i).tolist() for i in range(32)]}, Answers()
 
     def ask() -> None:

@@ -1,4 +1,6 @@
-"""While the network is loaded the service listens, says how far it is, and ends at once when it is told to."""
+"""While the network is loaded the service listens, says how far it is, and ends at once when it is
+told to.
+"""
 
 import os
 import re

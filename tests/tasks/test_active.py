@@ -138,7 +138,8 @@ def test_a_run_that_was_killed_goes_on_and_trains_nothing_twice(
     del trained[:]
     with Journal(tmp_path / "rows", {}) as journal:
         again = list(run(journal))
-    # The network of the cycle under way, from which the next images are picked, and of the start, for the last method.
+    # The network of the cycle under way, from which the next images are picked, and of the start,
+    # for the last method.
     assert trained == [30, 40, 20, 30, 40]
     assert [{**r, "seconds": 0} for r in again] == [{**r, "seconds": 0} for r in whole]
     del trained[:]

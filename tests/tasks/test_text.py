@@ -1,4 +1,6 @@
-"""Scores of tokens, judged: windows of texts, what tokens that were read say, spans, and wrong next tokens."""
+"""Scores of tokens, judged: windows of texts, what tokens that were read say, spans, and wrong next
+tokens.
+"""
 
 import os
 from pathlib import Path

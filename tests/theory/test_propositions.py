@@ -38,7 +38,9 @@ class TestNoiseOnTheWeightsAndThePosterior:
         assert posterior.slope(SIZES, growing["gap"]) == pytest.approx(-1.0, abs=0.15)
 
     def test_the_densities_do_not_meet_pointwise(self, growing: dict[str, list[float]]) -> None:
-        """In two dimensions the peak rises as n, its relative error falls as 1/√n: the difference rises as √n."""
+        """In two dimensions the peak rises as n, its relative error falls as 1/√n: the difference
+        rises as √n.
+        """
         assert posterior.slope(SIZES, growing["density"]) == pytest.approx(0.5, abs=0.05)
 
     def test_perturb_theta_is_the_laplace_quantity_when_its_noise_has_that_covariance(self) -> None:

@@ -1,4 +1,6 @@
-"""Training: what is learnt, which epoch is kept, and that an interrupted run ends where an uninterrupted one does."""
+"""Training: what is learnt, which epoch is kept, and that an interrupted run ends where an
+uninterrupted one does.
+"""
 
 import warnings
 from collections import OrderedDict
@@ -25,7 +27,9 @@ class Stop(Exception):
 
 
 def network() -> nn.Module:
-    """With dropout, whose draws must not depend on where a run was interrupted, and batch normalization."""
+    """With dropout, whose draws must not depend on where a run was interrupted, and batch
+    normalization.
+    """
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 8, 3),

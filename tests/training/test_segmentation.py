@@ -1,4 +1,6 @@
-"""A small network learns to name pixels, the same for the same seed; pixels that do not count teach it nothing."""
+"""A small network learns to name pixels, the same for the same seed; pixels that do not count teach
+it nothing.
+"""
 
 from dataclasses import replace
 

@@ -20,5 +20,6 @@ def main() -> None:
             sys.exit(1)
         try:
             run()
-        finally:  # what is done is done, but Python takes its time to end: the exit code is the command's own
+        # what is done is done, but Python takes its time to end: the exit code is the command's own
+        finally:
             atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)

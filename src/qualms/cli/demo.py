@@ -22,9 +22,11 @@ def demo(
     seed: Seed = 0,
     json_lines: Json = False,
 ) -> None:
-    """Train the paper's CNN on the digits 0 to 6, ask every method what it does not know, and write a page about it.
+    """Train the paper's CNN on the digits 0 to 6, ask every method what it does not know, and write
+    a page about it.
 
-    Unknown to it are the digits 7 to 9, letters, and patches of photographs. All images are bundled. Example:
+    Unknown to it are the digits 7 to 9, letters, and patches of photographs. All images are
+    bundled. Example:
 
         qualms demo --open
     """

@@ -21,8 +21,8 @@ def test_images(
 ) -> list[Images]:
     """Test images; those whose files have the same name are called by the whole path.
 
-    Files may hold images of several sizes, so those are fitted as they are read; named datasets by the network, batch
-    by batch.
+    Files may hold images of several sizes, so those are fitted as they are read; named datasets by
+    the network, batch by batch.
     """
     found = [_read(name, root, "test", fit, strict) for name in names]
     short = [images.name for images in found]
@@ -37,7 +37,8 @@ def training_images(
 ) -> Images | None:
     """Training images, if they are there, for the methods that learn from them.
 
-    A file or folder without parts for training and testing gives the test images for both: those are not for learning.
+    A file or folder without parts for training and testing gives the test images for both: those
+    are not for learning.
     """
     try:
         train = _read(name, root, "train", fit, strict=True)

@@ -1,4 +1,6 @@
-"""Commands that are imported when they run, so that neither help nor a mistyped name waits for torch."""
+"""Commands that are imported when they run, so that neither help nor a mistyped name waits for
+torch.
+"""
 
 from difflib import get_close_matches
 from importlib import import_module
@@ -13,7 +15,9 @@ from qualms.errors import QualmsError
 
 
 class LazyGroup(TyperGroup):
-    """Commands by a table. A module of the table holds the command, a function or a typer app, under its own name."""
+    """Commands by a table. A module of the table holds the command, a function or a typer app,
+    under its own name.
+    """
 
     what: ClassVar[str] = "command"
     table: ClassVar[dict[str, tuple[str, str]]]  # name: module, and what the list of commands says
@@ -23,7 +27,9 @@ class LazyGroup(TyperGroup):
         self.commands = {name: LazyCommand(name, *entry) for name, entry in self.table.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names; if there is none, exit with the nearest name or a list of all."""
+        """The command that the first word names; if there is none, exit with the nearest name or a
+        list of all.
+        """
         name = args[0]
         if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
             near = get_close_matches(name, self.commands, n=1)

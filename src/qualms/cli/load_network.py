@@ -41,10 +41,10 @@ def chosen_network(
 ) -> Network:
     """The network by its name.
 
-    Weights are those given, else the published file in ROOT/weights, else that of the package that carries it; without
-    any that is an error, unless random ones will do. The normalization is the one given, else that of the training that
-    wrote the weights, else what the network's publisher says, else the dataset's usual one. The size is the one given,
-    else what the publisher says.
+    Weights are those given, else the published file in ROOT/weights, else that of the package that
+    carries it; without any that is an error, unless random ones will do. The normalization is the
+    one given, else that of the training that wrote the weights, else what the network's publisher
+    says, else the dataset's usual one. The size is the one given, else what the publisher says.
     """
     if not name:
         raise QualmsError(f"there is no published network for {data!r}; name one with --model.")
@@ -73,7 +73,9 @@ def chosen_network(
 
 
 def _published_weights(name: str, entry: Entry, folder: Path, random: bool) -> Path | None:
-    """The published file, from the folder or from its installed package; without either None if random ones will do."""
+    """The published file, from the folder or from its installed package; without either None if
+    random ones will do.
+    """
     file = folder / (entry.file or "")
     if entry.file is not None and file.is_file():
         return file

@@ -90,9 +90,10 @@ def qualms(
 ) -> None:
     """Know what your pre-trained model does not know.
 
-    Errors are one sentence; `--debug` before or after a command shows where they come from. Exit codes: 0 done, 1 an
-    error that you can put right, 2 a command or option that does not exist, 3 a defect of qualms, 4 done but for inputs
-    that could not be read, 130 stopped by Ctrl-C, 143 by SIGTERM.
+    Errors are one sentence; `--debug` before or after a command shows where they come from. Exit
+    codes: 0 done, 1 an error that you can put right, 2 a command or option that does not exist, 3 a
+    defect of qualms, 4 done but for inputs that could not be read, 130 stopped by Ctrl-C, 143 by
+    SIGTERM.
     """
 
 
@@ -124,7 +125,9 @@ def warnings_in_words() -> Iterator[None]:
 
 
 def run() -> None:
-    """Run a command, and tell what goes wrong in one sentence; `--debug` shows where. The help lists the exit codes."""
+    """Run a command, and tell what goes wrong in one sentence; `--debug` shows where. The help
+    lists the exit codes.
+    """
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")

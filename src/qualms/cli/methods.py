@@ -32,8 +32,9 @@ def methods(
 ) -> None:
     """List every method: what it needs, what it costs in forward passes, and where it comes from.
 
-    C is the number of classes, N of draws. A spec adds modifiers to gradient scores: regrad+layers(0.3)+smooth(0.02,8).
-    With --model: forward passes and seconds an image, each method by itself, one image at a time.
+    C is the number of classes, N of draws. A spec adds modifiers to gradient scores:
+    regrad+layers(0.3)+smooth(0.02,8). With --model: forward passes and seconds an image, each
+    method by itself, one image at a time.
     """
     if model is not None:
         _prices(model, weights, json_lines)

@@ -132,7 +132,8 @@ class Pace:
 def telling(
     what: str = "starting", done: int = 0, total: int | None = None
 ) -> Iterator[ProgressFn]:
-    """On a terminal a bar for each kind of work: `3/13 images, 1.2 s each, 0:12 left`; elsewhere a line now and then.
+    """On a terminal a bar for each kind of work: `3/13 images, 1.2 s each, 0:12 left`; elsewhere a
+    line now and then.
 
     Args:
         what: the first kind of work; without a total, what stands there until something is told.

@@ -1,4 +1,6 @@
-"""A network with methods and images of the user's own, made ready and scored: what `score` and `threshold` share."""
+"""A network with methods and images of the user's own, made ready and scored: what `score` and
+`threshold` share.
+"""
 
 from dataclasses import dataclass, replace
 from importlib.metadata import version

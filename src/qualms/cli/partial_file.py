@@ -1,7 +1,8 @@
-"""`scores.csv.partial`: what a table that is not complete has so far, so that the same command goes on from there.
+"""`scores.csv.partial`: what a table that is not complete has so far, so that the same command goes
+on from there.
 
-The file is a journal: its first line has all that decides the scores, each further line a batch of images. It is gone
-when the table is there.
+The file is a journal: its first line has all that decides the scores, each further line a batch of
+images. It is gone when the table is there.
 """
 
 import hashlib
@@ -37,7 +38,8 @@ def partial_path(out: Path) -> Path:
 
 
 class PartialFile(AbstractContextManager["PartialFile"]):
-    """The parts of a table that are done, in memory and, with a path, on disk. A file without a part is removed.
+    """The parts of a table that are done, in memory and, with a path, on disk. A file without a
+    part is removed.
 
     Args:
         path: the file; None keeps nothing.
@@ -71,7 +73,9 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         return found
 
     def add(self, row: PartRow) -> None:
-        """Keep a part. If the disk refuses it, that is said, and the work goes on: the table may still be written."""
+        """Keep a part. If the disk refuses it, that is said, and the work goes on: the table may
+        still be written.
+        """
         self._parts[row["of"], row["first"]] = row
         if not self._keeps:
             return

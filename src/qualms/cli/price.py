@@ -19,7 +19,8 @@ LONG = 600.0  # seconds above which cheaper ways are named
 
 
 def say_price(scorer: Scorer, x: Any, images: int | None) -> None:
-    """Say how long so many images will take, judged by one of them; above ten minutes, what is cheaper.
+    """Say how long so many images will take, judged by one of them; above ten minutes, what is
+    cheaper.
 
     Args:
         scorer: of the images.

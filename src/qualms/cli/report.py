@@ -105,10 +105,11 @@ def report(
     strict: Strict = False,
     json_lines: Json = False,
 ) -> None:
-    """Write a page that works offline: how much passes at a threshold, by which method, and which images.
+    """Write a page that works offline: how much passes at a threshold, by which method, and which
+    images.
 
-    Without --ood and without labels it still shows each image, its prediction and its score. Scores are kept where
-    `qualms bench ood` keeps them, and those that are there are taken. Examples:
+    Without --ood and without labels it still shows each image, its prediction and its score. Scores
+    are kept where `qualms bench ood` keeps them, and those that are there are taken. Examples:
 
         qualms report --id mine/ --ood others/ --model my_code:network --size 224 --open
 

@@ -27,9 +27,10 @@ def reproduce(
 ) -> None:
     """Reproduce a table of the paper: train or load the networks, score, measure, print.
 
-    table1: OOD detection. table2: calibration. table3: active learning. table4: the parts of REGrad*. table5: λ and σ.
-    runtime: what each method costs. vit: a vision transformer. If it is stopped, the same command resumes where it
-    left off; tables share what they score. Example:
+    table1: OOD detection. table2: calibration. table3: active learning. table4: the parts of
+    REGrad*. table5: λ and σ.
+    runtime: what each method costs. vit: a vision transformer. If it is stopped, the same command
+    resumes where it left off; tables share what they score. Example:
 
         qualms reproduce table1 --preset cpu --root data
     """

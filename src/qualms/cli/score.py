@@ -1,4 +1,5 @@
-"""`qualms score`: images in, a table with the uncertainty of each out, and whether the network can be trusted.
+"""`qualms score`: images in, a table with the uncertainty of each out, and whether the network can
+be trusted.
 
 Texts go through the same door: `qualms.cli.tokens`.
 """
@@ -81,15 +82,18 @@ def score(
     ] = None,
     json_lines: Json = False,
 ) -> None:
-    """Score images, or with --tokens the tokens of texts: a row for each, with one column for each method.
+    """Score images, or with --tokens the tokens of texts: a row for each, with one column for each
+    method.
 
-    That of an image has its id, the prediction and its confidence; that of a token its place in the text and the token
-    that is likely to come next. Higher means more uncertain. Noise levels in specs are for pixel values from 0 to 1.
-    With a reference or a threshold, two columns say for the first method what percentage of the reference scores are
-    lower, and whether the prediction is accepted. Images that cannot be read are listed beside the table, and the exit
-    code is 4. Examples:
+    That of an image has its id, the prediction and its confidence; that of a token its place in the
+    text and the token that is likely to come next. Higher means more uncertain. Noise levels in
+    specs are for pixel values from 0 to 1. With a reference or a threshold, two columns say for the
+    first method what percentage of the reference scores are lower, and whether the prediction is
+    accepted. Images that cannot be read are listed beside the table, and the exit code is 4.
+    Examples:
 
-        qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy --out scores.parquet
+        qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy --out
+        scores.parquet
 
         qualms score new/ --model timm:resnet18 --reference val/ --coverage 0.95
 

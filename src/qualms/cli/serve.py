@@ -1,4 +1,6 @@
-"""`qualms serve`: a network behind HTTP, which says of each image what it sees and whether to trust that."""
+"""`qualms serve`: a network behind HTTP, which says of each image what it sees and whether to trust
+that.
+"""
 
 import math
 import os
@@ -72,18 +74,21 @@ def serve(
         int, typer.Option(help="The most pixels in a request, over all its images.")
     ] = USUAL.pixels,
 ) -> None:
-    """Serve a network over HTTP: images in, predictions, scores and decisions out; a page to try it at `/`.
+    """Serve a network over HTTP: images in, predictions, scores and decisions out; a page to try it
+    at `/`.
 
-    The service listens to this machine alone, unless --host says otherwise. If QUALMS_TOKEN is set in the environment,
-    requests must carry it as `Authorization: Bearer …`; other addresses than 127.0.0.1 need one. It listens at once,
-    and answers 503 until the network has scored a first image: `/readyz`, the page and stderr say how far it is. Ctrl-C
-    or SIGTERM stops it once all requests it has taken are answered, and at once while it starts. Examples:
+    The service listens to this machine alone, unless --host says otherwise. If QUALMS_TOKEN is set
+    in the environment, requests must carry it as `Authorization: Bearer …`; other addresses than
+    127.0.0.1 need one. It listens at once, and answers 503 until the network has scored a first
+    image: `/readyz`, the page and stderr say how far it is. Ctrl-C or SIGTERM stops it once all
+    requests it has taken are answered, and at once while it starts. Examples:
 
         qualms serve --model timm:resnet18 --methods regrad+layers+smooth,energy --threshold t.json
 
         qualms serve --model cifar10-resnet20 --methods entropy --host 0.0.0.0 --port 8080
     """
-    # Also while the network is loaded: the first process of a container is not ended by a signal that it does not heed.
+    # Also while the network is loaded: the first process of a container is not ended by a signal
+    # that it does not heed.
     signal.signal(signal.SIGTERM, interrupt)
     if not math.isfinite(max_body):
         raise QualmsError(f"--max-body is {max_body}; it must be a number above 0.")

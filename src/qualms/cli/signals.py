@@ -1,4 +1,6 @@
-"""SIGTERM ends a command as Ctrl-C does: in order, with a word about what is left. Its exit code is another."""
+"""SIGTERM ends a command as Ctrl-C does: in order, with a word about what is left. Its exit code is
+another.
+"""
 
 import os
 import signal
@@ -13,7 +15,9 @@ _since: float | None = None  # when the signal came
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came. Python ends by SIGINT if a plain KeyboardInterrupt has passed an `exec`, as imports do."""
+    """SIGTERM came. Python ends by SIGINT if a plain KeyboardInterrupt has passed an `exec`, as
+    imports do.
+    """
 
 
 def begin() -> None:
@@ -36,7 +40,9 @@ def at_sigterm(heed: Callable[..., None]) -> Iterator[None]:
 
 
 def leave(*_: object) -> None:
-    """End at once, where nothing is to be cleaned up: modules that are being imported would garble an exception."""
+    """End at once, where nothing is to be cleaned up: modules that are being imported would garble
+    an exception.
+    """
     os._exit(TERMINATED)
 
 

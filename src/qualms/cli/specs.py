@@ -15,7 +15,9 @@ INSTEAD = (
 
 
 def chosen_methods(text: str, dataset: str) -> dict[str, Method]:
-    """Methods by specs with commas between, or by `paper` or `all`, with the paper's settings for a dataset."""
+    """Methods by specs with commas between, or by `paper` or `all`, with the paper's settings for a
+    dataset.
+    """
     found: dict[str, Method] = {}
     for spec in listed(text):
         if spec in ("paper", "all"):

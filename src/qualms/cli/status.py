@@ -1,4 +1,6 @@
-"""What a command says on the way, on stderr: a passing line on a terminal, and lines that stay. Needs no torch."""
+"""What a command says on the way, on stderr: a passing line on a terminal, and lines that stay.
+Needs no torch.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""`qualms threshold`: the score up to which a network is trusted, set on images that it knows, or shown."""
+"""`qualms threshold`: the score up to which a network is trusted, set on images that it knows, or
+shown.
+"""
 
 import json
 import math
@@ -53,10 +55,12 @@ def threshold(
     overwrite: Overwrite = False,
     json_lines: Json = False,
 ) -> None:
-    """Set a threshold on images that the network knows, for `qualms score --threshold`; or say what a file holds.
+    """Set a threshold on images that the network knows, for `qualms score --threshold`; or say what
+    a file holds.
 
-    Without labels it is set by --coverage. With labels (a folder for each class, or those of a .npz file) it can be set
-    by --risk: "at most 1 % wrong among the accepted, at confidence 95 %". Examples:
+    Without labels it is set by --coverage. With labels (a folder for each class, or those of a .npz
+    file) it can be set by --risk: "at most 1 % wrong among the accepted, at confidence 95 %".
+    Examples:
 
         qualms threshold val/ --model timm:resnet18 --coverage 0.95 --out t.json
 

@@ -81,7 +81,9 @@ def score_tokens(
     json_lines: bool,
     given: ToScoreAny,
 ) -> None:
-    """Score every token of texts into one table; prints how many, where the model knows least, and where that is."""
+    """Score every token of texts into one table; prints how many, where the model knows least, and
+    where that is.
+    """
     if place is not None and is_folder(place):
         raise QualmsError("--tokens writes one table; name a file in --out.")
     wanted = chosen_methods(METHOD if methods is None else methods, "")

@@ -25,7 +25,9 @@ Rows = Scored | TokenTable
 
 
 def require_place(path: Path, overwrite: bool) -> None:
-    """An error, before there is any work to lose, if a file cannot be written there, or one is there already."""
+    """An error, before there is any work to lose, if a file cannot be written there, or one is
+    there already.
+    """
     if path.is_dir():
         raise QualmsError(f"--out {path} is a folder; name a file.")
     if path.exists() and not overwrite:
@@ -101,7 +103,9 @@ def rejected_file(out: Path) -> Path:
 
 @contextmanager
 def complete(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
-    """A file to be filled, as `atomic_write`; what could not be read is listed before it takes its place."""
+    """A file to be filled, as `atomic_write`; what could not be read is listed before it takes its
+    place.
+    """
     with writing(_called(out)):
         out.parent.mkdir(
             parents=True, exist_ok=True
@@ -138,7 +142,9 @@ def summary(
     rejected: int,
     listed: Path | None,
 ) -> str:
-    """The last line: how many images were scored, accepted and not read, by what, and where that is."""
+    """The last line: how many images were scored, accepted and not read, by what, and where that
+    is.
+    """
     told = f"{scored} image{'' if scored == 1 else 's'} scored by {', '.join(scorer.methods)}"
     if scorer.settings.engine != "auto" and any(
         isinstance(m, GradientScore) for m in scorer.methods.values()
@@ -155,7 +161,9 @@ def summary(
 
 
 def unread(rejected: int, listed: Path | None) -> str:
-    """The end of the last line, if some inputs could not be read: how many, and where they are listed."""
+    """The end of the last line, if some inputs could not be read: how many, and where they are
+    listed.
+    """
     return (
         f"; {rejected} could not be read{'' if listed is None else f': {listed}'}"
         if rejected
@@ -177,7 +185,9 @@ def _csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
 
 
 class _UnixLines:
-    """Lines of CSV that end in a line feed alone. A writer told to end them so would leave a \\r in a text unquoted."""
+    """Lines of CSV that end in a line feed alone. A writer told to end them so would leave a \\r in
+    a text unquoted.
+    """
 
     def __init__(self, file: io.TextIOBase) -> None:
         self.file = file

@@ -20,8 +20,8 @@ from qualms.data.svhn import read_svhn
 class Dataset:
     """How a dataset is read, what comes out, and where it is published.
 
-    `classes` is None where the files decide it. `normalization` is the usual one: networks differ in theirs. `package`
-    is where it comes from if it needs no file.
+    `classes` is None where the files decide it. `normalization` is the usual one: networks differ
+    in theirs. `package` is where it comes from if it needs no file.
     """
 
     read: Callable[[Path, str], Images]

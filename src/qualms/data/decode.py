@@ -24,14 +24,17 @@ UPRIGHT = {  # what undoes each orientation, by Pillow's names
 }
 
 
-# Pixels that a file may claim, whatever its length, and for each byte of it: PNG can have 8,000 of one bit in a byte.
-# Blank pages as WEBP or TIFF can have more, and are refused where they are large: room would be made for any claim.
+# Pixels that a file may claim, whatever its length, and for each byte of it: PNG can have 8,000 of
+# one bit in a byte. Blank pages as WEBP or TIFF can have more, and are refused where they are
+# large: room would be made for any claim.
 ANYWAY, A_BYTE = 2**25, 10_000
 AT_ONCE = 2**20  # numbers that are scaled together
 
 
 class Unreadable(QualmsError):
-    """An image or text that cannot be read; `reason` goes on from "it is", and `plain` leaves out what was raised."""
+    """An image or text that cannot be read; `reason` goes on from "it is", and `plain` leaves out
+    what was raised.
+    """
 
     def __init__(self, where: str, reason: str, raised: Exception | None = None) -> None:
         self.plain = reason
@@ -46,7 +49,8 @@ class TooLarge(Unreadable):
 def decoded(
     content: bytes, where: str, *, formats: Sequence[str] | None = None, most: int | None = None
 ) -> tuple[Any, list[str]]:
-    """The first frame of an image file as Pillow's image in mode RGB, upright, and what was done: keys of `DONE`.
+    """The first frame of an image file as Pillow's image in mode RGB, upright, and what was done:
+    keys of `DONE`.
 
     Args:
         content: the file's bytes.
@@ -151,7 +155,9 @@ def told(done: Iterable[tuple[str, int]]) -> list[str]:
 
 
 def _has_frames(image: Any) -> bool:
-    """Whether there is a second frame; their number is not asked for, since to count them all of them are visited."""
+    """Whether there is a second frame; their number is not asked for, since to count them all of
+    them are visited.
+    """
     first = image.tell()
     try:
         return bool(getattr(image, "is_animated", False))
@@ -170,7 +176,9 @@ def _orientation(image: Any) -> int:
 
 
 def _scaled(image: Any, where: str) -> Any:
-    """Gray of more than 8 bits, scaled to 8 and not cut off: 16 bits by 257, so that white stays white."""
+    """Gray of more than 8 bits, scaled to 8 and not cut off: 16 bits by 257, so that white stays
+    white.
+    """
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
     most = 1.0 if image.mode == "F" else 65535.0

@@ -11,7 +11,9 @@ DIGITS = tuple("0123456789")
 
 
 def read_digits(root: Path, split: str) -> Images:
-    """The first 80 % are for training, the rest for testing. Brightness, 0 to 16 in the package, becomes bytes."""
+    """The first 80 % are for training, the rest for testing. Brightness, 0 to 16 in the package,
+    becomes bytes.
+    """
     found = extra("sklearn.datasets", "scikit-learn", "its digits").load_digits()
     edge = len(found.images) * 4 // 5
     part = slice(edge) if split == "train" else slice(edge, None)

@@ -30,7 +30,9 @@ FOREIGN = {
 
 
 def read_lsun(root: Path, split: str) -> Images:
-    """Rooms and buildings, 32x32: images that a network for CIFAR does not know. Its folders are its classes."""
+    """Rooms and buildings, 32x32: images that a network for CIFAR does not know. Its folders are
+    its classes.
+    """
     path = first_of(
         (root / folder for folder in LSUN_FOLDERS), f"folder {' or '.join(LSUN_FOLDERS)}"
     )
@@ -39,7 +41,9 @@ def read_lsun(root: Path, split: str) -> Images:
 
 @dataclass(frozen=True)
 class Listing:
-    """The image files of a folder in order, with the class of each if there is a folder for each class."""
+    """The image files of a folder in order, with the class of each if there is a folder for each
+    class.
+    """
 
     path: Path
     files: list[Path]
@@ -55,14 +59,18 @@ class Listing:
 def read_folder(
     path: Path, split: str, name: str, fit: ImageTransform | None = None, strict: bool = True
 ) -> Images:
-    """All the images in a folder, by their sorted names; in its folder for the split, if it has one."""
+    """All the images in a folder, by their sorted names; in its folder for the split, if it has
+    one.
+    """
     found = list_folder(path, split)
     read = read_images(list(found.to_read()), found.path, fit, strict)
     return _images(name, found.path, found.files, found.labels, found.classes, found.passed, read)
 
 
 def list_folder(path: Path, split: str) -> Listing:
-    """The image files of a folder by their sorted names; in its folder for the split, if it has one."""
+    """The image files of a folder by their sorted names; in its folder for the split, if it has
+    one.
+    """
     path = _of_split(path, split)
     folders, loose, passed = _entries(path)
     if not folders:
@@ -76,7 +84,8 @@ def list_folder(path: Path, split: str) -> Listing:
     for label, folder in enumerate(folders):
         inside, more = _below(folder)
         if not inside:
-            # Leaving it out would count the classes after it differently from a split where it has images.
+            # Leaving it out would count the classes after it differently from a split where it has
+            # images.
             raise QualmsError(f"the class folder {folder} holds no images; fill it, or remove it.")
         files += inside
         labels += [label] * len(inside)

@@ -1,7 +1,7 @@
 """MNIST and Fashion-MNIST: idx files, as they are or gzipped.
 
-An idx file is two zero bytes, the type of the numbers (8: bytes), the number of axes, the length of each axis in four
-bytes with the highest first, and then the numbers.
+An idx file is two zero bytes, the type of the numbers (8: bytes), the number of axes, the length of
+each axis in four bytes with the highest first, and then the numbers.
 """
 
 import gzip

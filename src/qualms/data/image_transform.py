@@ -14,7 +14,9 @@ from qualms.errors import QualmsError
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 LARGEST = 16_384  # pixels a side, which no network takes
-THIN = 100  # times as long as wide, beyond the network's own shape: of what is longer, a crop leaves next to nothing
+# times as long as wide, beyond the network's own shape: of what is longer, a crop leaves next to
+# nothing
+THIN = 100
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class ImageTransform:
 
     Args:
         size: height and width of what comes out.
-        resize: before the crop, a whole number is the length of the shorter side and keeps the image's shape, and a
-            pair is height and width. None resizes straight to `size`.
+        resize: before the crop, a whole number is the length of the shorter side and keeps the
+            image's shape, and a pair is height and width. None resizes straight to `size`.
         interpolation: nearest, bilinear, bicubic or lanczos.
         channels: 1 for gray, 3 for color, None for those of the image.
         by: who says so, for the sentence that tells of it.
@@ -88,7 +90,9 @@ class ImageTransform:
         return image if image.mode == mode else image.convert(mode)
 
     def _without_ends(self, image: Any) -> Any:
-        """The middle of an image that is long and thin: resized with its ends, it would have millions of pixels."""
+        """The middle of an image that is long and thin: resized with its ends, it would have
+        millions of pixels.
+        """
         wide, high = image.size
         most = THIN * min(wide, high) * max(self.size) // min(self.size)
         if not isinstance(self.resize, int) or max(wide, high) <= most:
@@ -128,7 +132,9 @@ class ImageTransform:
         return replace(images, pixels=pixels)
 
     def told(self, sizes: Iterable[tuple[int, int]]) -> str:
-        """What happens to images of these heights and widths, in one sentence; nothing if they have the right size."""
+        """What happens to images of these heights and widths, in one sentence; nothing if they have
+        the right size.
+        """
         others = [size for size in sizes if size != self.size]
         if not others:
             return ""

@@ -44,17 +44,18 @@ class Rejected:
 class Images:
     """Pixels, and where they are known the classes.
 
-    `classes` names the classes that `labels` counts; it is empty where the files do not name them. `ids` are the names
-    of the image files, in the same way. `source` says where they come from, `notes` what was done to them as they were
-    read, in sentences, and `rejected` what could not be read.
+    `classes` names the classes that `labels` counts; it is empty where the files do not name them.
+    `ids` are the names of the image files, in the same way. `source` says where they come from,
+    `notes` what was done to them as they were read, in sentences, and `rejected` what could not be
+    read.
 
     Example:
         ```python
         import torch
         from qualms.data import Images
 
-        images = Images("mine", torch.zeros(6, 1, 8, 8, dtype=torch.uint8), labels=torch.tensor([0, 1, 0, 1, 0, 1]))
-        some = images.subset(4, seed=1).fitted(channels=3, size=16)
+        images = Images("mine", torch.zeros(6, 1, 8, 8, dtype=torch.uint8), labels=torch.tensor([0,
+        1, 0, 1, 0, 1])) some = images.subset(4, seed=1).fitted(channels=3, size=16)
         print(len(some), some.pixels.shape, some.labels)
         ```
     """
@@ -84,7 +85,8 @@ class Images:
         return replace(self, pixels=self.pixels[index], labels=labels, ids=ids)
 
     def subset(self, count: int | None, seed: int = 0) -> "Images":
-        """`count` images in a random order that the seed alone decides; all of them if None or more than there are.
+        """`count` images in a random order that the seed alone decides; all of them if None or more
+        than there are.
 
         The order is always the shuffled one, so the first k images of a subset are the subset of k.
         """
@@ -129,7 +131,9 @@ class Images:
 
 
 def number_of(values: np.ndarray) -> int:
-    """A whole number of 63 bits that changes with any of some numbers, so that draws can follow them."""
+    """A whole number of 63 bits that changes with any of some numbers, so that draws can follow
+    them.
+    """
     return (
         int.from_bytes(hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=8).digest())
         >> 1
@@ -159,7 +163,8 @@ def images_of(
         raise QualmsError(
             f"{where} holds no images; check that it is the file you meant, and whole."
         )
-    # A copy where need be: arrays over a file's bytes cannot be written to, and torch wants the order of the axes.
+    # A copy where need be: arrays over a file's bytes cannot be written to, and torch wants the
+    # order of the axes.
     x = torch.from_numpy(np.require(pixels, np.uint8, ["C", "W"]))
     if labels is None:
         return Images(name, x, None, classes, **more)

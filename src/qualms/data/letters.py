@@ -1,4 +1,6 @@
-"""Letters in the font that comes with Pillow: writing that no network for digits has learnt, without a file."""
+"""Letters in the font that comes with Pillow: writing that no network for digits has learnt,
+without a file.
+"""
 
 from pathlib import Path
 from string import ascii_letters

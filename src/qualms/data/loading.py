@@ -37,22 +37,23 @@ def load(
     """The images of a dataset, a folder or a file.
 
     Args:
-        name: the path of an image folder, of an image, or of a `.npz` or `.parquet` file: absolute, relative to the
-            working directory, or relative to `root`. Where there is no such path, a name of `DATASETS`, which
-            `data:NAME` is in any case.
-        root: the folder that holds the datasets: if not given, the one in the environment variable QUALMS_DATA, else
-            `data`.
+        name: the path of an image folder, of an image, or of a `.npz` or `.parquet` file: absolute,
+            relative to the working directory, or relative to `root`. Where there is no such path, a
+            name of `DATASETS`, which `data:NAME` is in any case.
+        root: the folder that holds the datasets: if not given, the one in the environment variable
+            QUALMS_DATA, else `data`.
         split: train or test.
         size: resize all images to size x size.
         fit: fit them as a network says, whatever `size` is.
-        strict: whether an image that cannot be read is an error. If not, it is left out and among `Images.rejected`.
+        strict: whether an image that cannot be read is an error. If not, it is left out and among
+            `Images.rejected`.
 
     Example:
         ```python
         from qualms.data import load
 
-        digits = load("digits")  # comes with scikit-learn; other names need their files in the folder of datasets
-        print(len(digits), digits.pixels.shape, digits.classes, digits.source)
+        digits = load("digits")  # comes with scikit-learn; other names need their files in the
+        folder of datasets print(len(digits), digits.pixels.shape, digits.classes, digits.source)
         ```
     """
     if split not in SPLITS:
@@ -80,7 +81,8 @@ def load(
 
 
 def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None:
-    """The name in `DATASETS` that `load` takes this for; None for a path, also for one that is called like a dataset.
+    """The name in `DATASETS` that `load` takes this for; None for a path, also for one that is
+    called like a dataset.
 
     Example:
         ```python

@@ -1,10 +1,12 @@
 """The arrays of plain numbers in a MATLAB 5 file.
 
-scipy reads these too, but takes lengths and types in the file at their word: a damaged one can end the process. Here
-each length is compared with the bytes that are there before anything is read by it.
+scipy reads these too, but takes lengths and types in the file at their word: a damaged one can end
+the process. Here each length is compared with the bytes that are there before anything is read by
+it.
 
-A file is 128 bytes of header, and then elements: the type of what follows and its length in four bytes each, the bytes,
-and zeros up to a multiple of eight. Four bytes or fewer may stand in the place of the length, which shares the type's.
+A file is 128 bytes of header, and then elements: the type of what follows and its length in four
+bytes each, the bytes, and zeros up to a multiple of eight. Four bytes or fewer may stand in the
+place of the length, which shares the type's.
 """
 
 import math
@@ -63,7 +65,9 @@ class Variable:
 
 
 def read_mat(content: bytes) -> dict[str, Variable]:
-    """All variables by name; a ValueError or zlib.error if something in the file is not as it should be."""
+    """All variables by name; a ValueError or zlib.error if something in the file is not as it
+    should be.
+    """
     order = {b"IM": "<", b"MI": ">"}.get(content[HEADER - 2 : HEADER])
     if order is None or struct.unpack(f"{order}H", content[HEADER - 4 : HEADER - 2]) != (0x0100,):
         raise ValueError("no MATLAB 5 file")
@@ -95,7 +99,8 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
         else:
             if length > len(content) - start:
                 raise ValueError("an element that is longer than the file")
-            # What is compressed is not filled up, and the last element of a file is not by all that write them.
+            # What is compressed is not filled up, and the last element of a file is not by all that
+            # write them.
             at = min(len(content), start + length + (0 if kind == COMPRESSED else -length % LEAST))
         yield kind, content[start : start + length]
 

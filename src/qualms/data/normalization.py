@@ -57,12 +57,16 @@ class Normalization:
         return (pixels.float() / 255 - mean) / std
 
     def in_model_units(self, value: float) -> float | tuple[float, ...]:
-        """A noise level given in pixels from 0 to 1, as large as the network sees it; one for each of many channels."""
+        """A noise level given in pixels from 0 to 1, as large as the network sees it; one for each
+        of many channels.
+        """
         levels = tuple(value / s for s in self.std)
         return levels if len(levels) > 1 else levels[0]
 
     def of_channels(self, channels: int) -> "Normalization":
-        """For images whose one channel is repeated; the same object if there are as many channels already."""
+        """For images whose one channel is repeated; the same object if there are as many channels
+        already.
+        """
         if len(self.mean) in (channels, 1):
             return (
                 self

@@ -122,7 +122,9 @@ def _kept(file: zipfile.ZipFile) -> set[str]:
 
 
 def _keys(path: Path, kept: set[str], split: str) -> tuple[str, str | None]:
-    """The names of the image array and of its label array, if there is one, out of those in the file."""
+    """The names of the image array and of its label array, if there is one, out of those in the
+    file.
+    """
     pairs = [
         (f"x_{split}", (f"y_{split}",)),
         (f"{split}_images", (f"{split}_labels",)),

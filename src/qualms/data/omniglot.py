@@ -14,7 +14,9 @@ FOLDER = {"train": "images_background", "test": "images_evaluation"}
 
 
 def read_omniglot(root: Path, split: str) -> Images:
-    """Bright ink on black as in MNIST, 28x28; the files have it dark on white, 28x28 or the original 105x105."""
+    """Bright ink on black as in MNIST, 28x28; the files have it dark on white, 28x28 or the
+    original 105x105.
+    """
     folder = FOLDER[split]
     path = first_of((root / outer / folder for outer in ("omniglot-py", "omniglot", ".")), folder)
     characters = sorted(c for c in path.glob("*/*") if c.is_dir() and not c.name.startswith("."))

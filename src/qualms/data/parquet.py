@@ -147,7 +147,8 @@ def _content(path: Path, row: int, value: Any) -> bytes:
 
 
 def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[str, ...]:
-    # Hugging Face writes them beside the schema; a file without them, or with others' notes there, is as good.
+    # Hugging Face writes them beside the schema; a file without them, or with others' notes there,
+    # is as good.
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][label_key]["names"]
         return tuple(names) if all(isinstance(name, str) for name in names) else ()

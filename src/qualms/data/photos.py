@@ -12,7 +12,9 @@ NAMES = ("china", "flower")
 
 
 def read_photos(root: Path, split: str) -> Images:
-    """Every patch of 32x32 pixels on a chessboard: its dark fields for training, its light ones for testing."""
+    """Every patch of 32x32 pixels on a chessboard: its dark fields for training, its light ones for
+    testing.
+    """
     load = extra("sklearn.datasets", "scikit-learn", "its photographs").load_sample_image
     pixels, labels = [], []
     for label, name in enumerate(NAMES):

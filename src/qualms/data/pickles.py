@@ -1,8 +1,9 @@
 """Pickles that hold nothing but arrays, numbers, text, lists and dictionaries.
 
-A pickle is a program: reading one with Python's own reader runs whatever it asks for. Here every name that a pickle can
-ask for leads to an object of this file, which takes apart the few forms in which arrays are written and can do nothing
-else. No class, no function of numpy and nothing that could be changed is ever within its reach.
+A pickle is a program: reading one with Python's own reader runs whatever it asks for. Here every
+name that a pickle can ask for leads to an object of this file, which takes apart the few forms in
+which arrays are written and can do nothing else. No class, no function of numpy and nothing that
+could be changed is ever within its reach.
 """
 
 import io
@@ -48,8 +49,9 @@ def read_pickle(path: Path) -> Any:
 
 
 def _bounded(content: bytes) -> None:
-    # The reader makes room for as many remembered objects, and as many bytes, as the pickle says that there are.
-    # Walking over it first, which runs nothing, shows that each length is within the file.
+    # The reader makes room for as many remembered objects, and as many bytes, as the pickle says
+    # that there are. Walking over it first, which runs nothing, shows that each length is within
+    # the file.
     for code, argument, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and int(argument or 0) > len(content):
             raise _Refused(
@@ -58,7 +60,8 @@ def _bounded(content: bytes) -> None:
 
 
 def _plain(found: Any) -> Any:
-    # Only the arrays right in the dictionary: going further down could take for ever in a pickle made for that.
+    # Only the arrays right in the dictionary: going further down could take for ever in a pickle
+    # made for that.
     return (
         {k: v.numbers if isinstance(v, _Array) else v for k, v in found.items()}
         if isinstance(found, dict)
@@ -128,8 +131,8 @@ def _number(code: str) -> str:
     return code
 
 
-# What a pickle can call. They are objects without attributes: a pickle can also set attributes of what it holds, and of
-# a function or a class those would stay.
+# What a pickle can call. They are objects without attributes: a pickle can also set attributes of
+# what it holds, and of a function or a class those would stay.
 
 
 class _Named:
@@ -146,7 +149,9 @@ class _MakeType:
 
 
 class _MakeArray:
-    """Stands in for numpy's _reconstruct: makes an empty array, which the pickle fills with `__setstate__`."""
+    """Stands in for numpy's _reconstruct: makes an empty array, which the pickle fills with
+    `__setstate__`.
+    """
 
     __slots__ = ()
 

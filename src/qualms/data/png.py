@@ -1,4 +1,6 @@
-"""Whether a PNG file has all that it says: Pillow checks no sums over pixels, and leaves missing rows black."""
+"""Whether a PNG file has all that it says: Pillow checks no sums over pixels, and leaves missing
+rows black.
+"""
 
 import struct
 import zlib
@@ -21,8 +23,8 @@ PASSES = (
 def require_whole(content: bytes, image: Any) -> None:
     """An OSError if a part of the file that matters is damaged, or if rows are missing.
 
-    `image` is what Pillow made of the content. Only if its last row is empty can rows be missing, so others are not
-    unpacked a second time; where pixels are interlaced, or of 16 bits, all are.
+    `image` is what Pillow made of the content. Only if its last row is empty can rows be missing,
+    so others are not unpacked a second time; where pixels are interlaced, or of 16 bits, all are.
     """
     header, pixels, at = b"", [], SIGNATURE
     while at + 12 <= len(content):

@@ -1,4 +1,6 @@
-"""Many image files to one array: fitted as they are read, so that no more than one is ever there in full size."""
+"""Many image files to one array: fitted as they are read, so that no more than one is ever there in
+full size.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +17,9 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class File:
-    """An image to be read: its id, what an error calls it, and its bytes, which may raise `Unreadable`."""
+    """An image to be read: its id, what an error calls it, and its bytes, which may raise
+    `Unreadable`.
+    """
 
     id: str
     where: str
@@ -24,7 +28,9 @@ class File:
 
 @dataclass(frozen=True)
 class Read:
-    """The images that could be read, their places among the files, what was done to them, and the others."""
+    """The images that could be read, their places among the files, what was done to them, and the
+    others.
+    """
 
     pixels: UInt8[np.ndarray, "n c h w"]
     kept: list[int]
@@ -35,7 +41,9 @@ class Read:
 def read_images(
     files: Sequence[File], where: object, fit: ImageTransform | None, strict: bool
 ) -> Read:
-    """All of `files` in color, or as `fit` says; the first that cannot be read is an error if `strict`."""
+    """All of `files` in color, or as `fit` says; the first that cannot be read is an error if
+    `strict`.
+    """
     read = read_some(files, where, fit, strict)
     if not read.kept:
         raise _nothing(where, read.rejected)

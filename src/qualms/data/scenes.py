@@ -1,8 +1,9 @@
-"""Scenes for segmentation, made from what comes with scikit-learn and Pillow: several digits, and things unknown.
+"""Scenes for segmentation, made from what comes with scikit-learn and Pillow: several digits, and
+things unknown.
 
-A network learns background and the digits 0 to 7. What it has never seen is pasted into test scenes: the digits 8 and
-9, letters, or patches of photographs. All objects are shrunk to the 8x8 pixels that the digits have and enlarged alike,
-so that nothing is told by its sharpness.
+A network learns background and the digits 0 to 7. What it has never seen is pasted into test
+scenes: the digits 8 and 9, letters, or patches of photographs. All objects are shrunk to the 8x8
+pixels that the digits have and enlarged alike, so that nothing is told by its sharpness.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,9 @@ INK, PAPER = (
 
 @dataclass(frozen=True, eq=False)
 class Scenes:
-    """Gray images, and the class of each pixel: 0 to 8 of `CLASSES`, `UNKNOWN`, or `IGNORED` at the edge of ink."""
+    """Gray images, and the class of each pixel: 0 to 8 of `CLASSES`, `UNKNOWN`, or `IGNORED` at the
+    edge of ink.
+    """
 
     pixels: UInt8[Tensor, "n 1 h w"]
     labels: Int64[Tensor, "n h w"]
@@ -48,10 +51,11 @@ class Scenes:
 
 
 def scenes(count: int, split: str = "test", unknown: str | None = None, seed: int = 0) -> Scenes:
-    """Scenes of two to four known digits each, and of one unknown object if `unknown` names a kind of `KINDS`.
+    """Scenes of two to four known digits each, and of one unknown object if `unknown` names a kind
+    of `KINDS`.
 
-    Scene i follows from its number and the arguments alone, not from how many are made. Digits, letters and photographs
-    are those of the split.
+    Scene i follows from its number and the arguments alone, not from how many are made. Digits,
+    letters and photographs are those of the split.
     """
     if count < 1 or split not in ("train", "test") or unknown not in (None, *KINDS):
         raise QualmsError(
@@ -143,7 +147,9 @@ class _Canvas:
     def paste(
         self, opaque: Float[Tensor, "8 8"], label: int, picture: Float[Tensor, "8 8"] | None = None
     ) -> None:
-        """An object in a random size, at a place where there is none yet; left out if none is found."""
+        """An object in a random size, at a place where there is none yet; left out if none is
+        found.
+        """
         size = LEAST + self.whole(MOST - LEAST + 1)
         brightness = 0.75 + 0.25 * torch.rand((), generator=self.source)
         for _ in range(TRIES):

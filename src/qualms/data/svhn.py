@@ -14,7 +14,9 @@ DIGITS = tuple("0123456789")
 
 
 def read_svhn(root: Path, split: str) -> Images:
-    """House numbers, one digit in the middle of each image. The files count the digit 0 as class 10."""
+    """House numbers, one digit in the middle of each image. The files count the digit 0 as class
+    10.
+    """
     file = f"{split}_32x32.mat"
     path = first_of((root / folder / file for folder in (".", "svhn", "SVHN")), file)
     found = _variables(path)

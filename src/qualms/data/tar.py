@@ -1,4 +1,6 @@
-"""Images in .tar files, as WebDataset keeps them: files of one name and several endings are one sample."""
+"""Images in .tar files, as WebDataset keeps them: files of one name and several endings are one
+sample.
+"""
 
 import tarfile
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ RECORD = 20 * 512  # bytes, the unit in which such files are filled up with zero
 
 
 def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
-    """The image of each sample in the order of the file; what is no image, such as labels, is passed over."""
+    """The image of each sample in the order of the file; what is no image, such as labels, is
+    passed over.
+    """
     library = extra("webdataset.tariterators", "webdataset", ".tar files", "scale")
     seen: set[str] = set()
     try:
@@ -50,7 +54,9 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
 
 
 def _require_whole(path: Path) -> None:
-    """An error if the headers of a file do not lead to its end, which readers take for the end of the samples."""
+    """An error if the headers of a file do not lead to its end, which readers take for the end of
+    the samples.
+    """
     with _opened(path) as file:
         for _ in file:
             pass
@@ -62,7 +68,9 @@ def _require_whole(path: Path) -> None:
 
 
 def _opened(path: Path) -> tarfile.TarFile:
-    """As it is, or compressed; not by xz, whose header alone says how much memory is taken to read it."""
+    """As it is, or compressed; not by xz, whose header alone says how much memory is taken to read
+    it.
+    """
     with suppress(tarfile.ReadError):
         return tarfile.open(path, "r:")
     with suppress(tarfile.ReadError):
@@ -71,7 +79,9 @@ def _opened(path: Path) -> tarfile.TarFile:
 
 
 def _content(sample: dict[str, Any], where: str) -> bytes:
-    """The image of a sample: the one with a plain ending, as in x.jpg, where others have more, as in x.mask.png."""
+    """The image of a sample: the one with a plain ending, as in x.jpg, where others have more, as
+    in x.mask.png.
+    """
     images = {
         field: value
         for field, value in sample.items()

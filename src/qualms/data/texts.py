@@ -40,7 +40,9 @@ class Texts:
 
 @dataclass(frozen=True)
 class Entry:
-    """A text to be read: its place, what an error calls it, and its own name, if any, and text: maybe `Unreadable`."""
+    """A text to be read: its place, what an error calls it, and its own name, if any, and text:
+    maybe `Unreadable`.
+    """
 
     id: str
     where: str
@@ -51,12 +53,15 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
     """The documents of a file or a folder.
 
     Args:
-        name: a `.txt` file, which is one document of that name; a folder of such files, at any depth; a `.jsonl` file,
-            with an object that has a "text" on each line; or a `.parquet` file with a column "text". The last two may
-            name a document in "id" or "name"; others go by their line or row. A path is absolute, relative to the
-            working directory, or relative to `root`.
-        root: the folder of datasets: if not given, the one in the environment variable QUALMS_DATA, else `data`.
-        strict: whether a text that cannot be read is an error. If not, it is left out and among `rejected`.
+        name: a `.txt` file, which is one document of that name; a folder of such files, at any
+            depth; a `.jsonl` file, with an object that has a "text" on each line; or a `.parquet`
+            file with a column "text". The last two may name a document in "id" or "name"; others go
+            by their line or row. A path is absolute, relative to the working directory, or relative
+            to `root`.
+        root: the folder of datasets: if not given, the one in the environment variable QUALMS_DATA,
+            else `data`.
+        strict: whether a text that cannot be read is an error. If not, it is left out and among
+            `rejected`.
     """
     place = place_of(str(name), root_of(root))
     if place is None:

@@ -34,8 +34,8 @@ class ClassGradientNorms:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
         g = qualms.class_gradient_norms(model, torch.rand(2, 4))
-        print(g.layers, g.norms[0], g.probs[0])  # for the first input: [classes, layers] and [classes]
-        ```
+        print(g.layers, g.norms[0], g.probs[0])  # for the first input: [classes, layers] and
+        [classes] ```
     """
 
     norms: Float[Tensor, "b c l"]
@@ -48,7 +48,8 @@ class ClassGradientNorms:
 
 @dataclass(frozen=True)
 class ClassGradientGram:
-    """G_l = J_l J_lᵀ, the inner products between the gradients of the logits, for every input and layer.
+    """G_l = J_l J_lᵀ, the inner products between the gradients of the logits, for every input and
+    layer.
 
     Example:
         ```python
@@ -83,18 +84,25 @@ def class_gradient_norms(
     """The norms of ∇θ_l log p_c(x) for every input, class c and layer l.
 
     Args:
-        model: any classifier that returns logits. It leaves as it came; evaluation mode is used inside.
-        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset (labels are ignored).
-        layers: what a layer is: the `module` that owns the parameters, a `tensor`, or a `block` of repeated modules.
+        model: any classifier that returns logits. It leaves as it came; evaluation mode is used
+            inside.
+        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
+            (labels are ignored).
+        layers: what a layer is: the `module` that owns the parameters, a `tensor`, or a `block` of
+            repeated modules.
         norm: `l2` or `l1`.
         smoothing: average each gradient over perturbed inputs before the norm is taken.
-        engine: `exact`; `sketch` (estimates from random tangents, k passes for every layer whatever the number of
-            classes; `qualms.Sketch` sets k); `auto` (the cheaper of the two, see `.engine`); or `reference` (one input,
-            one class, one backward pass: slow and obviously right).
-        params: which parameters count: a pattern such as `"layer4.*"`, or a function of names; all by default.
-        budget: bytes that the work on one chunk of inputs may take; a share of what is free by default.
+        engine: `exact`; `sketch` (estimates from random tangents, k passes for every layer whatever
+            the number of classes; `qualms.Sketch` sets k); `auto` (the cheaper of the two, see
+            `.engine`); or `reference` (one input, one class, one backward pass: slow and obviously
+            right).
+        params: which parameters count: a pattern such as `"layer4.*"`, or a function of names; all
+            by default.
+        budget: bytes that the work on one chunk of inputs may take; a share of what is free by
+            default.
         batch_size: the most inputs to run at once.
-        seed: decides the perturbations of smoothing, together with an input's number, and the tangents of the sketch.
+        seed: decides the perturbations of smoothing, together with an input's number, and the
+            tangents of the sketch.
 
     Example:
         ```python
@@ -133,8 +141,9 @@ def class_gradient_gram(
 ) -> ClassGradientGram:
     """The matrices G_l = J_l J_lᵀ [C, C] of the logits for every input and layer.
 
-    Every squared L2 norm of a gradient score is a quadratic form of them: ‖∇θ_l log p_c‖² = (e_c - p)ᵀ G_l (e_c - p).
-    With `params` restricted to late layers the backward pass stops there. Arguments as for `class_gradient_norms`.
+    Every squared L2 norm of a gradient score is a quadratic form of them: ‖∇θ_l log p_c‖² = (e_c -
+    p)ᵀ G_l (e_c - p). With `params` restricted to late layers the backward pass stops there.
+    Arguments as for `class_gradient_norms`.
 
     Example:
         ```python

@@ -1,8 +1,8 @@
 """What a model is called with, and the logits that come back.
 
-A batch is a tensor, a tuple of tensors (positional arguments) or a dict of tensors (keyword arguments, as Hugging
-Face tokenizers give them). The first axis of every tensor counts the inputs. The first tensor is *the* input: the one
-that smoothing perturbs.
+A batch is a tensor, a tuple of tensors (positional arguments) or a dict of tensors (keyword
+arguments, as Hugging Face tokenizers give them). The first axis of every tensor counts the inputs.
+The first tensor is *the* input: the one that smoothing perturbs.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -25,7 +25,9 @@ LABEL_KEYS = ("label", "labels")
 
 
 class NotBatchable(Exception):
-    """The rows of the batch cannot be told apart inside the model; each input must be run on its own."""
+    """The rows of the batch cannot be told apart inside the model; each input must be run on its
+    own.
+    """
 
 
 def batch_tensors(batch: Batch) -> list[Tensor]:
@@ -76,7 +78,8 @@ def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
 
 
 def batches(x: Any, model: nn.Module, called: str = "x") -> Iterator[Batch]:
-    """The batches of whatever a user passes as `x`: one batch, an iterable of them (labels are dropped), or a dataset.
+    """The batches of whatever a user passes as `x`: one batch, an iterable of them (labels are
+    dropped), or a dataset.
 
     NumPy's floats, 64 bits unless somebody said otherwise, become those of the model.
     """
@@ -120,7 +123,9 @@ def labeled_batches(
 
 
 def _takes(model: nn.Module, arguments: int) -> bool:
-    """Whether a model can be called with so many positional arguments, as far as its signature tells."""
+    """Whether a model can be called with so many positional arguments, as far as its signature
+    tells.
+    """
     try:
         signature(model.forward).bind(*range(arguments))
     except TypeError:
@@ -136,7 +141,9 @@ def _collate(items: list[Any], floats: torch.dtype, called: str) -> Any:
 
 
 def _collated(x: Iterable[Any], called: str) -> Iterator[Any]:
-    """The batches of x; a DataLoader that cannot collate its items is an error that says what to do."""
+    """The batches of x; a DataLoader that cannot collate its items is an error that says what to
+    do.
+    """
     iterator = iter(x)
     while True:
         try:
@@ -235,14 +242,17 @@ def checked(batch: Any, called: str = "x") -> Batch:
             raise QualmsError(
                 f"input {bad} of {called} has a value that is NaN or infinite; clean it before scoring."
             )
-    # A plain tensor of our own: no graph of the user's behind it, and usable outside inference mode.
+    # A plain tensor of our own: no graph of the user's behind it, and usable outside inference
+    # mode.
     return with_tensors(
         batch, (t.detach().clone() if t.is_inference() else t.detach() for t in parts)
     )
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """The model's raw output for a batch; a wrong device, or any error in the model, becomes a QualmsError."""
+    """The model's raw output for a batch; a wrong device, or any error in the model, becomes a
+    QualmsError.
+    """
     parameter = next(model.parameters(), None)
     here = batch_tensors(batch)[0].device
     if parameter is not None and parameter.device != here:
@@ -264,7 +274,9 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def logits_in(output: Any) -> Tensor:
-    """The logits in a model's output: the tensor itself, `.logits`, or the first element of a tuple."""
+    """The logits in a model's output: the tensor itself, `.logits`, or the first element of a
+    tuple.
+    """
     logits = getattr(output, "logits", output)
     if isinstance(logits, dict):
         logits = logits.get("logits")
@@ -303,7 +315,8 @@ def checked_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
 def look_like_probabilities(logits: Float[Tensor, "rows c"]) -> bool:
     """Whether all rows add up to 1 and have no negative entry.
 
-    Logits hardly ever do so by chance, up to rounding; in 16 bits rounding is coarse, so several rows must agree.
+    Logits hardly ever do so by chance, up to rounding; in 16 bits rounding is coarse, so several
+    rows must agree.
     """
     rounding = torch.finfo(logits.dtype).eps
     if bool((logits < 0).any()) or (rounding > 1e-6 and len(logits) < SEVERAL):

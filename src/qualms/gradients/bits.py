@@ -12,16 +12,20 @@ State = tuple[tuple[tuple[int, tuple[tuple[str, object], ...]], ...], tuple[Sum,
 
 
 def state_of(model: nn.Module) -> State:
-    """A fingerprint that changes when the model is trained, reloaded, moved, or has a module or a setting replaced.
+    """A fingerprint that changes when the model is trained, reloaded, moved, or has a module or a
+    setting replaced.
 
-    The bits of all weights are added up: optimizers and `.data` may change them without torch counting it.
+    The bits of all weights are added up: optimizers and `.data` may change them without torch
+    counting it.
     """
     modules = tuple((id(m), _settings(m)) for m in model.modules())
     return modules, tuple(map(sum_of, (*model.parameters(), *model.buffers())))
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """The numbers, switches and words among a module's attributes; not its mode, which is set for every call."""
+    """The numbers, switches and words among a module's attributes; not its mode, which is set for
+    every call.
+    """
     plain = (bool, int, float, str)
     return tuple(
         (name, v) for name, v in vars(module).items() if isinstance(v, plain) and name != "training"
@@ -39,7 +43,8 @@ def sum_of(t: Tensor) -> Sum:
 
 
 def _sum_of_bits(t: Tensor) -> int:
-    """Exact, so that no change is too small; by rows and columns of a grid, so that no entries change places unseen.
+    """Exact, so that no change is too small; by rows and columns of a grid, so that no entries
+    change places unseen.
 
     Of a small tensor, its hash, which sees both as well.
     """

@@ -1,4 +1,6 @@
-"""The blocks of a model, in the order in which it uses them: residual or transformer blocks, or layers."""
+"""The blocks of a model, in the order in which it uses them: residual or transformer blocks, or
+layers.
+"""
 
 from torch import Tensor, nn
 
@@ -9,10 +11,12 @@ from qualms.gradients.tracing.traced_forward import use_order
 
 
 def heavy_blocks(model: nn.Module, batch: Batch, selected: dict[str, Tensor]) -> list[list[str]]:
-    """The names of the parameters of each block that has a matrix or kernel, with those of what follows it.
+    """The names of the parameters of each block that has a matrix or kernel, with those of what
+    follows it.
 
-    What stands before the first such block is left out, unless there is none: then all is one block. There are no
-    blocks if the model hides from torch's function modes which parameters it uses.
+    What stands before the first such block is left out, unless there is none: then all is one
+    block. There are no blocks if the model hides from torch's function modes which parameters it
+    uses.
 
     Args:
         model: under `untouched`.

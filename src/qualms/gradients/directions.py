@@ -1,7 +1,7 @@
 """Directions in logit space whose pull-back Jᵀv is a gradient that some score needs.
 
-A direction may differ from row to row of an input's perturbed copies; [b, r, c] are logits of inputs, rows, classes,
-and the weights p_c are always those of the input itself, row 0.
+A direction may differ from row to row of an input's perturbed copies; [b, r, c] are logits of
+inputs, rows, classes, and the weights p_c are always those of the input itself, row 0.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,8 @@ Logits = Float[Tensor, "b r c"]
 def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
     """e_c - p for every class c, or for some: the gradient of log p_c with respect to the logits.
 
-    The entry 1 - p_c is the sum of the other probabilities, which does not cancel when p_c is nearly 1.
+    The entry 1 - p_c is the sum of the other probabilities, which does not cancel when p_c is
+    nearly 1.
     """
     p = logits.double().softmax(-1)
     start, stop, _ = some.indices(p.shape[-1])
@@ -40,7 +41,9 @@ def of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r 
 
 
 def others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
-    """Σ_{k≠c} parts_k for each class c (parts ≥ 0), without cancellation where parts_c dominates the total."""
+    """Σ_{k≠c} parts_k for each class c (parts ≥ 0), without cancellation where parts_c dominates
+    the total.
+    """
     largest = parts.argmax(-1, keepdim=True)
     rest = parts.scatter(-1, largest, 0).sum(-1, keepdim=True)
     return (rest + parts.gather(-1, largest) - parts).scatter(-1, largest, rest)
@@ -64,10 +67,12 @@ def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
 
 
 def expected(logits: Logits) -> Float[Tensor, "1 b r c"]:
-    """Σ_c p_c (e_c - p'), p of the input itself and p' of a row, as p - p': exactly zero without smoothing.
+    """Σ_c p_c (e_c - p'), p of the input itself and p' of a row, as p - p': exactly zero without
+    smoothing.
 
-    Added up as written, rounding would be left: it grows with the gradients and so ranks inputs much like them, a
-    signal out of nothing. Probabilities next to 1 differ by what the others add up to.
+    Added up as written, rounding would be left: it grows with the gradients and so ranks inputs
+    much like them, a signal out of nothing. Probabilities next to 1 differ by what the others add
+    up to.
     """
     p = logits.double().softmax(-1)
     p_0 = p[:, :1]
@@ -80,10 +85,12 @@ def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
 
 
 def contrasts(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
-    """Vectors v_m with Σ_m v_m v_mᵀ = P = I - 11ᵀ/C, on average if there are fewer than C - 1 of them.
+    """Vectors v_m with Σ_m v_m v_mᵀ = P = I - 11ᵀ/C, on average if there are fewer than C - 1 of
+    them.
 
-    So Σ_m ‖Jᵀv_m‖² is tr(P J Jᵀ P), what the gradients of the logits amount to beyond a shift of all logits. Up to 17
-    classes they are an orthonormal basis of all v with Σ_c v_c = 0, beyond that 16 at random from one, the same always.
+    So Σ_m ‖Jᵀv_m‖² is tr(P J Jᵀ P), what the gradients of the logits amount to beyond a shift of
+    all logits. Up to 17 classes they are an orthonormal basis of all v with Σ_c v_c = 0, beyond
+    that 16 at random from one, the same always.
     """
     c = logits.shape[-1]
     basis = _zero_sum_basis(c, contrast_count(c))[some].to(logits.device)
@@ -120,10 +127,12 @@ IN_BLOCKS = (*PER_CLASS, "contrasts")  # sets of many directions, of which some 
 
 @dataclass(frozen=True)
 class Cotangents:
-    """Directions [m, rows, c] to be pulled back, made a block at a time, each input's part brought to a size near 1.
+    """Directions [m, rows, c] to be pulled back, made a block at a time, each input's part brought
+    to a size near 1.
 
-    The square of a gradient of size 1e-26, that of a confident prediction, is zero in 32 bits. So a block comes as
-    (v, s), v [k, rows, c] and s [k, b] powers of two, and stands for the cotangents s v.
+    The square of a gradient of size 1e-26, that of a confident prediction, is zero in 32 bits. So a
+    block comes as (v, s), v [k, rows, c] and s [k, b] powers of two, and stands for the cotangents
+    s v.
     """
 
     number: int
@@ -138,7 +147,9 @@ class Cotangents:
 def unit_sized(
     cotangents: Float[Tensor, "k rows c"], inputs: int
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
-    """(v, s) with s v the cotangents; s, a power of two, brings an input's largest entry between 1/2 and 1."""
+    """(v, s) with s v the cotangents; s, a power of two, brings an input's largest entry between
+    1/2 and 1.
+    """
     of_input = cotangents.unflatten(1, (inputs, -1))
     size = power_of_two(torch.linalg.vector_norm(of_input.flatten(2).double(), torch.inf, dim=2))
     return (of_input / size[:, :, None, None].to(cotangents)).flatten(1, 2), size
@@ -165,7 +176,9 @@ class Directions:
         return self
 
     def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
-        """The directions of all sets, in the order of `names`, divided by r: what leads to mean gradients."""
+        """The directions of all sets, in the order of `names`, divided by r: what leads to mean
+        gradients.
+        """
         return Cotangents(
             self.size(logits.shape[-1]), partial(self._blocks, logits.detach(), block_bytes)
         )
@@ -189,20 +202,25 @@ def _size(name: str, classes: int) -> int:
 def projected(
     names: Sequence[str], logits: Float[Tensor, "b r c"], tangents: Float[Tensor, "b r c"]
 ) -> Float[Tensor, "b m"]:
-    """v·(J s) for every direction v, averaged over an input's rows: the projections of smoothed gradients on s."""
+    """v·(J s) for every direction v, averaged over an input's rows: the projections of smoothed
+    gradients on s.
+    """
     return torch.cat([projections(name, logits, tangents).mean(1) for name in names], dim=-1)
 
 
 def projections(
     name: str, logits: Float[Tensor, "b _ c"], tangents: Float[Tensor, "b _ c"]
 ) -> Float[Tensor, "b _ m"]:
-    """v·y for every direction v of one set and each y = J s: of each row, or of one row and several tangents."""
+    """v·y for every direction v of one set and each y = J s: of each row, or of one row and several
+    tangents.
+    """
     y = tangents.double()
     if name == "logits":
         return y
     if name != "classes":
         return (DIRECTIONS[name](logits) * y).sum(-1).movedim(0, -1)
-    # (e_c - p)·y = Σ_k p_k (y_c - y_k); measured from the likeliest class, nothing cancels when its p is nearly 1.
+    # (e_c - p)·y = Σ_k p_k (y_c - y_k); measured from the likeliest class, nothing cancels when its
+    # p is nearly 1.
     likeliest = logits.argmax(-1, keepdim=True).expand(*y.shape[:-1], 1)
     y = y - y.gather(-1, likeliest)
     return y - (logits.double().softmax(-1) * y).sum(-1, keepdim=True)

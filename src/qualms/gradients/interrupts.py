@@ -1,8 +1,9 @@
 """Ctrl-C waits for a moment at which nothing is half done.
 
-Python raises KeyboardInterrupt between any two of its instructions: also between entering forward mode and noting that
-it was entered, which would leave the process in forward mode for good. So while a model is held, the signal is noted,
-and raised where an exception does no harm: before the next forward or backward pass.
+Python raises KeyboardInterrupt between any two of its instructions: also between entering forward
+mode and noting that it was entered, which would leave the process in forward mode for good. So
+while a model is held, the signal is noted, and raised where an exception does no harm: before the
+next forward or backward pass.
 """
 
 import signal
@@ -23,7 +24,9 @@ _handler: Callable[[int, FrameType | None], Any] = (
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Ctrl-C waits for the next `deliver`, or for the end. Only the main thread gets signals; others just run."""
+    """Ctrl-C waits for the next `deliver`, or for the end. Only the main thread gets signals;
+    others just run.
+    """
     global _since, _handler
     users = signal.getsignal(signal.SIGINT)
     if not _in_main_thread() or not callable(users) or users is _wait:
@@ -40,7 +43,9 @@ def defer_interrupts() -> Iterator[None]:
 
 
 def deliver() -> None:
-    """Hands a waiting Ctrl-C to the handler, which raises KeyboardInterrupt unless the user has set another."""
+    """Hands a waiting Ctrl-C to the handler, which raises KeyboardInterrupt unless the user has set
+    another.
+    """
     global _since
     if _since is not None and _in_main_thread():
         _since = None

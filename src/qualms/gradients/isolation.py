@@ -15,9 +15,10 @@ from qualms.gradients import interrupts
 from qualms.gradients.bits import state_of, sum_of
 from qualms.gradients.traces import ModuleSnapshot, copies_of, put_back, restore
 
-# One thread at a time, whatever the model: the random state, the switches of attention kernels, forward mode, the
-# compiler's stance and Python's filters of warnings belong to the process, and two models may share modules. Nearly all
-# the time goes to torch's operations, which have threads of their own, so more of ours would gain little.
+# One thread at a time, whatever the model: the random state, the switches of attention kernels,
+# forward mode, the compiler's stance and Python's filters of warnings belong to the process, and
+# two models may share modules. Nearly all the time goes to torch's operations, which have threads
+# of their own, so more of ours would gain little.
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -34,7 +35,9 @@ _held: dict[int, _Held] = {}  # by the id of a model that is untouched
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
-    """The module under `torch.compile`'s wrapper, which holds the same parameters under their own names."""
+    """The module under `torch.compile`'s wrapper, which holds the same parameters under their own
+    names.
+    """
     return getattr(model, "_orig_mod", model)
 
 
@@ -63,7 +66,8 @@ def validate_model(model: object) -> nn.Module:
 
 @contextmanager
 def preserve_state(model: object) -> Iterator[nn.Module]:
-    """Evaluation mode with gradients on; every trace of it is gone afterwards, even after an error or Ctrl-C.
+    """Evaluation mode with gradients on; every trace of it is gone afterwards, even after an error
+    or Ctrl-C.
 
     Other threads wait until this one is done.
     """
@@ -111,7 +115,8 @@ def preserve_state(model: object) -> Iterator[nn.Module]:
 def isolate_forward(model: nn.Module) -> Iterator[None]:
     """A forward pass, of which nothing stays on the modules of a model that is `preserve_state`.
 
-    What one pass caches belongs to its graph, or has no graph at all: either would be wrong for the next.
+    What one pass caches belongs to its graph, or has no graph at all: either would be wrong for the
+    next.
     """
     interrupts.deliver()
     held = _held.get(id(model))
@@ -151,7 +156,8 @@ def _entered(model: nn.Module, held: _Held) -> Iterator[None]:
 def _evaluating(model: nn.Module, modules: Sequence[nn.Module], own: bool) -> Iterator[None]:
     """All modules in evaluation mode, then each in its own again.
 
-    With `own` there are modules that do more than note the mode, such as dropping what they have cached when training
+    With `own` there are modules that do more than note the mode, such as dropping what they have
+    cached when training
     begins: they are told of both modes, so that they begin without a cache.
     """
     modes = [

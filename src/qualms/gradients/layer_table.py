@@ -21,7 +21,9 @@ from qualms.gradients.request import GradientRequest
 
 @dataclass(frozen=True)
 class LayerTable:
-    """[b, m, l] norms of the gradients along m directions, or [b, l, m, m] of inner products, in double precision."""
+    """[b, m, l] norms of the gradients along m directions, or [b, l, m, m] of inner products, in
+    double precision.
+    """
 
     values: Tensor
     logits: Float[Tensor, "b c"]
@@ -49,7 +51,8 @@ def layer_table(
         learnt: what is kept of the model from batch to batch.
         gram: inner products instead of norms, by the exact engine.
         regrouped: the logits of the only job, where they are known (see `exact`).
-        lam: the smallest λ of the scores that the norms are for; None if any of them takes all layers alike.
+        lam: the smallest λ of the scores that the norms are for; None if any of them takes all
+            layers alike.
     """
     done: list[ClassNorms] = []
     errors: list[ClassNorms] = []
@@ -93,7 +96,9 @@ def layer_table(
 
 
 def late_layers(job: GradientRequest, lam: float | None, learnt: PlanCache) -> LayerCut | None:
-    """The layers that a tolerance leaves to be computed; None for all, as where a score does not weight them down."""
+    """The layers that a tolerance leaves to be computed; None for all, as where a score does not
+    weight them down.
+    """
     settings = job.settings
     if not settings.tolerance or not lam or lam < 0:
         return None

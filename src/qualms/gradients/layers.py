@@ -17,7 +17,9 @@ Params: TypeAlias = str | Callable[[str], bool] | None
 
 
 def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
-    """The parameters that count: all, those that match a pattern such as `"layer4.*"`, or those a function picks."""
+    """The parameters that count: all, those that match a pattern such as `"layer4.*"`, or those a
+    function picks.
+    """
     named: dict[str, Tensor] = {
         name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()
     }
@@ -47,9 +49,10 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
 def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
     """The layer that a parameter belongs to.
 
-    `module` is the module that owns it directly (a parametrized one owns what its parametrization holds), `tensor` the
-    parameter itself, `block` the innermost child of a repeated container: one whose children are all of one class and
-    have children themselves, such as the stages of a ResNet or the list of a transformer's layers.
+    `module` is the module that owns it directly (a parametrized one owns what its parametrization
+    holds), `tensor` the parameter itself, `block` the innermost child of a repeated container: one
+    whose children are all of one class and have children themselves, such as the stages of a ResNet
+    or the list of a transformer's layers.
     """
     if granularity == "tensor":
         return name
@@ -84,12 +87,16 @@ def group_by_layer(
 def total_norms(
     norms: Float[Tensor, "b m l"], lam: float | None, norm: Norm
 ) -> Float[Tensor, "b m"]:
-    """‖g‖ without a λ; with one, Σ_l a_l ‖g_l‖ (λ = 0 is Σ_l ‖g_l‖, which is not the plain L2 norm)."""
+    """‖g‖ without a λ; with one, Σ_l a_l ‖g_l‖ (λ = 0 is Σ_l ‖g_l‖, which is not the plain L2
+    norm).
+    """
     if lam is not None:
         return norms @ layer_weights(norms.shape[-1], lam).to(norms)
     return norms.sum(-1) if norm == "l1" else root_of_squares(norms).to(norms)
 
 
 def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:
-    """a_l = exp(λ(l - L)), l = 1..L: the paper's exp(λl) up to a constant, which ranks alike and cannot overflow."""
+    """a_l = exp(λ(l - L)), l = 1..L: the paper's exp(λl) up to a constant, which ranks alike and
+    cannot overflow.
+    """
     return (lam * (torch.arange(1, layers + 1, dtype=torch.double) - layers)).exp()

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 
-SHARE = 16  # a sixteenth of what is free: larger chunks are not faster on a CPU, and leave no room for the user
+# a sixteenth of what is free: larger chunks are not faster on a CPU, and leave no room for the user
+SHARE = 16
 FLOOR = 2**28
 
 
@@ -23,9 +24,11 @@ def default_budget(device: torch.device) -> int:
 
 
 def budget_of_rows(given: int | None, device: torch.device) -> int:
-    """Bytes that rows which run at once may take: `budget`, or an amount that does not vary from run to run on a CPU.
+    """Bytes that rows which run at once may take: `budget`, or an amount that does not vary from
+    run to run on a CPU.
 
-    What is free varies, and so would the last digits of scores; larger parts are not faster on a CPU.
+    What is free varies, and so would the last digits of scores; larger parts are not faster on a
+    CPU.
     """
     return given or (FLOOR if device.type == "cpu" else default_budget(device))
 
@@ -72,7 +75,8 @@ def free_bytes(device: torch.device) -> int:
 def release_free_memory() -> None:
     """Hand memory that the C library holds for later back to the system, where it can (glibc).
 
-    It keeps what is let go, in pieces that parts of another size do not fit, so that kinds of work would add up.
+    It keeps what is let go, in pieces that parts of another size do not fit, so that kinds of work
+    would add up.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -89,7 +93,9 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 @contextmanager
 def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
-    """Counts, in the list's one entry, the bytes that autograd saves; storages in `constants` do not count."""
+    """Counts, in the list's one entry, the bytes that autograd saves; storages in `constants` do
+    not count.
+    """
     seen = set(constants)
     total = [0]
 

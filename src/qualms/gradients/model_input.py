@@ -52,7 +52,8 @@ def make_model_input(
 ) -> ModelInput:
     """The rows of a batch whose inputs have these numbers, which decide their draws.
 
-    Discrete inputs (token ids) cannot be perturbed; their rows repeat, and the noise goes to the embeddings' output.
+    Discrete inputs (token ids) cannot be perturbed; their rows repeat, and the noise goes to the
+    embeddings' output.
     """
     if smoothing is None:
         return ModelInput(batch)
@@ -76,7 +77,8 @@ def make_model_input(
 def perturbed_in_parts(
     batch: Batch, smoothing: Smoothing, numbers: Sequence[int], seed: int, size: int
 ) -> Iterator[ModelInput]:
-    """The same rows; those of a single input, if they are too many, so many at a time, each on its own.
+    """The same rows; those of a single input, if they are too many, so many at a time, each on its
+    own.
 
     Args:
         batch: the inputs.
@@ -102,7 +104,9 @@ def perturbed_in_parts(
 
 
 def wants_channels_last(on: ModelInput) -> bool:
-    """Images; with a single channel both formats look alike, and torch would go back and forth between them."""
+    """Images; with a single channel both formats look alike, and torch would go back and forth
+    between them.
+    """
     x = batch_tensors(on.batch)[0]
     return x.ndim == 4 and x.shape[1] > 1 and x.is_floating_point()
 
@@ -117,9 +121,11 @@ def in_channels_last(on: ModelInput) -> ModelInput:
 def forward_logits(
     model: nn.Module, on: ModelInput, *modes: TorchFunctionMode
 ) -> Float[Tensor, "rows classes"]:
-    """One forward pass over the rows, under further function modes (the last one given sees each call first).
+    """One forward pass over the rows, under further function modes (the last one given sees each
+    call first).
 
-    The model gets copies, which it may change: the rows serve other passes too, and may be the user's own tensors.
+    The model gets copies, which it may change: the rows serve other passes too, and may be the
+    user's own tensors.
     """
     with ExitStack() as stack:
         noisy = None
@@ -171,7 +177,9 @@ class NoisyEmbedding(TorchFunctionMode):
         return out
 
     def _rows_axis(self, index: Any) -> int | None:
-        """The axis of `index` that counts the rows, if `index` is the input itself, whole or a view of it."""
+        """The axis of `index` that counts the rows, if `index` is the input itself, whole or a view
+        of it.
+        """
         if not isinstance(index, Tensor) or index.is_floating_point() or self.ids is None:
             return None
         index, ids = _unwrapped(index), _unwrapped(self.ids)
@@ -191,10 +199,11 @@ def _unwrapped(t: Tensor) -> Tensor:
 
 
 class SoundBatchNorm(TorchFunctionMode):
-    """Hands batch normalization, and instance normalization, which is made of it, their cotangent in plain order.
+    """Hands batch normalization, and instance normalization, which is made of it, their cotangent
+    in plain order.
 
-    torch's derivatives on the CPU are wrong for a single image whose cotangent has the strides of a [position, channel]
-    matrix, (C, 1, …): it takes them for those of the plain order.
+    torch's derivatives on the CPU are wrong for a single image whose cotangent has the strides of a
+    [position, channel] matrix, (C, 1, …): it takes them for those of the plain order.
     """
 
     def __torch_function__(
@@ -214,8 +223,8 @@ class SoundBatchNorm(TorchFunctionMode):
 class PlainGroupNorm(TorchFunctionMode):
     """Hands group normalization its input in plain order.
 
-    In channels-last order torch's derivative on the CPU ends the process if that of the input is not asked for, and the
-    one in forward mode takes a view that there is not.
+    In channels-last order torch's derivative on the CPU ends the process if that of the input is
+    not asked for, and the one in forward mode takes a view that there is not.
     """
 
     def __torch_function__(

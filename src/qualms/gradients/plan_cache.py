@@ -12,12 +12,15 @@ from qualms.gradients.batch import look_like_probabilities
 
 T = TypeVar("T")
 Key = tuple[Hashable, ...]  # what kind of finding, and what it is about
-MOST = 8  # findings of one kind: inputs may come in any number of shapes, and each look holds a few rows
+# findings of one kind: inputs may come in any number of shapes, and each look holds a few rows
+MOST = 8
 
 
 @dataclass
 class PlanCache:
-    """Findings about one model with its weights as they are; whoever holds it starts anew when the weights change."""
+    """Findings about one model with its weights as they are; whoever holds it starts anew when the
+    weights change.
+    """
 
     found: dict[Key, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)  # what the user has been warned of
@@ -29,7 +32,9 @@ class PlanCache:
         return self.found.get(key)
 
     def keep(self, key: Key, found: Any) -> None:
-        """Keep a finding; of those of one kind, the first part of the key, the one not asked for longest gives way."""
+        """Keep a finding; of those of one kind, the first part of the key, the one not asked for
+        longest gives way.
+        """
         self.found.pop(key, None)
         like = [other for other in self.found if other[0] == key[0]]
         for oldest in like[: max(0, len(like) + 1 - MOST)]:
@@ -44,7 +49,9 @@ class PlanCache:
         return found
 
     def warn_slow(self, error: Exception) -> None:
-        """Say why inputs run one at a time, once for each reason: it may be a defect, or a lack of memory."""
+        """Say why inputs run one at a time, once for each reason: it may be a defect, or a lack of
+        memory.
+        """
         why = reason(error)
         if why not in self.warned:
             self.warned.add(why)

@@ -1,4 +1,6 @@
-"""How precise numbers are: what sums are taken in, and when two ways to the same numbers agree but for rounding."""
+"""How precise numbers are: what sums are taken in, and when two ways to the same numbers agree but
+for rounding.
+"""
 
 import math
 from typing import Any
@@ -20,7 +22,9 @@ NOTHING = 1e-6  # of the largest row, which is rounding in a row of zeros
 
 
 class Narrowest(TorchFunctionMode):
-    """Watches a forward pass for casts: numbers are only as precise as the narrowest type they have gone through."""
+    """Watches a forward pass for casts: numbers are only as precise as the narrowest type they have
+    gone through.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +82,9 @@ def close_logits(
     want: Float[Tensor, "rows c"],
     precision: torch.dtype | None = None,
 ) -> bool:
-    """The same for logits, where classes that are masked by a huge negative number set no measure for the others."""
+    """The same for logits, where classes that are masked by a huge negative number set no measure
+    for the others.
+    """
     if have.shape != want.shape:
         return False
     live = want >= want.amax(-1, keepdim=True) - MASKED
@@ -92,7 +98,9 @@ def _within(have: Tensor, want: Tensor, scale: Tensor, precision: torch.dtype | 
 
 
 def same_values(have: Tensor, want: Tensor) -> bool:
-    """Whether two tensors that the same operations gave are equal, but for the last digits of their type."""
+    """Whether two tensors that the same operations gave are equal, but for the last digits of their
+    type.
+    """
     with torch.no_grad():
         if have.dtype != want.dtype or not want.is_floating_point():
             return torch.equal(have, want)
@@ -136,7 +144,9 @@ def power_of_two(size: Float[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
 
 
 def root_of_squares(sizes: Float[Tensor, "*n l"]) -> Float64[Tensor, "*n"]:
-    """(Σ_l s_l²)^½ of sizes that are not negative, also of those below 1e-162, whose squares are zero in 64 bits."""
+    """(Σ_l s_l²)^½ of sizes that are not negative, also of those below 1e-162, whose squares are
+    zero in 64 bits.
+    """
     unit = power_of_two(sizes.amax(-1, keepdim=True))
     return (sizes / unit).square().sum(-1).sqrt() * unit.squeeze(-1)
 

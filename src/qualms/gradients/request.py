@@ -17,7 +17,8 @@ from qualms.gradients.smoothing import Smoothing
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """A batch, the directions along which its gradients are taken, and the perturbations they are averaged over.
+    """A batch, the directions along which its gradients are taken, and the perturbations they are
+    averaged over.
 
     `numbers` are the inputs' own, which decide their draws. The model is under `untouched`.
     """
@@ -46,7 +47,9 @@ class GradientRequest:
 
     @property
     def shapes(self) -> tuple[Hashable, ...]:
-        """What inputs of the same kind have in common: the names, shapes and types of their tensors."""
+        """What inputs of the same kind have in common: the names, shapes and types of their
+        tensors.
+        """
         return shapes_of(self.batch)
 
     @cached_property
@@ -56,11 +59,15 @@ class GradientRequest:
 
     @cached_property
     def limit(self) -> int:
-        """Bytes that the smallest part of the work must fit: the budget if one was given, else all that is free."""
+        """Bytes that the smallest part of the work must fit: the budget if one was given, else all
+        that is free.
+        """
         return self.settings.budget or free_bytes(batch_tensors(self.batch)[0].device)
 
     def along_own(self, part: slice) -> "GradientRequest":
-        """The same job for some of the inputs, whose rows are at hand, with the directions of these inputs alone."""
+        """The same job for some of the inputs, whose rows are at hand, with the directions of these
+        inputs alone.
+        """
         directions = self.directions.of_inputs(part)
         return self if directions is self.directions else replace(self, directions=directions)
 

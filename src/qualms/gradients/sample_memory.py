@@ -1,8 +1,10 @@
-"""How many bytes one row of a batch takes in a pass, by watching one, and how many rows fit a budget.
+"""How many bytes one row of a batch takes in a pass, by watching one, and how many rows fit a
+budget.
 
-A dispatch mode sees every result that a pass makes, inside scripts and backward passes as well, and when it is let go.
-What kernels hold beside their results (copies in another memory format, gaps of the allocator) it does not see: on a
-CPU the process took up to six times the largest result more than all results together.
+A dispatch mode sees every result that a pass makes, inside scripts and backward passes as well, and
+when it is let go. What kernels hold beside their results (copies in another memory format, gaps of
+the allocator) it does not see: on a CPU the process took up to six times the largest result more
+than all results together.
 """
 
 import logging
@@ -45,7 +47,9 @@ class SampleMemory:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the results that exist at the same time; what existed before does not count."""
+    """Counts the bytes of the results that exist at the same time; what existed before does not
+    count.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -105,10 +109,11 @@ class PassMemory:
     times: int = 1
 
     def rows_at_once(self, batch: Batch, rows: int, settings: Settings, learnt: PlanCache) -> int:
-        """How many rows like those of a batch fit the budget, of as many as there are, by one look at the first.
+        """How many rows like those of a batch fit the budget, of as many as there are, by one look
+        at the first.
 
-        No look is taken where nothing is to be decided: no `budget` that must be kept, and a single row, or numbers so
-        few that results thousands of times their size would fit.
+        No look is taken where nothing is to be decided: no `budget` that must be kept, and a single
+        row, or numbers so few that results thousands of times their size would fit.
         """
         most = min(rows, settings.batch_size or self.most)
         device = batch_tensors(batch)[0].device
@@ -130,7 +135,9 @@ class PassMemory:
         return size
 
     def bytes_of_row(self, batch: Batch, learnt: PlanCache) -> int | None:
-        """What one row like those of a batch takes, found once; None if a row does not run by itself."""
+        """What one row like those of a batch takes, found once; None if a row does not run by
+        itself.
+        """
         key = ("memory of a row", self.what, shapes_of(batch))
         row = learnt.once(key, lambda: self._look(take_samples(batch, slice(0, 1))))
         return None if row is None else max(1, self.times * row.needed)

@@ -14,7 +14,8 @@ class Sketch:
     """`engine="sketch"` with its options.
 
     Args:
-        tangents: k, the passes spent; the relative error of a norm is about 1/sqrt(2k) (quadrature) or sqrt(2/k) (sum).
+        tangents: k, the passes spent; the relative error of a norm is about 1/sqrt(2k) (quadrature)
+            or sqrt(2/k) (sum).
         combine: how layers are put together: in `quadrature`, or as the `sum` that the paper takes.
 
     Example:

@@ -1,8 +1,9 @@
-"""Smoothing: class gradients averaged over small perturbations of the input, before any norm is taken.
+"""Smoothing: class gradients averaged over small perturbations of the input, before any norm is
+taken.
 
 g_c becomes (1/(N+1)) Σ_{i=0..N} ∇θ log p_c(x_i), with x_0 the input and x_i = x_0 + N(0, σ²I)
-(Wang & Ji, CVPR 2024, section 4.3). With antithetic draws the perturbations come in pairs ±Δ, whose odd terms cancel:
-eight of them rank inputs like a hundred independent ones.
+(Wang & Ji, CVPR 2024, section 4.3). With antithetic draws the perturbations come in pairs ±Δ, whose
+odd terms cancel: eight of them rank inputs like a hundred independent ones.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class Smoothing:
     """How to perturb.
 
     Args:
-        sigma: standard deviation in the units of the tensor that the model receives; a number, or one per channel.
+        sigma: standard deviation in the units of the tensor that the model receives; a number, or
+            one per channel.
         draws: N, the number of perturbed inputs beside the input itself.
         antithetic: draw in pairs ±Δ (an odd last draw stands alone).
 
@@ -32,9 +34,9 @@ class Smoothing:
         import qualms
 
         torch.manual_seed(0)
-        model, x = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)), torch.rand(2, 4)
-        smoothed = qualms.class_gradient_norms(model, x, smoothing=qualms.Smoothing(sigma=0.1, draws=4))
-        print(smoothed.norms)
+        model, x = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5,
+        3)), torch.rand(2, 4) smoothed = qualms.class_gradient_norms(model, x,
+        smoothing=qualms.Smoothing(sigma=0.1, draws=4)) print(smoothed.norms)
         ```
     """
 
@@ -61,7 +63,9 @@ class Smoothing:
         return cls(*given)
 
     def noise(self, shape: tuple[int, ...], number: int, seed: int) -> Float[Tensor, "rows ..."]:
-        """Perturbations of one input: zero for x_0, then N draws. The seed and its number alone decide them."""
+        """Perturbations of one input: zero for x_0, then N draws. The seed and its number alone
+        decide them.
+        """
         half = -(-self.draws // 2) if self.antithetic else self.draws
         drawn = torch.randn((half, *shape), generator=generator(seed, number))
         if self.antithetic:

@@ -1,8 +1,8 @@
 """What forward passes leave on the modules of a model, and how it is taken off again.
 
-Attributes and buffers are replaced (caches, counters, hook-based weight_norm), entries added to dictionaries and lists,
-tensors written to, by their `.data` too. All of it is put back, except for writes into
-parameters, of which there is no copy.
+Attributes and buffers are replaced (caches, counters, hook-based weight_norm), entries added to
+dictionaries and lists, tensors written to, by their `.data` too. All of it is put back, except for
+writes into parameters, of which there is no copy.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -37,7 +37,9 @@ class ModuleSnapshot:
         return [(place, place.copy()) for place in (*self.dicts, *self.others)]
 
     def noted_before_a_pass(self) -> list[tuple[Any, Any]]:
-        """Attributes and dictionaries alone, where caches are: lists may be long, and passes are many."""
+        """Attributes and dictionaries alone, where caches are: lists may be long, and passes are
+        many.
+        """
         return [(place, place.copy()) for place in self.dicts]
 
 
@@ -66,7 +68,9 @@ def copies_of(tensors: list[Tensor]) -> Copies:
 
 @torch.no_grad()
 def restore(copies: Copies) -> None:
-    """Tensors that have changed get their values back. Values are compared: `.data` leaves the version as it was."""
+    """Tensors that have changed get their values back. Values are compared: `.data` leaves the
+    version as it was.
+    """
     for t, version, value in copies:
         changed = not torch.equal(t, value) if t.layout == torch.strided else _version(t) != version
         if changed:

@@ -1,9 +1,13 @@
-"""When may the recorded pieces be believed? Each check compares them, or what they rest on, with something simpler.
+"""When may the recorded pieces be believed? Each check compares them, or what they rest on, with
+something simpler.
 
 - The first row's gradient is also computed by plain autograd (`probe.py`).
-- No parameter may reach the logits around its stand-in: the graph itself is searched for it (`watch/forward.py`).
-- The logits of a chunk must not change when its rows are run in other company: rows that influence each other do.
-- Each input's gradients must follow its own cotangent: scaled input by input, they scale alike, in every layer.
+- No parameter may reach the logits around its stand-in: the graph itself is searched for it
+  (`watch/forward.py`).
+- The logits of a chunk must not change when its rows are run in other company: rows that influence
+  each other do.
+- Each input's gradients must follow its own cotangent: scaled input by input, they scale alike, in
+  every layer.
 
 Whatever fails is run by plain autograd, one row at a time, which is right by definition.
 """
@@ -28,9 +32,11 @@ from qualms.gradients.tracing.param_use import Weights
 
 @dataclass
 class CrossBatchCheck:
-    """The logits of a job's rows in other company than in its chunks: known, or computed for some chunks at a time.
+    """The logits of a job's rows in other company than in its chunks: known, or computed for some
+    chunks at a time.
 
-    Of perturbed copies, those that are known are the inputs themselves, the first row of each: they ran without copies.
+    Of perturbed copies, those that are known are the inputs themselves, the first row of each: they
+    ran without copies.
     """
 
     job: GradientRequest
@@ -59,10 +65,11 @@ SOME_ROWS = 2048  # whose logits are computed ahead
 
 @torch.no_grad()
 def cross_batch_logits(job: GradientRequest, chunks: int) -> Float[Tensor, "b r c"]:
-    """The logits of all rows from plain forward passes in other groups than the chunks of consecutive inputs.
+    """The logits of all rows from plain forward passes in other groups than the chunks of
+    consecutive inputs.
 
-    A group takes an input of each chunk, or every second one if there is a single chunk; and of an input's rows every
-    second one.
+    A group takes an input of each chunk, or every second one if there is a single chunk; and of an
+    input's rows every second one.
     """
     step = min(job.inputs, max(2, chunks))
     logits: Tensor | None = None
@@ -99,11 +106,12 @@ def require_same_alone(
     every: bool,
     precision: torch.dtype,
 ) -> None:
-    """Rows must give the logits that they give alone: two of them, or every one where that may not tell.
+    """Rows must give the logits that they give alone: two of them, or every one where that may not
+    tell.
 
-    A model that takes values out of tensors, to branch on them or to make shapes of them, or that computes something
-    from all rows at once, such as the length of the longest one, may treat a whole chunk as it would treat no row of
-    it, and still treat half of it alike.
+    A model that takes values out of tensors, to branch on them or to make shapes of them, or that
+    computes something from all rows at once, such as the length of the longest one, may treat a
+    whole chunk as it would treat no row of it, and still treat half of it alike.
 
     Args:
         model: under `untouched`.
@@ -124,9 +132,10 @@ def require_same_alone(
 class Separation:
     """A further cotangent by which a chunk shows that each input's gradients are its own.
 
-    It is one of the chunk's cotangents v with every input b scaled by a number s_b of its own, so that the norms of the
-    gradients must be s_b times those of v. Where the model moves rows about, by an index, a list or a matrix, a layer
-    has the gradient of one input scaled by the number of another.
+    It is one of the chunk's cotangents v with every input b scaled by a number s_b of its own, so
+    that the norms of the gradients must be s_b times those of v. Where the model moves rows about,
+    by an index, a list or a matrix, a layer has the gradient of one input scaled by the number of
+    another.
     """
 
     scales: Float[Tensor, " b"]
@@ -134,7 +143,9 @@ class Separation:
 
     @classmethod
     def of(cls, inputs: int, device: torch.device, precision: torch.dtype) -> "Separation":
-        """Numbers from 1 down that differ as much as the precision allows, in an order that no model knows."""
+        """Numbers from 1 down that differ as much as the precision allows, in an order that no
+        model knows.
+        """
         octaves = 6 if precision in TOLERANCE else 3
         order = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
         return cls((-octaves * order.double() / inputs).exp2().to(device), precision)
@@ -148,7 +159,9 @@ class Separation:
     def require(
         self, plain: dict[str, Float[Tensor, " b"]], scaled: dict[str, Float[Tensor, " b"]]
     ) -> None:
-        """Norms along the scaled v must be s_b times those along v; both come by the parameter's name."""
+        """Norms along the scaled v must be s_b times those along v; both come by the parameter's
+        name.
+        """
         names = list(plain)
         if not names:
             return
@@ -168,7 +181,9 @@ def require_separate_gradients(
     inputs: int,
     precision: torch.dtype,
 ) -> None:
-    """Each input's gradients must be its own, shown by two passes along a random direction where no other can serve."""
+    """Each input's gradients must be its own, shown by two passes along a random direction where no
+    other can serve.
+    """
     if inputs < 2 or not pieces:
         return
     separation = Separation.of(inputs, logits.device, precision)
@@ -190,7 +205,9 @@ def measure_separate(
     kind: Literal["l2", "l1"],
     precision: torch.dtype,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """What `measure` gives, checked by one further pass: along one of the cotangents, scaled input by input."""
+    """What `measure` gives, checked by one further pass: along one of the cotangents, scaled input
+    by input.
+    """
     if inputs < 2 or not pieces:
         return measure(logits, cotangents, pieces, weights, inputs, kind)
     separation = Separation.of(inputs, logits.device, precision)

@@ -1,4 +1,6 @@
-"""How much of the features' activation is in the largest of them, for methods that shape features by it."""
+"""How much of the features' activation is in the largest of them, for methods that shape features
+by it.
+"""
 
 import torch
 from jaxtyping import Float
@@ -14,9 +16,11 @@ def largest(
 
 
 def spread(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, " b"]:
-    """r = Σ of all activations / Σ of those above the percentile: 1 if the largest are all there is.
+    """r = Σ of all activations / Σ of those above the percentile: 1 if the largest are all there
+    is.
 
-    Negative features count as zero, so that r is at least 1 and finite; without a positive one it is 1.
+    Negative features count as zero, so that r is at least 1 and finite; without a positive one it
+    is 1.
     """
     active = features.double().relu()
     every, top = active.sum(1), largest(active, percentile)[0].sum(1)
@@ -28,5 +32,6 @@ def stretched(
 ) -> Float[Tensor, "b c"]:
     """The logits of a linear layer whose features are exp(r) times as large."""
     shift = 0.0 if bias is None else bias.double()
-    # What float32 holds; r reaches 80 only at percentiles that leave fewer than one feature in eighty.
+    # What float32 holds; r reaches 80 only at percentiles that leave fewer than one feature in
+    # eighty.
     return (logits.double() - shift) * spreads.clamp(max=80).exp()[:, None] + shift

@@ -1,8 +1,9 @@
-"""ASH-S: the energy of the logits after the last layer's features h are pruned and the rest multiplied by exp(r).
+"""ASH-S: the energy of the logits after the last layer's features h are pruned and the rest
+multiplied by exp(r).
 
-All h_i up to their p-th percentile become zero; r = Σ_i h_i before pruning / Σ_i h_i after it. The paper has features
-behind a ReLU; where they can be negative (GELU), the largest are kept whatever their sign, and negative ones count as
-zero in r.
+All h_i up to their p-th percentile become zero; r = Σ_i h_i before pruning / Σ_i h_i after it. The
+paper has features behind a ReLU; where they can be negative (GELU), the largest are kept whatever
+their sign, and negative ones count as zero in r.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Scores at every position of one input: positions stand where inputs stand elsewhere.
 
-Scores of the logits read them a block of positions at a time. Gradient scores add up what each random tangent says;
-Σ_m w_m ‖g_m‖ needs the squares of all classes at all positions, Σ_m w_m ‖g_m‖² one number for a tangent and position.
+Scores of the logits read them a block of positions at a time. Gradient scores add up what each
+random tangent says; Σ_m w_m ‖g_m‖ needs the squares of all classes at all positions, Σ_m w_m ‖g_m‖²
+one number for a tangent and position.
 """
 
 from collections.abc import Iterator, Mapping
@@ -82,8 +83,8 @@ def blocks(positions: int, classes: int, at_once: int = 1) -> Iterator[slice]:
 class TangentSums:
     """What the tangents have said so far of one input, for the scores of one group.
 
-    `rows` are averaged over before anything is squared; `targets` are the classes of a given text, NOWHERE where it has
-    none.
+    `rows` are averaged over before anything is squared; `targets` are the classes of a given text,
+    NOWHERE where it has none.
     """
 
     methods: Mapping[str, GradientScore]
@@ -108,7 +109,8 @@ class TangentSums:
         self.directions = tuple(dict.fromkeys(names))
         self.summed = {m.direction for m in self.methods.values() if m.power == 1}
         self.quadratic = {name: [] for name, m in self.methods.items() if m.power == 2}
-        # The square of a gradient of size 1e-26, that of a class of which the model is certain, is zero in 32 bits.
+        # The square of a gradient of size 1e-26, that of a class of which the model is certain, is
+        # zero in 32 bits.
         self.likeliest = self.like.new_zeros(self.shape[0], 1, dtype=torch.double)
         self.surest: Any = None  # that class, at each position
         self.own: Tensor | None = (

@@ -1,4 +1,6 @@
-"""The last blocks of a model: residual or transformer blocks, or layers, in the order in which it uses them."""
+"""The last blocks of a model: residual or transformer blocks, or layers, in the order in which it
+uses them.
+"""
 
 from collections.abc import Sequence
 
@@ -15,7 +17,9 @@ from qualms.methods.context import BatchContext
 
 def blocks_of(passes: BatchContext, method: str) -> list[list[str]]:
     """The names of the parameters of each block; only those that count (`params`) are in it."""
-    _ = passes.logits  # an input that the model does not take is told of here, and not as a model that hides its layers
+    # an input that the model does not take is told of here, and not as a model that hides its
+    # layers
+    _ = passes.logits
     selected = selected_parameters(passes.model, passes.subject.settings.params)
     found = heavy_blocks(passes.model, passes.batch, selected)
     if not found:

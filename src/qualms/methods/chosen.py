@@ -1,4 +1,6 @@
-"""The methods that a user names, by specs, objects, or names of the user's own, with their noise in one unit."""
+"""The methods that a user names, by specs, objects, or names of the user's own, with their noise in
+one unit.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -34,7 +36,9 @@ def by_name(methods: Methods) -> dict[str, Method]:
 
 
 def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
-    """A method whose noise is in pixels from 0 to 1, with the noise in the units of inputs divided by `pixel_std`."""
+    """A method whose noise is in pixels from 0 to 1, with the noise in the units of inputs divided
+    by `pixel_std`.
+    """
     if pixel_std is None:
         return method
     each = tuple(pixel_std) if isinstance(pixel_std, Sequence) else (pixel_std,)

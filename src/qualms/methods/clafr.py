@@ -1,12 +1,14 @@
-"""ClaFR: the share of the features' norm that the space of the last layer's weights does not reconstruct.
+"""ClaFR: the share of the features' norm that the space of the last layer's weights does not
+reconstruct.
 
-‖h - V Vᵀ h‖ / ‖h‖, with V an orthonormal basis of the row space of the weight W (its right singular vectors), h the
-features that the last linear layer reads. What lies outside of that space has no influence on any class.
+‖h - V Vᵀ h‖ / ‖h‖, with V an orthonormal basis of the row space of the weight W (its right singular
+vectors), h the features that the last linear layer reads. What lies outside of that space has no
+influence on any class.
 
-From the paper's abstract: an orthogonal decomposition of the classifier's weights, the features mapped into the space
-that it yields, their reconstruction error as the score. Our reading, as we had no access to its formulas: all singular
-vectors are kept, nothing is centered, and the error is divided by the features' norm, without which it mostly says how
-large features are.
+From the paper's abstract: an orthogonal decomposition of the classifier's weights, the features
+mapped into the space that it yields, their reconstruction error as the score. Our reading, as we
+had no access to its formulas: all singular vectors are kept, nothing is centered, and the error is
+divided by the features' norm, without which it mostly says how large features are.
 """
 
 from dataclasses import dataclass

@@ -1,23 +1,24 @@
 """Coherence (ours, experimental): κ⁴ · Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z).
 
-g_c = Jᵀ(e_c - p), Z = Σ_c exp z_c, and κ is the mean over pairs of classes c ≠ c' of the squared cosine
-G_cc'² / (G_cc G_c'c') between the gradients of two logits, G = J Jᵀ over the last two blocks alone (the last residual
-or transformer block, or hidden layer, and the classifier). There is no pass through the early layers, so it costs less
-than REGrad.
+g_c = Jᵀ(e_c - p), Z = Σ_c exp z_c, and κ is the mean over pairs of classes c ≠ c' of the squared
+cosine G_cc'² / (G_cc G_c'c') between the gradients of two logits, G = J Jᵀ over the last two blocks
+alone (the last residual or transformer block, or hidden layer, and the classifier). There is no
+pass through the early layers, so it costs less than REGrad.
 
-Why it works: not because the gradients of unknown inputs are collinear as such. κ follows the ratio of the block's
-gradient to the classifier's (a study of 12 networks explains it with R² 0.98 to 1.00), since the classifier's part of G
-is a multiple of I and the block's is not; collinearity within the block alone is weak, or ranks backwards. That ratio
-is what `heat` is built on.
+Why it works: not because the gradients of unknown inputs are collinear as such. κ follows the ratio
+of the block's gradient to the classifier's (a study of 12 networks explains it with R² 0.98 to
+1.00), since the classifier's part of G is a multiple of I and the block's is not; collinearity
+within the block alone is weak, or ranks backwards. That ratio is what `heat` is built on.
 
-The study behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over the other 32
-(AUROC/AUPR): coherence 88.7/87.4, GEN 87.6/84.8, energy 87.0/84.1, entropy 86.7/84.3, REGrad with layers 85.9/82.0.
-These numbers are from that first study and have not been reproduced by a command of this repository yet.
-Where it is weak: near-OOD pairs, and calibration (rAULC), where entropy leads. A shift of all logits changes it. It has
-not been reviewed by anybody else: do not rely on it alone.
+The study behind it: 12 networks, 46 pairs of datasets, the formula chosen on 14 of them. Means over
+the other 32 (AUROC/AUPR): coherence 88.7/87.4, GEN 87.6/84.8, energy 87.0/84.1, entropy 86.7/84.3,
+REGrad with layers 85.9/82.0. These numbers are from that first study and have not been reproduced
+by a command of this repository yet. Where it is weak: near-OOD pairs, and calibration (rAULC),
+where entropy leads. A shift of all logits changes it. It has not been reviewed by anybody else: do
+not rely on it alone.
 
-With more than 58 classes both parts are estimated, the sum from eight classes of each input and κ from the pairs of 48
-classes, which are the same for all inputs.
+With more than 58 classes both parts are estimated, the sum from eight classes of each input and κ
+from the pairs of 48 classes, which are the same for all inputs.
 """
 
 from dataclasses import dataclass
@@ -107,12 +108,14 @@ def estimate_coherence(
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Coherence from inner products along some contrasts of classes, and its standard error.
 
-    κ is the mean over pairs of classes that were drawn alike, its error that of leaving out one class at a time; the
-    sum is that over the classes that were drawn for each input. Both errors are relative ones, κ's counted four times.
+    κ is the mean over pairs of classes that were drawn alike, its error that of leaving out one
+    class at a time; the sum is that over the classes that were drawn for each input. Both errors
+    are relative ones, κ's counted four times.
     """
     sample = slice(2, 2 + directions.sample)
     drawn = slice(2 + directions.sample, None)
-    # ⟨J_c, J_c'⟩ with J_c = d + b_c: d the likeliest logit's gradient, b_c what another one's differs by.
+    # ⟨J_c, J_c'⟩ with J_c = d + b_c: d the likeliest logit's gradient, b_c what another one's
+    # differs by.
     across = gram[:, 1, sample]
     of_logits = (
         gram[:, 1, 1][:, None, None]
@@ -150,7 +153,9 @@ def _weights(logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
 
 
 def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
-    """κ: the mean squared cosine between the gradients of two different logits; a zero gradient has no direction."""
+    """κ: the mean squared cosine between the gradients of two different logits; a zero gradient has
+    no direction.
+    """
     c = gram.shape[-1]
     return _squared_cosines(gram).sum((1, 2)) / (c * (c - 1))
 

@@ -1,9 +1,11 @@
-"""Gradients of a confounding label: minus ‖∇θ L(x, every class on)‖, L the binary cross-entropy of the logits.
+"""Gradients of a confounding label: minus ‖∇θ L(x, every class on)‖, L the binary cross-entropy of
+the logits.
 
-The label that turns every class on at once was never seen in training, and the update that it asks for depends on what
-the model knows of the input. Lee & AlRegib train a detector on such magnitudes, which leaves their sign to the fit. On
-classifiers trained with softmax a confident input asks for the larger update, since all other logits are far down:
-hence the minus. A shift of all logits changes it.
+The label that turns every class on at once was never seen in training, and the update that it asks
+for depends on what the model knows of the input. Lee & AlRegib train a detector on such magnitudes,
+which leaves their sign to the fit. On classifiers trained with softmax a confident input asks for
+the larger update, since all other logits are far down: hence the minus. A shift of all logits
+changes it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from qualms.methods.gradient_score import GradientScore
 class ConfoundingLabel(GradientScore):
     """Minus ‖∇θ L‖, L the binary cross-entropy with every class on.
 
-    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier
+    out.
 
     Example:
         ```python

@@ -1,4 +1,5 @@
-"""The passes that scores are made from. Each runs once, when the first score asks for it, and serves them all.
+"""The passes that scores are made from. Each runs once, when the first score asks for it, and
+serves them all.
 
 `ModelContext` holds what belongs to the model, `BatchContext` what belongs to one batch.
 """
@@ -49,7 +50,9 @@ ROWS_WITH_GRAPH = 32  # in those that keep everything
 
 @dataclass
 class ModelContext:
-    """One model, what its scores will ask for, and what is fitted to it once and kept. It is under `untouched`."""
+    """One model, what its scores will ask for, and what is fitted to it once and kept. It is under
+    `untouched`.
+    """
 
     model: nn.Module
     settings: Settings = field(default_factory=Settings)
@@ -93,7 +96,9 @@ class ModelContext:
         return PassMemory("a forward pass", lambda row: with_head(self.model, row)[0], ROWS_AT_ONCE)
 
     def rows_with_graph(self, batch: Batch, times: int = 1) -> int:
-        """How many rows a pass with a backward pass takes at once, which needs so many times the bytes of its graph."""
+        """How many rows a pass with a backward pass takes at once, which needs so many times the
+        bytes of its graph.
+        """
 
         def run(row: Batch) -> Tensor:
             with torch.enable_grad(), all_parameters_differentiable(self.model):
@@ -103,20 +108,26 @@ class ModelContext:
         return work.rows_at_once(batch, num_samples(batch), self.settings, self.learnt)
 
     def directions(self, smooth: Smoothing | None) -> Directions:
-        """The directions that the gradient methods with this smoothing need, each set once; None is the plain pass."""
+        """The directions that the gradient methods with this smoothing need, each set once; None is
+        the plain pass.
+        """
         return Directions(
             tuple(dict.fromkeys(m.direction for m in self.gradient_methods if m.smooth == smooth))
         )
 
     def smallest_lambda(self, smooth: Smoothing | None) -> float | None:
-        """The least that early layers are weighted down by any score of one pass; None if one does not weight them."""
+        """The least that early layers are weighted down by any score of one pass; None if one does
+        not weight them.
+        """
         lambdas = [m.layers for m in self.gradient_methods if m.smooth == smooth]
         known = [lam for lam in lambdas if lam is not None]
         return min(known) if known and len(known) == len(lambdas) else None
 
 
 class BatchContext:
-    """What the scores of one batch share; the number of an input, 0, 1, … by default, decides its draws."""
+    """What the scores of one batch share; the number of an input, 0, 1, … by default, decides its
+    draws.
+    """
 
     def __init__(
         self, subject: ModelContext, batch: Batch, numbers: Sequence[int] | None = None
@@ -148,8 +159,9 @@ class BatchContext:
     def _outcome(self) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
         """The logits, and what the last linear layer saw.
 
-        If an engine will compare with them, inputs run in groups of every second one, or fewer: in other company than
-        the consecutive ones that it takes, so that these logits also tell whether inputs influence each other.
+        If an engine will compare with them, inputs run in groups of every second one, or fewer: in
+        other company than the consecutive ones that it takes, so that these logits also tell
+        whether inputs influence each other.
         """
         inputs = num_samples(self.batch)
         at_once = self.subject.rows_at_once(self.batch)
@@ -202,7 +214,9 @@ class BatchContext:
     def gradient_score(
         self, method: "GradientScore"
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-        """Σ_m w_m ‖g_m‖, or of ‖g_m‖², along a method's directions, and its standard error if it is estimated."""
+        """Σ_m w_m ‖g_m‖, or of ‖g_m‖², along a method's directions, and its standard error if it is
+        estimated.
+        """
         if self.estimates(method):
             if method not in self._estimated:
                 (self._draw_classes if self.subject.settings.sketch is None else self._sketch)(
@@ -239,7 +253,9 @@ class BatchContext:
         return many and bool(settings.tolerance) and settings.engine_name == "exact"
 
     def _norms(self, method: "GradientScore") -> tuple[LayerTable, slice]:
-        """Gradient norms per layer, from the one pass that serves all methods, and where this one's directions are."""
+        """Gradient norms per layer, from the one pass that serves all methods, and where this one's
+        directions are.
+        """
         smooth, wanted, foreseen = (
             method.smooth,
             self._wanted(method),
@@ -257,9 +273,11 @@ class BatchContext:
     def gram(
         self, params: frozenset[str], directions: Directions | None = None
     ) -> tuple[Float[Tensor, "b l m m"], Float[Tensor, "b c"]]:
-        """Inner products between gradients by some of the parameters, exact, and the logits that belong to them.
+        """Inner products between gradients by some of the parameters, exact, and the logits that
+        belong to them.
 
-        Along some directions, or along every logit, for which they are G_l = J_l J_lᵀ. Computed once.
+        Along some directions, or along every logit, for which they are G_l = J_l J_lᵀ. Computed
+        once.
         """
         own = self.subject.settings
         wanted = directions or Directions(("logits",))
@@ -276,10 +294,11 @@ class BatchContext:
     def traces(
         self, blocks: Sequence[Sequence[str]]
     ) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b c"]]:
-        """tr(P G_l P) of blocks of parameters, P = I - 11ᵀ/C and G_l = J_l J_lᵀ; beyond 17 classes an estimate.
+        """tr(P G_l P) of blocks of parameters, P = I - 11ᵀ/C and G_l = J_l J_lᵀ; beyond 17 classes
+        an estimate.
 
-        And the logits of the inputs as the engine ran them: alone, if they influence each other. Backward passes go no
-        further than the first of the blocks.
+        And the logits of the inputs as the engine ran them: alone, if they influence each other.
+        Backward passes go no further than the first of the blocks.
         """
         own, names = (
             self.subject.settings,
@@ -325,7 +344,9 @@ class BatchContext:
             self._estimated[m] = values, torch.hypot(errors, m.power * left_out * values)
 
     def _late_job(self, job: GradientRequest, lam: float | None) -> tuple[GradientRequest, float]:
-        """The job without early layers that a tolerance allows to leave out, and the largest share that they add."""
+        """The job without early layers that a tolerance allows to leave out, and the largest share
+        that they add.
+        """
         late = late_layers(job, lam, self.subject.learnt)
         while late is not None and late.early:
             if late.confirm_blindly(job):
@@ -352,7 +373,9 @@ class BatchContext:
         )
 
     def _wanted(self, method: "GradientScore") -> Directions:
-        """The directions of the pass that serves a method; one that nobody foresaw has a pass of its own."""
+        """The directions of the pass that serves a method; one that nobody foresaw has a pass of
+        its own.
+        """
         foreseen = method in self.subject.gradient_methods
         return (
             self.subject.directions(method.smooth) if foreseen else Directions((method.direction,))
@@ -367,7 +390,8 @@ class BatchContext:
     def perturbed_log_probs(
         self, noise: Smoothing
     ) -> Iterator[tuple[Int[Tensor, " rows"], Float[Tensor, "rows c"]]]:
-        """log p(y | x) and log p(y | x + Δx) for each draw of Δx, in parts: which input a row is of, and its log p.
+        """log p(y | x) and log p(y | x + Δx) for each draw of Δx, in parts: which input a row is
+        of, and its log p.
 
         Rows come input by input, the input itself first, then its draws.
         """
@@ -403,11 +427,14 @@ class BatchContext:
         return parts_of(batch, self.subject.rows_at_once(batch))
 
     def chunks_with_graph(self, times: int = 1) -> Iterable[Batch]:
-        """The batch in parts that a pass with a backward pass takes at once, `times` the bytes of its graph."""
+        """The batch in parts that a pass with a backward pass takes at once, `times` the bytes of
+        its graph.
+        """
         return parts_of(self.batch, self.subject.rows_with_graph(self.batch, times))
 
     def blocks(self, bytes_each: int, what: str, most: int | None = None) -> Iterator[slice]:
-        """The inputs in blocks of which each input holds so many bytes, within a quarter of the budget.
+        """The inputs in blocks of which each input holds so many bytes, within a quarter of the
+        budget.
 
         Args:
             bytes_each: what is held for an input.

@@ -1,7 +1,9 @@
-"""Logarithms of probabilities, and how much predictions differ over draws; no digit is lost where a model is certain.
+"""Logarithms of probabilities, and how much predictions differ over draws; no digit is lost where a
+model is certain.
 
-Beyond a margin of 37 between two logits 1 - p is zero in double precision, and so is what depends on it unless it is
-computed from the other classes; the difference of two entropies of almost the same predictions is nothing but rounding.
+Beyond a margin of 37 between two logits 1 - p is zero in double precision, and so is what depends
+on it unless it is computed from the other classes; the difference of two entropies of almost the
+same predictions is nothing but rounding.
 """
 
 import torch
@@ -37,7 +39,9 @@ def entropy_of(log_p: Float[Tensor, "... c"]) -> Float[Tensor, "..."]:
 
 
 def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Tensor, "..."]:
-    """KL(q ‖ p) = Σ_c q_c log(q_c / p_c) as Σ_c (q_c log(q_c / p_c) - q_c + p_c), no part of which is negative."""
+    """KL(q ‖ p) = Σ_c q_c log(q_c / p_c) as Σ_c (q_c log(q_c / p_c) - q_c + p_c), no part of which
+    is negative.
+    """
     r = log_q - log_p
     up, down = r.clamp_min(0), r.clamp_max(0)
     above, below = (

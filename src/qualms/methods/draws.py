@@ -1,4 +1,6 @@
-"""Predictions over random draws, in memory that grows neither with the inputs nor with what scores make of them."""
+"""Predictions over random draws, in memory that grows neither with the inputs nor with what scores
+make of them.
+"""
 
 from collections.abc import Callable, Iterator
 

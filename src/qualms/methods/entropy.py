@@ -1,4 +1,6 @@
-"""Entropy of the prediction: -Σ_c p_c log p_c. Total uncertainty: it cannot tell ignorance from ambiguity."""
+"""Entropy of the prediction: -Σ_c p_c log p_c. Total uncertainty: it cannot tell ignorance from
+ambiguity.
+"""
 
 from dataclasses import dataclass
 

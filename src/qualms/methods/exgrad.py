@@ -1,6 +1,8 @@
-"""ExGrad: Σ_c p_c ‖∇θ log p_c‖, the expected gradient norm (Igoe et al., 2022; a row of the paper's tables).
+"""ExGrad: Σ_c p_c ‖∇θ log p_c‖, the expected gradient norm (Igoe et al., 2022; a row of the paper's
+tables).
 
-It bounds the KL divergence of small weight perturbations from above (Wang & Ji, CVPR 2024, proposition 4).
+It bounds the KL divergence of small weight perturbations from above (Wang & Ji, CVPR 2024,
+proposition 4).
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from qualms.methods.gradient_score import GradientScore
 class ExGrad(GradientScore):
     """Σ_c p_c ‖∇θ log p_c‖.
 
-    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier
+    out.
 
     Example:
         ```python

@@ -1,6 +1,7 @@
 """ExGrad V: minus Σ_c |p_c - 1/C|, the distance of the prediction from a uniform one.
 
-The paper prints the distance itself, which is a confidence; its table uses it as uncertainty, as here.
+The paper prints the distance itself, which is a confidence; its table uses it as uncertainty, as
+here.
 """
 
 from dataclasses import dataclass

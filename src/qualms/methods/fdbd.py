@@ -1,7 +1,9 @@
-"""fDBD: minus the mean distance of the features to the decision boundaries, over their distance to the training mean.
+"""fDBD: minus the mean distance of the features to the decision boundaries, over their distance to
+the training mean.
 
-With ĉ the predicted class, h what the last linear layer reads and w_c its rows, the boundary to class c is
-|z_ĉ - z_c| / ‖w_ĉ - w_c‖ away; the score is minus the mean of that over c ≠ ĉ, divided by ‖h - μ‖.
+With ĉ the predicted class, h what the last linear layer reads and w_c its rows, the boundary to
+class c is |z_ĉ - z_c| / ‖w_ĉ - w_c‖ away; the score is minus the mean of that over c ≠ ĉ, divided
+by ‖h - μ‖.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ NEAREST = 1e-6  # to the mean, of the features' length: what is nearer is roundi
 
 @dataclass(frozen=True)
 class FDBD(Method):
-    """No parameters. Two classes with the same weights have no boundary between them, and no distance to it.
+    """No parameters. Two classes with the same weights have no boundary between them, and no
+    distance to it.
 
     Example:
         ```python
@@ -52,7 +55,9 @@ class FDBD(Method):
 def boundary_distance(
     logits: Float[Tensor, "b c"], weight: Float[Tensor, "c f"]
 ) -> Float[Tensor, " b"]:
-    """The mean distance to the boundaries between the predicted class and all others, ‖w_ĉ - w_c‖ between weights."""
+    """The mean distance to the boundaries between the predicted class and all others, ‖w_ĉ - w_c‖
+    between weights.
+    """
     largest, predicted = logits.max(-1)
     # Those of the classes that are predicted alone: of all pairs there may be billions.
     some, place = predicted.unique(return_inverse=True)

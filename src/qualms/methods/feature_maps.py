@@ -1,4 +1,6 @@
-"""Feature maps inside of any convolutional network: the last one, to be changed, and all, for gradients by them."""
+"""Feature maps inside of any convolutional network: the last one, to be changed, and all, for
+gradients by them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,11 +34,11 @@ def with_last_map_changed(
 ) -> Float[Tensor, "b classes"]:
     """The logits if the last feature map, [input, channel, position], were another.
 
-    It is the last tensor [input, channel, height, width] that one operation, or one right after another, turns into a
-    vector for each input; no operation after it may make another map, as those of a gate that pools on the way do.
-    Channels are on the second axis, or on the last if a mean or the like is taken over the two others, or if the vector
-    is as long as that axis alone. Where neither tells, as with a map that is flattened as a whole, they count as on the
-    second.
+    It is the last tensor [input, channel, height, width] that one operation, or one right after
+    another, turns into a vector for each input; no operation after it may make another map, as
+    those of a gate that pools on the way do. Channels are on the second axis, or on the last if a
+    mean or the like is taken over the two others, or if the vector is as long as that axis alone.
+    Where neither tells, as with a map that is flattened as a whole, they count as on the second.
     """
     watch = _Collapses(num_samples(batch))
     forward_logits(model, ModelInput(batch), watch)
@@ -57,7 +59,9 @@ class _Collapse:
 
 
 class _Collapses(TorchFunctionMode):
-    """Finds the operation that turns the last feature map into vectors, or gives the one `at` another map."""
+    """Finds the operation that turns the last feature map into vectors, or gives the one `at`
+    another map.
+    """
 
     def __init__(
         self,
@@ -131,7 +135,9 @@ def _changed(maps: Tensor, change: Callable[[Tensor], Tensor], channels_last: bo
 
 
 class InnerMaps(TorchFunctionMode):
-    """Where gradients by normalized feature maps pass; by those of convolutions, in a model that has none such."""
+    """Where gradients by normalized feature maps pass; by those of convolutions, in a model that
+    has none such.
+    """
 
     def __init__(self, rows: int) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
 """Scores that are sums over many classes, from as few classes of each input as a tolerance allows.
 
-Each input begins with as many classes as its logits say it needs. If the error that is then found is too large, further
-classes are drawn and added to those before; and all are measured rather than more than half, which leaves no error.
-Which classes are measured for an input depends on itself and the seed alone. As more are drawn only where the error
-looks large, sums come out a little too low; much too low where a few classes have gradients many times longer than
-their sizes say, and none of them is in the sample.
+Each input begins with as many classes as its logits say it needs. If the error that is then found
+is too large, further classes are drawn and added to those before; and all are measured rather than
+more than half, which leaves no error. Which classes are measured for an input depends on itself and
+the seed alone. As more are drawn only where the error looks large, sums come out a little too low;
+much too low where a few classes have gradients many times longer than their sizes say, and none of
+them is in the sample.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,8 @@ Estimate = tuple[Float[Tensor, " b"], Float[Tensor, " b"]]  # scores and their s
 
 @dataclass(frozen=True)
 class ClassSums:
-    """Σ_c w_c ‖g_c‖ⁿ of a batch by several methods, with a standard error of at most the tolerance of each score.
+    """Σ_c w_c ‖g_c‖ⁿ of a batch by several methods, with a standard error of at most the tolerance
+    of each score.
 
     Args:
         job: the batch.
@@ -110,7 +112,9 @@ class ClassSums:
     def _attempt(
         self, logits: Float[Tensor, "b c"]
     ) -> tuple[Float[Tensor, "m b"], Float[Tensor, "m b"]] | None:
-        """The same; None if fewer early layers are left out at the end than at the start: terms must be of one kind."""
+        """The same; None if fewer early layers are left out at the end than at the start: terms
+        must be of one kind.
+        """
         values, errors = logits.new_zeros(2, len(self.methods), len(logits))
         tally = Tally.empty(len(self.methods), self.sizes(logits))
         numbers, turn = self.first_numbers(logits), 0
@@ -154,7 +158,8 @@ class ClassSums:
             return table
         if (
             turn == 0
-        ):  # by the logits of the inputs as the engine runs them: alone, if they influence each other
+            # by the logits of the inputs as the engine runs them: alone, if they influence each other
+        ):
             sizes = _sizes(self.methods, self.head)
             drawn = SampledClasses(("drawn",), sizes, number, self.job.settings.seed)
             table = self._table(index, drawn)
@@ -198,7 +203,9 @@ class ClassSums:
     def _judge(
         self, index: Int[Tensor, " n"], tally: Tally, left_out: float
     ) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m n"], Int[Tensor, " n"]]:
-        """The sums of some inputs, their errors, and how many further classes to measure; 0 for none."""
+        """The sums of some inputs, their errors, and how many further classes to measure; 0 for
+        none.
+        """
         classes, tolerance = tally.sizes.shape[1], self.tolerance
         value, error = tally.total(index)
         size = value.abs()

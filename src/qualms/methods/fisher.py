@@ -1,7 +1,7 @@
 """Fisher: Σ_c p_c ‖∇θ log p_c‖², the trace of the Fisher information of one input.
 
-It is twice the limit of `perturb-theta` for small σ, divided by σ²: E KL = σ²/2 · Σ_c p_c ‖∇θ log p_c‖² + O(σ⁴). One
-random tangent gives one number of the sum, however many classes there are.
+It is twice the limit of `perturb-theta` for small σ, divided by σ²: E KL = σ²/2 · Σ_c p_c ‖∇θ log
+p_c‖² + O(σ⁴). One random tangent gives one number of the sum, however many classes there are.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from qualms.methods.gradient_score import GradientScore
 class Fisher(GradientScore):
     """Σ_c p_c ‖∇θ log p_c‖².
 
-    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier
+    out.
 
     Example:
         ```python

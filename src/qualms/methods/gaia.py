@@ -1,14 +1,16 @@
-"""GAIA-Z: how dense the gradients of the largest logit by inner feature maps are; the mean over channels of density².
+"""GAIA-Z: how dense the gradients of the largest logit by inner feature maps are; the mean over
+channels of density².
 
-The density of a channel is the share of its positions at which ∂ max_c z_c by the feature map is not zero. The paper
-finds more zeros where a network knows an input. The maps are the results of all normalization
-layers, as the authors' code takes them on CIFAR (of a larger ResNet it takes the last block's); a model without such
-layers is asked for the maps of its convolutions.
+The density of a channel is the share of its positions at which ∂ max_c z_c by the feature map is
+not zero. The paper finds more zeros where a network knows an input. The maps are the results of all
+normalization layers, as the authors' code takes them on CIFAR (of a larger ResNet it takes the last
+block's); a model without such layers is asked for the maps of its convolutions.
 
-Of the paper's two scores we chose this one: it needs one gradient and no linear head, and on small networks for digits
-its direction was right (AUROC 0.56 to 0.69 in five trainings), unlike that of GAIA-A (0.29 to 0.55). Smooth activations
-such as GELU have no zero gradients, so that this score says nothing there: an error, if all densities are the same for
-inputs of noise. It ranks backwards on most networks of our study (the page on heat).
+Of the paper's two scores we chose this one: it needs one gradient and no linear head, and on small
+networks for digits its direction was right (AUROC 0.56 to 0.69 in five trainings), unlike that of
+GAIA-A (0.29 to 0.55). Smooth activations such as GELU have no zero gradients, so that this score
+says nothing there: an error, if all densities are the same for inputs of noise. It ranks backwards
+on most networks of our study (the page on heat).
 """
 
 from dataclasses import dataclass
@@ -70,7 +72,9 @@ class GAIA(Method):
 
 
 def _tells(passes: BatchContext, flat: bool) -> bool:
-    """Whether inputs of noise have different densities; where there is no noise, whether an operation is `flat`."""
+    """Whether inputs of noise have different densities; where there is no noise, whether an
+    operation is `flat`.
+    """
     try:
         noise = noise_inputs(passes, NOISE_INPUTS, GAIA.name)
     except QualmsError:

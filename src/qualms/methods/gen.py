@@ -13,7 +13,8 @@ from qualms.parameters import POSITIVE, check_parameters, whole
 
 @dataclass(frozen=True)
 class GEN(Method):
-    """γ < 1 makes it sensitive to small deviations from a certain prediction; M keeps a long tail of classes out.
+    """γ < 1 makes it sensitive to small deviations from a certain prediction; M keeps a long tail
+    of classes out.
 
     Example:
         ```python

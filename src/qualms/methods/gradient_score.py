@@ -1,7 +1,9 @@
-"""What the gradient scores share: Σ_m w_m ‖g_m‖, or Σ_m w_m ‖g_m‖², over the gradients g_m along some directions.
+"""What the gradient scores share: Σ_m w_m ‖g_m‖, or Σ_m w_m ‖g_m‖², over the gradients g_m along
+some directions.
 
-With `+layers(λ)` ‖g‖ becomes Σ_l exp(λ(l - L)) ‖g_l‖, in which deeper layers count more, and with `+smooth(σ, N)` each
-g is averaged over perturbed inputs before any norm is taken (Wang & Ji, CVPR 2024, sections 4.2 and 4.3).
+With `+layers(λ)` ‖g‖ becomes Σ_l exp(λ(l - L)) ‖g_l‖, in which deeper layers count more, and with
+`+smooth(σ, N)` each g is averaged over perturbed inputs before any norm is taken (Wang & Ji, CVPR
+2024, sections 4.2 and 4.3).
 """
 
 from abc import abstractmethod
@@ -23,8 +25,8 @@ LAMBDA = 0.3
 class GradientScore(Method):
     """Σ_m w_m ‖g_m‖ over the gradients along its directions.
 
-    Parameters: λ of `+layers(λ)` (not the `layers=` of `score`, which says what a layer is) and the perturbations of
-    `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` (not the `layers=` of `score`, which says what a layer is) and the
+    perturbations of `+smooth(σ, N)`; None leaves the modifier out.
 
     Example:
         ```python
@@ -35,7 +37,8 @@ class GradientScore(Method):
 
 
         @dataclass(frozen=True)
-        class Surest(qualms.methods.GradientScore):  # the norm of the gradient of the predicted class's log-probability
+        class Surest(qualms.methods.GradientScore):  # the norm of the gradient of the predicted
+        class's log-probability
             name = "surest"
             paper = "none"
             cost = "2, and C backward"
@@ -88,7 +91,9 @@ class GradientScore(Method):
 
     @property
     def spec(self) -> str:
-        """The name with its modifiers, as in `regrad+layers(λ)+smooth(σ,N)`; if σ is per channel, only the first."""
+        """The name with its modifiers, as in `regrad+layers(λ)+smooth(σ,N)`; if σ is per channel,
+        only the first.
+        """
         spec = self.name
         if self.layers is not None:
             spec += f"+layers({self.layers:g})"

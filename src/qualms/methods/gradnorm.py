@@ -1,7 +1,9 @@
-"""GradNorm as the paper's tables have it: ‖(1/C) Σ_c ∇θ log p_c‖, over all parameters, higher taken as uncertain.
+"""GradNorm as the paper's tables have it: ‖(1/C) Σ_c ∇θ log p_c‖, over all parameters, higher taken
+as uncertain.
 
-Huang et al. use it the other way round, as confidence, over the last layer and with the L1 norm: that is
-`gradnorm-huang`. Read as uncertainty it ranks backwards, in the paper's table too (AUROC 11 to 28 %).
+Huang et al. use it the other way round, as confidence, over the last layer and with the L1 norm:
+that is `gradnorm-huang`. Read as uncertainty it ranks backwards, in the paper's table too (AUROC 11
+to 28 %).
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from qualms.methods.gradient_score import GradientScore
 class GradNorm(GradientScore):
     """‖(1/C) Σ_c ∇θ log p_c‖.
 
-    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier
+    out.
 
     Example:
         ```python

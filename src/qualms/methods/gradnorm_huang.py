@@ -1,7 +1,8 @@
-"""GradNorm as published: minus the L1 norm, over the last layer's weight, of the gradient of KL(uniform ‖ p).
+"""GradNorm as published: minus the L1 norm, over the last layer's weight, of the gradient of
+KL(uniform ‖ p).
 
-With h the layer's input the gradient is (p - 1/C) hᵀ, so its L1 norm is Σ_c |p_c - 1/C| · ‖h‖₁: one forward pass.
-Large gradients mean confidence, hence the sign.
+With h the layer's input the gradient is (p - 1/C) hᵀ, so its L1 norm is Σ_c |p_c - 1/C| · ‖h‖₁: one
+forward pass. Large gradients mean confidence, hence the sign.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,14 @@
 """Last-layer Laplace: a Gaussian posterior over the classifier's head, in closed form.
 
-Around trained weights θ = [W | b] the posterior is N(θ, (H + δI)⁻¹), with δ the precision of the Gaussian prior and
-H = Σ_n Λ_n ⊗ h_n h_nᵀ, Λ_n = diag(p_n) - p_n p_nᵀ, the generalized Gauss-Newton matrix of the cross-entropy summed over
-the training inputs; h are the features that the head reads, with a 1 appended for the bias
-(Kristiadi et al., ICML 2020; Daxberger et al., "Laplace Redux", NeurIPS 2021).
+Around trained weights θ = [W | b] the posterior is N(θ, (H + δI)⁻¹), with δ the precision of the
+Gaussian prior and H = Σ_n Λ_n ⊗ h_n h_nᵀ, Λ_n = diag(p_n) - p_n p_nᵀ, the generalized Gauss-Newton
+matrix of the cross-entropy summed over the training inputs; h are the features that the head reads,
+with a 1 appended for the bias (Kristiadi et al., ICML 2020; Daxberger et al., "Laplace Redux",
+NeurIPS 2021).
 
-The conventions are laplace-torch's defaults: H is a sum and not a mean, temperature 1, no damping. Parameters are laid
-out as [c, f + 1], the bias in the last column. All sums and factorizations are in float64.
+The conventions are laplace-torch's defaults: H is a sum and not a mean, temperature 1, no damping.
+Parameters are laid out as [c, f + 1], the bias in the last column. All sums and factorizations are
+in float64.
 """
 
 import math
@@ -55,7 +57,9 @@ class Full:
 
 @dataclass(frozen=True)
 class Kronecker:
-    """The covariance (B ⊗ A + δI)⁻¹, by the eigendecompositions B = U diag(β) Uᵀ and A = V diag(α) Vᵀ."""
+    """The covariance (B ⊗ A + δI)⁻¹, by the eigendecompositions B = U diag(β) Uᵀ and A = V diag(α)
+    Vᵀ.
+    """
 
     class_values: Float64[Tensor, " c"]
     class_vectors: Float64[Tensor, "c c"]
@@ -88,7 +92,9 @@ class HeadPosterior:
     def sample(
         self, n: int, seed: int
     ) -> tuple[Float[Tensor, "n c f"], Float[Tensor, "n c"] | None]:
-        """Draw n heads; the seed alone decides them. They have the weight's dtype, but at least float32."""
+        """Draw n heads; the seed alone decides them. They have the weight's dtype, but at least
+        float32.
+        """
         ((weights, biases),) = self.samples(n, seed, n)
         return weights, biases
 
@@ -105,7 +111,9 @@ class HeadPosterior:
             yield heads[..., :features], None if self.bias is None else heads[..., features]
 
     def functional_variance(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b c c"]:
-        """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this is exact."""
+        """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this
+        is exact.
+        """
         return self.covariance.of_logits(
             _with_one(features.to(self.weight.device), self.bias is not None)
         )
@@ -116,8 +124,9 @@ def _normal_numbers(
 ) -> Iterator[Float64[Tensor, "d width"]]:
     """The rows of torch.randn(n, width), `at_once` of them at a time.
 
-    torch draws normal numbers 16 at a time, and the last ones of a call in another way: parts that end at a multiple of
-    16 are those of one call. What a part has beyond its rows is the beginning of the next.
+    torch draws normal numbers 16 at a time, and the last ones of a call in another way: parts that
+    end at a multiple of 16 are those of one call. What a part has beyond its rows is the beginning
+    of the next.
     """
     generator, left, drawn = (
         torch.Generator().manual_seed(seed),
@@ -143,19 +152,23 @@ def fit_head(
     prior_precision: float = 1.0,
     structure: Structure = "auto",
 ) -> HeadPosterior:
-    """Fit the posterior of a head to its training inputs, in one pass and in memory that does not grow with them.
+    """Fit the posterior of a head to its training inputs, in one pass and in memory that does not
+    grow with them.
 
-    `full` keeps H whole. `kron` replaces it by B ⊗ A with B = Σ_n Λ_n and A = (1/N) Σ_n h_n h_nᵀ, where weight and bias
-    are taken as independent (A has no entries between the features and the 1), and adds δ to the eigenvalues of the
-    product. It is exact for the weight when all p_n are equal. As laplace-torch's structures of these names.
+    `full` keeps H whole. `kron` replaces it by B ⊗ A with B = Σ_n Λ_n and A = (1/N) Σ_n h_n h_nᵀ,
+    where weight and bias are taken as independent (A has no entries between the features and the
+    1), and adds δ to the eigenvalues of the product. It is exact for the weight when all p_n are
+    equal. As laplace-torch's structures of these names.
 
     Args:
         batches: pairs of features [n, f] and logits [n, c] of the training inputs, read once.
         weight: the trained weight of the head.
         bias: its bias, or None.
-        prior_precision: δ, the inverse variance of the prior (the weight decay of a loss summed over the inputs).
-        structure: `auto` is full up to 4096 parameters, whose matrix is 128 MiB and takes seconds to factorize, and
-            kron beyond: a head of 100 classes on 512 features has 51,300, and its matrix would be 20 GiB.
+        prior_precision: δ, the inverse variance of the prior (the weight decay of a loss summed
+            over the inputs).
+        structure: `auto` is full up to 4096 parameters, whose matrix is 128 MiB and takes seconds
+            to factorize, and kron beyond: a head of 100 classes on 512 features has 51,300, and its
+            matrix would be 20 GiB.
 
     Returns:
         The posterior, with copies of weight and bias as its mean.
@@ -180,7 +193,9 @@ def fit_head(
 
 
 def bytes_of_fit(classes: int, width: int) -> int:
-    """What `fit_head` takes by default for a head of so many classes on so many features, the bias's 1 included."""
+    """What `fit_head` takes by default for a head of so many classes on so many features, the
+    bias's 1 included.
+    """
     if classes * width <= FULL_AT_MOST:
         return COPIES_OF_FULL * DOUBLE * (classes * width) ** 2
     return (
@@ -225,7 +240,8 @@ def _gauss_newton(
 ) -> Float64[Tensor, "c*k c*k"]:
     """Σ_n Λ_n ⊗ h_n h_nᵀ from its blocks between two classes, -Σ_n p_c p_d h hᵀ.
 
-    FeaturesAndProbs of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1 - p) never cancels.
+    FeaturesAndProbs of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1
+    - p) never cancels.
     """
     classes, width = zeros.shape
     upper = zeros.new_zeros(classes, width, classes, width)
@@ -244,7 +260,8 @@ def _gauss_newton(
 
 
 def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
-    # Shifts of all logits have no curvature: δ alone holds the posterior there, and must not be lost in rounding.
+    # Shifts of all logits have no curvature: δ alone holds the posterior there, and must not be
+    # lost in rounding.
     lost = (
         not prior_precision > float(hessian.diagonal().abs().max()) * torch.finfo(hessian.dtype).eps
     )
@@ -260,7 +277,9 @@ def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
 def _kronecker_factors(
     rows: FeaturesAndProbs, has_bias: bool
 ) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
-    """B = Σ_n Λ_n, its diagonal again from its rows' sums, and A = (1/N) Σ_n h_n h_nᵀ without the bias's products."""
+    """B = Σ_n Λ_n, its diagonal again from its rows' sums, and A = (1/N) Σ_n h_n h_nᵀ without the
+    bias's products.
+    """
     h, p = next(rows)
     total, products, squares = len(h), p.mT @ p, h.mT @ h
     for h, p in rows:
@@ -280,7 +299,9 @@ def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float
 
 
 def _with_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:
-    """The features in float64, with a column of ones appended if the head has a bias (k = f + 1, else f)."""
+    """The features in float64, with a column of ones appended if the head has a bias (k = f + 1,
+    else f).
+    """
     return torch.nn.functional.pad(features.double(), (0, int(has_bias)), value=1.0)
 
 

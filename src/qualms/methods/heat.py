@@ -1,20 +1,23 @@
-"""Heat (ours): T · H(softmax(z / T)), the entropy at the temperature of the features' noise. Scores are its logarithm.
+"""Heat (ours): T · H(softmax(z / T)), the entropy at the temperature of the features' noise. Scores
+are its logarithm.
 
-T(x) = ρ(x) / ρ₀ and ρ(x) = Σ_l tr(P G_l P) / tr(P G_head P) over the last three blocks l before the classifier, with
-G = J Jᵀ, J the derivative of the logits with respect to a block's weights and P = I - 11ᵀ/C, so that a shift of all
-logits changes nothing. ρ₀ is the geometric mean of ρ over 32 inputs of N(0, 1) noise.
+T(x) = ρ(x) / ρ₀ and ρ(x) = Σ_l tr(P G_l P) / tr(P G_head P) over the last three blocks l before the
+classifier, with G = J Jᵀ, J the derivative of the logits with respect to a block's weights and P =
+I - 11ᵀ/C, so that a shift of all logits changes nothing. ρ₀ is the geometric mean of ρ over 32
+inputs of N(0, 1) noise.
 
-Why: noise of size ε on all weights gives the logits the covariance ε² G. The classifier's part of it is (‖h‖² + 1) I,
-the energy of the features h that it reads; the blocks' part is the noise of the features themselves, as the classifier
-sees it. So ρ is noise to signal, and dividing the logits by it is shrinkage. ρ₀ sets the unit: an input that is known
-no better than noise keeps its softmax, and one that is known better is sharpened. Mistakes stay near the boundaries
-between classes at any T. An input without any gradient in the blocks has no ρ, and T = 1.
+Why: noise of size ε on all weights gives the logits the covariance ε² G. The classifier's part of
+it is (‖h‖² + 1) I, the energy of the features h that it reads; the blocks' part is the noise of the
+features themselves, as the classifier sees it. So ρ is noise to signal, and dividing the logits by
+it is shrinkage. ρ₀ sets the unit: an input that is known no better than noise keeps its softmax,
+and one that is known better is sharpened. Mistakes stay near the boundaries between classes at any
+T. An input without any gradient in the blocks has no ρ, and T = 1.
 
-For classifiers that read features of free length. Where a normalization fixes ‖h‖ (vision transformers, language
-models), ρ loses its signal. So T is 1, and heat the entropy, if the features of noise inputs do not grow fourfold when
-the noise is made 64 times as large; `Scored.notes` says so. With more than 17 classes, traces are estimated from 16
-fixed contrasts of classes. ρ₀ belongs to a shape of inputs, so that the score of a text depends on how far its batch is
-padded.
+For classifiers that read features of free length. Where a normalization fixes ‖h‖ (vision
+transformers, language models), ρ loses its signal. So T is 1, and heat the entropy, if the features
+of noise inputs do not grow fourfold when the noise is made 64 times as large; `Scored.notes` says
+so. With more than 17 classes, traces are estimated from 16 fixed contrasts of classes. ρ₀ belongs
+to a shape of inputs, so that the score of a text depends on how far its batch is padded.
 """
 
 import math
@@ -102,7 +105,9 @@ class Heat(Method):
     def _log_ratio(
         self, passes: BatchContext, blocks: tuple[tuple[str, ...], ...]
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
-        """log ρ, infinite where there is no gradient or no feature, and the logits that belong to it."""
+        """log ρ, infinite where there is no gradient or no feature, and the logits that belong to
+        it.
+        """
         traces, logits = passes.traces(blocks)
         return self.combined(
             traces.log() - head_trace(_head(passes, logits)).log()[:, None]
@@ -154,8 +159,8 @@ class Heat(Method):
 class HeatGeometric(Heat):
     """The geometric mean of the three blocks' ratios instead of their sum.
 
-    A factor that is moved from one block's weights to another's, which leaves the function of a network of rectifiers
-    without biases as it is, changes the sum and not the mean.
+    A factor that is moved from one block's weights to another's, which leaves the function of a
+    network of rectifiers without biases as it is, changes the sum and not the mean.
 
     Example:
         ```python
@@ -198,9 +203,11 @@ def head_trace(head: Head) -> Float[Tensor, " b"]:
 
 
 def growth(noise: BatchContext) -> float:
-    """By how much the features of noise inputs grow if the noise does by `LOUDER`: the median over the inputs.
+    """By how much the features of noise inputs grow if the noise does by `LOUDER`: the median over
+    the inputs.
 
-    1 if most inputs have no features before or after; infinite if the louder noise is too much for the model's numbers.
+    1 if most inputs have no features before or after; infinite if the louder noise is too much for
+    the model's numbers.
     """
     loud, size = louder(noise.batch, LOUDER, noise.seed), noise.subject.rows_at_once(noise.batch)
     parts = [
@@ -216,7 +223,9 @@ def growth(noise: BatchContext) -> float:
 
 
 def _head(passes: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
-    """The head on the features that these logits came from: those of each input alone, if company changes them."""
+    """The head on the features that these logits came from: those of each input alone, if company
+    changes them.
+    """
     if torch.allclose(logits, passes.logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
         return passes.head
     alone = [

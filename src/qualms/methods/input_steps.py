@@ -1,4 +1,6 @@
-"""Steps along the sign of the gradient by the input; discrete inputs take them at their embeddings' output."""
+"""Steps along the sign of the gradient by the input; discrete inputs take them at their embeddings'
+output.
+"""
 
 import torch
 from jaxtyping import Float
@@ -37,7 +39,8 @@ def attack_direction(
             return shifts[0]
 
         logits = forward_logits(passes.model, ModelInput(part, embedding_noise=zero))
-    # p - e_ŷ, brought to a size near 1: next to certainty the derivative of the loss is rounding, or zero in 32 bits.
+    # p - e_ŷ, brought to a size near 1: next to certainty the derivative of the loss is rounding,
+    # or zero in 32 bits.
     z = logits.detach().double()[:, None] / temperature
     (away,), _ = unit_sized(-of_class(z, z[:, 0].argmax(-1))[:, :, 0], len(z))
     (gradient,) = torch.autograd.grad(logits, shifts, away.to(logits.dtype))
@@ -45,7 +48,9 @@ def attack_direction(
 
 
 def moved(part: Batch, step: Float[Tensor, "rows ..."]) -> ModelInput:
-    """The rows that are a step away from inputs, several for each if there are more steps than inputs."""
+    """The rows that are a step away from inputs, several for each if there are more steps than
+    inputs.
+    """
     first, *others = (
         t.repeat_interleave(len(step) // num_samples(part), dim=0) for t in batch_tensors(part)
     )

@@ -1,7 +1,8 @@
-"""Inserted dropout: dropout before the last fully connected layer; mutual information over the masks.
+"""Inserted dropout: dropout before the last fully connected layer; mutual information over the
+masks.
 
-The features are computed once, only the head is redrawn. One mask serves all inputs of a draw, so the score of an input
-does not depend on what else is in the batch.
+The features are computed once, only the head is redrawn. One mask serves all inputs of a draw, so
+the score of an input does not depend on what else is in the batch.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
-"""Isotropic: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖², how far probabilities move with the weights (arXiv 2603.29466).
+"""Isotropic: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖², how far probabilities move with the weights
+(arXiv 2603.29466).
 
-It is the total variance of the prediction, divided by σ², if the weights vary by N(0, σ²I) with a small σ.
+It is the total variance of the prediction, divided by σ², if the weights vary by N(0, σ²I) with a
+small σ.
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from qualms.methods.gradient_score import GradientScore
 class Isotropic(GradientScore):
     """Σ_c ‖∇θ p_c‖².
 
-    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier
+    out.
 
     Example:
         ```python

@@ -1,4 +1,5 @@
-"""KNN: ‖z - z₍ₖ₎‖, the distance of an input's feature vector to its k-th nearest one in the training data.
+"""KNN: ‖z - z₍ₖ₎‖, the distance of an input's feature vector to its k-th nearest one in the
+training data.
 
 z is what the last linear layer reads, divided by its length.
 """
@@ -22,9 +23,11 @@ EXTREME = 1e30  # a length whose inner products, or those of its inverse, may no
 
 @dataclass(frozen=True)
 class KNN(Method):
-    """The paper's k: 50 on CIFAR-10, 200 on CIFAR-100, 1000 on ImageNet. Of fewer training inputs, the farthest counts.
+    """The paper's k: 50 on CIFAR-10, 200 on CIFAR-100, 1000 on ImageNet. Of fewer training inputs,
+    the farthest counts.
 
-    Keeps the training features, 2 KiB for each training input of a network with 512 of them in float32.
+    Keeps the training features, 2 KiB for each training input of a network with 512 of them in
+    float32.
 
     Example:
         ```python
@@ -60,14 +63,17 @@ class KNN(Method):
 def kth_distances(
     z: Float[Tensor, "b f"], known: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"], k: int
 ) -> Float[Tensor, " b"]:
-    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, divided by their lengths; of fewer than k, the farthest."""
+    """‖z - z₍ₖ₎‖ from unit vectors z to known ones, divided by their lengths; of fewer than k, the
+    farthest.
+    """
     divisors = torch.where(lengths > 0, lengths, 1.0).to(known)
     shorter = torch.where(lengths > 0, 0.0, 0.5).to(
         known
     )  # vectors of zeros, which stay near to all others
     found = []
     for part in z.split(max(1, AT_ONCE // len(known))):
-        # Inner products tell who the neighbor is; how near it is they would tell with half the digits only.
+        # Inner products tell who the neighbor is; how near it is they would tell with half the
+        # digits only.
         nearness = (
             (part @ known.mT).div_(divisors).add_(shorter)
         )  # ‖z - z'‖² is a constant minus twice that
@@ -78,7 +84,9 @@ def kth_distances(
 
 
 def _known(features: Float[Tensor, "n f"]) -> tuple[Float[Tensor, "n f"], Float64[Tensor, " n"]]:
-    """The training features and their lengths; in double precision if 32 bits do not hold their inner products."""
+    """The training features and their lengths; in double precision if 32 bits do not hold their
+    inner products.
+    """
     lengths = _lengths(features)
     some = lengths[lengths > 0]
     extreme = len(some) > 0 and (float(some.max()) > EXTREME or float(some.min()) < 1 / EXTREME)

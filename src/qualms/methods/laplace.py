@@ -1,7 +1,9 @@
-"""Last-layer Laplace: mutual information over samples from the posterior of the last layer, fitted on training data.
+"""Last-layer Laplace: mutual information over samples from the posterior of the last layer, fitted
+on training data.
 
-The backbone runs once over the training inputs and once over the inputs; samples go through the head alone. The
-posterior is Gaussian with the full Gauss-Newton matrix up to 4096 parameters, and its Kronecker form beyond.
+The backbone runs once over the training inputs and once over the inputs; samples go through the
+head alone. The posterior is Gaussian with the full Gauss-Newton matrix up to 4096 parameters, and
+its Kronecker form beyond.
 """
 
 from collections.abc import Iterator
@@ -21,7 +23,8 @@ from qualms.methods.method import TRAINING_DATA
 from qualms.methods.monte_carlo import MonteCarlo
 from qualms.parameters import POSITIVE, check_parameters, whole
 
-COPIES_OF_HEAD = 6  # in double precision, while one is drawn: its noise, what that becomes step by step, the mean
+# in double precision, while one is drawn: its noise, what that becomes step by step, the mean
+COPIES_OF_HEAD = 6
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""LTS: the energy of the logits multiplied by r², where r says how widely the last layer's activation is spread.
+"""LTS: the energy of the logits multiplied by r², where r says how widely the last layer's
+activation is spread.
 
-r = Σ_i h_i / Σ of the h_i above their p-th percentile, h the features that the last linear layer reads. Negative
-features count as zero in r, as in the authors' code; behind a ReLU there are none.
+r = Σ_i h_i / Σ of the h_i above their p-th percentile, h the features that the last linear layer
+reads. Negative features count as zero in r, as in the authors' code; behind a ReLU there are none.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""Mahalanobis: min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), with the mean of each class and one covariance for all of them.
+"""Mahalanobis: min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), with the mean of each class and one covariance for
+all of them.
 
-h is what the last linear layer reads. The paper's full detector also adds noise to the input and weighs several layers
-by out-of-distribution examples; neither is done here.
+h is what the last linear layer reads. The paper's full detector also adds noise to the input and
+weighs several layers by out-of-distribution examples; neither is done here.
 """
 
 from dataclasses import dataclass
@@ -33,10 +34,11 @@ class Classes:
 
 @dataclass(frozen=True)
 class Mahalanobis(Method):
-    """Classes are the labels if `train=` has pairs of inputs and labels, else the model's predictions.
+    """Classes are the labels if `train=` has pairs of inputs and labels, else the model's
+    predictions.
 
-    Directions in which the training features do not vary at all do not count: Σ has a pseudo-inverse, as in the paper's
-    code.
+    Directions in which the training features do not vary at all do not count: Σ has a
+    pseudo-inverse, as in the paper's code.
 
     Example:
         ```python
@@ -45,8 +47,8 @@ class Mahalanobis(Method):
         from qualms.methods import Mahalanobis
 
         model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
-        print(qualms.score(model, x, Mahalanobis(), train=[(torch.randn(50, 4), torch.arange(50) % 3)]))
-        ```
+        print(qualms.score(model, x, Mahalanobis(), train=[(torch.randn(50, 4), torch.arange(50) %
+        3)])) ```
     """
 
     name = "mahalanobis"

@@ -1,4 +1,6 @@
-"""MC-AA: mutual information over x + ε·sign(∇x L), ε uniform in [-a, a], L the NLL of the predicted class."""
+"""MC-AA: mutual information over x + ε·sign(∇x L), ε uniform in [-a, a], L the NLL of the predicted
+class.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +22,8 @@ from qualms.random import generator
 
 @dataclass(frozen=True)
 class MCAA(MonteCarlo):
-    """a in the units of the tensor that the model receives, or one per channel. Paper: 0.0001, CIFAR-100 0.0005.
+    """a in the units of the tensor that the model receives, or one per channel. Paper: 0.0001,
+    CIFAR-100 0.0005.
 
     Example:
         ```python

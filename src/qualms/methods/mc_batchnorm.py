@@ -1,6 +1,8 @@
-"""MC batch normalization: statistics from random batches of training data instead of the running ones.
+"""MC batch normalization: statistics from random batches of training data instead of the running
+ones.
 
-Each draw normalizes by the statistics of one training batch; the score is the mutual information over the draws.
+Each draw normalizes by the statistics of one training batch; the score is the mutual information
+over the draws.
 """
 
 from collections.abc import Iterator
@@ -25,7 +27,8 @@ from qualms.parameters import check_parameters, whole
 
 @dataclass(frozen=True)
 class MCBatchNorm(MonteCarlo):
-    """One draw for each of the first `draws` training batches, from the start again if there are fewer.
+    """One draw for each of the first `draws` training batches, from the start again if there are
+    fewer.
 
     Example:
         ```python
@@ -34,8 +37,8 @@ class MCBatchNorm(MonteCarlo):
         from qualms.methods import MCBatchNorm
 
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
-        print(qualms.score(model, torch.randn(5, 4), MCBatchNorm(draws=4), train=[torch.randn(50, 4)]))
-        ```
+        print(qualms.score(model, torch.randn(5, 4), MCBatchNorm(draws=4), train=[torch.randn(50,
+        4)])) ```
     """
 
     draws: int = 32
@@ -82,7 +85,9 @@ class MCBatchNorm(MonteCarlo):
         return fitted[self]
 
     def _require_room(self, passes: BatchContext, batch: Batch) -> None:
-        """A training batch has its statistics as a whole: an error if that does not fit a `budget` that was given."""
+        """A training batch has its statistics as a whole: an error if that does not fit a `budget`
+        that was given.
+        """
         budget, rows = passes.subject.settings.budget, num_samples(batch)
         if budget is not None:
             each = passes.subject.plain_work.bytes_of_row(batch, passes.subject.learnt) or 0
@@ -105,7 +110,9 @@ def _copy(m: nn.modules.batchnorm._BatchNorm) -> Pair:
 
 @contextmanager
 def _learning(layers: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
-    """Layers normalize by the batch at hand and keep its statistics; everything is put back afterwards."""
+    """Layers normalize by the batch at hand and keep its statistics; everything is put back
+    afterwards.
+    """
     momenta = [m.momentum for m in layers]
     try:
         with _using([(m, _copy(m)) for m in layers]):

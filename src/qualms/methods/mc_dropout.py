@@ -1,7 +1,8 @@
 """MC dropout: the model's own dropout layers stay on; mutual information over the masks.
 
-One mask serves all inputs of a draw: each draw is one thinned network, and the score of an input does not depend on
-what else is in the batch. What comes before the first dropout layer runs once and is replayed.
+One mask serves all inputs of a draw: each draw is one thinned network, and the score of an input
+does not depend on what else is in the batch. What comes before the first dropout layer runs once
+and is replayed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,10 +129,11 @@ def _masked(
 
 
 class Replay:
-    """Runs a forward pass again and again, and carries out only once what comes before `prefix_ends` is called.
+    """Runs a forward pass again and again, and carries out only once what comes before
+    `prefix_ends` is called.
 
-    The results of the first run's operations are handed out again. If what follows changes one of them in place, they
-    cannot be, and later runs are carried out whole.
+    The results of the first run's operations are handed out again. If what follows changes one of
+    them in place, they cannot be, and later runs are carried out whole.
     """
 
     def __init__(self) -> None:

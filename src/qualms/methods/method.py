@@ -1,4 +1,6 @@
-"""What every score is: parameters, a name, where it comes from, what it needs and costs, and how to compute it."""
+"""What every score is: parameters, a name, where it comes from, what it needs and costs, and how to
+compute it.
+"""
 
 import math
 from abc import abstractmethod
@@ -34,7 +36,8 @@ Scale = Callable[[float], Noise]  # from pixels in [0, 1] to the units of a mode
 
 @runtime_checkable
 class Method(Protocol):
-    """A frozen dataclass of parameters; higher scores mean more uncertain, always. Subclass it for one of your own.
+    """A frozen dataclass of parameters; higher scores mean more uncertain, always. Subclass it for
+    one of your own.
 
     Args:
         name: as in a spec.
@@ -90,7 +93,9 @@ class Method(Protocol):
 
     @property
     def extra_passes(self) -> float:
-        """What it takes beside the plain forward pass, in forward passes an input; a backward pass counts as two."""
+        """What it takes beside the plain forward pass, in forward passes an input; a backward pass
+        counts as two.
+        """
         return 0.0
 
     @property
@@ -109,7 +114,9 @@ class Method(Protocol):
         return self.name
 
     def in_units(self, scale: Scale) -> "Method":
-        """The same with its noise, given in pixels scaled to [0, 1], in the units of the model's input."""
+        """The same with its noise, given in pixels scaled to [0, 1], in the units of the model's
+        input.
+        """
         return self
 
     def quick(self) -> "Method":
@@ -140,7 +147,9 @@ class NotFinite(QualmsError):
 def in_range(
     scores: Float[Tensor, " b"], dtype: torch.dtype, name: str, numbers: Sequence[int]
 ) -> Float[Tensor, " b"]:
-    """The scores in the type that they are returned in; an error if one of them is beyond it, or not a number."""
+    """The scores in the type that they are returned in; an error if one of them is beyond it, or
+    not a number.
+    """
     found = scores.detach().to(dtype)
     bad = (~torch.isfinite(found)).nonzero().flatten().tolist()
     if bad:

@@ -1,8 +1,10 @@
-"""NEGrad: ‖Σ_c p_c ∇θ log p_c‖, the norm of the expected gradient (a baseline of Wang & Ji, CVPR 2024).
+"""NEGrad: ‖Σ_c p_c ∇θ log p_c‖, the norm of the expected gradient (a baseline of Wang & Ji, CVPR
+2024).
 
-The score function has zero mean, so this is identically zero in exact arithmetic, and it is zero here. A sum as written
-would leave rounding of the order of 1e-16, which grows with the gradients and so ranks inputs much like them: a signal
-out of nothing. With smoothing the score is not zero, because the weights p_c are those of the unperturbed input.
+The score function has zero mean, so this is identically zero in exact arithmetic, and it is zero
+here. A sum as written would leave rounding of the order of 1e-16, which grows with the gradients
+and so ranks inputs much like them: a signal out of nothing. With smoothing the score is not zero,
+because the weights p_c are those of the unperturbed input.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from qualms.methods.method import WANG_JI
 class NEGrad(GradientScore):
     """‖Σ_c p_c ∇θ log p_c‖, zero without smoothing.
 
-    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier
+    out.
 
     Example:
         ```python

@@ -1,4 +1,6 @@
-"""Inputs of pure noise, of the shape of real ones: what a model makes of them says something about the model alone."""
+"""Inputs of pure noise, of the shape of real ones: what a model makes of them says something about
+the model alone.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +20,11 @@ INSTEAD = "use regrad+layers or entropy"
 
 
 def noise_inputs(passes: BatchContext, number: int, method: str) -> Batch:
-    """N(0, 1) in place of every number that an input is made of, and random ids in place of token ids.
+    """N(0, 1) in place of every number that an input is made of, and random ids in place of token
+    ids.
 
-    In the units of the tensor that the model receives. Masks that come beside it are such that nothing is masked, and
-    types of tokens are zero.
+    In the units of the tensor that the model receives. Masks that come beside it are such that
+    nothing is masked, and types of tokens are zero.
     """
     first, *others = batch_tensors(passes.batch)
     names = list(passes.batch)[1:] if isinstance(passes.batch, dict) else ["" for _ in others]
@@ -37,7 +40,9 @@ def noise_inputs(passes: BatchContext, number: int, method: str) -> Batch:
 
 
 def louder(batch: Batch, times: float, seed: int) -> ModelInput:
-    """Inputs of noise, `times` as large; for token ids that much noise is added to their embeddings."""
+    """Inputs of noise, `times` as large; for token ids that much noise is added to their
+    embeddings.
+    """
     first, *others = batch_tensors(batch)
     if first.is_floating_point():
         return ModelInput(with_tensors(batch, [first * times, *others]))

@@ -1,8 +1,10 @@
-"""ODIN: -(max_c log p_c + log C) at temperature T, after a step of ε that makes the predicted class more likely.
+"""ODIN: -(max_c log p_c + log C) at temperature T, after a step of ε that makes the predicted class
+more likely.
 
 The step is x - ε sign(∇x of -log p_ŷ at temperature T). The paper finds that known inputs answer to
-it more than others do. Discrete inputs are moved at their embeddings. The paper's score is max_c p_c, which is next to
-1 / C at its temperature, so that rounding would make most inputs equal; the logarithm ranks alike.
+it more than others do. Discrete inputs are moved at their embeddings. The paper's score is max_c
+p_c, which is next to 1 / C at its temperature, so that rounding would make most inputs equal; the
+logarithm ranks alike.
 """
 
 import math
@@ -23,7 +25,8 @@ from qualms.parameters import NOISE, POSITIVE, check_parameters
 
 @dataclass(frozen=True)
 class ODIN(Method):
-    """ε in the units of the tensor that the model receives, or one per channel; the paper's is in pixels.
+    """ε in the units of the tensor that the model receives, or one per channel; the paper's is in
+    pixels.
 
     Example:
         ```python

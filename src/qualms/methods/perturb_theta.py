@@ -1,4 +1,6 @@
-"""Perturb θ: E_Δθ KL( p(y | x, θ + Δθ) ‖ p(y | x, θ) ), Δθ ~ N(0, σ²I), one draw shared by all inputs."""
+"""Perturb θ: E_Δθ KL( p(y | x, θ + Δθ) ‖ p(y | x, θ) ), Δθ ~ N(0, σ²I), one draw shared by all
+inputs.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +76,9 @@ class PerturbTheta(MonteCarlo):
 
 
 class Replaced(TorchFunctionMode):
-    """Every operation sees other tensors in place of the parameters; the parameters themselves stay as they are."""
+    """Every operation sees other tensors in place of the parameters; the parameters themselves stay
+    as they are.
+    """
 
     def __init__(self, instead: dict[int, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Perturb x: E_Δx KL( p(y | x + Δx) ‖ p(y | x) ), Δx ~ N(0, σ²I). Discrete inputs are perturbed at their embeddings."""
+"""Perturb x: E_Δx KL( p(y | x + Δx) ‖ p(y | x) ), Δx ~ N(0, σ²I). Discrete inputs are perturbed at
+their embeddings.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +18,8 @@ from qualms.parameters import NOISE, check_parameters, whole
 
 @dataclass(frozen=True)
 class PerturbX(MonteCarlo):
-    """σ in the units of the tensor that the model receives, or one per channel. Paper: 0.008, CIFAR-100 0.02.
+    """σ in the units of the tensor that the model receives, or one per channel. Paper: 0.008,
+    CIFAR-100 0.02.
 
     Example:
         ```python

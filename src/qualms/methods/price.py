@@ -1,4 +1,6 @@
-"""What scores cost, before they are computed: counted, in units of a plain forward pass, and timed on one of them."""
+"""What scores cost, before they are computed: counted, in units of a plain forward pass, and timed
+on one of them.
+"""
 
 import time
 import warnings
@@ -34,7 +36,8 @@ class Price:
 
     Args:
         forward_passes: in units of a plain forward pass over one input.
-        seconds: on this machine, from the time of a forward pass over one input alone; in batches it is less.
+        seconds: on this machine, from the time of a forward pass over one input alone; in batches
+            it is less.
         nbytes: that the work on a chunk of inputs may take.
         known: how these are known: `counted` from the shapes of layers and the logits of one input.
 
@@ -43,8 +46,8 @@ class Price:
         import torch
         import qualms
 
-        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1000))
-        price = qualms.Scorer(model, "regrad+layers").price(torch.randn(2, 8))
+        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64,
+        1000)) price = qualms.Scorer(model, "regrad+layers").price(torch.randn(2, 8))
         print(price.forward_passes, price.seconds, price.nbytes, price.known)
         ```
     """
@@ -56,7 +59,9 @@ class Price:
 
 
 def price_of(passes: BatchContext, methods: Iterable[Method]) -> Price:
-    """The price of some methods together, of which gradient scores with the same smoothing share a pass."""
+    """The price of some methods together, of which gradient scores with the same smoothing share a
+    pass.
+    """
     methods = list(methods)
     gradient = [m for m in methods if isinstance(m, GradientScore)]
     counted = 1.0 + sum(_count_beside(m, passes) for m in methods)
@@ -69,7 +74,8 @@ def price_of(passes: BatchContext, methods: Iterable[Method]) -> Price:
 def warn_of_long_run(
     passes: BatchContext, methods: Iterable[Method], forward_seconds: float
 ) -> None:
-    """A SlowWarning, once and before the work, if the scores of a batch would take more than ten minutes.
+    """A SlowWarning, once and before the work, if the scores of a batch would take more than ten
+    minutes.
 
     Args:
         passes: the batch, of which the plain forward pass is done.
@@ -95,7 +101,9 @@ def warn_of_long_run(
 
 
 def _count_beside(method: Method, passes: BatchContext) -> float:
-    """Passes of one method beside the plain forward pass; those of gradient scores are counted together."""
+    """Passes of one method beside the plain forward pass; those of gradient scores are counted
+    together.
+    """
     if isinstance(method, GradientScore):
         return 0.0
     if isinstance(method, Recommended):

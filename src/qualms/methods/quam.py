@@ -4,9 +4,10 @@ For each input x and each class k, a copy of the last linear layer takes steps o
 
     -log q(k | x) + c L(q),    L the mean cross-entropy on a batch of training data,
 
-with a penalty c that grows, and a rate that falls, by the same factor. All models on the way count, the given one
-first, each with its share of the posterior: w_n ∝ exp(-(L(q_n) - L(p)) / T). An input scores high if models can
-disagree about it at no cost for the training data. This is the paper's setting (b), the uncertainty of one given model.
+with a penalty c that grows, and a rate that falls, by the same factor. All models on the way count,
+the given one first, each with its share of the posterior: w_n ∝ exp(-(L(q_n) - L(p)) / T). An input
+scores high if models can disagree about it at no cost for the training data. This is the paper's
+setting (b), the uncertainty of one given model.
 """
 
 from dataclasses import dataclass, replace
@@ -30,19 +31,22 @@ from qualms.random import generator
 
 BATCH = 512  # training inputs for each step, as in the paper's code
 AT_ONCE = 2**21  # logits of training inputs
-COPIES = 9  # of a head, as measured: itself, Adam's two means, the gradient, its parts, what they are made with
+# of a head, as measured: itself, Adam's two means, the gradient, its parts, what they are made with
+COPIES = 9
 COPIES_OF_LOGITS = 5  # of training inputs
 
 
 @dataclass(frozen=True)
 class QUAM(Method):
-    """Every `every` steps the penalty is multiplied by `growth`. Settings are those of the paper's code for MNIST.
+    """Every `every` steps the penalty is multiplied by `growth`. Settings are those of the paper's
+    code for MNIST.
 
-    That code searches for 194 steps and counts the first ten, so ten are taken here. Only the last layer is adapted, as
-    in the paper for ImageNet. Each step has another 512 training inputs, in random order; the loss of a model is
-    compared with that of the given one on the same inputs. Labels are those of `train=` if it has pairs of inputs and
-    labels, else the model's predictions. In each step C heads for each input read the 512 training features, which is
-    slow for many classes.
+    That code searches for 194 steps and counts the first ten, so ten are taken here. Only the last
+    layer is adapted, as in the paper for ImageNet. Each step has another 512 training inputs, in
+    random order; the loss of a model is compared with that of the given one on the same inputs.
+    Labels are those of `train=` if it has pairs of inputs and labels, else the model's predictions.
+    In each step C heads for each input read the 512 training features, which is slow for many
+    classes.
 
     Example:
         ```python
@@ -51,8 +55,8 @@ class QUAM(Method):
         from qualms.methods import QUAM
 
         model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
-        print(qualms.score(model, x, QUAM(steps=10), train=[(torch.randn(50, 4), torch.arange(50) % 3)]))
-        ```
+        print(qualms.score(model, x, QUAM(steps=10), train=[(torch.randn(50, 4), torch.arange(50) %
+        3)])) ```
     """
 
     steps: int = 10
@@ -106,7 +110,9 @@ class QUAM(Method):
         start: Float[Tensor, "c g"],
         training: "list[Known]",
     ) -> tuple[Float64[Tensor, "m n"], Float64[Tensor, "m n"]]:
-        """KL(p ‖ q) and L(q) - L(p) for the heads on the way from `start` to saying `wanted` of x, one for each x."""
+        """KL(p ‖ q) and L(q) - L(p) for the heads on the way from `start` to saying `wanted` of x,
+        one for each x.
+        """
         heads = start.expand(len(x), *start.shape).clone()
         adam = torch.optim.Adam([heads], self.rate, weight_decay=self.weight_decay)
         log_p = log_softmax((x @ start.mT).double())
@@ -165,7 +171,9 @@ def _heads_at_once(passes: BatchContext, head: Float[Tensor, "c g"], inputs: int
 
 
 def _batches(passes: BatchContext, method: str, most: int) -> list[Known]:
-    """Training data in batches of one size, at random if there is more than one: it may come class by class."""
+    """Training data in batches of one size, at random if there is more than one: it may come class
+    by class.
+    """
     training, head = training_features(passes, method), passes.head
     features, labels, count = training.features, training.labels, len(training.labels)
     if count > BATCH:

@@ -1,8 +1,9 @@
 """RankFeat: the energy of the logits after the rank-1 part is subtracted from the last feature map.
 
-The map before pooling is a matrix A of channels by positions; A - σ₁ u₁ v₁ᵀ, with the largest singular value and its
-vectors, goes through the rest of the network. The paper finds larger σ₁ for inputs of unknown classes, which lose more.
-This is its variant on the last block; averaging the logits with those of the block before is left out.
+The map before pooling is a matrix A of channels by positions; A - σ₁ u₁ v₁ᵀ, with the largest
+singular value and its vectors, goes through the rest of the network. The paper finds larger σ₁ for
+inputs of unknown classes, which lose more. This is its variant on the last block; averaging the
+logits with those of the block before is left out.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""ReAct: -log Σ_c exp z_c, the energy, of logits from features clipped at a quantile of the training features."""
+"""ReAct: -log Σ_c exp z_c, the energy, of logits from features clipped at a quantile of the
+training features.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +16,8 @@ from qualms.parameters import SHARE, check_parameters
 
 @dataclass(frozen=True)
 class ReAct(Method):
-    """One threshold for all features: the paper's 90th percentile of all the numbers in the training features.
+    """One threshold for all features: the paper's 90th percentile of all the numbers in the
+    training features.
 
     Example:
         ```python

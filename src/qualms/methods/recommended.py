@@ -1,8 +1,9 @@
-"""Recommended (ours): `heat` for classifiers that read features of free length, `gen` for all others.
+"""Recommended (ours): `heat` for classifiers that read features of free length, `gen` for all
+others.
 
-Noise inputs tell of which kind a network is (see `heat`), so no data is needed; `Scored.notes` has what was picked and
-why. The page on heat has the study behind it, and what was tried behind a normalization and not taken: REGrad with more
-noise.
+Noise inputs tell of which kind a network is (see `heat`), so no data is needed; `Scored.notes` has
+what was picked and why. The page on heat has the study behind it, and what was tried behind a
+normalization and not taken: REGrad with more noise.
 """
 
 from dataclasses import dataclass
@@ -49,7 +50,9 @@ class Recommended(Method):
         return f"recommended picked {method.spec}, because {why}."
 
     def picked(self, passes: BatchContext) -> tuple[Method, str]:
-        """The method, and the reason; kept from the first inputs on, for scores of two methods do not compare."""
+        """The method, and the reason; kept from the first inputs on, for scores of two methods do
+        not compare.
+        """
         fitted = passes.subject.fitted
         if self not in fitted:
             _ = passes.logits  # inputs that the model does not take say nothing of the model

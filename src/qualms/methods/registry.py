@@ -1,4 +1,6 @@
-"""The one table of methods, and specs: `regrad+layers(0.4)+smooth(0.02, 8)` is a method with its modifiers."""
+"""The one table of methods, and specs: `regrad+layers(0.4)+smooth(0.02, 8)` is a method with its
+modifiers.
+"""
 
 import re
 import warnings
@@ -83,7 +85,8 @@ def list_methods() -> list[Method]:
 
 
 def parse(spec: str) -> Method:
-    """The method that a spec names: `name` or `name(parameters)`, then `+layers(λ)` and `+smooth(σ, N)`.
+    """The method that a spec names: `name` or `name(parameters)`, then `+layers(λ)` and `+smooth(σ,
+    N)`.
 
     Example:
         ```python
@@ -157,7 +160,8 @@ def _call(text: str, spec: str) -> tuple[str, list[float]]:
 
 
 def _parameters(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
-    """Numbers by the names of the parameters that they are for; those that count something as int, if they are whole.
+    """Numbers by the names of the parameters that they are for; those that count something as int,
+    if they are whole.
 
     Any other number is left as it is to the checks of the parameter.
     """

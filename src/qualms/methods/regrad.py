@@ -1,7 +1,7 @@
 """REGrad: Σ_c sqrt(p_c ‖∇θ log p_c‖²), the paper's score (Wang & Ji, CVPR 2024, section 4.1).
 
-The square root of a class's probability weighs its gradient: more than ExGrad gives to classes that the model deems
-unlikely, less than UNGrad. With `+layers+smooth` it is REGrad*, the paper's method.
+The square root of a class's probability weighs its gradient: more than ExGrad gives to classes that
+the model deems unlikely, less than UNGrad. With `+layers+smooth` it is REGrad*, the paper's method.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from qualms.methods.method import WANG_JI
 class REGrad(GradientScore):
     """Σ_c sqrt(p_c) ‖∇θ log p_c‖.
 
-    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier
+    out.
 
     Example:
         ```python

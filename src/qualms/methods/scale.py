@@ -1,8 +1,8 @@
 """SCALE: the energy of the logits after the last layer's features h are multiplied by exp(r).
 
-r = Σ_i h_i / Σ of the h_i above their p-th percentile, so that features whose activation is spread widely are made
-larger. Nothing is pruned. The paper has features behind a ReLU; where they can be negative (GELU), negative ones count
-as zero in r, and are multiplied like the rest.
+r = Σ_i h_i / Σ of the h_i above their p-th percentile, so that features whose activation is spread
+widely are made larger. Nothing is pruned. The paper has features behind a ReLU; where they can be
+negative (GELU), negative ones count as zero in r, and are multiplied like the rest.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""What the last linear layer reads for every training input: found once for a model, and kept for all methods."""
+"""What the last linear layer reads for every training input: found once for a model, and kept for
+all methods.
+"""
 
 from dataclasses import dataclass
 
@@ -15,7 +17,9 @@ from qualms.methods.head import required, with_head
 
 @dataclass(frozen=True)
 class TrainingFeatures:
-    """Of n training inputs, 32 bits for each number at least: 4 n f bytes of memory in all for a float32 model."""
+    """Of n training inputs, 32 bits for each number at least: 4 n f bytes of memory in all for a
+    float32 model.
+    """
 
     features: Float[Tensor, "n f"]
     max_logits: Float[Tensor, " n"]

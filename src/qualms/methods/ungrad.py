@@ -1,6 +1,7 @@
 """UNGrad: (1/C) Σ_c ‖∇θ log p_c‖, every class alike (a baseline of Wang & Ji, CVPR 2024).
 
-It ranks backwards on many pairs of datasets: a confident model has large gradients for the classes that it rules out.
+It ranks backwards on many pairs of datasets: a confident model has large gradients for the classes
+that it rules out.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from qualms.methods.method import WANG_JI
 class UNGrad(GradientScore):
     """(1/C) Σ_c ‖∇θ log p_c‖: every class alike.
 
-    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
+    Parameters: λ of `+layers(λ)` and the perturbations of `+smooth(σ, N)`; None leaves the modifier
+    out.
 
     Example:
         ```python

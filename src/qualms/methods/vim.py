@@ -1,8 +1,10 @@
-"""ViM: α ‖R(h - o)‖ - log Σ_c exp z_c, a virtual logit for what the training features do not span, against the energy.
+"""ViM: α ‖R(h - o)‖ - log Σ_c exp z_c, a virtual logit for what the training features do not span,
+against the energy.
 
-o = -W⁺b is the origin at which all logits are zero. R projects onto all but the D principal directions of the training
-features around o, and α makes the mean of the virtual logit over the training data that of the largest logit. It ranks
-like the probability of the virtual class among all logits. The paper's α takes it for granted that this mean is
+o = -W⁺b is the origin at which all logits are zero. R projects onto all but the D principal
+directions of the training features around o, and α makes the mean of the virtual logit over the
+training data that of the largest logit. It ranks like the probability of the virtual class among
+all logits. The paper's α takes it for granted that this mean is
 positive: a negative one would turn the score around, and is an error.
 """
 
@@ -37,7 +39,8 @@ class Residual:
 
 @dataclass(frozen=True)
 class ViM(Method):
-    """D, the principal directions; 0 takes the paper's 1000 from 2048 features on and 512 from 768 on, half below.
+    """D, the principal directions; 0 takes the paper's 1000 from 2048 features on and 512 from 768
+    on, half below.
 
     Example:
         ```python
@@ -75,7 +78,9 @@ class ViM(Method):
 
 
 def dimensions_for(width: int) -> int:
-    """D for features of a width, as the paper's code has it; its networks have 768 features at least."""
+    """D for features of a width, as the paper's code has it; its networks have 768 features at
+    least.
+    """
     return 1000 if width >= 2048 else 512 if width >= 768 else width // 2
 
 

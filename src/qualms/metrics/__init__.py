@@ -1,4 +1,6 @@
-"""Scores and outcomes in, numbers out. Uncertainty is higher where the model knows less; equal scores are tied."""
+"""Scores and outcomes in, numbers out. Uncertainty is higher where the model knows less; equal
+scores are tied.
+"""
 
 from qualms.metrics.bootstrap import interval
 from qualms.metrics.lift import lift_curve, raulc

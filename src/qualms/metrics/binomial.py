@@ -1,7 +1,8 @@
 """What a number of mistakes among some inputs says about how often mistakes happen, exactly.
 
-The upper limit of Clopper & Pearson, The Use of Confidence or Fiducial Limits Illustrated in the Case of the Binomial,
-Biometrika 1934: with k of n wrong, a rate p is ruled out at confidence 1 - δ if P(Bin(n, p) <= k) <= δ.
+The upper limit of Clopper & Pearson, The Use of Confidence or Fiducial Limits Illustrated in the
+Case of the Binomial, Biometrika 1934: with k of n wrong, a rate p is ruled out at confidence 1 - δ
+if P(Bin(n, p) <= k) <= δ.
 """
 
 import math
@@ -35,5 +36,7 @@ def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
 
 
 def least_inputs(rate: float, confidence: float) -> int:
-    """How many inputs without a mistake rule out a rate: the smallest n with (1 - rate)ⁿ <= 1 - confidence."""
+    """How many inputs without a mistake rule out a rate: the smallest n with (1 - rate)ⁿ <= 1 -
+    confidence.
+    """
     return math.ceil(math.log(1 - confidence) / math.log1p(-rate) - 1e-9)

@@ -23,13 +23,15 @@ def interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The middle `level` of what `measure` gives on resamples, drawn with replacement, of the same sizes.
+    """The middle `level` of what `measure` gives on resamples, drawn with replacement, of the same
+    sizes.
 
     Args:
         measure: such as `auroc`.
         samples: its arguments, arrays whose first axis counts the inputs.
-        paired: the samples are columns of one table, whose rows are drawn together (`raulc(uncertainty, correct)`);
-            otherwise each is a sample of its own (`auroc(in_scores, out_scores)`).
+        paired: the samples are columns of one table, whose rows are drawn together
+            (`raulc(uncertainty, correct)`); otherwise each is a sample of its own
+            (`auroc(in_scores, out_scores)`).
         resamples: how many.
         level: the share of them between the two ends.
         seed: decides the draws.

@@ -1,7 +1,8 @@
-"""AUROC with an interval over groups of inputs, such as the tokens of a text, which are drawn together.
+"""AUROC with an interval over groups of inputs, such as the tokens of a text, which are drawn
+together.
 
-Tokens of one text are alike, so that an interval over tokens would be far too narrow. The pairs of every two groups are
-counted once; a resample of groups then only weights the counts.
+Tokens of one text are alike, so that an interval over tokens would be far too narrow. The pairs of
+every two groups are counted once; a resample of groups then only weights the counts.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ def auroc_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The middle `level` of what `auroc` gives on resamples of whole groups, drawn as `interval` draws inputs.
+    """The middle `level` of what `auroc` gives on resamples of whole groups, drawn as `interval`
+    draws inputs.
 
     Args:
         in_groups: the scores of the known inputs, an array for each group; one may be empty.
@@ -44,7 +46,8 @@ def lead_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The same for the lead of one score's AUROC over another's, on the same resamples of the same groups.
+    """The same for the lead of one score's AUROC over another's, on the same resamples of the same
+    groups.
 
     Args:
         ours: the known and the unknown groups, by one score.
@@ -62,7 +65,9 @@ def lead_interval(
 
 
 def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Float[Floats, "i o"]:
-    """For every two groups, in how many pairs of their inputs the unknown one has the higher score; a tie is half."""
+    """For every two groups, in how many pairs of their inputs the unknown one has the higher score;
+    a tie is half.
+    """
     known = np.concatenate(in_groups)
     owner = np.repeat(np.arange(len(in_groups)), [len(group) for group in in_groups])
     won = np.empty((len(in_groups), len(out_groups)))

@@ -14,15 +14,16 @@ from qualms.metrics.ties import total_among_most_certain
 
 
 def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
-    """lift_i = accuracy of the i most certain inputs / overall accuracy, i = 1..n; ties in expectation.
+    """lift_i = accuracy of the i most certain inputs / overall accuracy, i = 1..n; ties in
+    expectation.
 
     Example:
         ```python
         from qualms.metrics import lift_curve
 
         uncertainty, correct = [0.1, 0.2, 0.8, 0.9], [True, True, False, True]
-        print(lift_curve(uncertainty, correct))  # above 1 for the most certain inputs, and 1 for all of them
-        ```
+        print(lift_curve(uncertainty, correct))  # above 1 for the most certain inputs, and 1 for
+        all of them ```
     """
     u, right = scores_and_outcomes(uncertainty, correct)
     if not right.any():
@@ -35,15 +36,15 @@ def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
 def raulc(uncertainty: Any, correct: Any) -> float:
     """rAULC = AULC / AULC of the ideal order (correct first), with AULC = mean_i(lift_i) - 1.
 
-    1 is the ideal order, 0 no better than chance, negative worse. Every input is a step. Inputs of equal uncertainty
-    count as in every order of theirs, on average.
+    1 is the ideal order, 0 no better than chance, negative worse. Every input is a step. Inputs of
+    equal uncertainty count as in every order of theirs, on average.
 
     Example:
         ```python
         from qualms.metrics import raulc
 
-        assert raulc([0.1, 0.2, 0.8, 0.9], [True, True, False, False]) == 1  # certain exactly where it is right
-        ```
+        assert raulc([0.1, 0.2, 0.8, 0.9], [True, True, False, False]) == 1  # certain exactly where
+        it is right ```
     """
     u, right = scores_and_outcomes(uncertainty, correct)
     if right.all() or not right.any():

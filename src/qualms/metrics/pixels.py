@@ -1,4 +1,6 @@
-"""How well a map of scores tells the pixels of unknown objects from all others, over many images at once."""
+"""How well a map of scores tells the pixels of unknown objects from all others, over many images at
+once.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -13,15 +15,19 @@ from qualms.metrics.ranking import aupr, auroc, fpr95
 def pixel_metrics(
     scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int = 255
 ) -> dict[str, float]:
-    """`auroc`, `aupr` and `fpr95` of the pixels of all images in one ranking, unknown pixels positive.
+    """`auroc`, `aupr` and `fpr95` of the pixels of all images in one ranking, unknown pixels
+    positive.
 
     Args:
-        scores: a number for each pixel, such as `Scorer(model, "entropy", class_dim=1)(x).scores["entropy"]`.
+        scores: a number for each pixel, such as `Scorer(model, "entropy",
+            class_dim=1)(x).scores["entropy"]`.
         labels: the class of each pixel, in the same shape.
         unknown: the label, or the labels, of what the model has not learnt.
-        ignore_index: the label of pixels that do not count; their scores may be NaN, those of others may not.
+        ignore_index: the label of pixels that do not count; their scores may be NaN, those of
+            others may not.
 
-    Large objects count for more than small ones, and one image may make up for another, as nothing is averaged.
+    Large objects count for more than small ones, and one image may make up for another, as nothing
+    is averaged.
 
     Example:
         ```python

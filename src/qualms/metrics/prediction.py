@@ -39,19 +39,21 @@ def nll(logits: Any, labels: Any) -> float:
 
 
 def nll_softmax_twice(logits: Any, labels: Any) -> float:
-    """-mean log softmax(softmax(z))_y: what a network that ends in a softmax gets from a loss that applies another.
+    """-mean log softmax(softmax(z))_y: what a network that ends in a softmax gets from a loss that
+    applies another.
 
-    With 10 classes the least possible is -log(e/(e + 9)) = 1.461, and a uniform prediction gives log 10 = 2.303. The
-    active-learning NLLs of Wang & Ji (CVPR 2024) lie between the two, so this is what can be put beside them. That is
-    an inference from the range of their numbers, not something that the paper says. `nll` is the likelihood proper.
+    With 10 classes the least possible is -log(e/(e + 9)) = 1.461, and a uniform prediction gives
+    log 10 = 2.303. The active-learning NLLs of Wang & Ji (CVPR 2024) lie between the two, so this
+    is what can be put beside them. That is an inference from the range of their numbers, not
+    something that the paper says. `nll` is the likelihood proper.
 
     Example:
         ```python
         from qualms.metrics import nll, nll_softmax_twice
 
         logits, labels = [[20.0, 0.0], [0.0, 20.0]], [0, 1]
-        print(nll(logits, labels), nll_softmax_twice(logits, labels))  # sure and right: 0, but never below 0.313
-        ```
+        print(nll(logits, labels), nll_softmax_twice(logits, labels))  # sure and right: 0, but
+        never below 0.313 ```
     """
     z, y = logits_and_labels(logits, labels)
     return nll(np.exp(_log_softmax(z)), y)

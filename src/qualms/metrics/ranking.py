@@ -1,7 +1,10 @@
-"""How well uncertainty tells inputs from elsewhere (*out*) from those of the model's own distribution (*in*).
+"""How well uncertainty tells inputs from elsewhere (*out*) from those of the model's own
+distribution (*in*).
 
-Out-of-distribution is the positive class and uncertainty its score, unless `positive="in"` asks for the other
-convention: in-distribution positive, negated uncertainty its score. AUROC is the same in both, AUPR and FPR95 are not.
+Out-of-distribution is the positive class and uncertainty its score, unless `positive="in"` asks for
+the other
+convention: in-distribution positive, negated uncertainty its score. AUROC is the same in both, AUPR
+and FPR95 are not.
 """
 
 import math
@@ -15,15 +18,16 @@ from qualms.metrics.checks import Floats, Integers, scores
 
 
 def auroc(in_scores: Any, out_scores: Any) -> float:
-    """P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair: 1 is perfect, 0.5 chance, a tie half a success.
+    """P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair: 1 is perfect, 0.5 chance, a tie half
+    a success.
 
     Example:
         ```python
         from qualms.metrics import auroc
 
         known, unknown = [0.1, 0.2, 0.4], [0.3, 0.9]
-        assert auroc(known, unknown) == 5 / 6  # of the six pairs, only 0.4 and 0.3 are in the wrong order
-        ```
+        assert auroc(known, unknown) == 5 / 6  # of the six pairs, only 0.4 and 0.3 are in the wrong
+        order ```
     """
     inside, outside = np.sort(scores(in_scores, "in_scores")), scores(out_scores, "out_scores")
     below = np.searchsorted(inside, outside, "left").sum()
@@ -32,9 +36,11 @@ def auroc(in_scores: Any, out_scores: Any) -> float:
 
 
 def aupr(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
-    """Average precision: Σ_t (recall_t - recall_{t-1}) precision_t over the distinct scores t, from the highest.
+    """Average precision: Σ_t (recall_t - recall_{t-1}) precision_t over the distinct scores t, from
+    the highest.
 
-    Inputs of equal score enter together, and nothing is interpolated. Chance is the share of positives.
+    Inputs of equal score enter together, and nothing is interpolated. Chance is the share of
+    positives.
 
     Example:
         ```python
@@ -52,17 +58,18 @@ def aupr(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
 def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
     """The false-positive rate at the highest threshold that catches at least 95 % of the positives.
 
-    By default: the share of in-distribution inputs at or above the threshold that flags 95 % of the out-of-distribution
-    ones. Much of the literature on OOD detection swaps the roles, `positive="in"`: the share of out-of-distribution
-    inputs that pass at a threshold that lets 95 % of the in-distribution ones pass. The numbers differ: say which.
+    By default: the share of in-distribution inputs at or above the threshold that flags 95 % of the
+    out-of-distribution ones. Much of the literature on OOD detection swaps the roles,
+    `positive="in"`: the share of out-of-distribution inputs that pass at a threshold that lets 95 %
+    of the in-distribution ones pass. The numbers differ: say which.
 
     Example:
         ```python
         from qualms.metrics import fpr95
 
         known, unknown = [0.1, 0.2, 0.4], [0.3, 0.9]
-        assert fpr95(known, unknown) == 1 / 3  # to flag both unknown inputs, one of three known ones is flagged too
-        ```
+        assert fpr95(known, unknown) == 1 / 3  # to flag both unknown inputs, one of three known
+        ones is flagged too ```
     """
     caught, false_alarms = _counts(*_positives(in_scores, out_scores, positive))
     # The rounding guard keeps 0.95 * 100 from asking for 96 of 100.
@@ -71,9 +78,11 @@ def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
 
 
 def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Floats, " t"]]:
-    """(false-positive rates, true-positive rates), out-of-distribution positive, from (0, 0) to (1, 1).
+    """(false-positive rates, true-positive rates), out-of-distribution positive, from (0, 0) to (1,
+    1).
 
-    There is one point for each distinct score, so that ties are straight lines, and the area below is `auroc`.
+    There is one point for each distinct score, so that ties are straight lines, and the area below
+    is `auroc`.
 
     Example:
         ```python
@@ -100,7 +109,9 @@ def _positives(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, 
 def _counts(
     positives: Float[Floats, " p"], negatives: Float[Floats, " n"]
 ) -> tuple[Int[Integers, " t"], Int[Integers, " t"]]:
-    """How many positives and negatives are at or above each distinct score, from the highest to the lowest."""
+    """How many positives and negatives are at or above each distinct score, from the highest to the
+    lowest.
+    """
     thresholds = np.unique(np.concatenate([positives, negatives]))[::-1]
     caught, false_alarms = (
         len(s) - np.searchsorted(np.sort(s), thresholds, "left") for s in (positives, negatives)

@@ -12,15 +12,16 @@ from qualms.metrics.ties import total_among_most_certain
 
 
 def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
-    """The error rate among the most certain inputs, `coverage` being their share, rounded up to whole inputs.
+    """The error rate among the most certain inputs, `coverage` being their share, rounded up to
+    whole inputs.
 
     Example:
         ```python
         from qualms.metrics import selective_risk
 
         uncertainty, correct = [0.1, 0.2, 0.8, 0.9], [True, True, False, True]
-        assert selective_risk(uncertainty, correct, coverage=0.5) == 0  # the two most certain inputs are right
-        ```
+        assert selective_risk(uncertainty, correct, coverage=0.5) == 0  # the two most certain
+        inputs are right ```
     """
     risks = risk_coverage(uncertainty, correct)
     if not 0 < coverage <= 1:
@@ -49,7 +50,8 @@ def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
 
 
 def aurc(uncertainty: Any, correct: Any) -> float:
-    """The area under the risk-coverage curve, mean_i risk_i: the mean error rate over all coverages; 0 is perfect.
+    """The area under the risk-coverage curve, mean_i risk_i: the mean error rate over all
+    coverages; 0 is perfect.
 
     Example:
         ```python

@@ -1,7 +1,8 @@
 """Weights on disk into a network: whatever wrapping they were saved with, all of them or none.
 
-A pickle can run any code as it is read, so torch's files are read with `weights_only=True` and what asks for more is
-refused. Reading is one step and fitting another: the names in a file mean something only beside a network.
+A pickle can run any code as it is read, so torch's files are read with `weights_only=True` and what
+asks for more is refused. Reading is one step and fitting another: the names in a file mean
+something only beside a network.
 """
 
 import io
@@ -27,7 +28,8 @@ PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """The named tensors of a `.safetensors` file or of a file that `torch.save` wrote, on the CPU.
 
-    What scripts put around them (`{"state_dict": …, "epoch": …}`) is taken off; what is no tensor is left out.
+    What scripts put around them (`{"state_dict": …, "epoch": …}`) is taken off; what is no tensor
+    is left out.
 
     Example:
         ```python
@@ -92,7 +94,9 @@ class _Bounded(io.BufferedReader):
 
 
 def tensors_of(path: Path) -> Any:
-    """What `torch.load` makes of a file, without running code, warning, or making room for what is not there."""
+    """What `torch.load` makes of a file, without running code, warning, or making room for what is
+    not there.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
@@ -109,7 +113,9 @@ def tensors_of(path: Path) -> Any:
 
 
 def _require_entries(path: Path) -> None:
-    """An error if an entry of a zip archive claims more bytes than what is there can be unpacked to."""
+    """An error if an entry of a zip archive claims more bytes than what is there can be unpacked
+    to.
+    """
     length = path.stat().st_size
     with zipfile.ZipFile(path) as file:
         for entry in file.infolist():
@@ -121,9 +127,11 @@ def _require_entries(path: Path) -> None:
 
 
 def _require_room(file: _Bounded) -> None:
-    """An error if a file of torch's old format, five pickles and then numbers, claims more numbers than it has bytes.
+    """An error if a file of torch's old format, five pickles and then numbers, claims more numbers
+    than it has bytes.
 
-    torch makes room for a storage of the length that the pickle says: the number right before its id is complete.
+    torch makes room for a storage of the length that the pickle says: the number right before its
+    id is complete.
     """
     for _ in range(5):
         number = 0
@@ -168,13 +176,15 @@ def fit_state(
     file: str | Path = "the checkpoint",
     network: str = "the network",
 ) -> None:
-    """Put a checkpoint's tensors into the model, in the model's own precision, or raise and leave it as it is.
+    """Put a checkpoint's tensors into the model, in the model's own precision, or raise and leave
+    it as it is.
 
     Args:
         model: the network.
-        state: tensors by name; the prefixes that wrappers of networks add to every name are taken off if need be.
-        rename: starts of names in the checkpoint, and what the network calls them; or a function from the checkpoint's
-            name to the network's.
+        state: tensors by name; the prefixes that wrappers of networks add to every name are taken
+            off if need be.
+        rename: starts of names in the checkpoint, and what the network calls them; or a function
+            from the checkpoint's name to the network's.
         file: what an error calls the checkpoint.
         network: what an error calls the model.
 
@@ -184,8 +194,8 @@ def fit_state(
         from qualms.models import fit_state
 
         trained, model = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-        state = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}  # as DataParallel saves it
-        fit_state(model, state)
+        state = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}  # as
+        DataParallel saves it fit_state(model, state)
         assert torch.equal(model.weight, trained.weight)
         ```
     """
@@ -218,7 +228,9 @@ def fit_state(
 def _without_prefixes(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Prefixes go one by one until names are the network's; if they never are, nothing was a prefix."""
+    """Prefixes go one by one until names are the network's; if they never are, nothing was a
+    prefix.
+    """
     bare = state
     while not any(k in own for k in bare):
         prefix = next((p for p in PREFIXES if all(k.startswith(p) for k in bare)), None)
@@ -245,7 +257,8 @@ def _renamed(
 def _missing(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     """What the checkpoint lacks and the network needs.
 
-    Not a counter that evaluation never reads, nor a second name for a tensor that is there: safetensors drops those.
+    Not a counter that evaluation never reads, nor a second name for a tensor that is there:
+    safetensors drops those.
     """
     there = {(v.data_ptr(), v.shape) for k, v in own.items() if k in state}
     lacking = (k for k in own if k not in state and not k.endswith("num_batches_tracked"))

@@ -1,7 +1,9 @@
-"""He et al.'s residual networks for CIFAR (CVPR 2016, section 4.2): three stages of 16, 32 and 64 channels.
+"""He et al.'s residual networks for CIFAR (CVPR 2016, section 4.2): three stages of 16, 32 and 64
+channels.
 
-Much smaller than the ResNets of `resnet.py`, which widen ImageNet's to four stages of 64 to 512 channels. Most of the
-published CIFAR checkpoints are of this kind, and differ in the shortcut between stages.
+Much smaller than the ResNets of `resnet.py`, which widen ImageNet's to four stages of 64 to 512
+channels. Most of the published CIFAR checkpoints are of this kind, and differ in the shortcut
+between stages.
 """
 
 import torch.nn.functional as F
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut; `projected` says whether a shortcut that changes shape has weights."""
+    """Two 3x3 convolutions and a shortcut; `projected` says whether a shortcut that changes shape
+    has weights.
+    """
 
     def __init__(self, inside: int, outside: int, projected: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The paper's small convolutional networks (Wang & Ji, CVPR 2024, appendix B).
 
-Conv(32,4x4)-ReLU-Conv(32,4x4)-ReLU-MaxPool2-Dense128-ReLU-Dense for MNIST and for active learning; SVHN has one more
-Dense128.
+Conv(32,4x4)-ReLU-Conv(32,4x4)-ReLU-MaxPool2-Dense128-ReLU-Dense for MNIST and for active learning;
+SVHN has one more Dense128.
 """
 
 from torch import nn

@@ -1,7 +1,9 @@
-"""EfficientNet-Lite 0 to 2: EfficientNet (Tan and Le, ICML 2019) without squeeze-and-excitation and with ReLU6.
+"""EfficientNet-Lite 0 to 2: EfficientNet (Tan and Le, ICML 2019) without squeeze-and-excitation and
+with ReLU6.
 
-The published weights come from TensorFlow, so two habits of TensorFlow's are kept: padding "same", which at stride 2
-adds one row and column more below and to the right, and batch normalization with eps = 0.001.
+The published weights come from TensorFlow, so two habits of TensorFlow's are kept: padding "same",
+which at stride 2 adds one row and column more below and to the right, and batch normalization with
+eps = 0.001.
 """
 
 import math
@@ -26,7 +28,8 @@ EPS = 1e-3
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """Zeros around [n, c, h, w] so that a convolution without padding gives ceil(h / stride) x ceil(w / stride).
+    """Zeros around [n, c, h, w] so that a convolution without padding gives ceil(h / stride) x
+    ceil(w / stride).
 
     An odd number of zeros has the larger half below and to the right, as in TensorFlow.
     """
@@ -47,7 +50,9 @@ def _conv(
 
 
 class InvertedResidual(nn.Module):
-    """A 1x1 convolution to more channels, a convolution of each channel alone, and a 1x1 convolution to fewer."""
+    """A 1x1 convolution to more channels, a convolution of each channel alone, and a 1x1
+    convolution to fewer.
+    """
 
     def __init__(self, inside: int, outside: int, expansion: int, kernel: int, stride: int) -> None:
         super().__init__()
@@ -77,10 +82,12 @@ class InvertedResidual(nn.Module):
 
 
 class EfficientNetLite(nn.Module):
-    """A 3x3 stem of stride 2, seven stages of inverted residuals, 1280 features, and a linear layer.
+    """A 3x3 stem of stride 2, seven stages of inverted residuals, 1280 features, and a linear
+    layer.
 
     Args:
-        width: times as many channels in each stage, as multiples of 8; stem and features keep theirs.
+        width: times as many channels in each stage, as multiples of 8; stem and features keep
+            theirs.
         depth: times as many blocks in each stage but the first and the last.
         dropout: before the linear layer, in training.
         classes: how many there are.
@@ -121,7 +128,9 @@ def round_channels(channels: float) -> int:
 
 
 def rename_tensor(name: str) -> str:
-    """What this file calls a tensor of the published weights: `_blocks.0._bn1.bias` is `blocks.0.bn1.bias`."""
+    """What this file calls a tensor of the published weights: `_blocks.0._bn1.bias` is
+    `blocks.0.bn1.bias`.
+    """
     return re.sub(r"(^|\.)_", r"\1", name)
 
 

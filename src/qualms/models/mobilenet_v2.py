@@ -1,4 +1,6 @@
-"""MobileNetV2 (Sandler et al., CVPR 2018), with the names that torchvision's published weights have."""
+"""MobileNetV2 (Sandler et al., CVPR 2018), with the names that torchvision's published weights
+have.
+"""
 
 from torch import Tensor, nn
 
@@ -25,7 +27,9 @@ def conv_norm_relu6(
 
 
 class InvertedResidual(nn.Module):
-    """A 1x1 convolution to more channels, a 3x3 convolution of each alone, and a 1x1 convolution to fewer."""
+    """A 1x1 convolution to more channels, a 3x3 convolution of each alone, and a 1x1 convolution to
+    fewer.
+    """
 
     def __init__(self, inside: int, outside: int, expansion: int, stride: int) -> None:
         super().__init__()
@@ -46,7 +50,9 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """A 3x3 stem of stride 2, seven stages of inverted residuals, 1280 features, and a linear layer."""
+    """A 3x3 stem of stride 2, seven stages of inverted residuals, 1280 features, and a linear
+    layer.
+    """
 
     def __init__(self, classes: int) -> None:
         super().__init__()

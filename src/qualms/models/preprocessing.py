@@ -22,7 +22,8 @@ RESAMPLES: dict[int, Interpolation] = {
     2: "bilinear",
     3: "bicubic",
 }  # Pillow's numbers
-# Image processors of Hugging Face for which one number is the shorter side, as it is for all that crop afterwards.
+# Image processors of Hugging Face for which one number is the shorter side, as it is for all that
+# crop afterwards.
 BY_SHORTER_SIDE = (
     "CLIP",
     "ConvNext",
@@ -37,7 +38,8 @@ BY_SHORTER_SIDE = (
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become a network's inputs, and the names of its classes; None or empty where nobody says.
+    """How images become a network's inputs, and the names of its classes; None or empty where
+    nobody says.
 
     Example:
         ```python
@@ -56,9 +58,10 @@ class Preprocessing:
 def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
     """What whoever made `load_model(source)` says of its inputs and classes.
 
-    The zoo says it of its networks and of the published weights it names; timm in `pretrained_cfg`; Hugging Face in
-    `preprocessor_config.json` and `config.json`; a `.pt2` file knows the shape of the input it was exported with. Of
-    the network behind an import path nobody says anything, but that torchvision's of 1000 classes know ImageNet's.
+    The zoo says it of its networks and of the published weights it names; timm in `pretrained_cfg`;
+    Hugging Face in `preprocessor_config.json` and `config.json`; a `.pt2` file knows the shape of
+    the input it was exported with. Of the network behind an import path nobody says anything, but
+    that torchvision's of 1000 classes know ImageNet's.
 
     Example:
         ```python
@@ -87,7 +90,8 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
 
 
 def normalization_of(source: str | Path, model: nn.Module) -> Normalization | None:
-    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalized with; None if it is not known.
+    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalized with; None
+    if it is not known.
 
     Example:
         ```python
@@ -114,7 +118,9 @@ def _of_the_zoo(name: str, model: nn.Module) -> Preprocessing:
 
 
 def _outputs(model: nn.Module) -> int:
-    """How many numbers the last layer with weights gives: the classes, in networks of the usual build."""
+    """How many numbers the last layer with weights gives: the classes, in networks of the usual
+    build.
+    """
     last = 0
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -142,7 +148,9 @@ def _of_timm(settings: Any, classes: int) -> Preprocessing:
 
 
 def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
-    """The names in a network's settings; else ImageNet's, or those of a larger part of it, if its tag says so."""
+    """The names in a network's settings; else ImageNet's, or those of a larger part of it, if its
+    tag says so.
+    """
     names = tuple(map(str, settings.get("label_names") or ()))
     if len(names) == classes:
         return names
@@ -275,7 +283,9 @@ def _labels(config: Any) -> tuple[str, ...]:
 
 
 def _exported_with(model: nn.Module) -> ImageTransform | None:
-    """The shape of the input that a network was exported with, where its height and width were not left open."""
+    """The shape of the input that a network was exported with, where its height and width were not
+    left open.
+    """
     graph = getattr(model, "graph", None)
     values = (
         [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]

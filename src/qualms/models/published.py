@@ -1,11 +1,15 @@
-"""Small convolutional networks whose weights others have published, with the names that those weights go by."""
+"""Small convolutional networks whose weights others have published, with the names that those
+weights go by.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class MnistCnn5x5(nn.Module):
-    """Two 5x5 convolutions with pooling and two linear layers (the baseline of Hendrycks et al., ICLR 2019)."""
+    """Two 5x5 convolutions with pooling and two linear layers (the baseline of Hendrycks et al.,
+    ICLR 2019).
+    """
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -24,7 +28,9 @@ def _quick_gelu(x: Tensor) -> Tensor:
 
 
 class SvhnCnn4(nn.Module):
-    """Four 3x3 convolutions with pooling, each twice as wide as the one before, and two linear layers."""
+    """Four 3x3 convolutions with pooling, each twice as wide as the one before, and two linear
+    layers.
+    """
 
     def __init__(self, width: int, hidden: int, classes: int) -> None:
         super().__init__()
@@ -54,6 +60,7 @@ def svhn_cnn_4(classes: int = 10) -> SvhnCnn4:
 def svhn_cnn_4_dropout(classes: int = 10) -> SvhnCnn4:
     """16 to 128 channels, then 256 features.
 
-    Its weights were trained with dropout, whose place they do not tell; in evaluation mode it makes no difference.
+    Its weights were trained with dropout, whose place they do not tell; in evaluation mode it makes
+    no difference.
     """
     return SvhnCnn4(16, 256, classes)

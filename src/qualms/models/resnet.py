@@ -1,4 +1,6 @@
-"""Residual networks for 32x32 images (He et al., CVPR 2016): the paper's ResNet-18 for CIFAR-10, -152 for CIFAR-100."""
+"""Residual networks for 32x32 images (He et al., CVPR 2016): the paper's ResNet-18 for CIFAR-10,
+-152 for CIFAR-100.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

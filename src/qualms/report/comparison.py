@@ -19,7 +19,8 @@ SHOWN = (
 class Column:
     """A column after the method's name.
 
-    `place` says when there is room for it: `first` always, `wide` on anything wider than a phone, `more` if asked for.
+    `place` says when there is room for it: `first` always, `wide` on anything wider than a phone,
+    `more` if asked for.
     """
 
     of: str
@@ -30,7 +31,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Span:
-    """What whiskers are drawn on: the intervals of the methods that are for use, but little of what is below chance."""
+    """What whiskers are drawn on: the intervals of the methods that are for use, but little of what
+    is below chance.
+    """
 
     low: float
     high: float
@@ -69,7 +72,9 @@ def columns(content: Content, judged: Sequence[Judged]) -> list[Column]:
 
 
 def cells(content: Content, judged: Sequence[Judged], one: Judged) -> list[dict[str, Any]]:
-    """A row: what is shown, what is sorted by, and where the dot and the whisker stand; in the order of `columns`."""
+    """A row: what is shown, what is sorted by, and where the dot and the whisker stand; in the
+    order of `columns`.
+    """
     unused = not_for_use(content)
     used = [j for j in judged if j.method not in unused]
     areas = _span([a for j in used for a in (j.mean_auroc, *j.auroc) if a is not None], 0.5)

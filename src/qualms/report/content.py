@@ -15,10 +15,11 @@ from qualms.tasks.rows import LeftOutRow, Row
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Images of one kind, with their scores by method, the class that the network gives each, and the true one.
+    """Images of one kind, with their scores by method, the class that the network gives each, and
+    the true one.
 
-    `labels` count the classes of `images`, and `confidence` is the probability of the class that the network gives;
-    None where they are not known.
+    `labels` count the classes of `images`, and `confidence` is the probability of the class that
+    the network gives; None where they are not known.
     """
 
     name: str
@@ -50,7 +51,8 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class LayerContributions:
-    """What each layer adds to the uncertainty of some inputs: row i tells of an image of group `groups[i]`.
+    """What each layer adds to the uncertainty of some inputs: row i tells of an image of group
+    `groups[i]`.
 
     Contributions are 0 or more, in any unit; the report shows each as a share of its row's sum.
     """
@@ -84,7 +86,8 @@ class Content:
         costs: of each method in forward passes: a number, or words such as `method.cost`.
         layers: by method, which layers its scores come from.
         cycles: rows of active learning, as `qualms.tasks.active` gives them.
-        kinds: the methods themselves, by the names that the scores have; a name that is a spec needs none.
+        kinds: the methods themselves, by the names that the scores have; a name that is a spec
+            needs none.
         left_out: the methods that could not be used, and why.
         classes: the names of the network's classes; those of the known images if not given.
     """

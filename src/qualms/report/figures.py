@@ -1,6 +1,8 @@
-"""Numbers in, curves out, as plain values for the page's JSON; each figure comes with a sentence that sums it up.
+"""Numbers in, curves out, as plain values for the page's JSON; each figure comes with a sentence
+that sums it up.
 
-Colors are numbers: 0 for the known images, 1 and up for the unknown groups, None for what is only there to compare.
+Colors are numbers: 0 for the known images, 1 and up for the unknown groups, None for what is only
+there to compare.
 """
 
 from collections.abc import Sequence
@@ -56,7 +58,9 @@ def lift(content: Content, method: str) -> Figure:
 
 
 def learning(curves: Sequence[Curve], title: str, best: str) -> Figure:
-    """A measure over the number of labels, a line for each method; bars from the least to the most over the seeds."""
+    """A measure over the number of labels, a line for each method; bars from the least to the most
+    over the seeds.
+    """
     scale = 100 if best == "highest" else 1
     lines = []
     for i, curve in enumerate(curves):

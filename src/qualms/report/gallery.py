@@ -16,7 +16,9 @@ LARGEST = 96  # pixels; larger images are made smaller for the page
 
 
 def ends(scores: np.ndarray, each: int = EACH) -> tuple[list[int], list[int]]:
-    """The images with the lowest scores and those with the highest, the extreme ones first; none is in both."""
+    """The images with the lowest scores and those with the highest, the extreme ones first; none is
+    in both.
+    """
     order = np.argsort(scores, kind="stable").tolist()
     return order[: min(each, (len(order) + 1) // 2)], order[::-1][: min(each, len(order) // 2)]
 

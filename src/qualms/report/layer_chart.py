@@ -25,9 +25,11 @@ EACH = 24  # images of each group
 def layers_of(
     network: Network, groups: Sequence[Group], methods: Mapping[str, Method]
 ) -> dict[str, LayerContributions]:
-    """By method: Σ_c w_c ‖∇ log p_c‖ of each layer, for the first images of each group; without smoothing.
+    """By method: Σ_c w_c ‖∇ log p_c‖ of each layer, for the first images of each group; without
+    smoothing.
 
-    Methods that are not sums of the gradient norms of classes have no layers, and are not among the results.
+    Methods that are not sums of the gradient norms of classes have no layers, and are not among the
+    results.
     """
     images = [group.images.take(slice(0, EACH)) for group in groups]
     rows = [
@@ -52,13 +54,15 @@ def layer_sums(
     methods: Mapping[str, Method],
     how: Settings | None = None,
 ) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
-    """The layers in words, and what each adds to the scores of some inputs, by each method that has layers.
+    """The layers in words, and what each adds to the scores of some inputs, by each method that has
+    layers.
 
     Args:
         model: a classifier.
         x: its inputs.
         methods: by name; those that have no layers are left out.
-        how: a scorer's own settings, by which some of many classes may stand for all; else what the default settles on.
+        how: a scorer's own settings, by which some of many classes may stand for all; else what the
+            default settles on.
     """
     how = how or Settings()
     layers: list[str] = []

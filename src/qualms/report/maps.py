@@ -1,4 +1,6 @@
-"""Images with a prediction and scores at every pixel in, one HTML file out: image, prediction and scores in a row."""
+"""Images with a prediction and scores at every pixel in, one HTML file out: image, prediction and
+scores in a row.
+"""
 
 import base64
 import colorsys
@@ -23,7 +25,8 @@ SHOWN = 12  # images; the numbers are of all
 STEPS = 200  # places of the threshold, each half a percent of the known pixels
 NO_SCORE = 255
 COVERAGE = 95  # where the threshold stands first, in percent
-# Okabe and Ito, then some; the first class is often the background. Colors of more classes go round the circle.
+# Okabe and Ito, then some; the first class is often the background. Colors of more classes go round
+# the circle.
 COLORS = [
     "#3b414a",
     "#56b4e9",
@@ -172,7 +175,9 @@ def _table(maps: Maps) -> list[dict[str, Any]]:
 
 
 def _method(maps: Maps, method: str, shown: range) -> dict[str, Any]:
-    """The threshold at each place, what it does to all pixels, and where each pixel that is shown is flagged."""
+    """The threshold at each place, what it does to all pixels, and where each pixel that is shown
+    is flagged.
+    """
     scores = maps.scores[method].astype(np.float64)
     counts, strange = maps.counts & np.isfinite(scores), maps.strange
     known, unknown = np.sort(scores[counts & ~strange]), np.sort(scores[counts & strange])

@@ -17,7 +17,8 @@ from qualms.tasks.rows import CycleRow, Row
 
 POINTS = 300  # of a curve that is drawn
 WIDE = 30  # a score whose middle 90 % span this factor is drawn on a logarithmic axis
-DECADES = 1e-9  # and over no more than this part of the largest score, unless it would hide a quarter of a group
+# and over no more than this part of the largest score, unless it would hide a quarter of a group
+DECADES = 1e-9
 BEYOND = 0.01  # at most this share of a group lies beyond either end of the axis
 LAYERS = 12  # that are shown; the others are summed up
 LearningMeasure = Literal["accuracy", "nll"]  # what active learning is followed by
@@ -34,7 +35,9 @@ class WithInterval:
 
 @dataclass(frozen=True)
 class Judged:
-    """One method: a number for each unknown group, and how its certainty goes with being right (None: not known)."""
+    """One method: a number for each unknown group, and how its certainty goes with being right
+    (None: not known).
+    """
 
     method: str
     mean_auroc: WithInterval | None
@@ -92,7 +95,9 @@ def _measured(
 
 @dataclass(frozen=True)
 class Verdict:
-    """The method that is ahead of chance and of the others, if one is, and those whose intervals reach into its own."""
+    """The method that is ahead of chance and of the others, if one is, and those whose intervals
+    reach into its own.
+    """
 
     best: Judged | None
     highest: Judged | None  # also where it may be chance
@@ -122,7 +127,9 @@ class Axis:
 
 
 def axis(groups: Sequence[np.ndarray]) -> Axis:
-    """Over the scores of all groups but for their extremes; logarithmic where they are positive and span magnitudes."""
+    """Over the scores of all groups but for their extremes; logarithmic where they are positive and
+    span magnitudes.
+    """
     pooled = np.concatenate(groups).astype(np.float64)
     low = min(float(np.quantile(scores, BEYOND, method="lower")) for scores in groups)
     high = max(float(np.quantile(scores, 1 - BEYOND, method="higher")) for scores in groups)
@@ -158,7 +165,9 @@ def thinned(
 
 @dataclass(frozen=True)
 class LayerShares:
-    """The mean share of each layer in the scores of each group: the largest layers in order, and what is left."""
+    """The mean share of each layer in the scores of each group: the largest layers in order, and
+    what is left.
+    """
 
     groups: list[str]
     names: list[str]

@@ -32,7 +32,9 @@ def write_html(path: str | Path, html: str) -> Path:
 
 
 def filled(template: str, styles: Sequence[str], scripts: Sequence[str], **values: Any) -> str:
-    """A template of this folder with its values, and the files that it brings along; values are text, never markup."""
+    """A template of this folder with its values, and the files that it brings along; values are
+    text, never markup.
+    """
     import jinja2
 
     environment = jinja2.Environment(

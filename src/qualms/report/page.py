@@ -1,4 +1,6 @@
-"""A report's content in, one HTML file out: all that it needs is inside, and it asks nothing of any network."""
+"""A report's content in, one HTML file out: all that it needs is inside, and it asks nothing of any
+network.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

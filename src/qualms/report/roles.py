@@ -1,4 +1,6 @@
-"""What a method is to the reader of a report: the default, one among others, or one that is not for use."""
+"""What a method is to the reader of a report: the default, one among others, or one that is not for
+use.
+"""
 
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
@@ -24,7 +26,9 @@ def kind_of(content: Content, name: str) -> Method | None:
 
 
 def default_of(content: Content) -> str | None:
-    """What the report calls the default method: REGrad with layers and smoothing, in whatever settings."""
+    """What the report calls the default method: REGrad with layers and smoothing, in whatever
+    settings.
+    """
     if DEFAULT in content.methods:
         return DEFAULT
     return next((name for name in content.methods if _is_default(kind_of(content, name))), None)

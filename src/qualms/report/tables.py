@@ -27,7 +27,9 @@ def markdown(head: Line, lines: Iterable[Line]) -> str:
 
 
 def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
-    """For each pair of datasets: AUROC with its interval (or the spread over seeds), AUPR both ways, FPR95; percent."""
+    """For each pair of datasets: AUROC with its interval (or the spread over seeds), AUPR both
+    ways, FPR95; percent.
+    """
     found = [row for row in rows if row["row"] == "ood"]
     parts = []
     for pair in dict.fromkeys((row["in"], row["out"]) for row in found):
@@ -53,7 +55,9 @@ def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
 
 
 def calibration_table(rows: Iterable[Row]) -> str:
-    """rAULC with its interval (or the spread over seeds), and the error rate among the most certain."""
+    """rAULC with its interval (or the spread over seeds), and the error rate among the most
+    certain.
+    """
     found = [row for row in rows if row["row"] == "calibration"]
     parts = []
     for data in dict.fromkeys(row["in"] for row in found):
@@ -75,7 +79,8 @@ def calibration_table(rows: Iterable[Row]) -> str:
 
 
 def active_table(rows: Iterable[Row]) -> str:
-    """Accuracy and negative log-likelihood, means over cycles and seeds (the start is not among the cycles).
+    """Accuracy and negative log-likelihood, means over cycles and seeds (the start is not among the
+    cycles).
 
     With several seeds, the standard deviation of their means over cycles stands behind each mean.
     """
@@ -125,7 +130,9 @@ def paper_table(name: str, rows: Sequence[Row]) -> str:
 
 
 def glance_table(content: Content, resamples: int = 1000) -> str:
-    """Every method of a report: AUROC/AUPR of each unknown group in percent, rAULC, and cost in forward passes."""
+    """Every method of a report: AUROC/AUPR of each unknown group in percent, rAULC, and cost in
+    forward passes.
+    """
     head = [
         "method",
         *(f"{group.name}, AUROC/AUPR" for group in content.unknown),
@@ -175,7 +182,9 @@ def left_out(rows: Iterable[Row]) -> str:
 
 
 def _beside(name: str, dataset: str, theirs: dict[str, str]) -> str:
-    """The paper's number for a method; if a user named it by a spec, with a word where the paper has other settings."""
+    """The paper's number for a method; if a user named it by a spec, with a word where the paper
+    has other settings.
+    """
     if name in theirs:
         return theirs[name]
     try:

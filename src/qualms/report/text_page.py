@@ -1,4 +1,6 @@
-"""Scored texts in, one HTML file out: every token shaded by its score, with what the model expected in its place."""
+"""Scored texts in, one HTML file out: every token shaded by its score, with what the model expected
+in its place.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ MARKED = 10  # percent of the tokens that are marked first
 def write_text_page(
     documents: Sequence[ScoredDocument], out: Path, title: str, about: dict[str, str]
 ) -> Path:
-    """Write a page about some texts as one HTML file; it opens on the first method, the least certain text first."""
+    """Write a page about some texts as one HTML file; it opens on the first method, the least
+    certain text first.
+    """
     require_packages("jinja2")
     require_writable(out)
     methods = _methods(documents)
@@ -47,7 +51,9 @@ def write_text_page(
 
 @dataclass(frozen=True)
 class ShownToken:
-    """What stands in the text from `start` to `end`: a token, or several that share its last character."""
+    """What stands in the text from `start` to `end`: a token, or several that share its last
+    character.
+    """
 
     start: int
     end: int
@@ -152,6 +158,8 @@ def _document(shown: _Shown, methods: list[str], words: dict[str, int]) -> dict[
 
 
 def _utf16(text: str) -> np.ndarray:
-    """Where each character starts, and the last one ends, as a browser counts: some characters are two."""
+    """Where each character starts, and the last one ends, as a browser counts: some characters are
+    two.
+    """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     return np.concatenate([[0], np.cumsum(1 + (codes > 0xFFFF))]).astype(np.int32)

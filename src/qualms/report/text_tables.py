@@ -7,7 +7,9 @@ from qualms.tasks.rows import NextTokenRow, Row, TextRow
 
 
 def text_table(rows: Iterable[Row]) -> str:
-    """For each pair of texts AUROC and AUPR by tokens and spans; then how well wrong next tokens are found. Percent."""
+    """For each pair of texts AUROC and AUPR by tokens and spans; then how well wrong next tokens
+    are found. Percent.
+    """
     found = list(rows)
     apart = [row for row in found if row["row"] == "text"]
     errors = [row for row in found if row["row"] == "next-token"]

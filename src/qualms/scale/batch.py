@@ -1,4 +1,6 @@
-"""Files of images to columns of scores, a batch at a time: what a worker of any engine for many inputs runs."""
+"""Files of images to columns of scores, a batch at a time: what a worker of any engine for many
+inputs runs.
+"""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -25,9 +27,9 @@ Columns = dict[str, np.ndarray]
 class BatchScorer:
     """Columns in, columns out: of image files to those of `Scored.columns`.
 
-    What comes in has the columns `id` and `content`, the bytes of a file (an array of objects: those of numpy's bytes
-    drop zeros at the end), and perhaps `reason`: why there are none. Images that cannot be read have no row in what
-    comes out.
+    What comes in has the columns `id` and `content`, the bytes of a file (an array of objects:
+    those of numpy's bytes drop zeros at the end), and perhaps `reason`: why there are none. Images
+    that cannot be read have no row in what comes out.
 
     Args:
         network: how images become inputs.
@@ -78,7 +80,9 @@ class BatchScorer:
         )
 
     def scored(self, images: Images, first: int = 0) -> Scored:
-        """Some images; `first` is the place of the first, which is its id where images have no names."""
+        """Some images; `first` is the place of the first, which is its id where images have no
+        names.
+        """
         if self.size not in (None, images.size):
             raise QualmsError(
                 f"the images of {self.name} differ in size: the first are {_by(self.size)} and "

@@ -1,7 +1,8 @@
-"""The same scores by workers of a Ray cluster: Ray Data reads, schedules, retries and writes, qualms scores batches.
+"""The same scores by workers of a Ray cluster: Ray Data reads, schedules, retries and writes,
+qualms scores batches.
 
-What is there of a run that was killed is kept: Ray notes which images are in a file, and passes over them. Files get
-their place when all are there. Rows come in any order.
+What is there of a run that was killed is kept: Ray notes which images are in a file, and passes
+over them. Files get their place when all are there. Rows come in any order.
 """
 
 import logging
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 WRITING = ".writing"  # where Ray's files are until all are whole
 NOTED = ".noted"  # where Ray notes which images are done
 REJECTED = ".rejected"  # where workers list what cannot be read
-RAYS_OWN = 3  # cores that Ray needs beside those of workers: to read, to pass over what is done, and to write
+# cores that Ray needs beside those of workers: to read, to pass over what is done, and to write
+RAYS_OWN = 3
 LOCAL = "local"  # Ray's word for a cluster on this machine, for this run alone
 
 
@@ -50,10 +52,13 @@ def score_on_ray(
         scorer: scores some images; each worker has it.
         source: all images, in files that every worker can read.
         folder: where the scores go; every worker can write there.
-        about: what decides the scores, beside the images: a folder that was made with something else is refused.
+        about: what decides the scores, beside the images: a folder that was made with something
+            else is refused.
         size: rows of a file, at least, but for the last.
-        workers: processes that score; by default one for each core, three fewer on a cluster, and never more.
-        address: of the cluster, as for `ray.init`; by default one is started on this machine, and stopped.
+        workers: processes that score; by default one for each core, three fewer on a cluster, and
+            never more.
+        address: of the cluster, as for `ray.init`; by default one is started on this machine, and
+            stopped.
     """
     if source.pieces is None:
         raise QualmsError(
@@ -249,7 +254,9 @@ def _table(rows: list[dict[str, Any]]) -> Any:
 
 
 def _told(error: Exception) -> QualmsError:
-    """The error of a worker; one of ours in its own words, which Ray hands on as the text of a trace."""
+    """The error of a worker; one of ours in its own words, which Ray hands on as the text of a
+    trace.
+    """
     ours = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
     if ours:
         return QualmsError(ours[-1])

@@ -1,4 +1,5 @@
-"""A folder of scores: its manifest, which says what they were made with, its lock, and the files that it holds.
+"""A folder of scores: its manifest, which says what they were made with, its lock, and the files
+that it holds.
 
     shard….parquet     the scores of some images
     rejected.parquet   all that could not be read, at the end
@@ -54,7 +55,8 @@ def require_own(folder: Path) -> None:
 
 @contextmanager
 def begun(folder: Path, about: dict[str, Any]) -> Iterator[Done | None]:
-    """The folder for one run alone, and what an earlier run of the same has done, if it came to its end.
+    """The folder for one run alone, and what an earlier run of the same has done, if it came to its
+    end.
 
     Args:
         folder: where the shards go.
@@ -143,7 +145,9 @@ def parquet() -> Any:
 
 
 def _of_the_same(folder: Path, about: dict[str, Any]) -> Done | None:
-    """An error that says what differs if the folder's shards were made otherwise; a new folder is begun."""
+    """An error that says what differs if the folder's shards were made otherwise; a new folder is
+    begun.
+    """
     path, about = folder / MANIFEST, json.loads(json.dumps(about))
     require_own(folder)
     if not path.exists() or not any(

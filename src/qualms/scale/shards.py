@@ -1,7 +1,7 @@
 """Scores of any number of images, by one process: a parquet file for each shard of them.
 
-A shard is written when it is whole. So a run that was killed has lost the shard that it was at, and the next run begins
-with it. What could not be read of a shard is in the metadata of its file.
+A shard is written when it is whole. So a run that was killed has lost the shard that it was at, and
+the next run begins with it. What could not be read of a shard is in the metadata of its file.
 """
 
 import json
@@ -39,7 +39,8 @@ def score_shards(
         score: scores some images.
         source: all images.
         folder: where the shards go.
-        about: what decides the scores, beside the images: a folder that was made with something else is refused.
+        about: what decides the scores, beside the images: a folder that was made with something
+            else is refused.
         size: images in a shard.
         tell: is told how many are scored.
     """
@@ -72,7 +73,9 @@ def _write_shard(
     source: Source,
     tell: ProgressFn | None,
 ) -> int:
-    """The next `size` images, or as many as there are, which is returned; no file if there are none."""
+    """The next `size` images, or as many as there are, which is returned; no file if there are
+    none.
+    """
     read = 0
     tables: list[Any] = []
     rejected: list[Rejected] = []

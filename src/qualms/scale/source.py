@@ -1,4 +1,6 @@
-"""Images of any number: in a fixed order, read in parts as they are needed, so that memory never holds all of them."""
+"""Images of any number: in a fixed order, read in parts as they are needed, so that memory never
+holds all of them.
+"""
 
 import glob
 import hashlib
@@ -34,7 +36,8 @@ Piece = Callable[[], Iterable[File]]  # reads some images; can be sent to anothe
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive inputs: how many there are, those that could be read, and why the others could not.
+    """Consecutive inputs: how many there are, those that could be read, and why the others could
+    not.
 
     Where files have no names of their own, images have no ids, and all of them can be read.
     """
@@ -53,7 +56,8 @@ class Source:
         classes: names of their classes, if they have some.
         fingerprint: of the names, sizes and times of the files; their content is not read for it.
         count: how many there are, if that is known before they are read.
-        tasks: given a place and sizes of parts, what reads the part that begins there, and then each part after it.
+        tasks: given a place and sizes of parts, what reads the part that begins there, and then
+            each part after it.
         pieces: all of it, to be read by several processes; None where one must do it.
     """
 
@@ -65,7 +69,8 @@ class Source:
     pieces: Callable[[], list[Piece]] | None = None
 
     def parts(self, start: int, shard: int) -> Generator[Part]:
-        """The parts from the start of a shard on, in order; none reaches from one shard into the next.
+        """The parts from the start of a shard on, in order; none reaches from one shard into the
+        next.
 
         Threads read ahead while the caller works on a part.
         """

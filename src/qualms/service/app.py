@@ -128,7 +128,9 @@ def add_service(
 
     @app.get("/v1/model", responses={401: PROBLEMS[401], 503: PROBLEMS[503]}, dependencies=token)
     async def model() -> About:
-        """What is served: the network, the methods, the threshold and the scores that it was set on."""
+        """What is served: the network, the methods, the threshold and the scores that it was set
+        on.
+        """
         require_ready()
         return startup.about
 

@@ -83,11 +83,14 @@ class BatchClient(LitSpec):
 
 
 class ModelSide(LitAPI):
-    """The process with the model. `make` builds what it serves there: not every model can be sent to a process."""
+    """The process with the model. `make` builds what it serves there: not every model can be sent
+    to a process.
+    """
 
     def __init__(self, make: Make, settings: Settings, startup: Startup) -> None:
-        # As many images as a request may have, but one for each of its requests at least. Where --max-pixels is low,
-        # the network's own images may be larger: the usual limit on pixels holds.
+        # As many images as a request may have, but one for each of its requests at least. Where
+        # --max-pixels is low, the network's own images may be larger: the usual limit on pixels
+        # holds.
         loop = WaitingLoop(
             max(settings.images, settings.batch), max(settings.pixels, Settings.pixels)
         )
@@ -98,7 +101,8 @@ class ModelSide(LitAPI):
 
     def setup(self, device: str) -> None:
         """Load the model, once; the process that started this one says what goes wrong."""
-        # Ctrl-C reaches every process; this one goes on until the web side has its replies, and is then stopped.
+        # Ctrl-C reaches every process; this one goes on until the web side has its replies, and is
+        # then stopped.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         end_with_parent()
@@ -115,10 +119,12 @@ class ModelSide(LitAPI):
 
 
 class WaitingLoop(BatchedLoop):
-    """LitServe's batches, from a queue that is waited for, with no more images and pixels than said.
+    """LitServe's batches, from a queue that is waited for, with no more images and pixels than
+    said.
 
-    LitServe asks its queue a thousand times a second or more, which keeps a core busy while nothing is to be done. And
-    it counts requests alone: many large ones would be scored together until the deadline of all of them is over.
+    LitServe asks its queue a thousand times a second or more, which keeps a core busy while nothing
+    is to be done. And it counts requests alone: many large ones would be scored together until the
+    deadline of all of them is over.
     """
 
     def __init__(self, images: int, pixels: int) -> None:
@@ -138,7 +144,9 @@ class WaitingLoop(BatchedLoop):
 
 
 class _Rest:
-    """A queue from which the first item has been taken already, and which is empty once a batch is full."""
+    """A queue from which the first item has been taken already, and which is empty once a batch is
+    full.
+    """
 
     def __init__(self, first: Any, queue: Any, loop: WaitingLoop) -> None:
         self.first, self.queue, self.loop = [first], queue, loop
@@ -163,10 +171,11 @@ class _Rest:
 
 
 class Server(LitServer):
-    """LitServe's server, which would load the network before it listens, and wait for ever for one that is killed.
+    """LitServe's server, which would load the network before it listens, and wait for ever for one
+    that is killed.
 
-    This one listens at once. The network is loaded in its own process meanwhile, so that this process, which is told to
-    stop, is never in the middle of torch.
+    This one listens at once. The network is loaded in its own process meanwhile, so that this
+    process, which is told to stop, is never in the middle of torch.
     """
 
     def __init__(self, api: ModelSide, **more: Any) -> None:
@@ -182,7 +191,9 @@ class Server(LitServer):
         return manager
 
     def launch_inference_worker(self, lit_api: LitAPI) -> Any:
-        """Start the process with the model. There, a signal waits until it is heeded: Ctrl-C would leave a trace."""
+        """Start the process with the model. There, a signal waits until it is heeded: Ctrl-C would
+        leave a trace.
+        """
         ensure_running()  # multiprocessing's other process, whose start would let signals in
         self.startup.log(f"{self.startup.last.step} …")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
@@ -209,7 +220,9 @@ class Server(LitServer):
         super()._start_worker_monitoring(manager, uvicorn_workers)
 
     def wait_until_ready(self, processes: Sequence[Any]) -> None:
-        """Wait until the network has scored a first image; an error if it cannot, or one of the processes ends."""
+        """Wait until the network has scored a first image; an error if it cannot, or one of the
+        processes ends.
+        """
         while True:
             if self.startup.stopped:
                 raise KeyboardInterrupt

@@ -1,4 +1,6 @@
-"""One connection: how large a request's head may be, and how long a client may take to send a request."""
+"""One connection: how large a request's head may be, and how long a client may take to send a
+request.
+"""
 
 import asyncio
 import json
@@ -16,10 +18,12 @@ TOO_LARGE = f"the request's headers have more than {HEAD:,} bytes; send fewer or
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which would wait for ever for the rest of a request, and hold whatever headers come meanwhile.
+    """uvicorn's, which would wait for ever for the rest of a request, and hold whatever headers
+    come meanwhile.
 
-    A client has the deadline for a request's head. It has as long again for a body: the door answers at the deadline,
-    and a body that was refused is read on, so that the client comes to read why.
+    A client has the deadline for a request's head. It has as long again for a body: the door
+    answers at the deadline, and a body that was refused is read on, so that the client comes to
+    read why.
     """
 
     def __init__(self, *given: Any, deadline: float, **more: Any) -> None:

@@ -15,22 +15,26 @@ T = TypeVar("T")
 
 @dataclass
 class RequestState:
-    """A request with a body: when its headers came, by `time.monotonic`, and what is decoded or scored for it."""
+    """A request with a body: when its headers came, by `time.monotonic`, and what is decoded or
+    scored for it.
+    """
 
     came: float
     work: Future[Any] | asyncio.Future[Any] | None = None
 
 
 class Decoding:
-    """A few threads. They are not asyncio's own: LitServe waits for its replies in those, and slow images would be in
-    its way.
+    """A few threads. They are not asyncio's own: LitServe waits for its replies in those, and slow
+    images would be in its way.
     """
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(THREADS, "decode")
 
     async def __call__(self, request: Request, work: Callable[..., T], *given: Any) -> T:
-        """What `work` returns. Work that has begun goes on if nobody waits any more, so the door is told of it."""
+        """What `work` returns. Work that has begun goes on if nobody waits any more, so the door is
+        told of it.
+        """
         running = self.pool.submit(work, *given)
         visit_of(request).work = running
         try:

@@ -1,4 +1,6 @@
-"""Processes that end with the one that started them, however that ends: none is left with the network, or the port."""
+"""Processes that end with the one that started them, however that ends: none is left with the
+network, or the port.
+"""
 
 import ctypes
 import os
@@ -33,8 +35,8 @@ def _remember() -> None:
 def _end_with(parent: int) -> None:
     """The kernel sees to it: also a process that is killed takes its children along.
 
-    To the kernel, the parent is the thread that forked: the child is killed when that thread ends, though its process
-    goes on. All that is started here is started by the main thread, and must be.
+    To the kernel, the parent is the thread that forked: the child is killed when that thread ends,
+    though its process goes on. All that is started here is started by the main thread, and must be.
     """
     if PRCTL is None:
         return

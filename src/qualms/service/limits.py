@@ -1,4 +1,6 @@
-"""What every request passes before its body is read: the token, the limits, the deadline; and what is counted of it."""
+"""What every request passes before its body is read: the token, the limits, the deadline; and what
+is counted of it.
+"""
 
 import asyncio
 import hmac
@@ -21,8 +23,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Probes of a cluster carry no token, and neither does a browser that opens a page. These tell what is served, by which
-# method and rule, but no class, score or threshold.
+# Probes of a cluster carry no token, and neither does a browser that opens a page. These tell what
+# is served, by which method and rule, but no class, score or threshold.
 OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 LOCAL = (
     b"",
@@ -39,7 +41,8 @@ class LimitsMiddleware:
     def __init__(self, app: App, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
         self.taken = 0  # requests with a body that are being read, waiting or being scored
-        # What is still decoded or scored for requests that are answered already: memory holds it, so it has a place.
+        # What is still decoded or scored for requests that are answered already: memory holds it,
+        # so it has a place.
         self.late: list[Future[Any] | asyncio.Future[Any]] = []
         metrics.waiting.set_function(lambda: self.inside)
 
@@ -84,7 +87,8 @@ class LimitsMiddleware:
             value.partition(b":")[0] for name, value in scope["headers"] if name.lower() == b"host"
         }
         if self.settings.token is None and not hosts.issubset(LOCAL):
-            # A page on the web whose name was made to point here: its browser takes it for the service's own.
+            # A page on the web whose name was made to point here: its browser takes it for the
+            # service's own.
             words = "only 127.0.0.1 and localhost are answered; use one, or start the service with QUALMS_TOKEN set."
             return problem_answer(403, words)
         if self.settings.token is not None and scope["path"] not in OPEN:

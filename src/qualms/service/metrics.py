@@ -1,4 +1,6 @@
-"""What is counted, for Prometheus. Labels come from the routes and statuses that there are, never from a request."""
+"""What is counted, for Prometheus. Labels come from the routes and statuses that there are, never
+from a request.
+"""
 
 from collections.abc import MutableMapping
 from typing import Any

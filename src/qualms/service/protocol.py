@@ -212,7 +212,8 @@ def _asked(body: bytes, intake: Intake) -> tuple[InferRequest, list[Pixels]]:
 def _numbers(data: list[Any], count: int) -> np.ndarray | None:
     """So many numbers, flat; None if there are others, or something else.
 
-    numpy would take whatever there is, and a text among many numbers takes its length for each of them.
+    numpy would take whatever there is, and a text among many numbers takes its length for each of
+    them.
     """
     flat = data
     for _ in range(MOST_AXES - 1):

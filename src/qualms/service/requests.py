@@ -1,4 +1,6 @@
-"""What may come in, and what is told of it in OpenAPI. Nothing in it names a file, a network or an object to load."""
+"""What may come in, and what is told of it in OpenAPI. Nothing in it names a file, a network or an
+object to load.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -78,7 +80,9 @@ class InferRequest(BaseModel):
 
 
 def score_body(most: int) -> dict[str, Any]:
-    """The body of a request to score at most so many images, for OpenAPI: FastAPI does not see two kinds of bodies."""
+    """The body of a request to score at most so many images, for OpenAPI: FastAPI does not see two
+    kinds of bodies.
+    """
     files = {
         "type": "array",
         "minItems": 1,
@@ -109,7 +113,9 @@ def kind_of(request: Request) -> str:
 
 
 def infer_body() -> dict[str, Any]:
-    """The body of a request of the open inference protocol, for OpenAPI: the route reads it by itself."""
+    """The body of a request of the open inference protocol, for OpenAPI: the route reads it by
+    itself.
+    """
     schema = InferRequest.model_json_schema()
     return {
         "required": True,

@@ -1,4 +1,6 @@
-"""Questions in, answers out: the images of several requests in one batch, each scored as if it were alone."""
+"""Questions in, answers out: the images of several requests in one batch, each scored as if it were
+alone.
+"""
 
 import logging
 import math
@@ -78,17 +80,23 @@ class Served:
         )
 
     def warm_up(self) -> Scored | None:
-        """Score a gray image, so that what is wrong is told now, and the first request does not wait."""
+        """Score a gray image, so that what is wrong is told now, and the first request does not
+        wait.
+        """
         image = self.gray_image
         return None if image is None else self.score(image)
 
     def score(self, pixels: torch.Tensor) -> Scored:
-        """Scores of images of one size. Draws follow the pixels, so an image's company does not change its score."""
+        """Scores of images of one size. Draws follow the pixels, so an image's company does not
+        change its score.
+        """
         return scored_images(self.network, self.scorer, Images(NAME, pixels, None))
 
 
 def about_unloaded(name: str, methods: Mapping[str, Method], threshold: Threshold | None) -> About:
-    """What is known of what is served before it is loaded: all but the weights, the classes and the tolerance."""
+    """What is known of what is served before it is loaded: all but the weights, the classes and the
+    tolerance.
+    """
     first = next(iter(methods.values()))
     return About(
         model=name,
@@ -128,7 +136,8 @@ def replies(
     deadline: float = math.inf,
     watch: Watch = lambda _: nullcontext(),
 ) -> list[Reply]:
-    """The answers to several requests. One that cannot be answered does not keep the others from it.
+    """The answers to several requests. One that cannot be answered does not keep the others from
+    it.
 
     A request whose seconds are over is given up: nobody waits for it, and others may.
     """
@@ -161,7 +170,9 @@ def _answer(
     found: list[Reply],
     watch: Watch,
 ) -> None:
-    """Fill in the results of some images; those of one request alone if they cannot be scored with others."""
+    """Fill in the results of some images; those of one request alone if they cannot be scored with
+    others.
+    """
     try:
         with watch(len(places)):
             told = _results(served, questions, places)

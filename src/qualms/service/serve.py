@@ -26,13 +26,15 @@ MANAGER = "SyncManager"  # how multiprocessing's name of the process with the qu
 def serve(
     make: Make, about: About, settings: Settings, say: Callable[[str], None], steps: int = 3
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; what was taken by then is answered first, unless Ctrl-C comes once more.
+    """Serve until Ctrl-C or SIGTERM; what was taken by then is answered first, unless Ctrl-C comes
+    once more.
 
     The port is open at once. Until the network is ready, requests are answered 503.
 
     Args:
-        make: builds what is served, in a process of its own, and scores a first image with it; it is called with a
-            function to tell each step by. Both it and `say` must be something that can be sent there.
+        make: builds what is served, in a process of its own, and scores a first image with it; it
+            is called with a function to tell each step by. Both it and `say` must be something that
+            can be sent there.
         about: what is known of what is served before that.
         settings: where to listen, and the limits.
         say: tells a line to whoever started it.
@@ -49,15 +51,15 @@ def serve(
 
     @asynccontextmanager
     async def deaf_to_ctrl_c(app: FastAPI) -> AsyncIterator[None]:
-        # Ctrl-C reaches every process, and LitServe then stops this one by SIGTERM. If that is heard first, uvicorn
-        # takes the other for a second Ctrl-C, and drops what it is answering.
+        # Ctrl-C reaches every process, and LitServe then stops this one by SIGTERM. If that is
+        # heard first, uvicorn takes the other for a second Ctrl-C, and drops what it is answering.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         async with server.lifespan(app):
             yield
 
     def note_stop(*_: object) -> None:
-        # `Server` looks at this twenty times a second. An exception might come up as a process is forked, where Python
-        # prints and forgets it.
+        # `Server` looks at this twenty times a second. An exception might come up as a process is
+        # forked, where Python prints and forgets it.
         startup.stopped = True
         if parent_process() is not None:
             raise SystemExit(0)
@@ -72,7 +74,8 @@ def serve(
 
     server.on_ready = on_ready
     server.app.router.lifespan_context = deaf_to_ctrl_c
-    gc.freeze()  # what is imported stays: forks share it, and Python does not search it for a second as it ends
+    # what is imported stays: forks share it, and Python does not search it for a second as it ends
+    gc.freeze()
     end_children_with_this()
     _heed(note_stop)
     quiet: dict[str, Any] = {
@@ -88,7 +91,8 @@ def serve(
         KeyboardInterrupt
     ):  # before LitServe heeds it, or a second one: Python would wait for what has been started
         for process in active_children():
-            # The web side takes any other end for a stop in order, and answers first; a start heeds no other.
+            # The web side takes any other end for a stop in order, and answers first; a start heeds
+            # no other.
             (process.terminate if process.name.startswith(MANAGER) else process.kill)()
         raise
     except (EOFError, ConnectionError):  # LitServe's queues go when the process with the model does
@@ -105,7 +109,8 @@ def _heed(handler: Callable[..., None]) -> None:
 def _stop(*_: object) -> None:
     """LitServe stops in order at Ctrl-C alone; its children end without a word once they are done."""
     if parent_process() is None:
-        # The thread that watches LitServe's processes may ask a queue that has gone by then, and log a trace of it.
+        # The thread that watches LitServe's processes may ask a queue that has gone by then, and
+        # log a trace of it.
         logging.getLogger("litserve.server").addFilter(
             lambda record: "Monitoring" not in record.getMessage()
         )

@@ -19,7 +19,8 @@ class Settings:
         port: from 1024 on.
         token: what requests must carry as `Authorization: Bearer …`; None asks for nothing.
         batch: the most requests that are scored together.
-        waiting: the most requests that are read, waiting or being scored; a further one is answered 429.
+        waiting: the most requests that are read, waiting or being scored; a further one is answered
+            429.
         deadline: seconds from a request's headers to its answer.
         body: bytes of a request.
         images: in one request.

@@ -1,4 +1,6 @@
-"""How far the start is: told by the process that loads the network, read by the web side and by the command."""
+"""How far the start is: told by the process that loads the network, read by the web side and by the
+command.
+"""
 
 import time
 import traceback
@@ -23,7 +25,9 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the network cannot be served: the sentence, whether it is one of ours, and where it comes from."""
+    """Why the network cannot be served: the sentence, whether it is one of ours, and where it comes
+    from.
+    """
 
     words: str
     known: bool
@@ -74,14 +78,18 @@ class Progress:
 
     @property
     def sentence(self) -> str:
-        """Why a request is not answered. The log alone says why a start failed: its words may name files."""
+        """Why a request is not answered. The log alone says why a start failed: its words may name
+        files.
+        """
         if self.status == "failed":
             return "the network could not be loaded; the service's log has the details."
         where = f"{self.step}, step {self.number} of {self.steps}, {self.seconds:.0f} s so far"
         return f"the network is warming up ({where}); try again in a few seconds."
 
     def not_ready(self) -> NotReady:
-        """The same for probes and for the page. A network that is ready, and does not answer, hangs."""
+        """The same for probes and for the page. A network that is ready, and does not answer,
+        hangs.
+        """
         return NotReady(
             status="hangs" if self.status == "ready" else self.status,
             step=self.step,
@@ -92,7 +100,8 @@ class Progress:
 
 
 class Startup:
-    """The start of one service. Each of its processes has one of these, and they share a board with the progress.
+    """The start of one service. Each of its processes has one of these, and they share a board with
+    the progress.
 
     Args:
         about: what is known of what is served before the network is loaded.

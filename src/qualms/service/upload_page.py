@@ -1,4 +1,6 @@
-"""The pages: one to try the network on an image, in the look of the report, and one that lists the routes."""
+"""The pages: one to try the network on an image, in the look of the report, and one that lists the
+routes.
+"""
 
 from importlib.resources import files
 from typing import Any
@@ -12,7 +14,8 @@ from qualms.version import __version__
 
 
 def front_page(about: About, token: bool, ready: bool) -> str:
-    """Drop an image, see the decision. The data come from the routes, with the token if there is one.
+    """Drop an image, see the decision. The data come from the routes, with the token if there is
+    one.
 
     Until the network is ready, the page asks how far it is, and can be used once it is.
     """

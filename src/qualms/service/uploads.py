@@ -1,4 +1,6 @@
-"""What a request holds, files or numbers, to pixels: nothing larger than the limits is ever decoded."""
+"""What a request holds, files or numbers, to pixels: nothing larger than the limits is ever
+decoded.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +46,9 @@ class Intake:
         return found
 
     def of_numbers(self, arrays: Sequence[Any], white: int) -> list[Pixels]:
-        """Nested lists or arrays, each [h][w] or [h][w][c], in which white is 255 (whole numbers) or 1."""
+        """Nested lists or arrays, each [h][w] or [h][w][c], in which white is 255 (whole numbers)
+        or 1.
+        """
         self.require_count(len(arrays))
         left, found = self.settings.pixels, []
         for i, array in enumerate(arrays):

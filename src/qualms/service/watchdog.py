@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ERRORS = 2  # the file that they go to
-GRACE = 5.0  # seconds after which it ends without a sentence, if Python cannot say one: a library holds its lock
+# seconds after which it ends without a sentence, if Python cannot say one: a library holds its lock
+GRACE = 5.0
 LONGEST = 1e6  # seconds, some eleven days: timers take no more on some systems
 
 
 @contextmanager
 def ended_if_hung(deadline: float, images: int) -> Iterator[None]:
-    """End this process if that many images take longer than any that could be answered: the deadline for each.
+    """End this process if that many images take longer than any that could be answered: the
+    deadline for each.
 
     As long again is left, so that nothing is ended that is only slow.
     """

@@ -1,4 +1,6 @@
-"""Ablation: what each part of REGrad* adds, and how much its two parameters matter. Both are rows of `ood`."""
+"""Ablation: what each part of REGrad* adds, and how much its two parameters matter. Both are rows
+of `ood`.
+"""
 
 import math
 
@@ -28,7 +30,9 @@ def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Metho
 
 
 def lambda_sweep(lambdas: tuple[float, ...] = LAMBDAS) -> dict[str, Method]:
-    """REGrad+layers(λ); the paper's limit λ → 0 is the plain norm, ours at λ = 0 the sum of the layers' norms."""
+    """REGrad+layers(λ); the paper's limit λ → 0 is the plain norm, ours at λ = 0 the sum of the
+    layers' norms.
+    """
     rows: dict[str, Method] = {"λ → 0": REGrad()}
     for lam in lambdas:
         rows["λ → ∞" if lam == math.inf else f"λ = {lam:g}"] = REGrad(layers=min(lam, LAST_LAYER))
@@ -40,7 +44,8 @@ def sigma_sweep(
 ) -> dict[str, Method]:
     """REGrad+layers+smooth(σ), σ in pixels scaled to [0, 1].
 
-    λ is the dataset's; for SVHN 0.3, at which the paper's table 5 has its sweep, though its setting elsewhere is 0.2.
+    λ is the dataset's; for SVHN 0.3, at which the paper's table 5 has its sweep, though its setting
+    elsewhere is 0.2.
     """
     how, lam = smooth or Smoothing(SIGMA), 0.3 if dataset == "svhn" else LAMBDA.get(dataset, 0.3)
     return {

@@ -1,8 +1,9 @@
-"""Active learning: which unlabeled images are worth a label? Start small, ask for the most uncertain, train anew.
+"""Active learning: which unlabeled images are worth a label? Start small, ask for the most
+uncertain, train anew.
 
-Wang & Ji, CVPR 2024, section 5.3: m1 balanced images to start with, then cycles that each add the m2 most uncertain of
-the pool and retrain from scratch. The start is drawn from the training images 1 to 10,000, images 10,001 to 20,000
-choose the best epoch, those above are the pool.
+Wang & Ji, CVPR 2024, section 5.3: m1 balanced images to start with, then cycles that each add the
+m2 most uncertain of the pool and retrain from scratch. The start is drawn from the training images
+1 to 10,000, images 10,001 to 20,000 choose the best epoch, those above are the pool.
 """
 
 import time
@@ -62,7 +63,8 @@ def active(
     """A row for each method and cycle: accuracy and negative log-likelihood on the test images.
 
     Args:
-        build: makes the network with fresh weights; the seed decides them, the same for every cycle and method.
+        build: makes the network with fresh weights; the seed decides them, the same for every cycle
+            and method.
         train: training images with labels, which are cut into start, validation images and pool.
         test: what the network is judged on.
         normalization: of the network's inputs.
@@ -84,7 +86,9 @@ def active(
             return build()
 
     def trained(chosen: list[int]) -> Network:
-        """The network after labels for these images of the pool; the start's and the newest are kept."""
+        """The network after labels for these images of the pool; the start's and the newest are
+        kept.
+        """
         if tuple(chosen) not in cached:
             for old in [key for key in cached if key]:
                 del cached[old]
@@ -196,7 +200,9 @@ class Parts:
 
 
 def split(train: Images, plan: Plan, seed: int) -> Parts:
-    """A balanced start, validation images and the pool; thirds where there are not more than 20,000 images."""
+    """A balanced start, validation images and the pool; thirds where there are not more than 20,000
+    images.
+    """
     if train.labels is None:
         raise QualmsError(f"{train.name} has no labels; active learning needs them.")
     block = BLOCK if len(train) > 2 * BLOCK else len(train) // 3

@@ -27,7 +27,8 @@ def calibration(
     train: Images | None = None,
     tell: ProgressFn | None = None,
 ) -> Iterator[CalibrationRow]:
-    """A row for each method: rAULC with its 95 % interval, the area under risk and coverage, and selective risks.
+    """A row for each method: rAULC with its 95 % interval, the area under risk and coverage, and
+    selective risks.
 
     Where all predictions are right, or all wrong, there is no rAULC; the row has None and says why.
     """

@@ -23,7 +23,8 @@ KINDS: dict[str, Any] = {
 
 
 def require_row(row: Any, whole: bool) -> None:
-    """A ValueError if a value is of another kind than in a row of `KINDS`, or, of a `whole` row, a key is missing.
+    """A ValueError if a value is of another kind than in a row of `KINDS`, or, of a `whole` row, a
+    key is missing.
 
     Rows of kinds that are not there, such as that of the run, may hold anything.
     """

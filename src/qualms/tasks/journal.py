@@ -1,7 +1,8 @@
-"""Rows of numbers on disk, as JSON lines: each is written before the next is computed, so a killed run loses nothing.
+"""Rows of numbers on disk, as JSON lines: each is written before the next is computed, so a killed
+run loses nothing.
 
-The first line says what the run is about; a file is only ever continued by the same run. A line that was cut short by
-a kill is dropped when the file is opened again.
+The first line says what the run is about; a file is only ever continued by the same run. A line
+that was cut short by a kill is dropped when the file is opened again.
 """
 
 import json
@@ -37,9 +38,11 @@ class Journal(AbstractContextManager["Journal"]):
 
     Args:
         path: the file; None keeps the rows in memory alone.
-        about: what decides the rows' values, such as the network and the seed; the file must say the same.
+        about: what decides the rows' values, such as the network and the seed; the file must say
+            the same.
         advice: what errors tell the user to do about a file that cannot be continued.
-        replace: whether such a file, if it holds rows of a run at all, is emptied and begun anew instead.
+        replace: whether such a file, if it holds rows of a run at all, is emptied and begun anew
+            instead.
     """
 
     def __init__(
@@ -152,7 +155,9 @@ def _read(file: IO[bytes], path: Path) -> list[Any]:
 
 
 def _difference(kept: dict[str, Any], asked: dict[str, Any]) -> str:
-    """The first thing in which two runs differ: `another seed (0, not 1)`, or `other methods (energy)`."""
+    """The first thing in which two runs differ: `another seed (0, not 1)`, or `other methods
+    (energy)`.
+    """
     what = next(k for k in {**kept, **asked} if kept.get(k) != asked.get(k))
     one, other = kept.get(what), asked.get(what)
     if not isinstance(one, dict) or not isinstance(other, dict):

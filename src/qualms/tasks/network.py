@@ -30,7 +30,8 @@ class Network:
         name: what rows and tables call it.
         model: the classifier.
         normalization: of its inputs.
-        fit: how images of any size become its inputs, batch by batch. None takes them in the size that they have.
+        fit: how images of any size become its inputs, batch by batch. None takes them in the size
+            that they have.
         members: other trainings of it, for `ensemble`.
         class_names: of its outputs; empty where nobody says.
     """
@@ -65,7 +66,8 @@ class Network:
     def numbered_inputs(self, images: Images) -> tuple[Float[Tensor, "n c h w"], list[int]]:
         """What the model receives, and a number for each image that follows from its pixels there.
 
-        Numbers decide draws, so that an image has the same score wherever it stands, and in whatever company.
+        Numbers decide draws, so that an image has the same score wherever it stands, and in
+        whatever company.
         """
         own = self._fitted(images)
         return self._normalized(own), own.numbers()
@@ -94,7 +96,9 @@ class Network:
         return (*images.notes, *([more] if more else []))
 
     def try_on(self, images: Images) -> None:
-        """An error that speaks of sizes if the model does not take the first image, and nobody says what it takes."""
+        """An error that speaks of sizes if the model does not take the first image, and nobody says
+        what it takes.
+        """
         if self.fit is not None:
             return
         first = images.take(slice(0, 1))
@@ -110,10 +114,11 @@ class Network:
             ) from error
 
     def relabeled(self, images: Images) -> Images:
-        """Images whose labels count the classes as the network does: by name where both have names, else by number.
+        """Images whose labels count the classes as the network does: by name where both have names,
+        else by number.
 
-        A folder may hold some of the network's classes, or all of them in the order of the alphabet. Folders of
-        ImageNet's classes may be called by WordNet ids.
+        A folder may hold some of the network's classes, or all of them in the order of the
+        alphabet. Folders of ImageNet's classes may be called by WordNet ids.
         """
         if images.labels is None or not images.classes or images.classes == self.class_names:
             return images
@@ -148,9 +153,11 @@ class Network:
         return accuracy(logits, labels)
 
     def in_its_units(self, method: Method) -> Method:
-        """A method whose noise is given in pixels scaled to [0, 1], with the noise in the units of the model's input.
+        """A method whose noise is given in pixels scaled to [0, 1], with the noise in the units of
+        the model's input.
 
-        That is how papers mean the σ of smoothing and of `perturb-x`, the a of `mc-aa` and the ε of `odin`.
+        That is how papers mean the σ of smoothing and of `perturb-x`, the a of `mc-aa` and the ε of
+        `odin`.
         """
         return method.in_units(self.normalization.in_model_units)
 

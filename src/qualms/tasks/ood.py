@@ -1,4 +1,6 @@
-"""Out-of-distribution detection: do scores tell images of other datasets from those that the network knows?"""
+"""Out-of-distribution detection: do scores tell images of other datasets from those that the
+network knows?
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +27,8 @@ def ood(
     train: Images | None = None,
     tell: ProgressFn | None = None,
 ) -> Iterator[OodRow]:
-    """A row for each method and each dataset of `outside`: AUROC with its 95 % interval, AUPR both ways, FPR95.
+    """A row for each method and each dataset of `outside`: AUROC with its 95 % interval, AUPR both
+    ways, FPR95.
 
     OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
     """
@@ -68,7 +71,9 @@ def ood(
 
 
 def alike(network: Network, inside: Images, other: Images) -> Images:
-    """In the size of the images that the network knows; if it fits those anew in each batch, then these too."""
+    """In the size of the images that the network knows; if it fits those anew in each batch, then
+    these too.
+    """
     if network.fit is None:
         return other.fitted(inside.pixels.shape[1], inside.size)
     return network.fit.apply(other) if inside.size == network.fit.size else other

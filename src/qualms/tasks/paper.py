@@ -23,7 +23,8 @@ DRAWS = 100  # of inputs or weights, for the scores that perturb them
 SIGMA = 0.02  # of smoothing, in pixels scaled to [0, 1]
 
 
-# What stands beside the paper's methods in tables 1 and 2, by spec: ours, what users would pick instead, and rivals.
+# What stands beside the paper's methods in tables 1 and 2, by spec: ours, what users would pick
+# instead, and rivals.
 BESIDE = (
     *("heat", "coherence", "fisher", "isotropic"),
     *(
@@ -46,9 +47,11 @@ BESIDE = (
 def paper_methods(
     dataset: str, smooth: Smoothing | None = None, draws: int = DRAWS
 ) -> dict[str, Method]:
-    """The rows of the paper's tables, with its settings for a dataset (those of MNIST for others); noise in pixels.
+    """The rows of the paper's tables, with its settings for a dataset (those of MNIST for others);
+    noise in pixels.
 
-    `smooth` is the smoothing of REGrad\\*, `draws` are those of the scores that run the whole network on each.
+    `smooth` is the smoothing of REGrad\\*, `draws` are those of the scores that run the whole
+    network on each.
     """
     many = dataset == "cifar100"
     lam, smooth = LAMBDA.get(dataset, 0.3), smooth or Smoothing(SIGMA)
@@ -71,7 +74,9 @@ def paper_methods(
 
 
 def methods_beside(dataset: str) -> dict[str, Method]:
-    """The other methods of tables 1 and 2; searching a hundred heads for each input would take `quam` hours."""
+    """The other methods of tables 1 and 2; searching a hundred heads for each input would take
+    `quam` hours.
+    """
     return {name: parse(name) for name in BESIDE if not (name == "quam" and dataset == "cifar100")}
 
 
@@ -103,7 +108,8 @@ def _table(text: str) -> dict[str, dict[str, Any]]:
     return columns
 
 
-# Table 1: AUROC/AUPR in percent by in-distribution and OOD dataset; the last rows also from tables 4 and 6.
+# Table 1: AUROC/AUPR in percent by in-distribution and OOD dataset; the last rows also from tables
+# 4 and 6.
 OOD = _table("""
 method           | mnist→omniglot | mnist→fashion-mnist | cifar10→svhn | cifar10→lsun
 NEGrad           | 41.99/43.49    | 40.99/44.41         | 72.80/64.47  | 66.96/58.51

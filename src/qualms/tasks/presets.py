@@ -1,4 +1,6 @@
-"""Two sizes of the paper's experiments: `paper`, the full protocol, which wants a GPU, and `cpu`, for two cores."""
+"""Two sizes of the paper's experiments: `paper`, the full protocol, which wants a GPU, and `cpu`,
+for two cores.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +18,8 @@ class Setup:
     """One in-distribution dataset: which network, how trained, and how many images are scored.
 
     Args:
-        network: a name in the zoo. If `weights` in the data folder holds its published file, that is used.
+        network: a name in the zoo. If `weights` in the data folder holds its published file, that
+            is used.
         recipe: how it is trained otherwise.
         train: the number of training images; None for all.
         images: the number of test images of each dataset; None for all.
@@ -91,7 +94,8 @@ PAPER = Preset(
     timed=1000,
 )
 
-# Twenty images make one step an epoch: only larger starts can do with fewer epochs, with smaller batches to make up.
+# Twenty images make one step an epoch: only larger starts can do with fewer epochs, with smaller
+# batches to make up.
 _MANY = replace(RECIPES["active"], epochs=60, validate_every=5)
 _SHORT = replace(RECIPES["active"], epochs=20, batch=32, validate_every=4)
 # On MNIST, two draws rank as a hundred do (docs/performance.md); on other networks they do not.

@@ -1,7 +1,8 @@
-"""The paper's tables, each from one call: networks are trained (or read), scored and measured, row by row on disk.
+"""The paper's tables, each from one call: networks are trained (or read), scored and measured, row
+by row on disk.
 
-Everything lands in one folder: `networks`, one file of rows for each network, one for each dataset of active learning.
-Tables share them: what one has scored, the next does not score again.
+Everything lands in one folder: `networks`, one file of rows for each network, one for each dataset
+of active learning. Tables share them: what one has scored, the next does not score again.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +32,8 @@ from qualms.tasks.runtime import runtime as measure_runtime
 from qualms.tasks.scoring import Methods, accuracy_row, usable
 from qualms.training import fit
 
-# What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it is on disk.
+# What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it
+# is on disk.
 PAIRS = {
     "mnist": ("omniglot", "fashion-mnist"),
     "cifar10": ("svhn", "lsun", "tiny-imagenet-32"),
@@ -46,8 +48,9 @@ MAIN = {
 }  # table 4's
 BESIDE_VIT = ("energy", "gen", "heat", "odin", "knn", "fisher")
 PARTS = ("REGrad", "REGrad+layers", "REGrad*")
-# As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do: with all 26,032 test
-# images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be below the least possible AUPR, 50.8.
+# As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do:
+# with all 26,032 test images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be
+# below the least possible AUPR, 50.8.
 EQUAL = 10_000
 LEARNT_FROM = (
     5000  # training images that methods see where a preset scores a part of the test images only
@@ -172,7 +175,8 @@ def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
 def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str, Method | None]:
     """Those of the preset; None stands for a random choice.
 
-    NEGrad is not among them: it gives every image the score zero, and would take the pool in the order of its file.
+    NEGrad is not among them: it gives every image the score zero, and would take the pool in the
+    order of its file.
     """
     every: dict[str, Method | None] = {
         RANDOM: None,

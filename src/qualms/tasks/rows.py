@@ -1,7 +1,8 @@
-"""What rows hold: the numbers that tasks measure, as they are yielded, kept in a journal and written as JSON lines.
+"""What rows hold: the numbers that tasks measure, as they are yielded, kept in a journal and
+written as JSON lines.
 
-`row` says of which kind a row is. A key type has all that decides a row's numbers: rows with equal keys are the same
-row, and are measured once. Shares are from 0 to 1.
+`row` says of which kind a row is. A key type has all that decides a row's numbers: rows with equal
+keys are the same row, and are measured once. Shares are from 0 to 1.
 """
 
 from typing import Literal, NotRequired, TypedDict
@@ -112,7 +113,9 @@ class AccuracyRow(AccuracyKey):
 
 
 class _Learning(_From):
-    """What all cycles of active learning share; `from` is the fingerprint of the weights that each begins with."""
+    """What all cycles of active learning share; `from` is the fingerprint of the weights that each
+    begins with.
+    """
 
     data: str
     seed: int
@@ -232,7 +235,9 @@ class TextKey(_In, TextAbout):
 
 
 class TextRow(TextKey, OodMeasures):
-    """How well a method tells tokens, or spans of them, of one text from those of another; intervals over windows."""
+    """How well a method tells tokens, or spans of them, of one text from those of another;
+    intervals over windows.
+    """
 
 
 class NextTokenKey(_In, TextAbout):
@@ -246,7 +251,9 @@ class NextTokenKey(_In, TextAbout):
 
 
 class NextTokenMeasures(TypedDict):
-    """Whether the score is high where the likeliest next token is wrong; 95 % intervals over windows."""
+    """Whether the score is high where the likeliest next token is wrong; 95 % intervals over
+    windows.
+    """
 
     accuracy: float
     auroc: float  # wrong ones are positive
@@ -273,7 +280,9 @@ class PartKey(TypedDict):
 
 
 class PartRow(PartKey):
-    """All that a table says of a few images. Numbers are `{"dtype": "float32", "values": [0.5, "nan"]}`."""
+    """All that a table says of a few images. Numbers are `{"dtype": "float32", "values": [0.5,
+    "nan"]}`.
+    """
 
     ids: list[int | str]
     classes: int  # how many the network tells apart
@@ -286,7 +295,9 @@ class PartRow(PartKey):
 
 
 class LeftOutRow(_MaybeIn):
-    """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows. It is never in a journal."""
+    """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows. It is
+    never in a journal.
+    """
 
     row: Literal["left out"]
     why: str

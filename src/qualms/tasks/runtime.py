@@ -34,10 +34,12 @@ def runtime(
     rounds: int = 3,
     tell: ProgressFn | None = None,
 ) -> Iterator[RuntimeRow]:
-    """A row for each method: the median over rounds of its time, divided by Entropy's in the same round.
+    """A row for each method: the median over rounds of its time, divided by Entropy's in the same
+    round.
 
-    Each method runs alone, on the same images in batches of 32, by a `Scorer` that has scored a batch before: what is
-    done once for many batches, such as the fit of `laplace` on `train`, is not timed.
+    Each method runs alone, on the same images in batches of 32, by a `Scorer` that has scored a
+    batch before: what is done once for many batches, such as the fit of `laplace` on `train`, is
+    not timed.
     """
     x = list(network.inputs(images).split(BATCH))
 

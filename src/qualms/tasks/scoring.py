@@ -35,7 +35,9 @@ Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixe
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """Scores of some images by method; the class that the network gives each, its probability, and the true class."""
+    """Scores of some images by method; the class that the network gives each, its probability, and
+    the true class.
+    """
 
     scores: dict[str, np.ndarray]
     predicted: np.ndarray
@@ -64,7 +66,8 @@ def score_images(
     train: Images | None = None,
     tell: ProgressFn | None = None,
 ) -> ScoredImages:
-    """The scores of all images by all methods, from `journal` where they are there, else computed and added to it.
+    """The scores of all images by all methods, from `journal` where they are there, else computed
+    and added to it.
 
     Args:
         network: what scores them.
@@ -139,9 +142,11 @@ def score_images(
 
 
 def scored_images(network: Network, scorer: Scorer, images: Images, first: int = 0) -> Scored:
-    """Some images of a long run: `first` is the place of the first, which is its id where images have no names.
+    """Some images of a long run: `first` is the place of the first, which is its id where images
+    have no names.
 
-    Draws follow an image's pixels, so that its scores do not depend on where it stands, nor on what was read before it.
+    Draws follow an image's pixels, so that its scores do not depend on where it stands, nor on what
+    was read before it.
     """
     x, numbers = network.numbered_inputs(images)
     with by_name(images, numbers, first):
@@ -151,7 +156,9 @@ def scored_images(network: Network, scorer: Scorer, images: Images, first: int =
 
 
 def names_of_classes(network: Network, images: Images, number: int) -> tuple[str, ...] | None:
-    """The names of so many classes: those of the network or else of the images; None if neither has as many."""
+    """The names of so many classes: those of the network or else of the images; None if neither has
+    as many.
+    """
     return next(
         (names for names in (network.class_names, images.classes) if len(names) == number), None
     )
@@ -177,7 +184,8 @@ def chosen_engine(
     engine: Engine | Sketch,
     tolerance: float | None = None,
 ) -> tuple[Engine | Sketch, float | None]:
-    """The engine and the tolerance that scores will have, settled on the first images: so they stand in the rows.
+    """The engine and the tolerance that scores will have, settled on the first images: so they
+    stand in the rows.
 
     Args:
         network: what scores them.
@@ -208,7 +216,9 @@ def accuracy_row(network: Network, images: Images, journal: Journal) -> Accuracy
 def usable(
     network: Network, images: Images, methods: Methods, train: Images | None
 ) -> tuple[dict[str, Method], list[LeftOutRow]]:
-    """The methods that this network and this data allow, and a row with the reason for each other one."""
+    """The methods that this network and this data allow, and a row with the reason for each other
+    one.
+    """
     good: dict[str, Method] = {}
     rows: list[LeftOutRow] = []
     few = network.inputs(images.take(slice(0, 2)))
@@ -243,7 +253,9 @@ def by_name(images: Images, numbers: Sequence[int], first: int = 0) -> Iterator[
 
 
 def parameters(method: Method, train: Images | None) -> str:
-    """All that decides a method's scores beside network, image and seed: a row made otherwise is another row."""
+    """All that decides a method's scores beside network, image and seed: a row made otherwise is
+    another row.
+    """
     learnt = (
         f" on {train.fingerprint()}" if train is not None and TRAINING_DATA in method.needs else ""
     )
@@ -263,7 +275,9 @@ def _known(journal: Journal, key: ScoresKey, exactly: dict[str, str]) -> dict[st
 
 @dataclass(frozen=True)
 class Inputs:
-    """Batches of what a network receives for some images, made as they are asked for, each time anew."""
+    """Batches of what a network receives for some images, made as they are asked for, each time
+    anew.
+    """
 
     network: Network
     images: Images

@@ -1,4 +1,6 @@
-"""Scores of tokens: do they tell other texts from those that a language model knows, and where it errs?"""
+"""Scores of tokens: do they tell other texts from those that a language model knows, and where it
+errs?
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,11 +48,14 @@ def text(
     params: str = "",
     tell: ProgressFn | None = None,
 ) -> Iterator[TextRow | NextTokenRow | LeftOutRow]:
-    """Rows for each method: each text of `outside` beside `inside`, by tokens and by spans; then errors on `inside`.
+    """Rows for each method: each text of `outside` beside `inside`, by tokens and by spans; then
+    errors on `inside`.
 
-    What stands at a token is the score after reading it, of what comes next; the token that does come next is not
-    used. A span's score is the mean of its tokens'. Two baselines of the tokens read so far are always among the
-    methods: `surprise`, -log p of the token just read, and `perplexity`, the mean of that over the window up to there.
+    What stands at a token is the score after reading it, of what comes next; the token that does
+    come next is not used. A span's score is the mean of its tokens'. Two baselines of the tokens
+    read so far are always among the
+    methods: `surprise`, -log p of the token just read, and `perplexity`, the mean of that over the
+    window up to there.
 
     Args:
         model: a language model.
@@ -140,7 +145,9 @@ def running(scores: Floats) -> Floats:
 
 
 def span_means(scores: Floats, span: int) -> Floats:
-    """The means over consecutive spans of each window; tokens that are left over at its end are left out."""
+    """The means over consecutive spans of each window; tokens that are left over at its end are
+    left out.
+    """
     whole = scores.shape[1] // span
     return scores[:, : whole * span].reshape(len(scores), whole, span).mean(2)
 

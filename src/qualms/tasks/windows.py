@@ -1,4 +1,6 @@
-"""Texts to scores of tokens: windows of equal length, kept chunk by chunk, so that none is scored twice."""
+"""Texts to scores of tokens: windows of equal length, kept chunk by chunk, so that none is scored
+twice.
+"""
 
 import hashlib
 import time
@@ -34,13 +36,14 @@ DIGITS = 7  # of a score in a file: what float32 holds
 
 @dataclass(frozen=True)
 class Windows:
-    """A text in windows of equal length, each from within one document, so that a place in them says nothing.
+    """A text in windows of equal length, each from within one document, so that a place in them
+    says nothing.
 
     Args:
         name: of the text.
         ids: the tokens.
-        opening: how many of them open a window and are not judged: those that the tokenizer puts in front of a text,
-            or one of the text where it puts none.
+        opening: how many of them open a window and are not judged: those that the tokenizer puts in
+            front of a text, or one of the text where it puts none.
     """
 
     name: str
@@ -73,7 +76,9 @@ class Windows:
 
 
 def cut(name: str, documents: Iterable[Document], language: LanguageModel, length: int) -> Windows:
-    """Every window of `length` tokens that fits into a document; what is left over at its end is left out."""
+    """Every window of `length` tokens that fits into a document; what is left over at its end is
+    left out.
+    """
     if length < 2:
         raise QualmsError(
             f"windows of {length} tokens have no next token to predict; make them longer."
@@ -119,7 +124,8 @@ def score_windows(
     params: str = "",
     tell: ProgressFn | None = None,
 ) -> ScoredWindows:
-    """The scores of all tokens by all methods, from `journal` where they are there, else computed and added to it.
+    """The scores of all tokens by all methods, from `journal` where they are there, else computed
+    and added to it.
 
     Args:
         model: gives logits for each place, the first axis being texts.
@@ -217,7 +223,9 @@ def _scorer(model: nn.Module, methods: Methods, seed: int, engine: Sketch, param
 
 
 def _scored(scorer: Scorer, part: Windows) -> TokensMeasures:
-    """What a row holds of some windows: scores, log-probabilities and outcomes, from what opens them on."""
+    """What a row holds of some windows: scores, log-probabilities and outcomes, from what opens
+    them on.
+    """
     targets, start = next_tokens(part.ids), part.opening
     found = scorer({"input_ids": part.ids}, targets=targets)
     assert found.target_log_probs is not None

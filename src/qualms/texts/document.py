@@ -9,17 +9,20 @@ __all__ = ["Document", "ScoredDocument"]
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A text cut into tokens. What stands at a token is what the model says after reading it, of what comes next.
+    """A text cut into tokens. What stands at a token is what the model says after reading it, of
+    what comes next.
 
     Args:
         document: the text.
         ids: the tokens' numbers in the vocabulary.
-        offsets: where each token starts and ends in the text, in characters; (0, 0) for one that is not in the text.
+        offsets: where each token starts and ends in the text, in characters; (0, 0) for one that is
+            not in the text.
         scores: a number for each token, by method; higher means more uncertain.
-        alternatives: after each token, the likeliest next tokens with their probabilities, likeliest first.
+        alternatives: after each token, the likeliest next tokens with their probabilities,
+            likeliest first.
         next_log_probs: log p of the token that follows; NaN after the last one.
-        sequence: ‖∇θ Σ_t log p(y_t)‖ of the whole text divided by its number of tokens; None without gradients, and for
-            a text that was read in several windows.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the whole text divided by its number of tokens; None
+            without gradients, and for a text that was read in several windows.
     """
 
     document: Document

@@ -1,4 +1,6 @@
-"""A document in tokens, and the windows in which a model reads one that is longer than it can read at once."""
+"""A document in tokens, and the windows in which a model reads one that is longer than it can read
+at once.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ NO_TEXT = (0, 0)  # the offsets of a token that a tokenizer adds
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a document and where they stand in it; the first `lead` of them were added by the tokenizer."""
+    """The tokens of a document and where they stand in it; the first `lead` of them were added by
+    the tokenizer.
+    """
 
     document: Document
     ids: tuple[int, ...]
@@ -25,7 +29,9 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Window:
-    """What a model reads at once: tokens added in front, then those from `start` to `end`, scored from `scored` on."""
+    """What a model reads at once: tokens added in front, then those from `start` to `end`, scored
+    from `scored` on.
+    """
 
     lead: int
     start: int
@@ -67,7 +73,9 @@ def encoded(language_model: LanguageModel, document: Document) -> Encoded:
 
 
 def reading_width(language_model: LanguageModel, context: int | None = None) -> int:
-    """How many tokens are read at once: as asked for, else as many as the model can and memory should."""
+    """How many tokens are read at once: as asked for, else as many as the model can and memory
+    should.
+    """
     can = language_model.context
     if context is not None and (context < 4 or context > (can or context)):
         limit = "" if can is None else f" to {can}, which {language_model.name} can read"
@@ -78,9 +86,10 @@ def reading_width(language_model: LanguageModel, context: int | None = None) -> 
 def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
     """Windows of at most `context` tokens, in which each token is scored once.
 
-    The first is full and scored all over. Each further one moves on by half of what it holds: the first half was
-    scored before and is there to be read, so that a token is judged after reading at least half a window. The tokens
-    that the tokenizer adds in front of a text stand in front of every window.
+    The first is full and scored all over. Each further one moves on by half of what it holds: the
+    first half was scored before and is there to be read, so that a token is judged after reading at
+    least half a window. The tokens that the tokenizer adds in front of a text stand in front of
+    every window.
     """
     yield Window(0, 0, 0, min(context, tokens))
     room = context - lead
@@ -91,7 +100,9 @@ def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:
-    """What a token adds to a text that goes on, with the space in front of it; each is decoded once."""
+    """What a token adds to a text that goes on, with the space in front of it; each is decoded
+    once.
+    """
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     before = len(whole(anchor))

@@ -24,7 +24,8 @@ def generated(
 
     Args:
         language_model: what writes.
-        documents: the beginnings. Of one that leaves no room in the model's context, the last tokens are read.
+        documents: the beginnings. Of one that leaves no room in the model's context, the last
+            tokens are read.
         new_tokens: how many tokens are written at most; fewer if the model ends the text itself.
         sample: draw each token by its probability, instead of taking the likeliest.
         seed: decides the draws.

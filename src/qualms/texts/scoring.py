@@ -38,9 +38,9 @@ def scored_documents(
 ) -> Iterator[ScoredDocument]:
     """Each document with the scores of its tokens, in the order given and as soon as it is done.
 
-    A document that is longer than the context is read in windows: each moves on by half of what it holds, so that a
-    token is judged after reading at least half a window, and each token is scored once. Such a document has no
-    `sequence`, which is about all of its tokens at once.
+    A document that is longer than the context is read in windows: each moves on by half of what it
+    holds, so that a token is judged after reading at least half a window, and each token is scored
+    once. Such a document has no `sequence`, which is about all of its tokens at once.
 
     Args:
         language_model: what reads them.
@@ -48,7 +48,8 @@ def scored_documents(
         methods: specs or methods, as for `Scorer`.
         engine: of the gradient scores, as for `Scorer`; a `Sketch` says how many tangents it takes.
         seed: decides every random draw.
-        context: how many tokens are read at once: by default as many as the model can read, and at most 1024.
+        context: how many tokens are read at once: by default as many as the model can read, and at
+            most 1024.
         batch_size: how many windows are scored in one call.
         tell: is told how many tokens are done.
     """
@@ -80,9 +81,11 @@ def scored_documents(
 
 @dataclass(frozen=True)
 class _Batch:
-    """Windows side by side, filled up at their ends: what is read, which positions are scored, and what follows.
+    """Windows side by side, filled up at their ends: what is read, which positions are scored, and
+    what follows.
 
-    Their numbers, which decide random draws, follow their tokens and not their place among the others.
+    Their numbers, which decide random draws, follow their tokens and not their place among the
+    others.
     """
 
     numbers: list[int]
@@ -100,7 +103,8 @@ class _Batch:
             ids[row, : len(tokens)] = torch.tensor(tokens)
             there[row, : len(tokens)] = 1
             mask[row, window.places] = True
-            # With the token after the window, so that its last one has a target too, unless it is the last of all.
+            # With the token after the window, so that its last one has a target too, unless it is
+            # the last of all.
             goes_on = torch.tensor([text.ids[window.scored : window.end + 1]])
             targets[row, window.places] = next_tokens(goes_on)[0, : window.end - window.scored]
         inputs = {"input_ids": ids.to(device), "attention_mask": there.to(device)}

@@ -20,10 +20,11 @@ class Span:
 
 
 def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Span | None:
-    """The `length` neighboring tokens whose scores have the highest mean, the first of them if there are several.
+    """The `length` neighboring tokens whose scores have the highest mean, the first of them if
+    there are several.
 
-    Every token of a span has a score: none is NaN. Where no `length` neighbors have one, as in a short text, spans
-    are as long as the longest run of tokens that do; None if no token has.
+    Every token of a span has a score: none is NaN. Where no `length` neighbors have one, as in a
+    short text, spans are as long as the longest run of tokens that do; None if no token has.
     """
     values = np.asarray(scores, dtype=np.float64)
     length = min(length, _longest_run(~np.isnan(values)))
@@ -35,7 +36,9 @@ def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Sp
 
 
 def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -> Span | None:
-    """The worst span of a text by a method, of the tokens that are in the text: none that a tokenizer adds."""
+    """The worst span of a text by a method, of the tokens that are in the text: none that a
+    tokenizer adds.
+    """
     inside = np.array([start < end for start, end in document.offsets], dtype=bool)
     return worst_span(
         np.where(inside, np.array(document.scores[method], dtype=np.float64), np.nan), length

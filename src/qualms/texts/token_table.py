@@ -13,13 +13,17 @@ WORDS = ("document", "token", "likeliest_next")
 
 @dataclass(frozen=True)
 class TokenTable:
-    """A row for each token; of texts that a model has written on, `written_from` says from which character."""
+    """A row for each token; of texts that a model has written on, `written_from` says from which
+    character.
+    """
 
     documents: Sequence[ScoredDocument]
     written_from: Mapping[str, int] | None = None
 
     def columns(self) -> dict[str, list[Any]]:
-        """The document and the token's place in it, its scores, log p of the token that follows, the likeliest one."""
+        """The document and the token's place in it, its scores, log p of the token that follows,
+        the likeliest one.
+        """
         table: dict[str, list[Any]] = {}
         for one in self.documents:
             for name, values in self._of(one).items():

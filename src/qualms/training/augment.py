@@ -14,8 +14,8 @@ DEGREES = 15.0
 def augmented(x: Float[Tensor, "n c h w"], noise: torch.Generator) -> Float[Tensor, "n c h w"]:
     """Each image mirrored half of the time, turned by up to 15 degrees and moved by up to 4 pixels.
 
-    All three in one resampling, x'(u) = x(A u): what comes in from outside is the padding value 0, the mean color of
-    normalized images.
+    All three in one resampling, x'(u) = x(A u): what comes in from outside is the padding value 0,
+    the mean color of normalized images.
     """
     n, _, h, w = x.shape
     angle = (2 * torch.rand(n, generator=noise) - 1) * math.radians(DEGREES)

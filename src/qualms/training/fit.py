@@ -1,7 +1,9 @@
-"""Training with a validation set that chooses the best epoch, and a file from which a killed run goes on.
+"""Training with a validation set that chooses the best epoch, and a file from which a killed run
+goes on.
 
-Every random choice of an epoch follows from the seed and the epoch's number, so a run that was interrupted ends with
-the same weights, bit for bit, as one that was not (on the same machine and with the same number of threads).
+Every random choice of an epoch follows from the seed and the epoch's number, so a run that was
+interrupted ends with the same weights, bit for bit, as one that was not (on the same machine and
+with the same number of threads).
 """
 
 from dataclasses import asdict, dataclass
@@ -37,8 +39,8 @@ class Fitted:
         from qualms.data import Images, Normalization
         from qualms.training import Recipe, fit
 
-        images = Images("squares", torch.zeros(40, 1, 4, 4, dtype=torch.uint8), torch.arange(40) % 2)
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        images = Images("squares", torch.zeros(40, 1, 4, 4, dtype=torch.uint8), torch.arange(40) %
+        2) model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
         fitted = fit(model, images, Recipe(epochs=2, rate=0.1), Normalization((0.5,), (0.5,)))
         for row in fitted.history:
             print(row["epoch"], row["loss"], row["validation_accuracy"])
@@ -62,17 +64,21 @@ def fit(
     about: dict[str, Any] | None = None,
     tell: ProgressFn | None = None,
 ) -> Fitted:
-    """Train the model in place; it ends in evaluation mode, with the weights that did best on validation images.
+    """Train the model in place; it ends in evaluation mode, with the weights that did best on
+    validation images.
 
     Args:
-        model: where its parameters are is where the work is done. Its present weights are the start.
+        model: where its parameters are is where the work is done. Its present weights are the
+            start.
         images: training images with labels.
         recipe: how.
         normalization: what the model receives is normalized by it.
         validation: images to choose the best epoch by; by default the recipe's share of `images`.
-        seed: decides the order of the images, their augmentation, and which ones are kept for validation.
-        checkpoint: a file that is written after each epoch and holds the best weights as `state_dict`. If it is
-            there, training goes on from it; if it is complete, nothing is computed.
+        seed: decides the order of the images, their augmentation, and which ones are kept for
+            validation.
+        checkpoint: a file that is written after each epoch and holds the best weights as
+            `state_dict`. If it is there, training goes on from it; if it is complete, nothing is
+            computed.
         about: what else to write into it, such as the network's name.
         tell: called with ("epochs", done, epochs) after each.
 
@@ -84,8 +90,8 @@ def fit(
 
         torch.manual_seed(0)
         labels = torch.arange(40) % 2
-        pixels = (200 * labels).to(torch.uint8).reshape(40, 1, 1, 1).expand(40, 1, 4, 4)  # dark or bright
-        images = Images("squares", pixels, labels)
+        pixels = (200 * labels).to(torch.uint8).reshape(40, 1, 1, 1).expand(40, 1, 4, 4)  # dark or
+        bright images = Images("squares", pixels, labels)
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
         fitted = fit(model, images, Recipe(epochs=3, rate=0.1), Normalization((0.5,), (0.5,)))
         print(fitted.best_epoch, fitted.validation_accuracy)
@@ -221,7 +227,9 @@ class _Run:
             ) from None
 
     def _take(self, found: dict[str, Any]) -> None:
-        """What a file holds; an error of any kind, before the model is changed, if it is not what `write` wrote."""
+        """What a file holds; an error of any kind, before the model is changed, if it is not what
+        `write` wrote.
+        """
         best, rest = {**found["best"]}, {**found.get("resume", {})}
         self.epoch = self.recipe.epochs if found["complete"] is True else rest["epoch"]
         self.history, self.best_state = (
@@ -268,10 +276,10 @@ def trained_with(path: str | Path) -> Normalization | None:
         from qualms.data import Images, Normalization
         from qualms.training import Recipe, fit, trained_with
 
-        images = Images("squares", torch.zeros(40, 1, 4, 4, dtype=torch.uint8), torch.arange(40) % 2)
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
-        fit(model, images, Recipe(epochs=1, rate=0.1), Normalization((0.5,), (0.25,)), checkpoint="squares.pt")
-        assert trained_with("squares.pt") == Normalization((0.5,), (0.25,))
+        images = Images("squares", torch.zeros(40, 1, 4, 4, dtype=torch.uint8), torch.arange(40) %
+        2) model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        fit(model, images, Recipe(epochs=1, rate=0.1), Normalization((0.5,), (0.25,)),
+        checkpoint="squares.pt") assert trained_with("squares.pt") == Normalization((0.5,), (0.25,))
         ```
     """
     try:

@@ -12,7 +12,8 @@ class Recipe:
     Args:
         epochs: passes over the training images.
         rate: the learning rate to begin with.
-        drops: the epochs after which the rate is divided by ten; with Adam it falls along a cosine instead.
+        drops: the epochs after which the rate is divided by ten; with Adam it falls along a cosine
+            instead.
         batch: images a step.
         augment: random crops, flips and rotations.
         validation: the share of the training images that is kept aside to choose the best epoch.
@@ -67,7 +68,8 @@ RECIPES: dict[str, Recipe] = {
     "vit": Recipe(epochs=200, rate=1e-4, batch=512, augment=True, adam=True, decay=0.0),
     "digits": Recipe(epochs=30, rate=0.05, batch=64),
 }
-"""By the dataset that they are for; `active` for each cycle of active learning, `vit` for transformers on CIFAR.
+"""By the dataset that they are for; `active` for each cycle of active learning, `vit` for
+transformers on CIFAR.
 
 Example:
     ```python

@@ -22,10 +22,11 @@ def fit_scenes(
     seed: int = 0,
     tell: ProgressFn | None = None,
 ) -> list[float]:
-    """Train the model in place with Adam, and return the mean loss of each epoch; it ends in evaluation mode.
+    """Train the model in place with Adam, and return the mean loss of each epoch; it ends in
+    evaluation mode.
 
-    The rate falls along a cosine; there is no validation, so the last weights stay. Pixels labeled `IGNORED` do not
-    count. The seed decides the order of the scenes.
+    The rate falls along a cosine; there is no validation, so the last weights stay. Pixels labeled
+    `IGNORED` do not count. The seed decides the order of the scenes.
     """
     optimizer = torch.optim.Adam(model.parameters(), recipe.rate, weight_decay=recipe.decay)
     steps = recipe.epochs * -(-len(scenes) // recipe.batch)

@@ -12,8 +12,8 @@ from qualms.tasks.scoring import Methods
 def ablation(given: Trained, outside: Outside = "") -> None:
     """What do the parts of REGrad* add, and do λ and σ matter?
 
-    It is judged by how well other datasets are told apart. If it is stopped, the same command resumes where it left
-    off. Example:
+    It is judged by how well other datasets are told apart. If it is stopped, the same command
+    resumes where it left off. Example:
 
         qualms bench ablation --id svhn --ood cifar10
     """

@@ -43,8 +43,8 @@ def active(
 ) -> None:
     """Which images are worth a label? If it is stopped, the same command resumes where it left off.
 
-    A network learns from a few images, asks for the labels of those that a method calls most uncertain, and learns
-    anew. `random` among the methods asks for any. Example:
+    A network learns from a few images, asks for the labels of those that a method calls most
+    uncertain, and learns anew. `random` among the methods asks for any. Example:
 
         qualms bench active --id digits --methods random,entropy --cycles 5
     """
@@ -79,7 +79,9 @@ def active(
 
 
 def named(methods: str, dataset: str) -> Pickers:
-    """The methods that --methods asks for, by name; `random` may be one of them, and `paper` includes it."""
+    """The methods that --methods asks for, by name; `random` may be one of them, and `paper`
+    includes it.
+    """
     specs = [spec for spec in listed(methods) if spec != "random"]
     found: Pickers = {RANDOM: None} if "random" in listed(methods) or methods == "paper" else {}
     return {**found, **chosen_methods(",".join(specs), dataset)} if specs else found

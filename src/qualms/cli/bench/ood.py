@@ -14,11 +14,13 @@ from qualms.tasks.rows import Row
 
 @with_options(Trained)
 def ood(given: Trained, outside: Outside = "", methods: Chosen = "paper") -> None:
-    """Do scores tell other datasets apart? If it is stopped, the same command resumes where it left off.
+    """Do scores tell other datasets apart? If it is stopped, the same command resumes where it left
+    off.
 
     Noise levels in specs are in pixels from 0 to 1. Example:
 
-        qualms bench ood --id cifar10 --ood svhn --model cifar10-resnet20 --methods regrad+layers+smooth,entropy
+        qualms bench ood --id cifar10 --ood svhn --model cifar10-resnet20 --methods
+        regrad+layers+smooth,entropy
     """
     unknown = told_apart("ood", given.inside, outside)
     run_task("ood", given, partial(chosen_methods, methods), measured, ood_table, unknown)

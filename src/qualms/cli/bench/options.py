@@ -67,7 +67,9 @@ class Trained(Common):
 def with_options(
     options: type[Given],
 ) -> Callable[[Callable[Concatenate[Given, Own], None]], Callable[..., None]]:
-    """Decorator: the fields of the dataclass `options` become options of the command, given as its first argument."""
+    """Decorator: the fields of the dataclass `options` become options of the command, given as its
+    first argument.
+    """
 
     def decorate(function: Callable[Concatenate[Given, Own], None]) -> Callable[..., None]:
         fields = inspect.signature(options).parameters

@@ -1,4 +1,6 @@
-"""What the tasks on a trained network have in common: network, images and methods are made ready, then measured."""
+"""What the tasks on a trained network have in common: network, images and methods are made ready,
+then measured.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,7 +39,9 @@ class Prepared:
     ]  # seed, engine, tolerance, training images and who is told, as tasks take them
 
     def accuracy(self) -> Iterator[AccuracyRow]:
-        """A row that says how good the network is on the images that are scored, if that can be known."""
+        """A row that says how good the network is on the images that are scored, if that can be
+        known.
+        """
         if self.images.labels is not None:
             yield {
                 **accuracy_row(self.network, self.images, self.journal),

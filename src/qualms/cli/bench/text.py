@@ -44,12 +44,14 @@ def text(
     device: Device = "auto",
     json_lines: Json = False,
 ) -> None:
-    """Do scores of tokens tell other texts apart? If it is stopped, the same command resumes where it left off.
+    """Do scores of tokens tell other texts apart? If it is stopped, the same command resumes where
+    it left off.
 
-    Texts are cut into windows, each from within one document. Two baselines of the tokens that were read, `surprise`
-    and `perplexity`, are always among the rows. Example:
+    Texts are cut into windows, each from within one document. Two baselines of the tokens that were
+    read, `surprise` and `perplexity`, are always among the rows. Example:
 
-        qualms bench text --model hf:my/model --id known.txt --ood other.txt,more.jsonl --methods regrad,entropy
+        qualms bench text --model hf:my/model --id known.txt --ood other.txt,more.jsonl --methods
+        regrad,entropy
     """
     names = [inside, *told_apart("text", inside, outside)]
     wanted = {spec: parse(spec) for spec in listed(methods)}

@@ -1,1 +1,3 @@
-"""The exact engine: norms and inner products of all class gradients, from pieces that the recorder left."""
+"""The exact engine: norms and inner products of all class gradients, from pieces that the recorder
+left.
+"""

@@ -20,14 +20,16 @@ def row_gradients(
     directions: Callable[[Float[Tensor, "1 c"]], Float[Tensor, "m 1 c"]],
     reduce: Callable[[Tensor], Tensor] = at_least_float32,
 ) -> tuple[Float[Tensor, "1 c"], dict[str, Float[Tensor, "m ..."]]]:
-    """The logits of one row, and each parameter's gradient along each direction; unused parameters are left out.
+    """The logits of one row, and each parameter's gradient along each direction; unused parameters
+    are left out.
 
     Args:
         model: under `untouched`.
         row: a single one.
         selected: the parameters, by name.
         directions: from the logits to what is pulled back.
-        reduce: what is kept of a gradient: together gradients are as large as the weights, for each direction.
+        reduce: what is kept of a gradient: together gradients are as large as the weights, for each
+            direction.
     """
     with all_parameters_differentiable(model):
         logits = forward_logits(model, row)
@@ -61,7 +63,9 @@ def _stacked(parts: list[Tensor]) -> Float[Tensor, "m ..."]:
 def gradients_of(
     target: Tensor, parameters: list[Tensor], cotangent: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Jᵀ·cotangent of the target by autograd, keeping the graph; None for parameters that it does not depend on."""
+    """Jᵀ·cotangent of the target by autograd, keeping the graph; None for parameters that it does
+    not depend on.
+    """
     interrupts.deliver()
     try:
         found = torch.autograd.grad(

@@ -13,8 +13,9 @@ from torch import Tensor
 class ClassNorms:
     """What an engine says of a batch, parameter by parameter, in order of first use.
 
-    `values[name]` is [b, m]: ‖g‖ for l2, Σ|g| for l1, for each input and direction; for gram it is [b, m, m], the
-    inner products between directions. In double precision: ‖g‖ of a confident prediction is zero in 32 bits.
+    `values[name]` is [b, m]: ‖g‖ for l2, Σ|g| for l1, for each input and direction; for gram it is
+    [b, m, m], the inner products between directions. In double precision: ‖g‖ of a confident
+    prediction is zero in 32 bits.
     """
 
     values: dict[str, Tensor]
@@ -23,7 +24,9 @@ class ClassNorms:
 
     @classmethod
     def joined(cls, parts: "list[ClassNorms]") -> "ClassNorms":
-        """All parts in one; a parameter that the logits of a part do not depend on has gradient zero there."""
+        """All parts in one; a parameter that the logits of a part do not depend on has gradient
+        zero there.
+        """
         shapes = {name: value.shape[1:] for part in parts for name, value in part.values.items()}
         values = {
             name: torch.cat(
@@ -42,5 +45,7 @@ class ClassNorms:
 
 
 def combine_parameters(values: Iterable[Tensor], kind: str) -> Tensor:
-    """What several parameters have together: (Σ‖g‖²)^½ for l2, also where a square is zero in 64 bits; else the sum."""
+    """What several parameters have together: (Σ‖g‖²)^½ for l2, also where a square is zero in 64
+    bits; else the sum.
+    """
     return reduce(torch.hypot if kind == "l2" else torch.add, values)

@@ -1,11 +1,15 @@
-"""`engine="auto"`: exact gradients where they are affordable, else estimates, by counted work and not by the clock.
+"""`engine="auto"`: exact gradients where they are affordable, else estimates, by counted work and
+not by the clock.
 
-The exact engine pays one backward pass for each class. Multiplications are counted, in units of those of a forward
-pass: a backward pass through the activations takes as many again, and the norms of a layer's gradients take whichever
-of two ways has fewer. So the same model has the same choice on every machine.
+The exact engine pays one backward pass for each class. Multiplications are counted, in units of
+those of a forward
+pass: a backward pass through the activations takes as many again, and the norms of a layer's
+gradients take whichever of two ways has fewer. So the same model has the same choice on every
+machine.
 
-- Scores: up to `EXACT_PASSES` forward passes for each row that is run, all classes are measured. Beyond, as few of them
-  as a standard error of `TOLERANCE` allows (`exact/drawn_classes.py`), and of `+layers` scores the late layers alone.
+- Scores: up to `EXACT_PASSES` forward passes for each row that is run, all classes are measured.
+  Beyond, as few of them as a standard error of `TOLERANCE` allows (`exact/drawn_classes.py`), and
+  of `+layers` scores the late layers alone.
 - Norms of every class and layer: beyond that, a sketch, if it takes fewer passes.
 """
 
@@ -83,7 +87,8 @@ def pass_work(probe: Probe, directions: int, names: frozenset[str] | None = None
     Args:
         probe: the model's operations.
         directions: how many share what is computed once.
-        names: of the parameters whose gradients are wanted; all if not said. A pass goes no further than they do.
+        names: of the parameters whose gradients are wanted; all if not said. A pass goes no further
+            than they do.
     """
     forward = sum(_forward(piece) for piece in probe.pieces)
     late = [
@@ -96,7 +101,9 @@ def pass_work(probe: Probe, directions: int, names: frozenset[str] | None = None
 
 
 def choose_for_layers(settings: Settings, model: nn.Module, batch: Batch) -> Settings:
-    """The engine for norms of all classes and layers: exact, or a sketch with tangents for each layer if `auto`."""
+    """The engine for norms of all classes and layers: exact, or a sketch with tangents for each
+    layer if `auto`.
+    """
     if settings.engine != "auto":
         return settings
     job = _job(model, batch, replace(settings, engine="exact"))

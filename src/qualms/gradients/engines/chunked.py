@@ -1,8 +1,9 @@
-"""One input whose rows do not fit at once: parts of its rows, their gradients written out and added up.
+"""One input whose rows do not fit at once: parts of its rows, their gradients written out and added
+up.
 
-A gradient averaged over perturbed copies is a sum over rows, so it can be added up part by part; its norm cannot.
-As many gradients as there is room for are added up at the same time; for each such block of directions the forward
-passes are made again.
+A gradient averaged over perturbed copies is a sum over rows, so it can be added up part by part;
+its norm cannot. As many gradients as there is room for are added up at the same time; for each such
+block of directions the forward passes are made again.
 """
 
 from dataclasses import replace

@@ -1,21 +1,25 @@
-"""Few classes of many: Σ_c w_c ‖g_c‖ⁿ from the classes that count most and a few of the others, drawn by known chances.
+"""Few classes of many: Σ_c w_c ‖g_c‖ⁿ from the classes that count most and a few of the others,
+drawn by known chances.
 
-Each class of each input has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c a guess at the length of its gradient up to a factor.
-Behind a linear classifier with rows w_c, all gradients but the classifier's own are ∇ log p_c = J_hᵀ(w_c - w̄), w̄ = Σ_k
-p_k w_k, and their lengths follow ‖w_c - w̄‖; the classifier's own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of
-its mean, and a part of ‖e_c - p‖²; for other models it is ‖e_c - p‖² alone. On ImageNet networks the ratio of ‖g_c‖
-to ℓ_c varies little among the classes of an image with layer weights, and two or three times as much without.
+Each class of each input has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c a guess at the length of its gradient
+up to a factor. Behind a linear classifier with rows w_c, all gradients but the classifier's own are
+∇ log p_c = J_hᵀ(w_c - w̄), w̄ = Σ_k p_k w_k, and their lengths follow ‖w_c - w̄‖; the classifier's
+own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of its mean, and a part of ‖e_c - p‖²; for
+other models it is ‖e_c - p‖² alone. On ImageNet networks the ratio of ‖g_c‖ to ℓ_c varies little
+among the classes of an image with layer weights, and two or three times as much without.
 
-Of m classes that are measured, those whose size is at least an m-th of what is left are certain to be taken; the others
-enter with chances π_c proportional to their sizes, drawn systematically, in one walk over the classes in steps of equal
-size, in an order and from a start that all inputs share, so that most of the noise is common to them. Then
+Of m classes that are measured, those whose size is at least an m-th of what is left are certain to
+be taken; the others enter with chances π_c proportional to their sizes, drawn systematically, in
+one walk over the classes in steps of equal size, in an order and from a start that all inputs
+share, so that most of the noise is common to them. Then
 
     Σ_{c drawn} w_c ‖g_c‖ⁿ / π_c
 
-has the right mean whatever the norms are (Horvitz & Thompson, J. ASA 1952). Its standard error comes from the spread of
-its terms (Hájek, Ann. Math. Stat. 1964). A handful of terms tells a spread poorly, so it is averaged with what the
-classes of an input usually show, counted as four more terms, unless it is larger, and widened by Student's t: the true
-sum is within two such errors in about 95 % of all cases. There is none if the norms are proportional to the sizes.
+has the right mean whatever the norms are (Horvitz & Thompson, J. ASA 1952). Its standard error
+comes from the spread of its terms (Hájek, Ann. Math. Stat. 1964). A handful of terms tells a spread
+poorly, so it is averaged with what the classes of an input usually show, counted as four more
+terms, unless it is larger, and widened by Student's t: the true sum is within two such errors in
+about 95 % of all cases. There is none if the norms are proportional to the sizes.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +35,8 @@ from qualms.random import generator
 
 STREAM = 1_000_000_009  # sets the start of the walk apart from other draws
 MIN_CLASSES = 25  # of a model: with fewer, all of them are measured
-LATE_SPREAD = 0.045  # of ‖g_c‖ / ℓ_c among an input's classes, usually: of the late layers, or with layer weights
+# of ‖g_c‖ / ℓ_c among an input's classes, usually: of the late layers, or with layer weights
+LATE_SPREAD = 0.045
 WHOLE_SPREAD = 0.10  # of the same, all layers alike
 PRIOR_TERMS = 4  # that the usual spread counts for
 OWN_SHARE = 0.25  # of ‖e_c - p‖² in ℓ_c²
@@ -48,7 +53,8 @@ def class_lengths(
     rows = at_least_float32(weight.detach())
     norms = rows.square().sum(-1)
     best = probs.argmax(-1)
-    # From the likeliest class, so that nothing cancels where its probability is nearly 1: w̄ = w_best + u.
+    # From the likeliest class, so that nothing cancels where its probability is nearly 1: w̄ =
+    # w_best + u.
     rest = probs.scatter(-1, best[:, None], 0).to(rows)
     u = rest @ rows - rest.sum(-1, keepdim=True) * rows[best]
     mean = rows[best] + u
@@ -131,10 +137,13 @@ def inclusion_chances(sizes: Float[Tensor, "b c"], number: int) -> Float[Tensor,
 
 
 def walk(chances: Float[Tensor, "b c"], number: int, noise: torch.Generator) -> Int[Tensor, "b m"]:
-    """Classes drawn systematically: one walk over them, in steps of 1, from a start that all inputs share."""
+    """Classes drawn systematically: one walk over them, in steps of 1, from a start that all inputs
+    share.
+    """
     # In a random order: classes in a periodic one would fall into step with the walk.
     mixed = torch.randperm(chances.shape[-1], generator=noise).to(chances.device)
-    # Those that are certain stand first, so that every step of the walk before the others meets one of them.
+    # Those that are certain stand first, so that every step of the walk before the others meets one
+    # of them.
     order = mixed[(chances[:, mixed] < 1).long().argsort(dim=-1, stable=True)]
     reached = chances.gather(-1, order).cumsum(-1)
     start = float(torch.rand((), generator=noise, dtype=torch.double))
@@ -146,7 +155,8 @@ def walk(chances: Float[Tensor, "b c"], number: int, noise: torch.Generator) -> 
 def expected_error(
     sizes: Float[Tensor, "b c"], chances: Float[Tensor, "b c"], number: int, spread: float
 ) -> Float[Tensor, " b"]:
-    """The relative standard error to expect: spread Σ_c s_c / √m over classes left to chance, m of them drawn.
+    """The relative standard error to expect: spread Σ_c s_c / √m over classes left to chance, m of
+    them drawn.
 
     Args:
         sizes: s_c, which sum to 1.
@@ -161,11 +171,12 @@ def expected_error(
 
 @dataclass(frozen=True)
 class ContrastedClasses(SampledClasses):
-    """Directions whose inner products tell of some classes: e_b - p, e_b, and e_c - e_b, b the likeliest class.
+    """Directions whose inner products tell of some classes: e_b - p, e_b, and e_c - e_b, b the
+    likeliest class.
 
-    First for `sample` classes c drawn alike, the same for all inputs of all models with as many classes, then for the
-    classes drawn for each input. All else is a sum of these, in which nothing cancels: e_c = e_b + (e_c - e_b), and
-    e_c - p = (e_b - p) + (e_c - e_b).
+    First for `sample` classes c drawn alike, the same for all inputs of all models with as many
+    classes, then for the classes drawn for each input. All else is a sum of these, in which nothing
+    cancels: e_c = e_b + (e_c - e_b), and e_c - p = (e_b - p) + (e_c - e_b).
     """
 
     sample: int
@@ -204,11 +215,12 @@ def estimate(
     chances: Float[Tensor, "b d"],
     spread: float | Float[Tensor, "m 1"] = LATE_SPREAD,
 ) -> tuple[Float[Tensor, "*m b"], Float[Tensor, "*m b"]]:
-    """Σ_c t_c / π_c, the sum of the terms t_c of all classes from those that were drawn, and its standard error.
+    """Σ_c t_c / π_c, the sum of the terms t_c of all classes from those that were drawn, and its
+    standard error.
 
-    With d of them left to chance, its square is v Σ_c (1 - π_c), v the variance of t_c / π_c. That is the mean of the
-    one found, with d - 1 degrees of freedom, and the usual one, (spread · mean)², with PRIOR_TERMS; but never less than
-    the one found.
+    With d of them left to chance, its square is v Σ_c (1 - π_c), v the variance of t_c / π_c. That
+    is the mean of the one found, with d - 1 degrees of freedom, and the usual one, (spread ·
+    mean)², with PRIOR_TERMS; but never less than the one found.
     """
     tiny = torch.finfo(chances.dtype).tiny
     each = terms / chances.clamp_min(tiny)
@@ -229,10 +241,12 @@ def estimate(
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums of terms by several methods, gathered in turns: each adds an estimate from further classes.
+    """Sums of terms by several methods, gathered in turns: each adds an estimate from further
+    classes.
 
-    Classes that were certain to be taken in the first turn are counted as they are, and not drawn again. Of the others'
-    sum every turn gives an estimate; the turns are independent, and count by their numbers of classes.
+    Classes that were certain to be taken in the first turn are counted as they are, and not drawn
+    again. Of the others' sum every turn gives an estimate; the turns are independent, and count by
+    their numbers of classes.
     """
 
     sizes: Float[Tensor, "b c"]  # s_c, by which classes are drawn
@@ -314,7 +328,8 @@ class Tally:
 
 
 def _widened(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """By what a standard error with so many degrees of freedom is multiplied, so that two of them hold in 95 %.
+    """By what a standard error with so many degrees of freedom is multiplied, so that two of them
+    hold in 95 %.
 
     The quantile of Student's t over the normal one, by the Cornish-Fisher expansion.
     """

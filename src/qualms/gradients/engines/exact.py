@@ -1,11 +1,13 @@
-"""The exact engine: gradient norms of all classes from one forward and C backward passes through the activations.
+"""The exact engine: gradient norms of all classes from one forward and C backward passes through
+the activations.
 
-∇θ log p_c = Jᵀ(e_c - p). Back-propagating e_c - p for a whole batch gives, at every operation that uses a parameter,
-the cotangents of all its inputs at once; the pieces that the recorder left there turn them into norms. No weight
-gradient is formed for the batch as a whole, and none is kept.
+∇θ log p_c = Jᵀ(e_c - p). Back-propagating e_c - p for a whole batch gives, at every operation that
+uses a parameter, the cotangents of all its inputs at once; the pieces that the recorder left there
+turn them into norms. No weight gradient is formed for the batch as a whole, and none is kept.
 
-What the pieces say is checked before it is believed (`checks.py`). Inputs that fail, because the model mixes the inputs
-of a batch or hides operations from torch's function modes, are run by plain autograd, one row at a time.
+What the pieces say is checked before it is believed (`checks.py`). Inputs that fail, because the
+model mixes the inputs of a batch or hides operations from torch's function modes, are run by plain
+autograd, one row at a time.
 """
 
 import torch
@@ -42,13 +44,15 @@ def exact(
     learnt: PlanCache,
     regrouped: Float[Tensor, "b c"] | None = None,
 ) -> ClassNorms:
-    """Norms (or inner products) of the gradients along the job's directions, for every selected parameter.
+    """Norms (or inner products) of the gradients along the job's directions, for every selected
+    parameter.
 
     Args:
         job: what is wanted.
         kind: ‖g‖ (`l2`), Σ|g| (`l1`) or inner products (`gram`).
         learnt: where the look at the first rows is kept for the next batch.
-        regrouped: the logits of the inputs from forward passes in other company than their neighbors', if known.
+        regrouped: the logits of the inputs from forward passes in other company than their
+            neighbors', if known.
     """
     key = _key(job)
     kept = learnt.get(key)
@@ -77,7 +81,9 @@ def exact(
 
 
 def look_at(job: GradientRequest, learnt: PlanCache) -> Probe | Exception:
-    """What the first rows of a job tell, kept for all that follow; the reason if they have to run one at a time."""
+    """What the first rows of a job tell, kept for all that follow; the reason if they have to run
+    one at a time.
+    """
     kept: Probe | Exception | None = learnt.get(_key(job))
     if kept is None:
         kept = _look(job)
@@ -102,7 +108,9 @@ def _look(job: GradientRequest) -> Probe | Exception:
 def _in_chunks(
     job: GradientRequest, kind: Kind, probe: Probe, regrouped: Tensor | None, slow: PlanCache | None
 ) -> ClassNorms:
-    """Chunk by chunk; what fails a check is run by plain autograd and reported to `slow`, or an error without one."""
+    """Chunk by chunk; what fails a check is run by plain autograd and reported to `slow`, or an
+    error without one.
+    """
     by_features = probe.by_features(job.budget, job.rows_per_sample, kind, job.directions.names)
     most = probe.inputs_in(
         job.budget,
@@ -133,7 +141,8 @@ def _in_chunks(
                 raise
             slow.warn_slow(error)
             part = None
-        # Outside of the block, whose error holds the graph. If the model itself is at fault, plain autograd says so.
+        # Outside of the block, whose error holds the graph. If the model itself is at fault, plain
+        # autograd says so.
         parts.append(part or plain_autograd(own, on, kind, probe.row_bytes))
     return ClassNorms.joined(parts)
 
@@ -156,7 +165,8 @@ def _by_pieces(
 ) -> ClassNorms:
     """The fast way; an exception if it cannot be trusted with these inputs.
 
-    `same_path`: the probe saw other inputs, and what it says of the rows' places holds only on the same path.
+    `same_path`: the probe saw other inputs, and what it says of the rows' places holds only on the
+    same path.
     """
     inputs = num_samples(on.batch) // on.rows_per_sample
     logits, recorder = trace_forward(job.model, on, probe.weights, probe.twins)
@@ -192,7 +202,9 @@ def _by_pieces(
 def _in_order(
     job: GradientRequest, kind: Kind, whole: ClassNorms, use_order: UseOrder
 ) -> ClassNorms:
-    """The same, with all parameters that count, in the model's order; those that no input here uses are zero."""
+    """The same, with all parameters that count, in the model's order; those that no input here uses
+    are zero.
+    """
     number = job.directions.size(whole.logits.shape[1])
     shape = (job.inputs, number, number) if kind == "gram" else (job.inputs, number)
     nothing = torch.zeros(shape, dtype=torch.double, device=whole.logits.device)

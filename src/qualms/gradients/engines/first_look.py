@@ -1,4 +1,6 @@
-"""What every engine looks at first: one row by plain autograd, and what its forward pass says of the model."""
+"""What every engine looks at first: one row by plain autograd, and what its forward pass says of
+the model.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ from qualms.gradients.precision import Narrowest, at_least_float32, close_logits
 
 @dataclass(frozen=True)
 class FirstRow:
-    """The first row of a batch by plain autograd: what an engine must agree with before it is believed."""
+    """The first row of a batch by plain autograd: what an engine must agree with before it is
+    believed.
+    """
 
     rows: ModelInput
     logits: Float[Tensor, "1 c"]
@@ -32,7 +36,8 @@ class FirstRow:
         selected: dict[str, Tensor],
         reduce: Callable[[Tensor], Tensor] = at_least_float32,
     ) -> "FirstRow":
-        """Runs the row twice: a model that is random in evaluation mode has no gradient to speak of.
+        """Runs the row twice: a model that is random in evaluation mode has no gradient to speak
+        of.
 
         Args:
             model: under `untouched`.
@@ -49,7 +54,8 @@ class FirstRow:
 def require_repeatable(
     model: nn.Module, row: ModelInput, logits: Float[Tensor, "1 c"]
 ) -> torch.dtype:
-    """A row must give the same logits again: another input may show a randomness that the first one hid.
+    """A row must give the same logits again: another input may show a randomness that the first one
+    hid.
 
     Returns the type that rounds most on the way to them.
     """

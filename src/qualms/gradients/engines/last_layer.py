@@ -1,17 +1,19 @@
-"""Fewer backward passes than classes, where the last layer sees fewer features than there are classes.
+"""Fewer backward passes than classes, where the last layer sees fewer features than there are
+classes.
 
-With logits z = W h + b, D features h and C classes, every layer before the last one gets its C gradients from D + 1
-others. Let k* be the gradient of log p of the predicted class c*, and k_d that of the feature h_d (the mean over an
-input's rows, as always). Then for every class
+With logits z = W h + b, D features h and C classes, every layer before the last one gets its C
+gradients from D + 1 others. Let k* be the gradient of log p of the predicted class c*, and k_d that
+of the feature h_d (the mean over an input's rows, as always). Then for every class
 
     ∇ log p_c = k* + Σ_d (W_c - W_c*)_d k_d,    ‖∇ log p_c‖² = xᵀ K x,    x = (1, W_c - W_c*),
 
-with K the inner products of (k*, k_1, …, k_D). Starting from c* leaves nothing to cancel for confident inputs: k*,
-which is tiny then, is a backward pass of its own, and no other class has a tiny direction. Where terms cancel all the
-same, the gradient is added up before its norm is taken.
+with K the inner products of (k*, k_1, …, k_D). Starting from c* leaves nothing to cancel for
+confident inputs: k*, which is tiny then, is a backward pass of its own, and no other class has a
+tiny direction. Where terms cancel all the same, the gradient is added up before its norm is taken.
 
-The last layer itself needs no pass: the rows of ∂W log p_c are means over an input's rows r of -p_rk h_r for k ≠ c and
-of (1 - p_rc) h_r for k = c, so ‖∂W log p_c‖² = ‖mean (1 - p_rc) h_r‖² + Σ_{k≠c} ‖mean p_rk h_r‖²; for b, h is 1.
+The last layer itself needs no pass: the rows of ∂W log p_c are means over an input's rows r of
+-p_rk h_r for k ≠ c and of (1 - p_rc) h_r for k = c, so ‖∂W log p_c‖² = ‖mean (1 - p_rc) h_r‖² +
+Σ_{k≠c} ‖mean p_rk h_r‖²; for b, h is 1.
 """
 
 from collections.abc import Sequence
@@ -41,7 +43,9 @@ ROOM = 2**20  # numbers in what is added up at once
 
 @dataclass(frozen=True)
 class LastProduct:
-    """The product that ends the forward pass: its weight, where its features come from, its pieces and all others."""
+    """The product that ends the forward pass: its weight, where its features come from, its pieces
+    and all others.
+    """
 
     weight: Float[Tensor, "c d"]
     features: GradientEdge | None  # None if nothing comes before, or the forward pass was let go
@@ -52,7 +56,9 @@ class LastProduct:
     def of(
         cls, logits: Tensor, pieces: Sequence[GradFactor], weights: Weights
     ) -> "LastProduct | None":
-        """The last layer, if the graph ends in one; None if its parameters are used elsewhere or made of others."""
+        """The last layer, if the graph ends in one; None if its parameters are used elsewhere or
+        made of others.
+        """
         node, seen = logits.grad_fn, []
         while node is not None and node.name() in VIEWS:
             seen.append(node)
@@ -72,7 +78,9 @@ class LastProduct:
             return None
         if body:
             matrix: Tensor = node._saved_mat2.detach().T  # type: ignore[attr-defined]
-        else:  # nothing before it asks for the matrix, so that it is not saved: its shape is all that counts
+        # nothing before it asks for the matrix, so that it is not saved: its shape is all that
+        # counts
+        else:
             widest = max((p.target for p in own), key=Tensor.numel)
             if widest.numel() % logits.shape[1]:
                 return None
@@ -93,11 +101,13 @@ class LastProduct:
         )
 
     def pays(self, rows_per_sample: int) -> bool:
-        """Whether D + 2 passes and the algebra on what they give take fewer multiplications than C passes.
+        """Whether D + 2 passes and the algebra on what they give take fewer multiplications than C
+        passes.
 
-        A pass takes at least twice the multiplications of the gradients it ends in (for the cotangents, and for the
-        gradients), and C D through the last layer, which those that start from its features need not; K takes m² for
-        each number kept of a gradient, m = D + 1, and xᵀ K x takes m² for each class.
+        A pass takes at least twice the multiplications of the gradients it ends in (for the
+        cotangents, and for the gradients), and C D through the last layer, which those that start
+        from its features need not; K takes m² for each number kept of a gradient, m = D + 1, and xᵀ
+        K x takes m² for each class.
         """
         classes, width = self.weight.shape
         m = width + 1
@@ -106,17 +116,21 @@ class LastProduct:
         return (m + 1) * before + algebra < classes * (before + classes * width)
 
     def held(self, rows_per_sample: int) -> int:
-        """How many numbers are kept for one input of `rows_per_sample` rows, if this was recorded on one row."""
+        """How many numbers are kept for one input of `rows_per_sample` rows, if this was recorded
+        on one row.
+        """
         classes, width = self.weight.shape
         own = 16 * rows_per_sample * classes  # in double precision
         if not self.body:
             return own
         kept = [kept_numbers(p, rows_per_sample, width + 1) for p in self.body]
-        # Of the largest there are copies while K is computed; x, x K and x² are there for every class.
+        # Of the largest there are copies while K is computed; x, x K and x² are there for every
+        # class.
         return own + (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes)
 
 
-# What the graph says of `linear`, `addmm`, `matmul`; and of views that leave [rows, classes] in order.
+# What the graph says of `linear`, `addmm`, `matmul`; and of views that leave [rows, classes] in
+# order.
 PRODUCTS = ("AddmmBackward0", "MmBackward0")
 VIEWS = (
     "ViewBackward0",
@@ -127,7 +141,9 @@ VIEWS = (
 
 
 def kept_numbers(piece: GradFactor, rows_per_sample: int, cotangents: int) -> int:
-    """How many numbers are kept of one input's gradient, if the piece was recorded on one row: δ, or all of it."""
+    """How many numbers are kept of one input's gradient, if the piece was recorded on one row: δ,
+    or all of it.
+    """
     if isinstance(piece.gradient, Outer):
         t, o, f, g = piece.gradient.sizes
         if cheaper_by_pairs(t * rows_per_sample, o, f, cotangents):
@@ -152,7 +168,9 @@ def measure_via_last_layer(
     weights: Weights,
     inputs: int,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """For each parameter ‖g‖ along the directions: what `measure` gives, without the C passes of `classes`."""
+    """For each parameter ‖g‖ along the directions: what `measure` gives, without the C passes of
+    `classes`.
+    """
     z = logits.detach().unflatten(0, (inputs, -1))
     rows_per_sample = z.shape[1]
     predicted = z[:, 0].argmax(-1)
@@ -233,7 +251,9 @@ def _body(
 
 @dataclass
 class Kept:
-    """What is kept of a parameter's gradients k*, k_1, …, k_D: of each its δ [b·g, t, o], or all of it [b, 1, p]."""
+    """What is kept of a parameter's gradients k*, k_1, …, k_D: of each its δ [b·g, t, o], or all of
+    it [b, 1, p].
+    """
 
     piece: GradFactor | None  # None if the gradient is made of several
     cotangents: int

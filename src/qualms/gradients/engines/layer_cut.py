@@ -1,12 +1,13 @@
 """Where backward passes may stop: Σ_l a_l ‖g_l‖ without its first terms, within a stated tolerance.
 
-The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so what the first layers add is
-measured, not assumed. One input, by plain autograd along a few directions, tells how many of the first layers add less
-than a quarter of the tolerance; gradients of the others are all that is computed from then on. Of every 16 further
-inputs the one that is most unlike those measured so far, by the norms of its late layers, is measured in the same way,
-and so is every input that is more unlike them than any before. If the early layers of one add more than the tolerance,
-fewer layers are left out from then on, and its batch runs again. That is evidence, not proof: an input whose early
-layers alone are out of the ordinary can slip through.
+The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so what the first
+layers add is measured, not assumed. One input, by plain autograd along a few directions, tells how
+many of the first layers add less than a quarter of the tolerance; gradients of the others are all
+that is computed from then on. Of every 16 further inputs the one that is most unlike those measured
+so far, by the norms of its late layers, is measured in the same way, and so is every input that is
+more unlike them than any before. If the early layers of one add more than the tolerance, fewer
+layers are left out from then on, and its batch runs again. That is evidence, not proof: an input
+whose early layers alone are out of the ordinary can slip through.
 """
 
 import math
@@ -60,7 +61,9 @@ class LayerCut:
 
     @classmethod
     def of(cls, job: GradientRequest, lam: float) -> "LayerCut | None":
-        """Measured on the first input; None if no layer can be left out, or the order of layers is not fixed."""
+        """Measured on the first input; None if no layer can be left out, or the order of layers is
+        not fixed.
+        """
         order = use_order(job.model, ModelInput(take_samples(job.batch, slice(0, 1))), job.selected)
         norms = _row_norms(job, 0) if order.fixed else {}
         if not norms:
@@ -82,7 +85,8 @@ class LayerCut:
         return replace(job, settings=replace(job.settings, params=self.names.__contains__))
 
     def confirm(self, job: GradientRequest, found: ClassNorms) -> bool:
-        """Whether the inputs of a job may do without the early layers, as far as the most unusual one tells.
+        """Whether the inputs of a job may do without the early layers, as far as the most unusual
+        one tells.
 
         If not, fewer layers are left out from now on, and the job has to run again.
         """
@@ -99,7 +103,9 @@ class LayerCut:
         return self._spot_check(job, worst)
 
     def confirm_blindly(self, job: GradientRequest) -> bool:
-        """The same where no norms of layers are known, as of a sketch: one of every 16 inputs tells."""
+        """The same where no norms of layers are known, as of a sketch: one of every 16 inputs
+        tells.
+        """
         self.unchecked += job.inputs
         return self.unchecked < CHECK_EVERY or self._spot_check(job, job.inputs - 1)
 
@@ -124,7 +130,8 @@ class LayerCut:
 def _row_norms(job: GradientRequest, i: int) -> dict[str, Float[Tensor, "1 m"]]:
     """Norms of the gradients of one input, by the parameters that it uses.
 
-    Along the predicted class, all classes with random signs, and every direction of the job that is not a class.
+    Along the predicted class, all classes with random signs, and every direction of the job that is
+    not a class.
     """
 
     def directions(logits: Float[Tensor, "1 c"]) -> Float[Tensor, "m 1 c"]:

@@ -28,10 +28,12 @@ def measure(
     inputs: int,
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m *m"]]:
-    """For each parameter ‖g‖ [b, m] (l2), Σ|g| [b, m] (l1) or the inner products ⟨g_m, g_n⟩ [b, m, m] (gram).
+    """For each parameter ‖g‖ [b, m] (l2), Σ|g| [b, m] (l1) or the inner products ⟨g_m, g_n⟩ [b, m,
+    m] (gram).
 
-    In double precision, in which small numbers are not zero. A plain tensor of cotangents is taken as it is,
-    for those that must not be brought to one size. Parameters that the logits do not depend on are left out.
+    In double precision, in which small numbers are not zero. A plain tensor of cotangents is taken
+    as it is, for those that must not be brought to one size. Parameters that the logits do not
+    depend on are left out.
     """
     if not pieces:
         return {}
@@ -102,7 +104,9 @@ def unique_edges(pieces: Sequence[GradFactor]) -> tuple[list[GradientEdge], Plac
 def by_parameter(
     pieces: Sequence[GradFactor], weights: Weights
 ) -> tuple[dict[str, GradFactor], dict[str, list[GradFactor]]]:
-    """Parameters that one piece tells all about, and those whose gradient is a sum of pieces or lies behind others."""
+    """Parameters that one piece tells all about, and those whose gradient is a sum of pieces or
+    lies behind others.
+    """
     uses: dict[str, list[GradFactor]] = {}
     for piece in pieces:
         for name in roots(piece.target, weights):
@@ -214,7 +218,9 @@ def _inner_products(
 
 
 def _products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
-    """Inner products ⟨g_m, g_n⟩ of each input's gradients, given one tensor [b, …] for each direction."""
+    """Inner products ⟨g_m, g_n⟩ of each input's gradients, given one tensor [b, …] for each
+    direction.
+    """
     return inner_products(torch.stack([_flat(gradient) for gradient in gradients], dim=1))
 
 

@@ -1,7 +1,8 @@
 """The general path for a whole model: exact whatever it does, at the price of one row at a time.
 
-Each gradient is reduced to its norms before the next one is computed, so that C of them never exist at once. Graphs of
-an input's rows are kept as far as there is room, and made again for every direction where there is none.
+Each gradient is reduced to its norms before the next one is computed, so that C of them never exist
+at once. Graphs of an input's rows are kept as far as there is room, and made again for every
+direction where there is none.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ Gradient = dict[str, Tensor]  # along one direction, flat, by the parameter's na
 def plain_autograd(
     job: GradientRequest, on: ModelInput, kind: Kind, row_bytes: int | None = None
 ) -> ClassNorms:
-    """Every input of these rows, its gradients averaged over its own; `row_bytes` is what autograd keeps for a row."""
+    """Every input of these rows, its gradients averaged over its own; `row_bytes` is what autograd
+    keeps for a row.
+    """
     if row_bytes is None:
         row_bytes = graph_bytes(job, on.take([0]))
     gradient_bytes = sum(at_least_float32(p.detach()).nbytes for p in job.selected.values())
@@ -77,7 +80,9 @@ def _norms(graphs: "Graphs", kind: Kind) -> dict[str, Float[Tensor, "1 m"]]:
 
 
 def _inner_products(graphs: "Graphs", at_once: int) -> dict[str, Float[Tensor, "1 m m"]]:
-    """⟨g_i, g_j⟩ with blocks of i held; where they do not all fit, the gradients after a block are computed again."""
+    """⟨g_i, g_j⟩ with blocks of i held; where they do not all fit, the gradients after a block are
+    computed again.
+    """
     m = graphs.directions.number
     values: dict[str, Tensor] = {}
     for start in range(0, m, at_once):

@@ -1,10 +1,13 @@
-"""The sketch at every position of one input: J s, [positions, classes], for each of k random tangents s on the weights.
+"""The sketch at every position of one input: J s, [positions, classes], for each of k random
+tangents s on the weights.
 
-One forward-mode pass gives v·(J s) for the gradients of all classes at all positions at once, so that k passes score
-every token of a text over the whole vocabulary. An input runs alone, several tangents at a time.
+One forward-mode pass gives v·(J s) for the gradients of all classes at all positions at once, so
+that k passes score every token of a text over the whole vocabulary. An input runs alone, several
+tangents at a time.
 
-Before a tangent is believed, v·(J s) at some positions is compared with ⟨Jᵀv, s⟩ from plain autograd, several tangents
-at once with one of them, and the logits of every pass with those of a plain one.
+Before a tangent is believed, v·(J s) at some positions is compared with ⟨Jᵀv, s⟩ from plain
+autograd, several tangents at once with one of them, and the logits of every pass with those of a
+plain one.
 """
 
 import logging
@@ -69,8 +72,9 @@ class Pushed:
 class PositionSketch:
     """One input, ready to have tangents pushed through the model.
 
-    `job` holds it as the only input of its batch, and the model read at all positions. `some` are logits of a plain
-    pass, at the positions `at`. `held` is what whoever takes the results keeps, in bytes for each tangent at once.
+    `job` holds it as the only input of its batch, and the model read at all positions. `some` are
+    logits of a plain pass, at the positions `at`. `held` is what whoever takes the results keeps,
+    in bytes for each tangent at once.
     """
 
     job: GradientRequest
@@ -119,7 +123,8 @@ class PositionSketch:
                 del pushed  # whoever took it lets it go as well: the next pass needs the room
 
     def _ready(self, how: Sketch, lam: float | None) -> tuple[PushProbe, Push, Tangents]:
-        """What a look at some positions tells of the model, and the way of pushing tangents that it confirms.
+        """What a look at some positions tells of the model, and the way of pushing tangents that it
+        confirms.
 
         Both are found once for inputs of one shape: a model may take another path for longer texts.
         """
@@ -159,7 +164,9 @@ class PositionSketch:
     def _agree(
         self, push: Push, row: ModelInput, tangents: Tangents, step: int, probe: PushProbe
     ) -> bool:
-        """Whether several tangents at once give what one gives, found out once for inputs of one kind."""
+        """Whether several tangents at once give what one gives, found out once for inputs of one
+        kind.
+        """
 
         def compare() -> bool:
             try:

@@ -1,4 +1,6 @@
-"""A look at the first rows before the work starts: where rows stand inside the model, what one costs, what to trust."""
+"""A look at the first rows before the work starts: where rows stand inside the model, what one
+costs, what to trust.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,14 +46,17 @@ class Probe(FirstLook):
     def of(
         cls, model: nn.Module, on: ModelInput, selected: dict[str, Tensor], budget: int
     ) -> "Probe | Exception":
-        """Runs the first one or two rows, by plain autograd and watched; the reason if the two do not agree."""
+        """Runs the first one or two rows, by plain autograd and watched; the reason if the two do
+        not agree.
+        """
         first = FirstRow.of(
             model, on, selected, lambda g: sum_of_squares(at_least_float32(g).reshape(1, -1)).sqrt()
         )
         if not first.gradient:
             require_uses_that_vary(model, on)
             return NotBatchable("the first input uses none of the selected parameters")
-        # Whatever goes wrong from here on is the recorder's fault, not the model's: plain autograd has managed.
+        # Whatever goes wrong from here on is the recorder's fault, not the model's: plain autograd
+        # has managed.
         try:
             return cls._watch(model, on, selected, first, budget)
         except Exception as error:
@@ -67,7 +72,8 @@ class Probe(FirstLook):
         budget: int,
     ) -> "Probe":
         expected = {name: float(norm) for name, norm in first.gradient.items()}
-        # For one image alone convolutions are as fast in the plain format, and batch normalization wants that one.
+        # For one image alone convolutions are as fast in the plain format, and batch normalization
+        # wants that one.
         channels_last = num_samples(on.batch) > 1 and wants_channels_last(first.rows)
         probe, one = cls._watch_one(model, first, selected, expected, channels_last)
         if num_samples(on.batch) == 1:
@@ -132,13 +138,17 @@ class Probe(FirstLook):
         return self.twins is not None or rows == 1 or self.too_large(2, budget)
 
     def compares_alone(self, recorder: Recorder) -> bool:
-        """Whether only rows alone tell if they influence each other: several may be treated alike in any company."""
+        """Whether only rows alone tell if they influence each other: several may be treated alike
+        in any company.
+        """
         return self.collapses or not recorder.use_order.fixed
 
     def by_features(
         self, budget: int, rows_per_sample: int, kind: Kind, directions: Sequence[str]
     ) -> bool:
-        """Whether the gradients of all classes come cheaper from those of the last layer's features, and fit."""
+        """Whether the gradients of all classes come cheaper from those of the last layer's
+        features, and fit.
+        """
         last = self.last_product
         if (
             last is None
@@ -158,7 +168,8 @@ class Probe(FirstLook):
         by_features: bool = False,
         directions: int | None = None,
     ) -> int:
-        """How many inputs at once keep the work within a budget; 0 if the rows of one have to come in parts.
+        """How many inputs at once keep the work within a budget; 0 if the rows of one have to come
+        in parts.
 
         Args:
             budget: in bytes.
@@ -182,7 +193,9 @@ class Probe(FirstLook):
         return affordable
 
     def rows_in(self, budget: int) -> int:
-        """How many rows of one input at once, where its gradients are written out, keep the work within the budget."""
+        """How many rows of one input at once, where its gradients are written out, keep the work
+        within the budget.
+        """
         one = 2 * (self.row_bytes + self.largest_result) + 6 * DOUBLE * self.classes
         return max(1, (budget - 2 * self.gradient_bytes) // one) if self.twins is not None else 1
 
@@ -220,7 +233,9 @@ class Probe(FirstLook):
         directions: int | None = None,
         alone: bool = False,
     ) -> int:
-        """What the work on one input takes; `alone` in its chunk it can do without copies of large windows."""
+        """What the work on one input takes; `alone` in its chunk it can do without copies of large
+        windows.
+        """
         number = self.classes if directions is None else directions
         outers = [p.gradient for p in self.pieces if isinstance(p.gradient, Outer)]
         numels = [p.gradient.numel for p in self.pieces]

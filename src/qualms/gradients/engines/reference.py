@@ -1,4 +1,6 @@
-"""The reference engine: the paper's way, one input, one class, one backward pass. Slow and obviously right."""
+"""The reference engine: the paper's way, one input, one class, one backward pass. Slow and
+obviously right.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -19,7 +21,9 @@ from qualms.gradients.tracing.traced_forward import use_order
 
 
 def reference(job: GradientRequest, norm: Norm) -> ClassNorms:
-    """‖g‖ (l2) or Σ|g| (l1) of every parameter's gradient, for each input and direction (classes first)."""
+    """‖g‖ (l2) or Σ|g| (l1) of every parameter's gradient, for each input and direction (classes
+    first).
+    """
     model, selected = job.model, job.selected
     on = job.rows(slice(0, job.inputs))
     parameters = list(selected.values())
@@ -43,7 +47,8 @@ def reference(job: GradientRequest, norm: Norm) -> ClassNorms:
                     target for name in job.directions.names for target in TARGETS[name](apart, p)
                 )
                 for c, target in enumerate(targets):
-                    # In two steps, with the first scaled: the squares of small gradients are zero in 32 bits.
+                    # In two steps, with the first scaled: the squares of small gradients are zero
+                    # in 32 bits.
                     (toward,) = torch.autograd.grad(target, apart)
                     (scaled,), size = unit_sized(toward[None, None], 1)
                     found = gradients_of(logits, parameters, scaled.to(logits.dtype))
@@ -75,13 +80,17 @@ def length(g: Tensor) -> Tensor:
 
 
 def log_probabilities(z: Float[Tensor, " c"]) -> Iterator[Tensor]:
-    """log p_c = log σ(z_c - log Σ_{k≠c} exp z_k), whose derivative does not cancel where p_c is nearly 1."""
+    """log p_c = log σ(z_c - log Σ_{k≠c} exp z_k), whose derivative does not cancel where p_c is
+    nearly 1.
+    """
     for c in range(len(z)):
         yield F.logsigmoid(z[c] - torch.cat([z[:c], z[c + 1 :]]).logsumexp(0))
 
 
 def expected(z: Float[Tensor, " c"], p: Float[Tensor, " c"]) -> Float[Tensor, ""]:
-    """Σ_c p_c log q_c, q = softmax(z), less Σ_c q_c log q_c at fixed weights, whose derivative is zero: no rounding."""
+    """Σ_c p_c log q_c, q = softmax(z), less Σ_c q_c log q_c at fixed weights, whose derivative is
+    zero: no rounding.
+    """
     weights = p - z.detach().softmax(0)
     return sum(
         (w * log_q for w, log_q in zip(weights, log_probabilities(z), strict=True)), z.new_zeros(())

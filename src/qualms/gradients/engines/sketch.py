@@ -1,19 +1,22 @@
-"""The sketch engine: norms of all class gradients from k random tangents on the weights, whatever the class count.
+"""The sketch engine: norms of all class gradients from k random tangents on the weights, whatever
+the class count.
 
-For a tangent s on the weights one forward-mode pass over a batch gives J s, and v·(J s) = ⟨Jᵀv, s⟩ for every direction
-v: the projections of all class gradients on s at once. The same k tangents serve all inputs, so most of their noise is
-common to all and leaves the ranking alone. The weights a_l of the layers are folded into the tangents:
+For a tangent s on the weights one forward-mode pass over a batch gives J s, and v·(J s) = ⟨Jᵀv, s⟩
+for every direction
+v: the projections of all class gradients on s at once. The same k tangents serve all inputs, so
+most of their noise is common to all and leaves the ranking alone. The weights a_l of the layers are
+folded into the tangents:
 
-- *quadrature*: s_l = a_l ξ_l with ξ_l random signs (normal for small parameters). A projection has variance
-  Σ_l a_l² ‖g_l‖², and as a sum of many terms it is as good as normal.
-- *sum*, the paper's form: s_l = a_l ξ_l / ζ_l with ζ_l one normal number for each layer. A layer's projection is Cauchy
-  with scale a_l ‖g_l‖, and scales of independent Cauchy variables add up: Σ_l a_l ‖g_l‖, with no tangent of its own for
-  any layer.
+- *quadrature*: s_l = a_l ξ_l with ξ_l random signs (normal for small parameters). A projection has
+  variance Σ_l a_l² ‖g_l‖², and as a sum of many terms it is as good as normal.
+- *sum*, the paper's form: s_l = a_l ξ_l / ζ_l with ζ_l one normal number for each layer. A layer's
+  projection is Cauchy with scale a_l ‖g_l‖, and scales of independent Cauchy variables add up: Σ_l
+  a_l ‖g_l‖, with no tangent of its own for any layer.
 - L1 norms: every entry of s_l is a_l times a Cauchy number, and the scale is Σ_l a_l ‖g_l‖₁.
 
-Smoothing averages the projections of an input's rows, which is averaging gradients before the norm is taken. Before a
-tangent is believed, v·(J s) of the first row is compared with ⟨Jᵀv, s⟩ from plain autograd, and the rows' J s with what
-they give in other company.
+Smoothing averages the projections of an input's rows, which is averaging gradients before the norm
+is taken. Before a tangent is believed, v·(J s) of the first row is compared with ⟨Jᵀv, s⟩ from
+plain autograd, and the rows' J s with what they give in other company.
 """
 
 import logging
@@ -49,7 +52,8 @@ from qualms.gradients.sketching.tangents import Layer, Tangents, tangent
 
 log = logging.getLogger("qualms")
 MOST_BYTES = 2**24  # of one result
-RESULTS = 24  # as large as the largest, which a pass with a tangent holds for a row, kernels' copies included
+# as large as the largest, which a pass with a tangent holds for a row, kernels' copies included
+RESULTS = 24
 TANGENT_AND_GRADIENT = "a tangent on the weights and the gradient that it is checked with"
 INSTEAD = "select fewer parameters by `params`, or take engine='exact'"
 LOOKED_AT = 8  # inputs, of which three are run by plain autograd
@@ -58,7 +62,9 @@ LOOKED_AT = 8  # inputs, of which three are run by plain autograd
 def sketch_totals(
     job: GradientRequest, lam: float | None, learnt: PlanCache
 ) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
-    """Projections of whole gradients, and the logits, block by block; with a λ, layers weighted by exp(λ(l - L))."""
+    """Projections of whole gradients, and the logits, block by block; with a λ, layers weighted by
+    exp(λ(l - L)).
+    """
     work = SketchRun.on(job, learnt)
     return work.samples(work.weighted_tangents(lam))
 
@@ -66,7 +72,9 @@ def sketch_totals(
 def sketch_layers(
     job: GradientRequest, learnt: PlanCache
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
-    """Norms [b, m] of each layer's gradients and their standard errors, from k tangents for every layer."""
+    """Norms [b, m] of each layer's gradients and their standard errors, from k tangents for every
+    layer.
+    """
     work = SketchRun.on(job, learnt)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for layer, names in group_by_layer(
@@ -95,7 +103,9 @@ class SketchRun:
 
     @classmethod
     def on(cls, job: GradientRequest, learnt: PlanCache) -> "SketchRun":
-        """Looks at the first rows, unless such rows were seen before; decides how many inputs run at once."""
+        """Looks at the first rows, unless such rows were seen before; decides how many inputs run
+        at once.
+        """
         key, gradients = ("push probe", job.shapes, tuple(job.selected)), None
         probe: PushProbe | None = learnt.get(key)
         weights = sum(p.nbytes for p in job.selected.values())
@@ -109,7 +119,8 @@ class SketchRun:
         of_row = RESULTS * max(1, probe.largest_result)
         # Half of what a row takes are kernels' copies, which come and go.
         require_room(2 * weights + of_row // 2, job.limit, TANGENT_AND_GRADIENT, INSTEAD)
-        # Those that are kept take a quarter of the budget, and another one may be drawn beside them.
+        # Those that are kept take a quarter of the budget, and another one may be drawn beside
+        # them.
         kept = min(job.budget // 4, (job.settings.sketch or Sketch()).tangents * weights)
         room = job.budget - kept // max(1, weights) * weights - weights
         # Larger results leave the cache, smaller ones wait for the weights.
@@ -120,7 +131,9 @@ class SketchRun:
         return cls(job, job.settings.sketch or Sketch(), learnt, probe, gradients, at_once)
 
     def weighted_tangents(self, lam: float | None) -> Tangents:
-        """Tangents on the whole model, made once for each λ; layers weighted by exp(λ(l - L)) if there is one."""
+        """Tangents on the whole model, made once for each λ; layers weighted by exp(λ(l - L)) if
+        there is one.
+        """
         groups = group_by_layer(self.job.model, self.probe.counted, self.job.settings.granularity)
         weights = layer_weights(len(groups), lam or 0.0).tolist()
         sums = self.how.combine == "sum" and lam is not None
@@ -134,7 +147,9 @@ class SketchRun:
         )
 
     def tangents(self, layers: Sequence[Layer], sums: bool = False, room: int = 0) -> Tangents:
-        """Tangents on these layers whose projections add up layers in quadrature, or as the `sums` of their norms."""
+        """Tangents on these layers whose projections add up layers in quadrature, or as the `sums`
+        of their norms.
+        """
         l1 = self.job.settings.norm == "l1"
         law: Law = "cauchy" if l1 or sums else "normal"
         like = {name: self.job.selected[name] for names, _ in layers for name in names}
@@ -143,7 +158,9 @@ class SketchRun:
         )
 
     def samples(self, tangents: Tangents) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
-        """The projections of the gradients along the directions on k tangents, and the logits, block by block."""
+        """The projections of the gradients along the directions on k tangents, and the logits,
+        block by block.
+        """
         push = self.push(tangents)
         for block in self._blocks():
             try:
@@ -163,7 +180,9 @@ class SketchRun:
             yield Sample(projections, tangents.law), logits
 
     def push(self, tangents: Tangents) -> Push:
-        """The way of pushing tangents that plain autograd confirms on the first rows, found once for each kind."""
+        """The way of pushing tangents that plain autograd confirms on the first rows, found once
+        for each kind.
+        """
 
         def find() -> Push:
             if self.row_gradients is None:
@@ -220,10 +239,11 @@ class SketchRun:
     def _several_at_once(
         self, row: ModelInput, push: Push, tangents: Tangents
     ) -> tuple[Tensor, Tensor] | None:
-        """For a single row, where a pass waits for weights more than it computes; None where that fails.
+        """For a single row, where a pass waits for weights more than it computes; None where that
+        fails.
 
-        The first time it must agree with one tangent at a time. Images keep the plain memory format, which is that of
-        the tangents: torch would copy each to that of its weight.
+        The first time it must agree with one tangent at a time. Images keep the plain memory
+        format, which is that of the tangents: torch would copy each to that of its weight.
         """
         key = ("several", *self._way(tangents))
         at_once = min(

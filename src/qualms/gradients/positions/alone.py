@@ -1,7 +1,8 @@
 """One input by itself, without its padding: what it gives then does not depend on its company.
 
-Padding changes more than it should: some models count positions from where the padding starts. So texts are cut to
-the tokens that their attention masks keep, and what is found is put back where the tokens were.
+Padding changes more than it should: some models count positions from where the padding starts. So
+texts are cut to the tokens that their attention masks keep, and what is found is put back where the
+tokens were.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ class Alone:
         return cls(one, kept, length)
 
     def require_fit(self, positions: int) -> None:
-        """An error if padding was cut off, and the answers are not those at the tokens that are left."""
+        """An error if padding was cut off, and the answers are not those at the tokens that are
+        left.
+        """
         if self.kept is not None and positions != len(self.kept):
             raise QualmsError(NOT_ALIKE.format(positions, len(self.kept)))
 
@@ -66,7 +69,9 @@ class Alone:
         return whole
 
     def own(self, values: Tensor) -> Tensor:
-        """The other way round: of values at all positions with the padding, those of the input's own."""
+        """The other way round: of values at all positions with the padding, those of the input's
+        own.
+        """
         return values if self.kept is None else values[self.kept.to(values.device)]
 
 
@@ -77,7 +82,9 @@ NOT_ALIKE = (
 
 
 def live_positions(batch: Batch, shape: tuple[int, ...]) -> Bool[Tensor, "b t"] | None:
-    """The positions that a batch's attention mask keeps, if it has one, and there is something that it leaves out."""
+    """The positions that a batch's attention mask keeps, if it has one, and there is something that
+    it leaves out.
+    """
     mask = batch.get(_answers(batch) + MASK) if isinstance(batch, dict) else None
     if mask is None or mask.ndim != 2 or bool(mask.bool().all()):
         return None
@@ -121,7 +128,9 @@ def _cut(batch: dict[str, Tensor], side: str, part: slice, length: int) -> dict[
 
 
 def named(model: nn.Module, batch: Batch) -> Batch:
-    """The batch by the names of the model's arguments, if it is a tuple with an attention mask among them."""
+    """The batch by the names of the model's arguments, if it is a tuple with an attention mask
+    among them.
+    """
     if not isinstance(batch, tuple):
         return batch
     try:

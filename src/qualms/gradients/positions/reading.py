@@ -1,4 +1,6 @@
-"""A model that answers at many positions, read as a classifier of one position, or of several side by side."""
+"""A model that answers at many positions, read as a classifier of one position, or of several side
+by side.
+"""
 
 from typing import Any
 
@@ -14,9 +16,11 @@ INSIDE = "model."  # what the names of a model's parameters begin with where it 
 
 
 class AtPositions(nn.Module):
-    """The logits of some positions side by side, [b, P·c]; of all of them, in their order, if none are named.
+    """The logits of some positions side by side, [b, P·c]; of all of them, in their order, if none
+    are named.
 
-    The engines take it for a classifier: for one position it is one, for several its logits are those of P classifiers.
+    The engines take it for a classifier: for one position it is one, for several its logits are
+    those of P classifiers.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]
 
 
 def inside(model: nn.Module, params: Params) -> Params:
-    """Which parameters count, where the model is read at positions: those that count in the model itself."""
+    """Which parameters count, where the model is read at positions: those that count in the model
+    itself.
+    """
     if params is None:
         return None
     chosen = selected_parameters(model, params)

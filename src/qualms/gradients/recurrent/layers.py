@@ -1,4 +1,6 @@
-"""Recurrent layers put together from their steps, not by torch's fused kernels: for both modes of differentiation."""
+"""Recurrent layers put together from their steps, not by torch's fused kernels: for both modes of
+differentiation.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ from qualms.gradients.recurrent.steps import (
 class _Layer(torch.autograd.Function):
     """(h of all steps, c after the last one if there is one, coefficients).
 
-    `shift`, all zero, is added to p, so that its gradient is δ. Gradients of weights are left to those who want them.
+    `shift`, all zero, is added to p, so that its gradient is δ. Gradients of weights are left to
+    those who want them.
     """
 
     @staticmethod
@@ -121,17 +124,21 @@ class OneWay:
     def __call__(
         self, x: Float[Tensor, "t n f"], state: State, shift: Gates | None = None
     ) -> tuple[Tensor, State, Coefficients]:
-        """h of all steps, the state after the last one, and the coefficients; the gradient of `shift` is δ."""
+        """h of all steps, the state after the last one, and the coefficients; the gradient of
+        `shift` is δ.
+        """
         w, u, *biases = self.weights
         b, b_state = biases or (None, None)
         if biases and self.kind != "gru":  # in which alone the two biases do more than add up
             b, b_state = biases[0] + biases[1], None
-        h, *others = _Layer.apply(self.kind, x, shift, w, u, b, b_state, *state)  # type: ignore[no-untyped-call]
+        # type: ignore[no-untyped-call]
+        h, *others = _Layer.apply(self.kind, x, shift, w, u, b, b_state, *state)
         cells = len(state) - 1
         return h, (h[-1], *others[:cells]), tuple(others[cells:])
 
 
-# How one layer is run in one direction: from x and the state before the first step to h and the state after the last.
+# How one layer is run in one direction: from x and the state before the first step to h and the
+# state after the last.
 Run = Callable[[OneWay, Float[Tensor, "t n f"], State], tuple[Tensor, State]]
 
 
@@ -150,7 +157,8 @@ def unrolled(
 ) -> Any:
     """What `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` gives for these arguments, layer by layer.
 
-    NotImplemented for packed sequences (whose arguments are others), projections, active dropout and autocast.
+    NotImplemented for packed sequences (whose arguments are others), projections, active dropout
+    and autocast.
     """
     directions = 2 if bidirectional else 1
     each = 4 if has_biases else 2
@@ -180,7 +188,9 @@ def _run(one_way: OneWay, x: Float[Tensor, "t n f"], state: State) -> tuple[Tens
 
 
 class Unrolled(TorchFunctionMode):
-    """Recurrent layers step by step, since the fused kernels have no rule, or a slow one, for forward mode."""
+    """Recurrent layers step by step, since the fused kernels have no rule, or a slow one, for
+    forward mode.
+    """
 
     def __torch_function__(
         self,

@@ -1,15 +1,18 @@
-"""LSTM, GRU and RNN step by step, and linearized: what fused kernels compute, for both modes of differentiation.
+"""LSTM, GRU and RNN step by step, and linearized: what fused kernels compute, for both modes of
+differentiation.
 
-With gates p_t = W x_t + b, the part of the pre-activations that needs no step before it, a layer is the recursion
+With gates p_t = W x_t + b, the part of the pre-activations that needs no step before it, a layer is
+the recursion
 
     LSTM    i, f, g, o = σ, σ, tanh, σ of p_t + U h',    c = f c' + i g,    h = o tanh c
     GRU     r, z = σ of p_t + q,    n = tanh(p_t + r q),    q = U h' + b',    h = (1 - z) n + z h'
     RNN     h = tanh or ReLU of p_t + U h'
 
-in which a prime marks the step before. Its derivative at each step is a handful of products with coefficients that
-depend on the values alone: they are computed once, for all steps together, and serve every cotangent that is pulled
-back and every tangent that is pushed forward. What the fused kernels cannot say, the cotangent δ_t of p_t, is all that
-the gradients of the weights need: ∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h'ᵀ.
+in which a prime marks the step before. Its derivative at each step is a handful of products with
+coefficients that depend on the values alone: they are computed once, for all steps together, and
+serve every cotangent that is pulled back and every tangent that is pushed forward. What the fused
+kernels cannot say, the cotangent δ_t of p_t, is all that the gradients of the weights need: ∂W =
+Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h'ᵀ.
 
 Tensors have time first here: [t, n, feature].
 """
@@ -33,12 +36,12 @@ class Recursion:
     """A kind of recurrent layer.
 
     Args:
-        run: from p, U, b' (GRU's) and the state before the first step to h [t, n, h], the state after the last step and
-            the coefficients.
-        pull: from the coefficients, U and the cotangents of h [t, n, h] and of c after the last step to the cotangents
-            of p and of the state before the first step.
-        push: from the coefficients, U and the tangents of p and of the state before the first step to those of h and of
-            the state after the last step.
+        run: from p, U, b' (GRU's) and the state before the first step to h [t, n, h], the state
+            after the last step and the coefficients.
+        pull: from the coefficients, U and the cotangents of h [t, n, h] and of c after the last
+            step to the cotangents of p and of the state before the first step.
+        push: from the coefficients, U and the tangents of p and of the state before the first step
+            to those of h and of the state after the last step.
     """
 
     run: Callable[[Gates, Tensor, Tensor | None, State], tuple[Hidden, State, Coefficients]]
@@ -47,7 +50,9 @@ class Recursion:
 
 
 def before(first: Float[Tensor, "n h"], later: Hidden) -> Hidden:
-    """What each step finds: the first one what was given, every other one what the one before it left."""
+    """What each step finds: the first one what was given, every other one what the one before it
+    left.
+    """
     return torch.cat([first.unsqueeze(0), later[:-1]])
 
 

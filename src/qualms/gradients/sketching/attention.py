@@ -1,7 +1,8 @@
 """Attention with a derivative of its own in forward mode.
 
-torch's kernel that has one takes it apart into a dozen steps, each a pass over [tokens, tokens]. With P the softmax of
-S = s q kᵀ + mask and o = P v, and A = P ∘ dS, where dS = s (dq kᵀ + q dkᵀ) is one product of [dq q] and [k dk]:
+torch's kernel that has one takes it apart into a dozen steps, each a pass over [tokens, tokens].
+With P the softmax of S = s q kᵀ + mask and o = P v, and A = P ∘ dS, where dS = s (dq kᵀ + q dkᵀ) is
+one product of [dq q] and [k dk]:
 
     do = P dv + A v - r ∘ o,  r the sums of the rows of A.
 """

@@ -9,8 +9,8 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 class LogitsAt:
     """The checked logits of a model at other parameters and buffers, given by name.
 
-    Tied ones are put in all their places here, each place once: torch, where it ties them, goes by names, and leaves
-    other weights in a module that has two names.
+    Tied ones are put in all their places here, each place once: torch, where it ties them, goes by
+    names, and leaves other weights in a module that has two names.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""One tangent on the weights, pushed forward: J s for every row, by forward-mode differentiation or by a difference.
+"""One tangent on the weights, pushed forward: J s for every row, by forward-mode differentiation or
+by a difference.
 
-Nothing is believed untested: v·(J s) of the first row must be ⟨Jᵀv, s⟩ by plain autograd, and the J s of all rows must
-not change when they run in other company. Rows that fail run one at a time.
+Nothing is believed untested: v·(J s) of the first row must be ⟨Jᵀv, s⟩ by plain autograd, and the J
+s of all rows must not change when they run in other company. Rows that fail run one at a time.
 """
 
 import logging
@@ -51,7 +52,8 @@ FORMATTED_BYTES = (
     2**24
 )  # of weights up to which both they and tangents are copied to the format of the input
 UNSEEN = 2**22  # bytes that are taken for the largest result of a row where no result can be seen
-DIFFERENCE = 1e-3  # relative error allowed to a central difference, which steps over kinks: far below a sketch's noise
+# relative error allowed to a central difference, which steps over kinks: far below a sketch's noise
+DIFFERENCE = 1e-3
 Tangent = dict[str, Tensor]  # by the parameter's name
 RowGradient = tuple[
     ModelInput, dict[str, Float[Tensor, "1 ..."]]
@@ -64,7 +66,9 @@ Push = Callable[
 def forward_mode(
     model: nn.Module, on: ModelInput, tangent: Tangent, several: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The logits z and J s, exact: one pass with dual numbers. `several`: s, z and J s are [k, …], for k tangents."""
+    """The logits z and J s, exact: one pass with dual numbers. `several`: s, z and J s are [k, …],
+    for k tangents.
+    """
     x = batch_tensors(on.batch)[0]
     last = (
         x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
@@ -116,7 +120,9 @@ def central_difference(model: nn.Module, on: ModelInput, tangent: Tangent) -> tu
 
 
 def _step(state: Tangent, tangent: Tangent) -> float:
-    """The step at which truncation and rounding of a central difference balance, relative to the weights' size."""
+    """The step at which truncation and rounding of a central difference balance, relative to the
+    weights' size.
+    """
     size = sum(float(state[n].square().sum()) for n in tangent) ** 0.5
     length = sum(float(s.square().sum()) for s in tangent.values()) ** 0.5
     return torch.finfo(torch.double).eps ** (1 / 3) * max(size, 1e-3) / max(length, 1e-30)
@@ -127,9 +133,11 @@ def _double(t: Tensor) -> Tensor:
 
 
 class ConstantPadding(TorchFunctionMode):
-    """What an embedding gives for padding has no gradient, and so no tangent; other uses of the same weight do.
+    """What an embedding gives for padding has no gradient, and so no tangent; other uses of the
+    same weight do.
 
-    For a difference it stays what it was at the weights themselves: `seen` takes that down, and `activations` holds to it.
+    For a difference it stays what it was at the weights themselves: `seen` takes that down, and
+    `activations` holds to it.
     """
 
     def __init__(
@@ -184,7 +192,9 @@ PUSHES: dict[str, Push] = {"forward mode": forward_mode, "central difference": c
 
 @dataclass
 class KnownRows:
-    """Rows whose gradients along a random direction plain autograd gives, kept or found anew each time."""
+    """Rows whose gradients along a random direction plain autograd gives, kept or found anew each
+    time.
+    """
 
     model: nn.Module
     rows: list[ModelInput]
@@ -268,7 +278,9 @@ class PushProbe(FirstLook):
 def _collapses(
     model: nn.Module, on: ModelInput, one: Sequence[Shapes], selected: dict[str, Tensor]
 ) -> bool:
-    """Whether the model computes something from several rows at once, which shows in the shapes of a look at one."""
+    """Whether the model computes something from several rows at once, which shows in the shapes of
+    a look at one.
+    """
     if num_samples(on.batch) == 1:
         return False
     try:
@@ -281,7 +293,9 @@ def _collapses(
 
 
 def working_push(probe: PushProbe, known: KnownRows, tangent: Tangent) -> Push:
-    """The first way of pushing a tangent that gives plain autograd's derivative, for all rows where it is known."""
+    """The first way of pushing a tangent that gives plain autograd's derivative, for all rows where
+    it is known.
+    """
     reasons = []
     for name, push in PUSHES.items():
         try:
@@ -327,7 +341,9 @@ def _wrong(push: Push, probe: PushProbe, known: KnownRows, i: int, tangent: Tang
 
 
 def _takes_channels_last(model: nn.Module, first: FirstRow, selected: dict[str, Tensor]) -> bool:
-    """Whether it is an image model that forward mode can run so; views of what a convolution returns may fail."""
+    """Whether it is an image model that forward mode can run so; views of what a convolution
+    returns may fail.
+    """
     if not wants_channels_last(first.rows):
         return False
     try:
@@ -347,7 +363,9 @@ def checked_pushes(
     tangent: Tangent,
     learnt: PlanCache,
 ) -> list[tuple[Push, tuple[Tensor, Tensor]]]:
-    """How to push tangents through each chunk, all rows at once if they do not influence each other, and the first."""
+    """How to push tangents through each chunk, all rows at once if they do not influence each
+    other, and the first.
+    """
 
     def alone(m: nn.Module, on: ModelInput, s: Tangent) -> tuple[Tensor, Tensor]:
         each = [on.take([row]) for row in range(num_samples(on.batch))]

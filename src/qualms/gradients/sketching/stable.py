@@ -1,10 +1,12 @@
-"""From projections on random tangents to norms: the scale of a stable law, estimated from a sample of k.
+"""From projections on random tangents to norms: the scale of a stable law, estimated from a sample
+of k.
 
-A gradient's projection on a random tangent is normal with standard deviation ‖g‖ if the tangent is, and Cauchy with
-scale Σ_l ‖g_l‖ if each layer's part of the tangent is divided by a normal number of its own: the normal law adds
-squares of scales, the Cauchy law adds scales (Indyk, Stable distributions, pseudorandom generators, embeddings and data
-stream computation, J. ACM 2006). Tangents of random signs give the variance ‖g‖² as well, and nearly the normal law
-where g has many entries; if it had a single one, the only error would be the correction of bias, 1/(4k).
+A gradient's projection on a random tangent is normal with standard deviation ‖g‖ if the tangent is,
+and Cauchy with scale Σ_l ‖g_l‖ if each layer's part of the tangent is divided by a normal number of
+its own: the normal law adds squares of scales, the Cauchy law adds scales (Indyk, Stable
+distributions, pseudorandom generators, embeddings and data stream computation, J. ACM 2006).
+Tangents of random signs give the variance ‖g‖² as well, and nearly the normal law where g has many
+entries; if it had a single one, the only error would be the correction of bias, 1/(4k).
 """
 
 import math
@@ -41,7 +43,9 @@ class Sample:
         return self.projections.square().mean(0) if self.law == "normal" else self.scale.square()
 
     def influence(self, scale: Float[Tensor, "b m"], j: int) -> Float[Tensor, "b m"]:
-        """How far projection j moved the estimate, to first order; the sum of squares over j is its variance."""
+        """How far projection j moved the estimate, to first order; the sum of squares over j is its
+        variance.
+        """
         square, scale_square, k = (
             self.projections[j].square(),
             scale.square(),
@@ -72,7 +76,9 @@ TINY = torch.finfo(torch.double).tiny
 
 
 def normal_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
-    """sqrt(mean t²), without the bias of a root of an average: E sqrt(χ²_k) = sqrt(2) Γ((k+1)/2) / Γ(k/2)."""
+    """sqrt(mean t²), without the bias of a root of an average: E sqrt(χ²_k) = sqrt(2) Γ((k+1)/2) /
+    Γ(k/2).
+    """
     return unbiased_root(t.square().mean(0), len(t))
 
 
@@ -83,7 +89,9 @@ def unbiased_root(mean: Float[Tensor, "*n"], k: int) -> Float[Tensor, "*n"]:
 
 
 def cauchy_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
-    """The maximum-likelihood scale γ: Σ_j t_j² / (t_j² + γ²) = k/2, by bisection between the smallest and largest."""
+    """The maximum-likelihood scale γ: Σ_j t_j² / (t_j² + γ²) = k/2, by bisection between the
+    smallest and largest.
+    """
     square = t.square().clamp_min(TINY)
     low, high = square.amin(0).log(), square.amax(0).log()
     for _ in range(STEPS):

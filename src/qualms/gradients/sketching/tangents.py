@@ -1,4 +1,6 @@
-"""Random tangents on the weights, each the same whenever it is drawn: the seed, its number and names decide it."""
+"""Random tangents on the weights, each the same whenever it is drawn: the seed, its number and
+names decide it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,9 @@ Layer = tuple[Sequence[str], float]  # its parameters and its weight a_l
 
 @dataclass
 class Tangents:
-    """k random tangents, drawn when they are asked for; as many as fit into `room` bytes are kept, or held at once."""
+    """k random tangents, drawn when they are asked for; as many as fit into `room` bytes are kept,
+    or held at once.
+    """
 
     draw: Callable[..., Tangent]  # of a number, and of where to write
     law: Law
@@ -52,9 +56,11 @@ class Tangents:
         return drawn
 
     def stacked(self, start: int, stop: int) -> Tangent:
-        """Tangents from number `start` to before `stop`, [k, …] for each parameter, until the next ones are asked for.
+        """Tangents from number `start` to before `stop`, [k, …] for each parameter, until the next
+        ones are asked for.
 
-        Others are drawn anew: writing signs into memory at hand takes no longer than copying what was kept.
+        Others are drawn anew: writing signs into memory at hand takes no longer than copying what
+        was kept.
         """
         if not self.stack:
             self.kept.clear()
@@ -78,7 +84,9 @@ def tangent(
     j: int,
     out: Tangent | None = None,
 ) -> Tangent:
-    """Tangent number j: s_l for each layer, given by its parameters and its weight a_l; written to `out` if given."""
+    """Tangent number j: s_l for each layer, given by its parameters and its weight a_l; written to
+    `out` if given.
+    """
     drawn: Tangent = {}
     for names, weight in layers:
         scale = weight
@@ -107,8 +115,8 @@ def tangent(
 def write_signs(place: Tensor, scale: float, noise: torch.Generator) -> None:
     """±scale for every entry of a contiguous tensor, eight at a time by a random byte.
 
-    Normal numbers take ten times longer. For signs s, too, E (s·g)² = ‖g‖², with a variance of 2 (‖g‖⁴ - Σ g_i⁴): no
-    more than normal numbers give.
+    Normal numbers take ten times longer. For signs s, too, E (s·g)² = ‖g‖², with a variance of 2
+    (‖g‖⁴ - Σ g_i⁴): no more than normal numbers give.
     """
     words = -(-place.numel() // 64)
     octets = (
@@ -131,5 +139,7 @@ def _noise(seed: int, name: str, j: int) -> torch.Generator:
 
 @lru_cache(maxsize=2**14)
 def _first_state(seed: int, name: str) -> int:
-    """Where the tangents of one parameter begin; kept, since mixing a name's letters takes longer than a small draw."""
+    """Where the tangents of one parameter begin; kept, since mixing a name's letters takes longer
+    than a small draw.
+    """
     return generator(seed, TANGENT_STREAM, *name.encode()).initial_seed()

@@ -1,1 +1,3 @@
-"""What watches a forward pass: where each parameter meets the input, and what its gradient is made of."""
+"""What watches a forward pass: where each parameter meets the input, and what its gradient is made
+of.
+"""

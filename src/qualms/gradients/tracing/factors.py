@@ -1,15 +1,17 @@
-"""What a parameter's gradient is made of, and its norms without writing it out where that is cheaper.
+"""What a parameter's gradient is made of, and its norms without writing it out where that is
+cheaper.
 
-For one class the cotangent δ of an operation's result gives the gradient of each input's loss with respect to the
-operation's parameter. Two forms cover all rules:
+For one class the cotangent δ of an operation's result gives the gradient of each input's loss with
+respect to the operation's parameter. Two forms cover all rules:
 
-- `Outer`: Σ_t δ_t ⊗ a_t over positions t (weights of linear and convolution layers). Its squared norm is
-  ‖Σ_t δ_t a_tᵀ‖² written out, or ⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever has fewer multiplications; aaᵀ serves
-  all classes.
-- `Summed`: written out directly (biases, scales, copies of a parameter), because it is no larger than the parameter.
+- `Outer`: Σ_t δ_t ⊗ a_t over positions t (weights of linear and convolution layers). Its squared
+  norm is ‖Σ_t δ_t a_tᵀ‖² written out, or ⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever has fewer
+  multiplications; aaᵀ serves all classes.
+- `Summed`: written out directly (biases, scales, copies of a parameter), because it is no larger
+  than the parameter.
 
-Perturbed copies of an input are further positions of the same sum, so smoothing needs no other algebra.
-Index letters: b input, g group, t position, o/f features of δ and a, m/n cotangents.
+Perturbed copies of an input are further positions of the same sum, so smoothing needs no other
+algebra. Index letters: b input, g group, t position, o/f features of δ and a, m/n cotangents.
 """
 
 import weakref
@@ -33,7 +35,9 @@ def _gone(*_: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Summed:
-    """A gradient that is written out: `write` takes the cotangents at the piece's edges to [inputs, *shape]."""
+    """A gradient that is written out: `write` takes the cotangents at the piece's edges to [inputs,
+    *shape].
+    """
 
     write: Callable[[list[Tensor | None]], Tensor]
     numel: int  # of one input's gradient
@@ -41,7 +45,9 @@ class Summed:
 
     @property
     def work(self) -> int:
-        """Multiplications that one input's gradient takes, and its operation's forward pass as well."""
+        """Multiplications that one input's gradient takes, and its operation's forward pass as
+        well.
+        """
         return max(self.numel, self.products)
 
     def bare(self) -> "Summed":
@@ -58,7 +64,8 @@ class Summed:
             leading = at_least_float32(layout.leading(d))
             if layout.axis is None:
                 return leading.reshape(inputs, *shape)
-            # The parts of one row follow each other on the axis: put the axis back, then add the rows of an input.
+            # The parts of one row follow each other on the axis: put the axis back, then add the
+            # rows of an input.
             apart = leading.unflatten(0, (inputs, layout.rows // inputs, layout.per_row)).sum(1)
             return apart.movedim(1, 1 + layout.axis).reshape(inputs, *shape)
 
@@ -66,7 +73,9 @@ class Summed:
 
     @classmethod
     def broadcast(cls, layout: Layout, inputs: int, shape: torch.Size) -> "Summed":
-        """The cotangent of a copy that was expanded along the row axis: add everything that one input has there."""
+        """The cotangent of a copy that was expanded along the row axis: add everything that one
+        input has there.
+        """
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
             (d,) = cotangents
@@ -107,7 +116,9 @@ def cheaper_by_pairs(t: int, o: int, f: int, cotangents: int) -> bool:
 
 
 class SharedPairs:
-    """δδᵀ for several gradients that have the same factor δ: computed by the first one that asks for it."""
+    """δδᵀ for several gradients that have the same factor δ: computed by the first one that asks
+    for it.
+    """
 
     def __init__(self) -> None:
         self._of: Callable[[], Tensor | None] = lambda: None
@@ -129,13 +140,16 @@ class Outer:
     """A gradient Σ_t moving_t ⊗ fixed_t per group, not written out unless that is cheaper.
 
     Args:
-        moving: from a cotangent to its factor [n, t, g, o]; n counts rows, or parts of rows in order.
+        moving: from a cotangent to its factor [n, t, g, o]; n counts rows, or parts of rows in
+            order.
         still: gives the factor [n, t, g, f] that all cotangents share; computed when first needed.
         arrange: from the written gradient [b, g, o, f] to [b, *target.shape].
         inputs: b.
         sizes: (t, o, f, g), positions counted per input.
-        pairs: gives aaᵀ [b·g, t, t] where that is cheaper than multiplying `activations` with itself.
-        direct: writes the gradient [*target.shape] of a single input from a cotangent, where `activations` is large.
+        pairs: gives aaᵀ [b·g, t, t] where that is cheaper than multiplying `activations` with
+            itself.
+        direct: writes the gradient [*target.shape] of a single input from a cotangent, where
+            `activations` is large.
         moving_pairs: from the factor δ, and the cotangents that it comes from, to δδᵀ [b·g, t, t].
     """
 
@@ -157,7 +171,9 @@ class Outer:
         features: int,
         arrange: Callable[[Tensor], Tensor],
     ) -> "Outer":
-        """Of the cotangent [..., features] and the input a [..., f] of a product: every axis but the last is t."""
+        """Of the cotangent [..., features] and the input a [..., f] of a product: every axis but
+        the last is t.
+        """
 
         def factor(t: Tensor) -> Tensor:
             leading = layout.leading(t)
@@ -176,9 +192,11 @@ class Outer:
         return g * o * f
 
     def held(self, rows_per_sample: int, cotangents: int, alone: bool = False) -> int:
-        """How many numbers are kept for one input of `rows_per_sample` rows, if this was recorded on one row.
+        """How many numbers are kept for one input of `rows_per_sample` rows, if this was recorded
+        on one row.
 
-        `alone`: it is the only input of its chunk, so that its gradient may be written without a copy of all windows.
+        `alone`: it is the only input of its chunk, so that its gradient may be written without a
+        copy of all windows.
         """
         t, o, f, g = self.sizes
         t *= rows_per_sample
@@ -193,7 +211,9 @@ class Outer:
         )
 
     def by_pairs(self, cotangents: int) -> bool:
-        """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than writing the gradient out, for so many cotangents."""
+        """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than writing the gradient out, for so many
+        cotangents.
+        """
         t, o, f, _ = self.sizes
         return cheaper_by_pairs(t, o, f, cotangents)
 
@@ -216,7 +236,8 @@ class Outer:
         rows_per_sample = at_least_float32(factor).reshape(self.inputs, n // self.inputs * t, g, f)
         if g == 1:
             return rows_per_sample.squeeze(2)
-        # In order: of one input alone this could stay a view, which `bmm` would copy group by group.
+        # In order: of one input alone this could stay a view, which `bmm` would copy group by
+        # group.
         return rows_per_sample.transpose(1, 2).reshape(self.inputs * g, -1, f).contiguous()
 
     def write(self, cotangents: list[Tensor | None]) -> Tensor:
@@ -269,7 +290,8 @@ class Outer:
             each, sizes = _dot(own, pairs), own.diagonal(dim1=1, dim2=2)
         else:
             each, sizes = _dot(torch.bmm(pairs, d), d), torch.linalg.vecdot(d, d)
-        # Positions that cancel take twice as many digits with them here as in the gradient itself: write those out.
+        # Positions that cancel take twice as many digits with them here as in the gradient itself:
+        # write those out.
         fixed = pairs.diagonal(dim1=1, dim2=2)
         apart = torch.linalg.vecdot(sizes, fixed)
         odd = beyond(sizes.amax(1)) | beyond(fixed.amax(1)) | beyond(apart) | ~each.isfinite()
@@ -303,7 +325,9 @@ class Outer:
     def _again(
         self, products: Float64[Tensor, "bg m m"], d: Float[Tensor, "bg m t o"], which: list[int]
     ) -> None:
-        """The inner products of some inputs in 64 bits, which hold what 32 bits do not; one by one, for the memory."""
+        """The inner products of some inputs in 64 bits, which hold what 32 bits do not; one by one,
+        for the memory.
+        """
         activations = self._positions(self.activations()) if which else d
         for i in which:
             a, wide = activations[i].double(), d[i].double()
@@ -315,7 +339,9 @@ class Outer:
         return self._positions(self.activations()).any(2)
 
     def meets(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
-        """Whether δ and a are both not zero at some position: else the gradient is zero, and its square is right."""
+        """Whether δ and a are both not zero at some position: else the gradient is zero, and its
+        square is right.
+        """
         return (d.any(3) & self._live.unsqueeze(1)).any(2)
 
     def apart(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
@@ -345,8 +371,8 @@ def _dot(a: Float[Tensor, "n i j"], b: Float[Tensor, "n i j"]) -> Float[Tensor, 
 class GradFactor:
     """One meeting's share of a gradient.
 
-    `target` is a parameter, or a tensor computed from parameters alone, as it is when the model runs on one row;
-    `edges` are the places in the graph whose cotangents the gradient is made from.
+    `target` is a parameter, or a tensor computed from parameters alone, as it is when the model
+    runs on one row; `edges` are the places in the graph whose cotangents the gradient is made from.
     """
 
     target: Tensor
@@ -354,5 +380,7 @@ class GradFactor:
     gradient: Outer | Summed
 
     def bare(self) -> "GradFactor":
-        """What can be kept when the forward pass is let go: the target, and how large the gradient is."""
+        """What can be kept when the forward pass is let go: the target, and how large the gradient
+        is.
+        """
         return GradFactor(self.target, (), self.gradient.bare())

@@ -1,4 +1,6 @@
-"""One meeting of parameters and input as a rule sees it, with the general paths for what no rule covers."""
+"""One meeting of parameters and input as a rule sees it, with the general paths for what no rule
+covers.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,21 @@ class Call:
         self.rows, self.inputs = recorder.rows, recorder.rows // recorder.rows_per_sample
 
     def run(self) -> Any:
-        """Carry the operation out as it is, on copies of its tracked arguments that nothing else may use."""
+        """Carry the operation out as it is, on copies of its tracked arguments that nothing else
+        may use.
+        """
         copies, before = self._copies()
         out = self.run_with(copies)
-        # A change in place of a view would lead the graph around the edge that a rule takes hold of.
+        # A change in place of a view would lead the graph around the edge that a rule takes hold
+        # of.
         out = out.clone() if out._is_view() else out
         self.recorder.reach.enclose(out.grad_fn, before)
         return out
 
     def _copies(self) -> tuple[dict[int, Tensor], list[Any]]:
-        """Leaves in place of the tracked arguments, by id, and the nodes of the graph that all others come from."""
+        """Leaves in place of the tracked arguments, by id, and the nodes of the graph that all
+        others come from.
+        """
         copies = {
             id(t): t.detach().requires_grad_() for t in self.meeting.arguments if self.tracked(t)
         }
@@ -70,13 +77,16 @@ class Call:
         return isinstance(t, Tensor) and id(t) in self.recorder._tracked
 
     def leave(self, target: Tensor, edges: Sequence[GradientEdge], gradient: Any) -> None:
-        """Note that `gradient` (an `Outer` or a `Summed`) turns the cotangents at `edges` into target's gradient."""
+        """Note that `gradient` (an `Outer` or a `Summed`) turns the cotangents at `edges` into
+        target's gradient.
+        """
         if id(target) not in self.recorder.weights.names:
             target = self._same_for_all_rows(target)
         self.recorder.pieces.append(GradFactor(target, tuple(edges), gradient))
 
     def _same_for_all_rows(self, derived: Tensor) -> Tensor:
-        """What stands in for `derived` on one row, if every row of it is just that: else it depends on the input.
+        """What stands in for `derived` on one row, if every row of it is just that: else it depends
+        on the input.
 
         An input's way around the function mode (a script, numpy, a Python number) ends here.
         """
@@ -131,10 +141,11 @@ class Call:
     # The general paths: exact for any operation.
 
     def with_copies(self) -> Any:
-        """Carry the operation out on copies of its tracked arguments that let one row's gradient be told apart.
+        """Carry the operation out on copies of its tracked arguments that let one row's gradient be
+        told apart.
 
-        A tracked tensor that was expanded to a batch already has a part of its own for each row. For anything else the
-        operation runs one row at a time, each with its own copy.
+        A tracked tensor that was expanded to a batch already has a part of its own for each row.
+        For anything else the operation runs one row at a time, each with its own copy.
         """
         used = [t for t in self.meeting.arguments if self.tracked(t)]
         if self.recorder.twins is None or all(self.layout(t) for t in used):
@@ -156,8 +167,8 @@ class Call:
     ) -> Any:
         """Carry the operation out where no axis of its result counts the rows: see `owners.py`.
 
-        `gradients` says, for tracked arguments by id, how their gradients follow once owners are known; for all others
-        the operation's own derivative serves.
+        `gradients` says, for tracked arguments by id, how their gradients follow once owners are
+        known; for all others the operation's own derivative serves.
         """
         used = [t for t in self.meeting.arguments if self.tracked(t)]
         copies, before = self._copies()
@@ -179,7 +190,9 @@ class Call:
         return out
 
     def _one_row_at_a_time(self, used: list[Tensor]) -> Any:
-        """Runs the operation once per row on fresh copies of `used`, leaves their pieces, joins the results."""
+        """Runs the operation once per row on fresh copies of `used`, leaves their pieces, joins the
+        results.
+        """
         if self.meeting.name.endswith("_") and not self.meeting.name.startswith("_"):
             raise NotBatchable(f"{self.meeting.name} changes its argument in place")
         layouts = {id(t): self.layout(t) for t in self.meeting.arguments}

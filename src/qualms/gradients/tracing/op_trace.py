@@ -10,7 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OpKey:
-    """What an operation is known by in another pass: its name and parameters. The same may happen several times."""
+    """What an operation is known by in another pass: its name and parameters. The same may happen
+    several times.
+    """
 
     name: str
     parameters: frozenset[str]
@@ -18,7 +20,9 @@ class OpKey:
 
 @dataclass
 class ParamUse:
-    """An operation that brought parameters and input together: where, its tensor arguments and tensor results."""
+    """An operation that brought parameters and input together: where, its tensor arguments and
+    tensor results.
+    """
 
     place: OpKey
     time: int  # how often the same happened before, in this pass
@@ -43,7 +47,8 @@ def largest_result(param_uses: Iterable[ParamUse]) -> int:
 class TracePair:
     """The same forward pass on one row and on two: comparing them tells which axis counts the rows.
 
-    `scattered` are the places where none does, because the values of the input decide what stands where.
+    `scattered` are the places where none does, because the values of the input decide what stands
+    where.
     """
 
     one: list[ParamUse]

@@ -22,7 +22,9 @@ class Weights:
     def of(
         cls, selected: dict[str, Tensor], every: Iterable[Tensor], channels_last: bool = False
     ) -> "Weights":
-        """With `channels_last`, kernels are copied to that format once, not by every convolution anew."""
+        """With `channels_last`, kernels are copied to that format once, not by every convolution
+        anew.
+        """
 
         def plain(p: Tensor) -> Tensor:
             p = p.detach().clone() if p.is_inference() else p.detach()
@@ -63,16 +65,20 @@ def roots(t: Tensor, weights: Weights) -> set[str]:
 
 @dataclass(frozen=True)
 class UseOrder:
-    """Parameters in the order in which a forward pass first used them; `fixed` if every pass uses that order."""
+    """Parameters in the order in which a forward pass first used them; `fixed` if every pass uses
+    that order.
+    """
 
     names: list[str]
     fixed: bool
 
     def counted(self, used: Collection[str], selected: Iterable[str]) -> list[str]:
-        """The parameters whose layers count, in an order that belongs to the model, not to the inputs at hand.
+        """The parameters whose layers count, in an order that belongs to the model, not to the
+        inputs at hand.
 
-        In order of first use, without those that the logits do not depend on. If the path through the model depends on
-        the input, both would vary from batch to batch: then all count, in the order in which the model has them.
+        In order of first use, without those that the logits do not depend on. If the path through
+        the model depends on the input, both would vary from batch to batch: then all count, in the
+        order in which the model has them.
         """
         if not self.fixed:
             return list(selected)
@@ -84,8 +90,9 @@ class UseOrder:
 class Reach:
     """Nodes of the graph that may be reached only by the result of the operation that made them.
 
-    A rule knows the cotangent of its operation's result. Whatever leads from the logits to the operation's parameters
-    another way (a gradient that the forward pass takes itself, an autograd function) is not in that cotangent.
+    A rule knows the cotangent of its operation's result. Whatever leads from the logits to the
+    operation's parameters another way (a gradient that the forward pass takes itself, an autograd
+    function) is not in that cotangent.
     """
 
     inside: dict[Any, Any] = field(
@@ -93,7 +100,9 @@ class Reach:
     )  # node -> the node of the operation's result
 
     def enclose(self, result: Any, before: Iterable[Any]) -> None:
-        """Take in the nodes that an operation added to the graph, between its result and what was there before."""
+        """Take in the nodes that an operation added to the graph, between its result and what was
+        there before.
+        """
         outside, nodes = set(before), [result]
         while nodes:
             node = nodes.pop()

@@ -1,17 +1,21 @@
-"""One forward pass, watched: where each parameter meets the input, and what its gradient is made of.
+"""One forward pass, watched: where each parameter meets the input, and what its gradient is made
+of.
 
-A function mode sees every operation of the forward pass, so functional calls, modules called twice, tied weights,
-attention, recurrent networks and exported graphs all look alike. It knows two kinds of tensors:
+A function mode sees every operation of the forward pass, so functional calls, modules called twice,
+tied weights, attention, recurrent networks and exported graphs all look alike. It knows two kinds
+of tensors:
 
-- *tracked*: a parameter, or something computed from parameters alone (a normalized weight, a slice, an expanded token);
+- *tracked*: a parameter, or something computed from parameters alone (a normalized weight, a slice,
+  an expanded token);
 - *active*: something that depends on the input.
 
-An operation on tracked tensors alone is carried out and its result is tracked. One that brings a tracked and an active
-tensor together is a *meeting*: there a rule (`rules.py`) says how the parameter's gradient follows from a cotangent,
-and leaves a `GradFactor`. What no rule covers is carried out one row at a time with copies of the parameter, which is exact
-for any operation. Where no axis counts the rows, the owner of each entry is found afterwards (`owners.py`). Where rows
-cannot be told apart at all, `NotBatchable` is raised; what a function mode cannot see is caught by the checks of
-`exact/checks.py`.
+An operation on tracked tensors alone is carried out and its result is tracked. One that brings a
+tracked and an active tensor together is a *meeting*: there a rule (`rules.py`) says how the
+parameter's gradient follows from a cotangent, and leaves a `GradFactor`. What no rule covers is
+carried out one row at a time with copies of the parameter, which is exact for any operation. Where
+no axis counts the rows, the owner of each entry is found afterwards (`owners.py`). Where rows
+cannot be told apart at all, `NotBatchable` is raised; what a function mode cannot see is caught by
+the checks of `exact/checks.py`.
 """
 
 import inspect
@@ -88,7 +92,8 @@ class Recorder(TorchFunctionMode):
         tracked = [t for t in given if id(t) in self._tracked]
         active = any(t in self._active for t in given)
         if tracked and active and _bare_name(func) == "getitem":
-            # W[e] with a single e is W[3], say: the input is read, as if by `int(e)`, and W[3] is tracked.
+            # W[e] with a single e is W[3], say: the input is read, as if by `int(e)`, and W[3] is
+            # tracked.
             active = any(t in self._active and (t.ndim > 0 or t.is_floating_point()) for t in given)
             self.reads_values |= not active
         if active:
@@ -132,8 +137,8 @@ class Recorder(TorchFunctionMode):
     def use_order(self) -> UseOrder:
         """The order in which parameters were used, and whether every other pass would do the same.
 
-        A pass can depend on the values of its input only after it has read one, or made a shape of some: up to that
-        point all passes are the same, so they agree on whether it comes.
+        A pass can depend on the values of its input only after it has read one, or made a shape of
+        some: up to that point all passes are the same, so they agree on whether it comes.
         """
         return UseOrder(self.first_use, not (self.reads_values or self.shapes_vary))
 
@@ -175,7 +180,9 @@ class Recorder(TorchFunctionMode):
             return call.with_owners() if out is NotImplemented else out
 
     def _used(self, tracked: list[Tensor]) -> None:
-        """Appends to `first_use` the names of the parameters among these tensors that are not in it yet."""
+        """Appends to `first_use` the names of the parameters among these tensors that are not in it
+        yet.
+        """
         names = (self.weights.names.get(id(t)) for t in tracked)
         self.first_use += [
             name for name in names if name is not None and name not in self.first_use
@@ -191,7 +198,9 @@ class Recorder(TorchFunctionMode):
 def _by_rule(
     rule: Callable[..., Any] | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What the rule says, or NotImplemented if it does not know the arguments that the operation was called with."""
+    """What the rule says, or NotImplemented if it does not know the arguments that the operation
+    was called with.
+    """
     if rule is None:
         return NotImplemented
     try:
@@ -216,9 +225,11 @@ def _counts(name: str, args: tuple[Any, ...], active: list[Tensor]) -> bool:
 
 
 def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
-    """Whether an operation makes of two rows what it makes of one, such as the length of the longest text.
+    """Whether an operation makes of two rows what it makes of one, such as the length of the
+    longest text.
 
-    Both are the shapes of a first look, on one row and on two. If they differ in the operations themselves, it may.
+    Both are the shapes of a first look, on one row and on two. If they differ in the operations
+    themselves, it may.
     """
     if [name for name, _, _ in one] != [name for name, _, _ in two]:
         return True
@@ -276,9 +287,11 @@ def _never(*_: Any) -> bool:
 
 
 def _without_override_checks(func: types.FunctionType) -> Callable[..., Any]:
-    """torch's Python functions hand over to a mode before they do anything; this is the same function without that.
+    """torch's Python functions hand over to a mode before they do anything; this is the same
+    function without that.
 
-    The body runs on a copy of its globals in which the checks say no, so its inner calls reach the mode one by one.
+    The body runs on a copy of its globals in which the checks say no, so its inner calls reach the
+    mode one by one.
     """
     checks = dict.fromkeys(
         ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never

@@ -1,8 +1,9 @@
 """Which entries of a tensor inside a model belong to which row of the batch.
 
-Models move the batch axis about ([time, batch, feature]), merge it with others ([batch · windows, …]) or interleave it
-([time · batch, feature]). The same operation seen on one row and on two rows tells: the axis that doubles counts the
-rows, and the values of the first row tell the order inside it.
+Models move the batch axis about ([time, batch, feature]), merge it with others ([batch · windows,
+…]) or interleave it ([time · batch, feature]). The same operation seen on one row and on two rows
+tells: the axis that doubles counts the rows, and the values of the first row tell the order inside
+it.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from qualms.gradients.batch import NotBatchable
 
 @dataclass(frozen=True)
 class Layout:
-    """Of `rows` rows, row r stands at entries r·per_row + j of `axis`, or at j·rows + r if interleaved (j < per_row).
+    """Of `rows` rows, row r stands at entries r·per_row + j of `axis`, or at j·rows + r if
+    interleaved (j < per_row).
 
     An axis of None means that there is a single row, which owns the whole tensor.
     """
@@ -31,7 +33,9 @@ class Layout:
         return cls(None)
 
     def leading(self, t: Tensor) -> Tensor:
-        """The tensor with its row axis first and the entries of a row next to each other: [rows·per_row, …]."""
+        """The tensor with its row axis first and the entries of a row next to each other:
+        [rows·per_row, …].
+        """
         if self.axis is None:
             return t
         t = t.movedim(self.axis, 0)
@@ -57,7 +61,8 @@ class Layout:
 
 
 def infer(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) -> Layout | None:
-    """The layout of a tensor, seen on one row and on two; None if it does not depend on the number of rows.
+    """The layout of a tensor, seen on one row and on two; None if it does not depend on the number
+    of rows.
 
     `shape` is the tensor's shape on `rows` rows, which must be what the layout says.
     """
@@ -80,8 +85,9 @@ def infer(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) -> Layo
     scale = float(first.abs().max())
     close = [e <= 1e-2 * scale for e in errors]
     _require(any(close))
-    # Values that fit both orders (positions, kinds of token) tell nothing: a row's entries then follow each other, as
-    # they do in all but few models, and the check of the first rows' gradients finds out if they do not.
+    # Values that fit both orders (positions, kinds of token) tell nothing: a row's entries then
+    # follow each other, as they do in all but few models, and the check of the first rows'
+    # gradients finds out if they do not.
     return Layout(axis, rows, per_row, interleaved=not close[0])
 
 

@@ -1,9 +1,10 @@
 """Whose is an entry of an operation's result, where no axis of it counts the rows?
 
-Experts that take the words meant for them, texts without their padding, inputs sorted by length: the values decide what
-stands where. Still each entry belongs to one input, and the cotangents tell to which. If the logits' cotangent is
-doubled for some inputs, that of an entry doubles if it is theirs, and else stays; an entry for which neither holds
-mixes inputs. One pass for each binary digit of an input's number tells the number.
+Experts that take the words meant for them, texts without their padding, inputs sorted by length:
+the values decide what stands where. Still each entry belongs to one input, and the cotangents tell
+to which. If the logits' cotangent is doubled for some inputs, that of an entry doubles if it is
+theirs, and else stays; an entry for which neither holds mixes inputs. One pass for each binary
+digit of an input's number tells the number.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ NOBODY = -1  # owns what the logits do not depend on
 
 @dataclass(frozen=True)
 class UnbatchedOp:
-    """Results whose entries belong to inputs that are not known yet, and the gradients that follow once they are."""
+    """Results whose entries belong to inputs that are not known yet, and the gradients that follow
+    once they are.
+    """
 
     results: Sequence[Tensor]
     edges: tuple[GradientEdge, ...]
@@ -56,7 +59,9 @@ def resolve_sample_ids(
 def owners(
     logits: Float[Tensor, "rows c"], edges: Sequence[GradientEdge], inputs: int
 ) -> list[Int[Tensor, "..."] | None]:
-    """The number of the input that each entry at these edges belongs to; None where the logits do not depend on any."""
+    """The number of the input that each entry at these edges belongs to; None where the logits do
+    not depend on any.
+    """
     noise = torch.randn(
         logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double
     ).to(logits)
@@ -84,7 +89,8 @@ def owners(
 
 
 def _require_one_owner(have: Tensor, want: Tensor) -> None:
-    # Doubling is exact in floating point, so what is left is the order of sums, on devices where that varies.
+    # Doubling is exact in floating point, so what is left is the order of sums, on devices where
+    # that varies.
     room = torch.finfo(want.dtype).eps * (1000 * want.abs() + 100 * torch.linalg.vector_norm(want))
     if bool(((have - want).abs() > room).any()):
         raise NotBatchable("the inputs of a batch influence each other")
@@ -100,7 +106,9 @@ class SampleIds:
     inputs: int
 
     def by_autograd(self, copy: Tensor) -> Summed:
-        """The gradient of any argument, a leaf: for each input the operation's own, at the entries it owns."""
+        """The gradient of any argument, a leaf: for each input the operation's own, at the entries
+        it owns.
+        """
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
             # From the edges: the results themselves may have been changed in place since.
@@ -121,7 +129,9 @@ class SampleIds:
         return Summed(write, copy.numel())
 
     def product(self, a: Float[Tensor, "*t f"], arrange: Callable[[Tensor], Tensor]) -> Outer:
-        """The gradient of a matrix that a [..., f] was multiplied with: every axis but the last counts positions."""
+        """The gradient of a matrix that a [..., f] was multiplied with: every axis but the last
+        counts positions.
+        """
         places = self._places()
         sizes = (places.shape[1], self.results[0].shape[-1], a.shape[-1], 1)
         return Outer(
@@ -133,7 +143,9 @@ class SampleIds:
         )
 
     def total(self, like: Tensor) -> Summed:
-        """The gradient of what was added at every position: the sum of the cotangents there, [b, *like.shape]."""
+        """The gradient of what was added at every position: the sum of the cotangents there, [b,
+        *like.shape].
+        """
         places = self._places()
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
@@ -144,7 +156,9 @@ class SampleIds:
         return Summed(write, like.numel())
 
     def _places(self) -> Int[Tensor, "b t"]:
-        """For each input the numbers of the positions that it owns, filled up with one that is beyond them all."""
+        """For each input the numbers of the positions that it owns, filled up with one that is
+        beyond them all.
+        """
         (numbers,) = self.numbers
         numbers = numbers.reshape(-1, numbers.shape[-1])
         owner = numbers.amax(1)

@@ -1,7 +1,9 @@
-"""Matrices kept in one parameter, such as those of all experts: their gradients stand side by side in the parameter's.
+"""Matrices kept in one parameter, such as those of all experts: their gradients stand side by side
+in the parameter's.
 
-Each matrix W[e] has a piece of its own. Together they are one `Outer` with a group for each, so that the parameter's
-gradient, zero but for the experts that were asked, need not be written out for its norm.
+Each matrix W[e] has a piece of its own. Together they are one `Outer` with a group for each, so
+that the parameter's gradient, zero but for the experts that were asked, need not be written out for
+its norm.
 """
 
 from collections.abc import Sequence
@@ -47,7 +49,9 @@ def _together(target: Tensor, slices: dict[int, GradFactor]) -> GradFactor:
 
 @dataclass
 class Slices(Outer):
-    """The gradients of slices W[e] of one parameter, which stand side by side: a cotangent and a group for each."""
+    """The gradients of slices W[e] of one parameter, which stand side by side: a cotangent and a
+    group for each.
+    """
 
     outers: Sequence[Outer] = ()
 

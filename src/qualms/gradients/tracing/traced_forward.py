@@ -44,9 +44,11 @@ def _has_script(module: nn.Module) -> bool:
 
 
 def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach) -> None:
-    """No gradient may reach a parameter, or its stand-in, but through an operation that a rule has seen.
+    """No gradient may reach a parameter, or its stand-in, but through an operation that a rule has
+    seen.
 
-    What function modes do not see (a script, an autograd function, a gradient inside the forward pass) is in the graph.
+    What function modes do not see (a script, an autograd function, a gradient inside the forward
+    pass) is in the graph.
     """
     forbidden, behind = set(map(id, parameters)), nodes_behind([logits.grad_fn])
     if any(id(node.variable) in forbidden for node in behind if hasattr(node, "variable")):

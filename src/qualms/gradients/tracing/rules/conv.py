@@ -1,4 +1,5 @@
-"""Rules for convolutions: the same sum over positions as for linear layers, with a's window at each position.
+"""Rules for convolutions: the same sum over positions as for linear layers, with a's window at each
+position.
 
 A transposed convolution is one run backwards: windows of δ on a's positions.
 """
@@ -214,7 +215,9 @@ def _windows_of_cotangent(
 
 
 def _image_rows(call: Call, input: Tensor, space: int) -> Layout | None:
-    """The layout of images [n, channel, …]: rows on the first axis, or the one image of a single row."""
+    """The layout of images [n, channel, …]: rows on the first axis, or the one image of a single
+    row.
+    """
     layout = row_layout(call, input)
     batched = input.ndim == space + 2
     return (

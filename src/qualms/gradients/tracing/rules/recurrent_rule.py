@@ -1,8 +1,9 @@
 """Rules for recurrent layers: one sum over all steps for each weight, and single cells taken apart.
 
-The cotangents δ_t of the gates p_t (`gradients/recurrent`) arrive together, at one edge, so the weights of a layer
-in one direction are those of a linear layer with a position for each step: ∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ,
-and both biases Σ_t δ_t. What a GRU's state adds to its candidate is scaled by r_t, and so are its δ_t for U and b'.
+The cotangents δ_t of the gates p_t (`gradients/recurrent`) arrive together, at one edge, so the
+weights of a layer in one direction are those of a linear layer with a position for each step: ∂W =
+Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, and both biases Σ_t δ_t. What a GRU's state adds to its
+candidate is scaled by r_t, and so are its δ_t for U and b'.
 """
 
 from __future__ import annotations

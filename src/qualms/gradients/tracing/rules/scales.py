@@ -1,4 +1,6 @@
-"""Rules for parameters that scale or shift: biases, normalizations (∂γ = Σ_t δ_t x̂_t, ∂β = Σ_t δ_t) and PReLU."""
+"""Rules for parameters that scale or shift: biases, normalizations (∂γ = Σ_t δ_t x̂_t, ∂β = Σ_t
+δ_t) and PReLU.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Batch normalization with running statistics; with batch statistics the inputs are not independent."""
+    """Batch normalization with running statistics; with batch statistics the inputs are not
+    independent.
+    """
     if training or running_mean is None or running_var is None:
         return NotImplemented
 
@@ -138,7 +142,9 @@ def _channel_affine(
     bias: Tensor | None,
     scaled: Callable[[], Tensor],
 ) -> Any:
-    """Parameters that stand for the channels of [n, channel, …]; `scaled` is what the weight multiplies."""
+    """Parameters that stand for the channels of [n, channel, …]; `scaled` is what the weight
+    multiplies.
+    """
     layout = row_layout(call, input)
     if layout is None or layout.axis not in (None, 0):
         return NotImplemented
@@ -194,7 +200,9 @@ def channel_sum(
 def trailing_sum(
     inputs: int, layout: Layout, target: Tensor, times: Callable[[], Tensor] | None = None
 ) -> Summed:
-    """Σ of δ, times a factor if there is one, over all axes but the last ones, which the parameter has."""
+    """Σ of δ, times a factor if there is one, over all axes but the last ones, which the parameter
+    has.
+    """
 
     def write(cotangents: list[Tensor | None]) -> Tensor:
         (d,) = cotangents

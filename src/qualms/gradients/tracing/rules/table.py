@@ -1,7 +1,9 @@
-"""The table of rules: how the gradient of a parameter follows from the cotangent of the operation that uses it.
+"""The table of rules: how the gradient of a parameter follows from the cotangent of the operation
+that uses it.
 
-A rule takes the `Call` and the operation's own arguments, carries the operation out, leaves a piece for each tracked
-parameter and returns the result; or it returns NotImplemented, and the general path takes over. To cover a further
+A rule takes the `Call` and the operation's own arguments, carries the operation out, leaves a piece
+for each tracked parameter and returns the result; or it returns NotImplemented, and the general
+path takes over. To cover a further
 operation: one function, one row in `RULES`, one case in the tests' model list.
 """
 
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 
 
 def find_rule(name: str) -> Callable[..., Any] | None:
-    """The rule for an operation by the name it has in torch: `add`, `add_`, `__radd__` and `__iadd__` are one."""
+    """The rule for an operation by the name it has in torch: `add`, `add_`, `__radd__` and
+    `__iadd__` are one.
+    """
     bare = name.strip("_")
     arithmetic = {bare, bare.removeprefix("r"), bare.removeprefix("i")}
     return RULES.get(bare) or (None if arithmetic.isdisjoint(BROADCASTING) else broadcasting)
@@ -65,7 +69,9 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def matmul(call: Call, input: Tensor, other: Tensor) -> Any:
-    """y = x W with the parameter on the right: ∂W = Σ_t a_t δ_tᵀ. A parameter on the left is broadcast over rows."""
+    """y = x W with the parameter on the right: ∂W = Σ_t a_t δ_tᵀ. A parameter on the left is
+    broadcast over rows.
+    """
     if call.tracked(input) or other.ndim != 2 or input.ndim < 2:
         return broadcasting(call, input, other)
     layout = row_layout(call, input)
@@ -129,10 +135,13 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """∂W[v] = Σ_t [id_t = v] δ_t: pairs of positions count if they hold the same id. The padding row stays zero."""
+    """∂W[v] = Σ_t [id_t = v] δ_t: pairs of positions count if they hold the same id. The padding
+    row stays zero.
+    """
     layout = row_layout(call, input)
     if layout is None or scale_grad_by_freq or not call.tracked(weight):
-        return NotImplemented  # with scale_grad_by_freq autograd returns something else than the derivative
+        # with scale_grad_by_freq autograd returns something else than the derivative
+        return NotImplemented
     out = call.run()
     inputs, (vocabulary, features) = call.inputs, weight.shape
 
@@ -160,7 +169,9 @@ def embedding(
 
 
 def broadcasting(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Any operation that broadcasts: its own derivative, at a copy expanded along the rows, is the gradient."""
+    """Any operation that broadcasts: its own derivative, at a copy expanded along the rows, is the
+    gradient.
+    """
     used = [t for t in call.meeting.arguments if call.tracked(t)]
     layout = call.result_layout() if call.recorder.twins else None
     if layout is None or layout.axis is None or any(call.layout(t) for t in used):

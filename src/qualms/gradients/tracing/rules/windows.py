@@ -1,4 +1,6 @@
-"""The windows that a convolution sees, and the inner products between them, for any number of spatial axes."""
+"""The windows that a convolution sees, and the inner products between them, for any number of
+spatial axes.
+"""
 
 import itertools
 import math
@@ -32,7 +34,9 @@ class Geometry:
 def pads(
     padding: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Zeros before and after each spatial axis; an odd total of "same" puts the extra one after, as torch does."""
+    """Zeros before and after each spatial axis; an odd total of "same" puts the extra one after, as
+    torch does.
+    """
     if padding == "valid":
         return [(0, 0)] * len(kernel)
     if padding == "same":
@@ -76,8 +80,8 @@ def pixel_pairs(
 ) -> Float[Tensor, "b t t"]:
     """The inner products between all windows of an input, from those between its pixels.
 
-    Σ_k ⟨a[t + k], a[t' + k]⟩: a sum of shifted copies of the pixels' matrix, as many times cheaper than the windows'
-    own product as a window has pixels.
+    Σ_k ⟨a[t + k], a[t' + k]⟩: a sum of shifted copies of the pixels' matrix, as many times cheaper
+    than the windows' own product as a window has pixels.
     """
     x = _padded(image, geometry.around).movedim(1, -1)
     n, *space, channels = x.shape
@@ -100,7 +104,9 @@ def weight_gradient(
     weight: Tensor,
     geometry: Geometry,
 ) -> Tensor:
-    """The gradient of a convolution's weight, added up over all images: torch's own, which makes no copy of windows."""
+    """The gradient of a convolution's weight, added up over all images: torch's own, which makes no
+    copy of windows.
+    """
     x, space = _padded(at_least_float32(image), geometry.around), len(geometry.kernel)
     how = (
         list(geometry.stride),
@@ -123,10 +129,11 @@ def depthwise_gradient(
     geometry: Geometry,
     inputs: int,
 ) -> Float[Tensor, "b c 1 *kernel"]:
-    """The gradient of each input's filters, one for each channel: Σ_t δ[c, t] a[c, t + k] for every offset k.
+    """The gradient of each input's filters, one for each channel: Σ_t δ[c, t] a[c, t + k] for every
+    offset k.
 
-    One product with a shifted image for each offset, in whatever memory format there is: a copy of all windows would be
-    as many times larger than the image.
+    One product with a shifted image for each offset, in whatever memory format there is: a copy of
+    all windows would be as many times larger than the image.
     """
     x, d = _padded(at_least_float32(image), geometry.around), at_least_float32(cotangent)
     sums = []
@@ -137,7 +144,9 @@ def depthwise_gradient(
 
 
 def _shifts(geometry: Geometry, positions: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """For each offset in a window, the pixels of a padded image that the windows at all positions have there."""
+    """For each offset in a window, the pixels of a padded image that the windows at all positions
+    have there.
+    """
     for offset in itertools.product(*(range(k) for k in geometry.kernel)):
         yield tuple(
             slice(o * d, o * d + (p - 1) * s + 1, s)
