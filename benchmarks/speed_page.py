@@ -76,7 +76,6 @@ def aims(speed: list[Row], ranks: list[Row]) -> str:
     for network, classes, way, most in (
         ("ResNet-18", 10, "exact, second call", 35),
         ("MNIST CNN", 10, "exact, second call", 60),
-        # fmt: skip
         ("ResNet-18", 1000, "sketch, second call", 80),
     ):
         passes = one(speed, part="one image", network=network, classes=classes, way=way)["passes"]

@@ -113,7 +113,6 @@ def test_the_ranking_goes_by_means_over_pairs_and_leaves_out_what_was_not_run_on
             ("gen", "b", 0.9),
             ("gen", "c", 0.5),
             ("msp", "b", 0.8),
-            # fmt: skip
             ("msp", "c", 0.8),
             ("odin", "b", 1.0),
         )

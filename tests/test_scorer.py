@@ -27,7 +27,7 @@ from qualms.gradients.engines import sketch as sketch_engine
 from qualms.gradients.plan_cache import MOST, PlanCache
 from qualms.progress import pace
 from tests import evasive, scattered
-from tests.gradients.test_untouched import fingerprint, same
+from tests.helpers.model_state import fingerprint, same
 
 METHODS = ["regrad+layers+smooth(0.1,4)", "exgrad", "entropy", "perturb-x(0.1,4)"]
 

@@ -13,7 +13,7 @@ from qualms.gradients.layers import layer_weights
 from qualms.gradients.settings import Settings
 from qualms.methods.registry import parse
 from qualms.selection import DIVERSITY_TANGENTS, gradient_features, k_center
-from tests.gradients.test_untouched import fingerprint, same
+from tests.helpers.model_state import fingerprint, same
 
 SPECS = (
     "confounding-label",

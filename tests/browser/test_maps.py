@@ -12,7 +12,7 @@ import torch
 
 from qualms import Threshold
 from qualms.report.maps import Maps, write_maps
-from tests.browser.test_page import WIDTHS, percent
+from tests.helpers.browsing import WIDTHS, percent
 from tests.helpers.map_contents import IGNORED, UNKNOWN, bare, full
 from tests.helpers.report_contents import LONG
 

@@ -14,12 +14,12 @@ import pytest
 from qualms import Threshold, metrics
 from qualms.report.content import Content
 from qualms.report.page import write_page
+from tests.helpers.browsing import WIDTHS, percent
 from tests.helpers.report_contents import LONG, NASTY, bare, full, group
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Any]
 FULL = full()
-WIDTHS = (1440, 768, 390)
 CONTROLS = "a[href], button, select, input, summary, [tabindex='0']"
 
 
@@ -44,10 +44,6 @@ def opened(look: Open, report: Path, tmp_path: Path) -> Open:
         return page
 
     return written
-
-
-def percent(share: float) -> str:
-    return f"{round(100 * share + 1e-9, 1):g}\N{NO-BREAK SPACE}%"
 
 
 def told(page: Any, name: str) -> float:

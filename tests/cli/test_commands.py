@@ -14,6 +14,7 @@ import torch
 from qualms.cli import main
 from qualms.cli.options import listed
 from qualms.data import Images, load
+from tests.helpers.commands import run
 
 
 @pytest.fixture
@@ -22,16 +23,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QUALMS_DATA", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     return tmp_path
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The exit code of a command."""
-    monkeypatch.setattr(sys, "argv", ["qualms", *words])
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")

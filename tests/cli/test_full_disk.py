@@ -25,7 +25,7 @@ from qualms.scale import batch
 from qualms.tasks.journal import Journal
 from qualms.tasks.presets import CPU, Setup
 from qualms.training import RECIPES, fit
-from tests.cli.test_commands import run
+from tests.helpers.commands import run
 from tests.helpers.datasets import write_datasets
 
 resource = pytest.importorskip("resource", reason="a system without limits for processes")

@@ -14,7 +14,7 @@ from PIL import Image
 from qualms.cli.wording import in_options
 from qualms.data import load
 from qualms.models import load_model
-from tests.cli.test_commands import run
+from tests.helpers.commands import run
 
 NORMAL = ("--mean", "0.3", "--std", "0.4")
 

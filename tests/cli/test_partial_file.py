@@ -17,8 +17,7 @@ from qualms.cli.partial_file import PartialFile, part_row
 from qualms.data import load
 from qualms.errors import QualmsError
 from qualms.tasks.journal import Journal
-from tests.cli.test_commands import run
-from tests.cli.test_score import own
+from tests.helpers.commands import own, run
 
 PARTIAL = Path("out/scores.csv.partial")
 METHODS = ("--methods", "regrad+layers+smooth(0.02,2),entropy")

@@ -7,8 +7,7 @@ import pytest
 
 from qualms.cli import price
 from qualms.cli.price import duration
-from tests.cli.test_commands import run
-from tests.cli.test_score import own
+from tests.helpers.commands import own, run
 
 Told = pytest.CaptureFixture[str]
 

@@ -17,30 +17,9 @@ import torch
 
 import qualms
 from qualms.cli import own_images
-from qualms.data import DATASETS, load
+from qualms.data import load
 from qualms.models import load_model
-from tests.cli.test_commands import run
-
-NORMAL = DATASETS["digits"].normalization
-
-
-def own(*more: str) -> tuple[str, ...]:
-    return (
-        "--model",
-        "digits-cnn",
-        "--weights",
-        "weights.pt",
-        "--mean",
-        "0.3053",
-        "--std",
-        "0.376",
-        *more,
-    )
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with open(path) as file:
-        return list(csv.DictReader(file))
+from tests.helpers.commands import NORMAL, own, rows, run
 
 
 def library(first: int, *methods: str) -> list[torch.Tensor]:

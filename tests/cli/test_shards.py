@@ -14,8 +14,7 @@ from pyarrow import parquet
 
 from qualms.cli.own_images import SOME_REJECTED
 from qualms.data import load
-from tests.cli.test_commands import run
-from tests.cli.test_score import own, rows
+from tests.helpers.commands import own, rows, run
 
 PATIENCE = 300  # seconds
 

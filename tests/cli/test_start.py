@@ -16,7 +16,7 @@ import typer
 import qualms
 from qualms.cli.bench import Tasks
 from qualms.cli.main import Commands
-from tests.cli.test_commands import run
+from tests.helpers.commands import run
 
 WITHOUT_TORCH = """
 import sys

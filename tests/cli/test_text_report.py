@@ -13,10 +13,9 @@ from qualms.data.texts import Document
 from qualms.models.language import load_language_model
 from qualms.texts.scoring import scored_documents
 from qualms.texts.spans import worst_span_of
-from tests.cli.test_commands import run
+from tests.helpers.commands import run
+from tests.helpers.pages import Page, unpacked
 from tests.helpers.tiny_llama import LEARNT, write_language_model
-from tests.report.test_page import Page
-from tests.report.test_text_page import unpacked
 
 STORY = "Once upon a time, there was a little girl."
 OWN = ("--model", "hf:./lm", "--tokens")

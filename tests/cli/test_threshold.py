@@ -13,8 +13,7 @@ import qualms
 from qualms import Threshold
 from qualms.data import DATASETS, load
 from qualms.models import load_model
-from tests.cli.test_commands import run
-from tests.cli.test_score import own
+from tests.helpers.commands import own, run
 
 NORMAL = DATASETS["digits"].normalization
 

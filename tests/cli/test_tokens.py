@@ -19,7 +19,7 @@ from qualms.texts.document import ScoredDocument
 from qualms.texts.generation import generated
 from qualms.texts.scoring import scored_documents
 from qualms.texts.token_table import TokenTable
-from tests.cli.test_commands import run
+from tests.helpers.commands import run
 from tests.helpers.tiny_llama import LEARNT, write_language_model
 
 STORY = "Once upon a time, there was a little girl."

@@ -9,8 +9,7 @@ import pytest
 import qualms
 from qualms.data import load
 from qualms.models import load_model
-from tests.cli.test_commands import run
-from tests.cli.test_score import NORMAL, own, rows
+from tests.helpers.commands import NORMAL, own, rows, run
 
 METHOD = "regrad+layers"
 

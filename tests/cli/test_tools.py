@@ -11,8 +11,7 @@ import pytest
 
 import qualms
 from qualms.cli import doctor as doctor_module
-from tests.cli.test_commands import run
-from tests.cli.test_score import own
+from tests.helpers.commands import own, run
 
 
 @pytest.mark.parametrize(

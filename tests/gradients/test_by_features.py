@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients.engines.last_layer import LastProduct
 from tests import wide
-from tests.gradients.test_engines_agree import SMOOTHINGS, assert_norms_equal
+from tests.helpers.engines import SMOOTHINGS, assert_norms_equal
 
 
 def with_all_passes(

@@ -21,7 +21,7 @@ from qualms.gradients.settings import Settings
 from qualms.gradients.tracing import factors
 from qualms.gradients.tracing.factors import Outer
 from tests import networks as net
-from tests.gradients.test_numerics import OneByOne
+from tests.helpers.engines import OneByOne
 
 IMAGES = torch.randn(3, 1, 12, 12, generator=torch.Generator().manual_seed(0))
 

@@ -4,15 +4,12 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
 
 import qualms
 from qualms.errors import SlowWarning
 from qualms.gradients.batch import checked, take_samples
 from tests.cases import CASES, INPUTS, Case
-
-SMOOTHINGS = {"plain": None, "smoothed": qualms.Smoothing(0.1, draws=3)}
-
+from tests.helpers.engines import SMOOTHINGS, assert_norms_equal
 
 WAYS = [("l2", "plain"), ("l2", "smoothed"), ("l1", "smoothed")]
 
@@ -39,16 +36,6 @@ def test_exact_equals_reference(case: Case, norm: str, smoothing: qualms.Smoothi
     assert_norms_equal(have.norms, want.norms)
     if case.general is not ...:
         assert have.general == (have.layers if case.general is None else list(case.general))
-
-
-def assert_norms_equal(have: Tensor, want: Tensor) -> None:
-    """Equal to 1e-9 for each class and layer; what is zero but for rounding is compared to the
-    input's own scale.
-    """
-    rounding = 1e-13 * want.amax(dim=(1, 2), keepdim=True)
-    assert ((have - want).abs() <= 1e-9 * want + rounding).all(), float(
-        ((have - want).abs() / want).max()
-    )
 
 
 @pytest.mark.slow

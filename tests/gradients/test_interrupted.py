@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 import qualms
 from qualms.gradients import interrupts
 from tests import networks as net
-from tests.gradients.test_untouched import fingerprint, same
+from tests.helpers.model_state import fingerprint, same
 
 X = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -134,7 +134,7 @@ def test_signals_at_any_moment(engine: str) -> None:
     """
     program = f"""
         import signal, sys, warnings, torch, qualms
-        from tests.gradients.test_untouched import fingerprint, same
+        from tests.helpers.model_state import fingerprint, same
 
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)

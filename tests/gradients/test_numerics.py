@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients.directions import classes as class_directions
 from tests import networks as net
+from tests.helpers.engines import OneByOne
 
 
 @pytest.mark.parametrize("confidence", [1e-3, 1e-6, 1e-12])
@@ -56,13 +57,6 @@ def test_norms_of_a_confident_prediction_are_not_zero(model: str, norm: str, mar
     for have in single:
         torch.testing.assert_close(have.double(), want, rtol=1e-4, atol=0)
     assert (half > 0).all()
-
-
-class OneByOne(nn.Module):
-    """Shows its input to Python, so that inputs run one at a time."""
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z + 0 * z.mean()
 
 
 def test_the_direction_of_the_certain_class_does_not_cancel() -> None:

@@ -29,15 +29,12 @@ from qualms.gradients.sketching.push import PUSHES, Push
 from qualms.gradients.sketching.stable import Sample, cauchy_scale, normal_scale
 from tests import networks as net
 from tests.cases import CASES, Case
-from tests.gradients.test_engines_agree import SMOOTHINGS
+from tests.helpers.engines import SMOOTHINGS, WITHOUT_DERIVATIVE
 
 DIRECTIONS = ("classes", "uniform")
 BY_DIFFERENCES = {  # no forward-mode rule
     "weight-norm", "hidden-from-function-modes", "tied-padding", "module-of-two-names-by-differences",
 }  # fmt: skip
-WITHOUT_DERIVATIVE = {
-    "rounded-weight"
-}  # what its backward pass says is not the derivative of its forward pass
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -16,43 +15,8 @@ from qualms.gradients.batch import checked, take_samples
 from tests import evasive
 from tests import networks as net
 from tests.cases import CASES, Case
-from tests.gradients.test_sketch import WITHOUT_DERIVATIVE
-
-
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Everything about a model that a user could notice."""
-    hooks = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_state_dict_hooks",
-    )
-    return {
-        "parameters": [
-            (n, id(p), p.requires_grad, p._version, p.detach().clone())
-            for n, p in model.named_parameters()
-        ],
-        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-        "buffers": [(n, id(b), b.clone()) for n, b in model.named_buffers()],
-        "training": [m.training for m in model.modules()],
-        "hooks": [{h: list(getattr(m, h)) for h in hooks} for m in model.modules()],
-        "attributes": [
-            {k: id(v) if isinstance(v, Tensor) else None for k, v in vars(m).items()}
-            for m in model.modules()
-        ],
-        "random": torch.get_rng_state(),
-    }
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+from tests.helpers.engines import WITHOUT_DERIVATIVE
+from tests.helpers.model_state import fingerprint, same
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from decimal import Decimal, getcontext
 import torch
 from torch import Tensor, nn
 
-from tests.methods.conftest import small_cnn
+from tests.helpers.settings import small_cnn
 
 getcontext().prec = 600
 getcontext().Emin, getcontext().Emax = -(10**9), 10**9

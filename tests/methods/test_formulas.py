@@ -12,7 +12,7 @@ from qualms.gradients.smoothing import Smoothing
 from qualms.methods.coherence import Coherence, collinearity
 from qualms.models.cnn import paper_cnn
 from qualms.random import generator
-from tests.methods.conftest import Setting, layer_gradients, smoothed_gradients
+from tests.helpers.settings import Setting, layer_gradients, smoothed_gradients
 
 WEIGHTS = {
     "regrad": lambda p: p.sqrt(),

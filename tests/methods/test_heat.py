@@ -16,7 +16,7 @@ from qualms.methods.heat import head_trace, log_heat
 from qualms.methods.noise import PURPOSE
 from qualms.models.vit import vit_tiny
 from qualms.random import generator
-from tests.methods.conftest import Setting
+from tests.helpers.settings import Setting
 
 Combined = Callable[[Tensor], Tensor]
 

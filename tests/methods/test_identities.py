@@ -9,8 +9,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.methods.registry import METHODS
 from qualms.models.cnn import mnist_cnn
-from tests.methods.conftest import Setting
-from tests.methods.test_text import bert, training_text
+from tests.helpers.settings import Setting, bert, training_text
 
 NAMES = [kind.name for kind in METHODS]
 STARRED = [*NAMES, "regrad+layers+smooth(0.1,4)"]

@@ -17,7 +17,7 @@ from qualms.methods.regrad import REGrad
 from qualms.metrics import auroc
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
-from tests.gradients.test_engines_agree import assert_norms_equal
+from tests.helpers.engines import assert_norms_equal
 
 pytestmark = [
     pytest.mark.data,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.methods import ODIN
 from qualms.models.cifar_resnet import resnet20
-from tests.methods.conftest import Setting
-from tests.methods.test_text import bert
+from tests.helpers.settings import Setting, bert
 
 SHAPING = ("scale", "ash-s", "lts")
 NEEDS_MAPS = ("rankfeat", "gaia")

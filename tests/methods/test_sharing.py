@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from tests.methods.conftest import Setting
+from tests.helpers.settings import Setting
 
 GRADIENT_SCORES = ["regrad", "exgrad", "ungrad", "gradnorm", "negrad", "confounding-label"]
 

@@ -9,20 +9,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.registry import METHODS
-
-
-def bert() -> tuple[nn.Module, dict[str, Tensor]]:
-    from tests.cases import hugging_face_bert, padded_text
-
-    torch.manual_seed(0)
-    return hugging_face_bert(), padded_text()
-
-
-def training_text() -> dict[str, Tensor]:
-    """More inputs than half of the features, which `vim` needs."""
-    noise = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 30, (40, 6), generator=noise)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+from tests.helpers.settings import bert, training_text
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from qualms.methods.vim import dimensions_for
 from qualms.metrics import auroc
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
-from tests.methods.conftest import Setting
+from tests.helpers.settings import Setting
 
 ALL = (KNN(), ViM(), Mahalanobis(), ReAct(), FDBD(), QUAM(steps=4))
 TRAIN = torch.randn(90, 1, 8, 8, generator=torch.Generator().manual_seed(5)).double()
@@ -337,7 +337,7 @@ def test_labels_are_used_where_they_are(setting: Setting, name: str) -> None:
 
 
 def test_labels_in_a_dict_are_used() -> None:
-    from tests.methods.test_text import bert, training_text
+    from tests.helpers.settings import bert, training_text
 
     model, x = bert()
     train = training_text()

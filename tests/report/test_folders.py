@@ -14,8 +14,8 @@ from qualms.models import load_model
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.scoring import score_images
-from tests.cli.test_commands import run
-from tests.report.test_page import Page
+from tests.helpers.commands import run
+from tests.helpers.pages import Page
 
 NORMALIZED = ("--mean", "0.3053", "--std", "0.376", "--size", "8")
 OWN = ("--model", "digits-cnn", "--weights", "weights.pt", *NORMALIZED, "--out", "page.html")

@@ -18,8 +18,8 @@ from qualms import Threshold, metrics
 from qualms.data import Images
 from qualms.report.maps import NO_SCORE, STEPS, Maps, write_maps
 from tests.helpers.map_contents import IGNORED, UNKNOWN, bare, full
+from tests.helpers.pages import Page
 from tests.helpers.report_contents import NASTY
-from tests.report.test_page import Page
 
 
 def written(maps: Maps, folder: Path) -> Page:

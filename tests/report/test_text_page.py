@@ -2,7 +2,6 @@
 fetched.
 """
 
-import base64
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,8 +15,8 @@ from qualms import QualmsError
 from qualms.report.text_page import ShownToken, shown_tokens, write_text_page
 from qualms.texts.document import Document, ScoredDocument
 from qualms.texts.spans import worst_span
+from tests.helpers.pages import Page, unpacked
 from tests.helpers.scored_texts import BEFORE, METHODS, NASTY, PAPER, STORY, noise, scored, some
-from tests.report.test_page import Page
 
 Write = Callable[..., Page]
 
@@ -34,10 +33,6 @@ def write(tmp_path: Path) -> Write:
         )
 
     return written
-
-
-def unpacked(found: dict[str, str]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(found["bytes"]), f"<{found['kind']}")
 
 
 def browser_slice(text: str, start: int, end: int) -> str:

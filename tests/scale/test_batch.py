@@ -18,7 +18,7 @@ from qualms.data.images import Rejected
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
 from qualms.scale.cluster import not_scored, require_once
 from qualms.tasks.network import Network
-from tests.scale.conftest import METHODS, png
+from tests.helpers.stores import METHODS, png
 
 
 @pytest.fixture

@@ -28,9 +28,8 @@ from qualms.scale.shard_folder import Done
 from qualms.scale.shards import score_shards
 from qualms.scale.source import Source, open_source
 from qualms.tasks.network import Network
-from tests.cli.test_commands import run
-from tests.cli.test_score import own
-from tests.scale.conftest import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet
+from tests.helpers.commands import own, run
+from tests.helpers.stores import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet
 
 # Ray warns of settings that it makes itself.
 pytestmark = [

@@ -28,7 +28,7 @@ from qualms.scale.shards import ScoreImages, score_shards
 from qualms.scale.source import PART, Part, open_source
 from qualms.tasks.network import Network
 from qualms.tasks.scoring import scored_images
-from tests.scale.conftest import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet, png
+from tests.helpers.stores import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet, png
 
 
 def shards(folder: Path) -> pyarrow.Table:

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from qualms.service.batching import BatchClient
 from qualms.service.connection import HEAD
+from tests.helpers.servers import HERE, OPEN, PATIENCE, Running, bomb, image
 from tests.helpers.services import TOKEN, client, pixels, png, run_async
-from tests.service.test_limits import OPEN, bomb
-from tests.service.test_server import HERE, PATIENCE, Running, image
 
 pytestmark = pytest.mark.serve
 DEADLINE = 3.0

@@ -7,15 +7,13 @@ With QUALMS_FUZZ=1 there are fifty moments for each signal, else a few.
 import os
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.helpers.servers import PATIENCE, Running, image, not_ended, port_is_free
 from tests.helpers.services import REGRAD
-from tests.service.test_server import PATIENCE, Running, image
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 FUZZ = os.environ.get("QUALMS_FUZZ") == "1"
@@ -31,40 +29,6 @@ ORDERLY = (
 
 def begun(folder: Path, name: str) -> Running:
     return Running("--methods", REGRAD, log=folder / name)
-
-
-def session(service: Running) -> list[psutil.Process]:
-    """All processes of the service, also those whose parent is gone."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if (
-                os.getsid(process.pid) == service.process.pid
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
-
-
-def not_ended(service: Running) -> list[list[str]]:
-    """The commands of processes that are left. One that is at its imports as its parent is killed
-    ends after them.
-    """
-    until = time.monotonic() + PATIENCE
-    while (left := session(service)) and time.monotonic() < until:
-        time.sleep(0.05)
-    commands = [process.cmdline() for process in left]
-    for process in left:
-        process.kill()
-    return commands
-
-
-def port_is_free(port: int) -> bool:
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return trial.connect_ex(("127.0.0.1", port)) != 0
 
 
 def answer(service: Running) -> object:

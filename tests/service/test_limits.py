@@ -7,7 +7,6 @@ import hmac
 import json
 import threading
 import time
-import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +19,10 @@ from qualms.data import ImageTransform
 from qualms.service.scoring import Question, Reply
 from qualms.service.settings import Settings
 from qualms.service.uploads import Intake
+from tests.helpers.servers import OPEN, bomb
 from tests.helpers.services import TOKEN, client, pixels, png, refused, run_async, upload, usual
 
 pytestmark = pytest.mark.serve
-OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 CLOSED = (
     "/v1/model",
     "/metrics",
@@ -237,24 +236,6 @@ def test_who_goes_away_during_the_upload_is_no_error(
     assert answer.status is None or answer.status == 415
     assert caplog.text == ""
     assert "qualms_waiting 0.0" in ask.get("/metrics").text
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes whose header claims many pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-        )
-
-    size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
-    packed = zlib.compress(bytes(100_000), 9)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", size + b"\x08\x02\x00\x00\x00")
-        + chunk(b"IDAT", packed)
-        + chunk(b"IEND", b"")
-    )
 
 
 @pytest.mark.parametrize(

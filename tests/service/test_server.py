@@ -4,15 +4,12 @@ waiting.
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,86 +20,12 @@ import psutil
 import pytest
 
 from qualms import Scorer
-from tests.cli.test_commands import run
-from tests.helpers.services import NAMES, REGRAD, TOKEN, digits, network, pixels
+from tests.helpers.commands import run
+from tests.helpers.servers import HERE, PATIENCE, ROOT, Running, image
+from tests.helpers.services import REGRAD, TOKEN, digits, network, pixels
 
 pytestmark = pytest.mark.serve
-ROOT = Path(__file__).parents[2]
-PATIENCE = 120  # seconds
-HERE = "tests.helpers.services"
-STEP = re.compile(r"\d+\.\d s: |ready after \d+\.\d s: ")
 Start = Callable[..., "Running"]
-
-
-class Running:
-    """A service of its own process, and how to ask it."""
-
-    def __init__(self, *words: str, token: str | None = None, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        shape = ["--size", "8", "--mean", "0.5", "--std", "0.5", "--classes", ",".join(NAMES)]
-        model = ["--model", f"{HERE}:plain", "--name", "digits"]
-        command = [
-            sys.executable,
-            "-m",
-            "qualms",
-            "serve",
-            *model,
-            *shape,
-            "--port",
-            str(self.port),
-            *words,
-        ]
-        env = {k: v for k, v in os.environ.items() if k != "QUALMS_TOKEN"} | {
-            "OMP_NUM_THREADS": "1"
-        }
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
-        self.token, self.log = token, log
-        with log.open("wb") as out:
-            more = {} if token is None else {"QUALMS_TOKEN": token}
-            self.process = subprocess.Popen(
-                command, env=env | more, stdout=out, stderr=out, start_new_session=True
-            )
-
-    def wait_until_ready(self) -> None:
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and self.process.poll() is None:
-            try:
-                if self.ask("/readyz")[0] == 200:
-                    return
-            except OSError:
-                pass
-            time.sleep(0.1)
-        pytest.fail(f"the service did not start: {self.log.read_text()}")
-
-    def ask(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
-        """The status, and the answer."""
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {token}"} if token else {}
-        )
-        data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
-                text = answer.read().decode()
-                return answer.status, json.loads(text) if path != "/metrics" else text
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def complaints(self) -> list[str]:
-        """The log without the steps of the start."""
-        return [line for line in self.log.read_text().splitlines() if not STEP.match(line)]
-
-    def family(self) -> list[psutil.Process]:
-        own = psutil.Process(self.process.pid)
-        return [own, *own.children(recursive=True)]
-
-    def stop(self) -> None:
-        """Whatever a test left running."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +46,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def service(start: Start) -> Running:
     return start("--methods", f"{REGRAD},entropy")
-
-
-def image(number: int) -> dict[str, Any]:
-    return {"images": [pixels(number).tolist()]}
 
 
 def batches(service: Running) -> tuple[int, int]:

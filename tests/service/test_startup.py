@@ -14,6 +14,7 @@ from qualms import Scorer
 from qualms.errors import QualmsError
 from qualms.service.scoring import Served
 from qualms.service.startup import Failure, RemoteTraceback, Startup
+from tests.helpers.servers import HERE, PATIENCE, Running, image, not_ended, port_is_free
 from tests.helpers.services import (
     BUSY,
     NAME,
@@ -25,8 +26,6 @@ from tests.helpers.services import (
     upload,
     usual,
 )
-from tests.service.test_ended import not_ended, port_is_free
-from tests.service.test_server import HERE, PATIENCE, Running, image
 
 pytestmark = pytest.mark.serve
 AT_ONCE = 3.0  # seconds; a third of one on an idle machine
