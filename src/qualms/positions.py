@@ -13,8 +13,7 @@ from qualms.gradients.batch import Batch
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.positions import PositionSketch, plain_logits
 from qualms.gradients.plan_cache import PlanCache
-from qualms.gradients.positions.alone import Alone, live_positions, named
-from qualms.gradients.positions.reading import AtPositions, inside
+from qualms.gradients.position_input import Alone, AtPositions, inside, live_positions, named
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Engine, Sketch

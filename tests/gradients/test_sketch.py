@@ -17,7 +17,6 @@ from qualms.errors import QualmsError
 from qualms.gradients.batch import batches, num_samples, take_samples
 from qualms.gradients.directions import DIRECTIONS as ALL
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.autograd import row_gradients
 from qualms.gradients.engines.sketch import SketchRun
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.layers import layer_weights
@@ -25,6 +24,7 @@ from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
+from qualms.gradients.single_sample import row_gradients
 from qualms.gradients.sketching.push import PUSHES, Push
 from qualms.gradients.sketching.stable import Sample, cauchy_scale, normal_scale
 from tests import networks as net

@@ -10,10 +10,10 @@ from torch import Tensor
 from qualms.gradients.engines.base import ClassNorms, combine_parameters
 from qualms.gradients.engines.exact import exact
 from qualms.gradients.engines.layer_cut import LayerCut
-from qualms.gradients.engines.measure import Kind
 from qualms.gradients.engines.reference import reference
 from qualms.gradients.engines.sketch import sketch_layers
 from qualms.gradients.layers import group_by_layer
+from qualms.gradients.measure import Kind
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qualms.gradients.batch import NotBatchable, num_samples, take_samples
 from qualms.gradients.directions import Cotangents
-from qualms.gradients.engines.measure import measure
+from qualms.gradients.measure import measure
 from qualms.gradients.model_input import ModelInput, forward_logits, some_alone
 from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares, tolerance_of
 from qualms.gradients.request import GradientRequest

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from qualms.gradients.batch import num_samples
 from qualms.gradients.engines.base import ClassNorms
-from qualms.gradients.engines.measure import Kind, norm_of, written_out
 from qualms.gradients.engines.probe import Probe
+from qualms.gradients.measure import Kind, norm_of, written_out
 from qualms.gradients.memory import require_room
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.request import GradientRequest

@@ -15,12 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.batch import NotBatchable, num_samples
+from qualms.gradients.engines.autograd import graph_bytes, plain_autograd
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.engines.chunked import accumulate_chunks
 from qualms.gradients.engines.last_layer import LastProduct, measure_via_last_layer
-from qualms.gradients.engines.measure import Kind, measure
-from qualms.gradients.engines.plain_autograd import graph_bytes, plain_autograd
 from qualms.gradients.engines.probe import Probe
+from qualms.gradients.measure import Kind, measure
 from qualms.gradients.memory import in_mebibytes
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import Key, PlanCache

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 
 from qualms.gradients import interrupts
 from qualms.gradients.directions import DIRECTIONS, Cotangents, of_class, others, unit_sized
-from qualms.gradients.engines.measure import (
+from qualms.gradients.measure import (
     by_parameter,
     deltas_of,
     measure,

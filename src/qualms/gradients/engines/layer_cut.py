@@ -19,12 +19,12 @@ from torch import Tensor
 
 from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import DIRECTIONS, of_class
-from qualms.gradients.engines.autograd import row_gradients
 from qualms.gradients.engines.base import ClassNorms, combine_parameters
 from qualms.gradients.layers import group_by_layer, layer_weights
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.precision import at_least_float32, sum_of_squares
 from qualms.gradients.request import GradientRequest
+from qualms.gradients.single_sample import row_gradients
 from qualms.gradients.tracing.traced_forward import use_order
 
 MARGIN = 4  # between what one input shows and what others may do

@@ -24,7 +24,7 @@ from qualms.gradients.engines.sketch import SketchRun
 from qualms.gradients.memory import require_room
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import PlanCache
-from qualms.gradients.positions.reading import AtPositions, classes_last
+from qualms.gradients.position_input import AtPositions, classes_last
 from qualms.gradients.precision import close, close_logits, coarser
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Sketch

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
 from qualms.gradients.directions import BLOCK_BYTES, DOUBLE
-from qualms.gradients.engines.first_look import FirstLook, FirstRow, random_direction
 from qualms.gradients.engines.last_layer import LastProduct
-from qualms.gradients.engines.measure import Kind, measure
+from qualms.gradients.measure import Kind, measure
 from qualms.gradients.memory import saved_bytes
 from qualms.gradients.model_input import ModelInput, in_channels_last, wants_channels_last
 from qualms.gradients.precision import at_least_float32, close_logits, same_norms, sum_of_squares
+from qualms.gradients.single_sample import FirstLook, FirstRow, random_direction
 from qualms.gradients.tracing.factors import GradFactor, Outer
 from qualms.gradients.tracing.op_trace import TracePair, largest_result
 from qualms.gradients.tracing.param_use import UseOrder, Weights

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.directions import unit_sized
-from qualms.gradients.engines.autograd import NO_PATH, gradients_of
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.layers import Norm
 from qualms.gradients.model_input import forward_logits
 from qualms.gradients.request import GradientRequest
+from qualms.gradients.single_sample import NO_PATH, gradients_of
 from qualms.gradients.tracing.traced_forward import use_order
 
 

@@ -22,13 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError, reason
 from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples, with_tensors
-from qualms.gradients.engines.autograd import row_gradients
-from qualms.gradients.engines.first_look import (
-    FirstLook,
-    FirstRow,
-    random_direction,
-    require_repeatable,
-)
 from qualms.gradients.memory import release_free_memory
 from qualms.gradients.model_input import (
     ModelInput,
@@ -40,6 +33,13 @@ from qualms.gradients.model_input import (
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import close, close_logits, coarser, tolerance_of
 from qualms.gradients.recurrent.layers import Unrolled
+from qualms.gradients.single_sample import (
+    FirstLook,
+    FirstRow,
+    random_direction,
+    require_repeatable,
+    row_gradients,
+)
 from qualms.gradients.sketching.attention import DifferentiableAttention
 from qualms.gradients.sketching.other_weights import LogitsAt
 from qualms.gradients.tracing.op_trace import largest_result
