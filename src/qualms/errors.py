@@ -1,6 +1,8 @@
-"""The one exception that qualms raises for anything a user can put right, and the three warnings it
-gives.
-"""
+"""The error that qualms raises for anything a user can put right, and the warnings it gives."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class QualmsError(ValueError):
@@ -20,8 +22,7 @@ class QualmsError(ValueError):
 
 
 class SlowWarning(UserWarning):
-    """Inputs run one at a time: the numbers are right, but they come slowly. The warning names the
-    reason.
+    """Samples run one at a time: the scores are exact, but slow. The warning names the reason.
 
     Example:
         ```python
@@ -34,12 +35,11 @@ class SlowWarning(UserWarning):
 
 
 class ProbabilitiesWarning(UserWarning):
-    """What the model returns looks like probabilities, and is scored as logits: scores and
-    probabilities are wrong.
+    """The model's outputs look like probabilities but are scored as logits, so scores are wrong.
 
-    Leave out the model's last softmax. Where that cannot be done, return the logarithm of the
-    probabilities: its softmax is the probabilities again, and the gradients of log p are the same.
-    Scores that read the logits themselves (`energy`, `max-logit`, `confounding-label`) differ.
+    Remove the model's final softmax. If that is impossible, return log-probabilities: softmax(log p)
+    is p again, and log p has the same gradients. Only scores that read the logits themselves
+    (`energy`, `max-logit`, `confounding-label`) differ.
 
     Example:
         ```python
@@ -52,17 +52,17 @@ class ProbabilitiesWarning(UserWarning):
             warnings.simplefilter("always")
             qualms.score(model, torch.rand(2, 4), "entropy")
         assert caught[0].category is qualms.ProbabilitiesWarning
-        qualms.score(model[:-1], torch.rand(2, 4), "entropy")  # logits: as it should be
+        qualms.score(model[:-1], torch.rand(2, 4), "entropy")  # logits, as expected
         ```
     """
 
 
 class UnitsWarning(UserWarning):
-    """Noise is given as for pixels from 0 to 1, and the inputs are images in other units, such as
-    normalized ones.
+    """A noise level is meant for pixels in [0, 1], but the images look normalized.
 
-    `pixel_std=` says what the pixels were divided by, so that `+smooth(0.02)` is 0.02 of a pixel's
-    range, as in the paper; `pixel_std=1` takes the noise as it is.
+    Pass `pixel_std=`, the standard deviation that the pixels were divided by, so that
+    `+smooth(0.02)` is 2 % of a pixel's range, as in the paper. `pixel_std=1` keeps the noise in the
+    units of the inputs.
 
     Example:
         ```python
@@ -78,5 +78,51 @@ class UnitsWarning(UserWarning):
 
 
 def reason(error: Exception) -> str:
-    """What another library's error says, short enough for the middle of a sentence."""
+    """The first line of another library's error, to quote in the middle of a sentence."""
     return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+
+
+@contextmanager
+def explain_failure(
+    explain: Callable[[Exception], QualmsError],
+    *,
+    let_through: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """Turn whatever a library raises inside the block into one `QualmsError`.
+
+    Parsers of damaged files, model hubs and imported user code raise errors of any class. This is
+    the one place that catches them all; the original error stays as the cause.
+
+    Args:
+        explain: what was raised in, the error to raise in its place out.
+        let_through: classes of errors that leave the block unchanged. A `QualmsError` always does.
+
+    Raises:
+        QualmsError: if anything else is raised inside the block.
+
+    Example:
+        ```python
+        import json
+        from qualms.errors import QualmsError, explain_failure, reason
+
+        def explain(error):
+            return QualmsError(f"settings.json is damaged ({reason(error)}); write it again.")
+
+        try:
+            with explain_failure(explain):
+                json.loads("{")
+        except QualmsError as error:
+            print(error)
+        ```
+    """
+    try:
+        yield
+    except (QualmsError, *let_through):
+        raise
+    except Exception as error:
+        raise explain(error) from error
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn, where a deprecated name is used, that it has a new one."""
+    warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)
