@@ -117,8 +117,9 @@ def score_with_error(
         import torch
         import qualms
 
-        scores, errors = qualms.score_with_error(torch.nn.Linear(4, 3), torch.randn(5, 4),
-        engine="sketch") print(errors / scores)
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        scores, errors = qualms.score_with_error(model, x, engine="sketch")
+        print(errors / scores)
         ```
     """
     found = Scorer(
@@ -188,8 +189,9 @@ def compare(
         import torch
         import qualms
 
-        scores = qualms.compare(torch.nn.Linear(4, 3), torch.randn(5, 4), ["regrad+layers",
-        "entropy", "energy"]) for method, values in scores.items():
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        scores = qualms.compare(model, x, ["regrad+layers", "entropy", "energy"])
+        for method, values in scores.items():
             print(method, values)
         ```
     """

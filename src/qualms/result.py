@@ -44,8 +44,9 @@ class Scored:
         import torch
         import qualms
 
-        scorer = qualms.Scorer(torch.nn.Linear(4, 3), ["entropy", "regrad"], class_names=["cat",
-        "dog", "bird"]) part = scorer(torch.randn(5, 4)) + scorer(torch.randn(2, 4), first=5)
+        model, animals = torch.nn.Linear(4, 3), ["cat", "dog", "bird"]
+        scorer = qualms.Scorer(model, ["entropy", "regrad"], class_names=animals)
+        part = scorer(torch.randn(5, 4)) + scorer(torch.randn(2, 4), first=5)
         print(len(part), part.ids, part.scores["regrad"], part.predicted_names)
         print(part[part.confidence > 0.5].to_arrow().column_names)
         ```

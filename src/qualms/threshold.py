@@ -92,9 +92,10 @@ class Threshold:
 
         torch.manual_seed(0)
         scorer = qualms.Scorer(torch.nn.Linear(4, 3), "regrad")
-        known = scorer(torch.rand(20, 4)).scores["regrad"]  # of inputs like those that the model
-        was trained on threshold = qualms.Threshold.from_scores(known, coverage=0.9,
-        made_by=scorer.made_by) strange = scorer(10 * torch.rand(5, 4)).scores["regrad"]
+        # of inputs like those that the model was trained on:
+        known = scorer(torch.rand(20, 4)).scores["regrad"]
+        threshold = qualms.Threshold.from_scores(known, coverage=0.9, made_by=scorer.made_by)
+        strange = scorer(10 * torch.rand(5, 4)).scores["regrad"]
         print(threshold.accept(strange), threshold.percentile(strange))
         ```
     """

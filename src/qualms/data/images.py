@@ -54,8 +54,9 @@ class Images:
         import torch
         from qualms.data import Images
 
-        images = Images("mine", torch.zeros(6, 1, 8, 8, dtype=torch.uint8), labels=torch.tensor([0,
-        1, 0, 1, 0, 1])) some = images.subset(4, seed=1).fitted(channels=3, size=16)
+        pixels = torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
+        images = Images("mine", pixels, labels=torch.tensor([0, 1, 0, 1, 0, 1]))
+        some = images.subset(4, seed=1).fitted(channels=3, size=16)
         print(len(some), some.pixels.shape, some.labels)
         ```
     """

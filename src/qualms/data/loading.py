@@ -52,8 +52,8 @@ def load(
         ```python
         from qualms.data import load
 
-        digits = load("digits")  # comes with scikit-learn; other names need their files in the
-        folder of datasets print(len(digits), digits.pixels.shape, digits.classes, digits.source)
+        digits = load("digits")  # comes with scikit-learn; other names need files of their own
+        print(len(digits), digits.pixels.shape, digits.classes, digits.source)
         ```
     """
     if split not in SPLITS:

@@ -34,8 +34,8 @@ class ClassGradientNorms:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
         g = qualms.class_gradient_norms(model, torch.rand(2, 4))
-        print(g.layers, g.norms[0], g.probs[0])  # for the first input: [classes, layers] and
-        [classes] ```
+        print(g.layers, g.norms[0], g.probs[0])  # norms [classes, layers], probs [classes]
+        ```
     """
 
     norms: Float[Tensor, "b c l"]

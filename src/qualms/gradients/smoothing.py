@@ -34,9 +34,11 @@ class Smoothing:
         import qualms
 
         torch.manual_seed(0)
-        model, x = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5,
-        3)), torch.rand(2, 4) smoothed = qualms.class_gradient_norms(model, x,
-        smoothing=qualms.Smoothing(sigma=0.1, draws=4)) print(smoothed.norms)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+        x = torch.rand(2, 4)
+        noise = qualms.Smoothing(sigma=0.1, draws=4)
+        smoothed = qualms.class_gradient_norms(model, x, smoothing=noise)
+        print(smoothed.norms)
         ```
     """
 

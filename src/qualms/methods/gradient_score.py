@@ -37,8 +37,7 @@ class GradientScore(Method):
 
 
         @dataclass(frozen=True)
-        class Surest(qualms.methods.GradientScore):  # the norm of the gradient of the predicted
-        class's log-probability
+        class Surest(qualms.methods.GradientScore):  # ‖∇ log p(predicted class)‖
             name = "surest"
             paper = "none"
             cost = "2, and C backward"

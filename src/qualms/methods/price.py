@@ -46,8 +46,9 @@ class Price:
         import torch
         import qualms
 
-        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64,
-        1000)) price = qualms.Scorer(model, "regrad+layers").price(torch.randn(2, 8))
+        head = torch.nn.Linear(64, 1000)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), head)
+        price = qualms.Scorer(model, "regrad+layers").price(torch.randn(2, 8))
         print(price.forward_passes, price.seconds, price.nbytes, price.known)
         ```
     """

@@ -22,8 +22,9 @@ def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
         from qualms.metrics import lift_curve
 
         uncertainty, correct = [0.1, 0.2, 0.8, 0.9], [True, True, False, True]
-        print(lift_curve(uncertainty, correct))  # above 1 for the most certain inputs, and 1 for
-        all of them ```
+        # above 1 for the most certain inputs, and 1 for all of them:
+        print(lift_curve(uncertainty, correct))
+        ```
     """
     u, right = scores_and_outcomes(uncertainty, correct)
     if not right.any():
@@ -43,8 +44,9 @@ def raulc(uncertainty: Any, correct: Any) -> float:
         ```python
         from qualms.metrics import raulc
 
-        assert raulc([0.1, 0.2, 0.8, 0.9], [True, True, False, False]) == 1  # certain exactly where
-        it is right ```
+        # Certain exactly where it is right:
+        assert raulc([0.1, 0.2, 0.8, 0.9], [True, True, False, False]) == 1
+        ```
     """
     u, right = scores_and_outcomes(uncertainty, correct)
     if right.all() or not right.any():

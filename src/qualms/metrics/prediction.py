@@ -52,8 +52,9 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
         from qualms.metrics import nll, nll_softmax_twice
 
         logits, labels = [[20.0, 0.0], [0.0, 20.0]], [0, 1]
-        print(nll(logits, labels), nll_softmax_twice(logits, labels))  # sure and right: 0, but
-        never below 0.313 ```
+        # Certain and right: 0 for the one, and no less than 0.313 for the other.
+        print(nll(logits, labels), nll_softmax_twice(logits, labels))
+        ```
     """
     z, y = logits_and_labels(logits, labels)
     return nll(np.exp(_log_softmax(z)), y)

@@ -26,8 +26,8 @@ def auroc(in_scores: Any, out_scores: Any) -> float:
         from qualms.metrics import auroc
 
         known, unknown = [0.1, 0.2, 0.4], [0.3, 0.9]
-        assert auroc(known, unknown) == 5 / 6  # of the six pairs, only 0.4 and 0.3 are in the wrong
-        order ```
+        assert auroc(known, unknown) == 5 / 6  # of six pairs, only 0.4 and 0.3 are out of order
+        ```
     """
     inside, outside = np.sort(scores(in_scores, "in_scores")), scores(out_scores, "out_scores")
     below = np.searchsorted(inside, outside, "left").sum()
@@ -68,8 +68,9 @@ def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
         from qualms.metrics import fpr95
 
         known, unknown = [0.1, 0.2, 0.4], [0.3, 0.9]
-        assert fpr95(known, unknown) == 1 / 3  # to flag both unknown inputs, one of three known
-        ones is flagged too ```
+        # Flagging both unknown inputs also flags one of three known ones:
+        assert fpr95(known, unknown) == 1 / 3
+        ```
     """
     caught, false_alarms = _counts(*_positives(in_scores, out_scores, positive))
     # The rounding guard keeps 0.95 * 100 from asking for 96 of 100.

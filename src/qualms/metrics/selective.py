@@ -20,8 +20,9 @@ def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
         from qualms.metrics import selective_risk
 
         uncertainty, correct = [0.1, 0.2, 0.8, 0.9], [True, True, False, True]
-        assert selective_risk(uncertainty, correct, coverage=0.5) == 0  # the two most certain
-        inputs are right ```
+        # The two most certain inputs are right:
+        assert selective_risk(uncertainty, correct, coverage=0.5) == 0
+        ```
     """
     risks = risk_coverage(uncertainty, correct)
     if not 0 < coverage <= 1:

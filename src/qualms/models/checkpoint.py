@@ -194,8 +194,9 @@ def fit_state(
         from qualms.models import fit_state
 
         trained, model = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-        state = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}  # as
-        DataParallel saves it fit_state(model, state)
+        # as DataParallel saves it:
+        state = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}
+        fit_state(model, state)
         assert torch.equal(model.weight, trained.weight)
         ```
     """

@@ -39,8 +39,9 @@ class Fitted:
         from qualms.data import Images, Normalization
         from qualms.training import Recipe, fit
 
-        images = Images("squares", torch.zeros(40, 1, 4, 4, dtype=torch.uint8), torch.arange(40) %
-        2) model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        pixels = torch.zeros(40, 1, 4, 4, dtype=torch.uint8)
+        images = Images("squares", pixels, torch.arange(40) % 2)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
         fitted = fit(model, images, Recipe(epochs=2, rate=0.1), Normalization((0.5,), (0.5,)))
         for row in fitted.history:
             print(row["epoch"], row["loss"], row["validation_accuracy"])
@@ -90,8 +91,9 @@ def fit(
 
         torch.manual_seed(0)
         labels = torch.arange(40) % 2
-        pixels = (200 * labels).to(torch.uint8).reshape(40, 1, 1, 1).expand(40, 1, 4, 4)  # dark or
-        bright images = Images("squares", pixels, labels)
+        # dark or bright:
+        pixels = (200 * labels).to(torch.uint8).reshape(40, 1, 1, 1).expand(40, 1, 4, 4)
+        images = Images("squares", pixels, labels)
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
         fitted = fit(model, images, Recipe(epochs=3, rate=0.1), Normalization((0.5,), (0.5,)))
         print(fitted.best_epoch, fitted.validation_accuracy)
@@ -276,10 +278,12 @@ def trained_with(path: str | Path) -> Normalization | None:
         from qualms.data import Images, Normalization
         from qualms.training import Recipe, fit, trained_with
 
-        images = Images("squares", torch.zeros(40, 1, 4, 4, dtype=torch.uint8), torch.arange(40) %
-        2) model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
-        fit(model, images, Recipe(epochs=1, rate=0.1), Normalization((0.5,), (0.25,)),
-        checkpoint="squares.pt") assert trained_with("squares.pt") == Normalization((0.5,), (0.25,))
+        pixels = torch.zeros(40, 1, 4, 4, dtype=torch.uint8)
+        images = Images("squares", pixels, torch.arange(40) % 2)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        recipe, scale = Recipe(epochs=1, rate=0.1), Normalization((0.5,), (0.25,))
+        fit(model, images, recipe, scale, checkpoint="squares.pt")
+        assert trained_with("squares.pt") == Normalization((0.5,), (0.25,))
         ```
     """
     try:
