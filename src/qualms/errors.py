@@ -117,9 +117,9 @@ def explain_failure(
     """
     try:
         yield
-    except (QualmsError, *let_through):
-        raise
     except Exception as error:
+        if isinstance(error, (QualmsError, *let_through)):
+            raise
         raise explain(error) from error
 
 

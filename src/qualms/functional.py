@@ -244,7 +244,8 @@ def _total(x: Any) -> int | None:
                 if all(isinstance(b, (Tensor, np.ndarray)) for b in x)
                 else None
             )
-        # type: ignore[arg-type]
-        return len(x) if isinstance(x, (Tensor, np.ndarray, Dataset)) else None
+        if isinstance(x, (Tensor, np.ndarray, Dataset)):
+            return len(x)  # type: ignore[arg-type]
+        return None
     except TypeError:
         return None

@@ -131,8 +131,8 @@ class OneWay:
         b, b_state = biases or (None, None)
         if biases and self.kind != "gru":  # in which alone the two biases do more than add up
             b, b_state = biases[0] + biases[1], None
-        # type: ignore[no-untyped-call]
-        h, *others = _Layer.apply(self.kind, x, shift, w, u, b, b_state, *state)
+        inputs = (self.kind, x, shift, w, u, b, b_state)
+        h, *others = _Layer.apply(*inputs, *state)  # type: ignore[no-untyped-call]
         cells = len(state) - 1
         return h, (h[-1], *others[:cells]), tuple(others[cells:])
 
