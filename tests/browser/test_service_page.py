@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers import services
-
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed; run `make test-serve`")
+pytest.importorskip("fastapi", reason="fastapi is not installed; run `make test-serve`")
+services = pytest.importorskip("tests.helpers.services")
 
 pytestmark = [pytest.mark.browser, pytest.mark.serve]
 Open = Callable[..., Any]
