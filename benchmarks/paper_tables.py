@@ -69,13 +69,13 @@ def main() -> None:
         raise SystemExit(f"none of these tables has {', '.join(unknown)}; name other datasets.")
     began, told = time.monotonic(), 0.0
 
-    def tell(what: str, done: int, of: int) -> None:
+    def progress(what: str, done: int, of: int) -> None:
         nonlocal told
         if time.monotonic() - told > 60:
             told = time.monotonic()
             print(f"{told - began:.0f} s: {what} {done} of {of}", flush=True)
 
-    at = Workspace(root(), given.out / CPU.name, tell=tell)
+    at = Workspace(root(), given.out / CPU.name, progress=progress)
     for table in given.tables:
         for dataset in [d for d in datasets(table) if wanted is None or d in wanted]:
             keep(table, dataset, list(TABLES[table](only(CPU, dataset), at)))

@@ -60,7 +60,7 @@ class Subject:
                 normalization,
                 seed=0,
                 checkpoint=file,
-                tell=print,
+                progress=print,
             )
         return Network(self.name, model.eval(), normalization)
 

@@ -14,7 +14,13 @@ import pytest
 
 from qualms import disk
 from qualms.cli import signals
-from qualms.disk import append_lines, atomic_write, lock_file, require_writable, writing
+from qualms.disk import (
+    append_lines,
+    atomic_write,
+    explain_write_failure,
+    lock_file,
+    require_writable,
+)
 from qualms.errors import QualmsError
 
 
@@ -210,11 +216,11 @@ def test_a_line_that_is_interrupted_is_not_begun(
 
 
 def test_only_what_a_disk_refuses_is_told_as_that() -> None:
-    with pytest.raises(RuntimeError, match="of its own"), writing("scores.csv"):
+    with pytest.raises(RuntimeError, match="of its own"), explain_write_failure("scores.csv"):
         raise RuntimeError("an error of its own")
     with (
         pytest.raises(QualmsError, match=r"^scores.csv cannot be written \(Is a directory\)"),
-        writing("scores.csv"),
+        explain_write_failure("scores.csv"),
     ):
         open("/", "wb")  # noqa: SIM115 (it cannot be opened)
 
@@ -235,7 +241,7 @@ def test_sigterm_is_heeded_once_and_given_back(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyboardInterrupt):
         work()
     assert cleaned == ["up"]
-    assert signals.terminated()
+    assert signals.is_terminated()
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -44,7 +44,7 @@ class Scene:
     unknown: list[Images]
 
 
-def prepare(seed: int = 0, tell: ProgressFn | None = None) -> Scene:
+def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
     """Train the network and gather the images."""
     train, test = (load("data:digits", split=split).fitted(1, SIZE) for split in ("train", "test"))
     learnt, known = (_classes(images, range(KNOWN), "digits 0 to 6") for images in (train, test))
@@ -62,8 +62,8 @@ def prepare(seed: int = 0, tell: ProgressFn | None = None) -> Scene:
             NORMALIZATION,
             seed=seed + number,
         )
-        if tell is not None:
-            tell("networks trained", number + 1, TRAININGS)
+        if progress is not None:
+            progress("networks trained", number + 1, TRAININGS)
     network = Network("the paper's CNN", models[0], NORMALIZATION, members=tuple(models[1:]))
     others = [held_back, load("data:letters"), load("data:photos")]
     shown = [images.fitted(1, SIZE).subset(EACH, seed) for images in others]
@@ -80,7 +80,7 @@ def every_method() -> dict[str, Method]:
 
 
 def evaluate(
-    scene: Scene, seed: int = 0, tell: ProgressFn | None = None
+    scene: Scene, seed: int = 0, progress: ProgressFn | None = None
 ) -> tuple[Content, list[LeftOutRow]]:
     """What the report shows, and a row with the reason for each method that the network does not
     allow.
@@ -90,7 +90,7 @@ def evaluate(
     groups = []
     for images in (scene.known, *scene.unknown):
         found = score_images(
-            network, images, methods, journal, seed=seed, train=scene.train, tell=tell
+            network, images, methods, journal, seed=seed, train=scene.train, progress=progress
         )
         labels = found.labels if images is scene.known else None
         groups.append(
@@ -98,7 +98,7 @@ def evaluate(
         )
     few = scene.known.take(slice(0, TIMED))
     timed = runtime(
-        network, few, methods, journal, seed=seed, train=scene.train, rounds=3, tell=tell
+        network, few, methods, journal, seed=seed, train=scene.train, rounds=3, progress=progress
     )
     about = {
         "Network": f"{network.name}, trained on {len(scene.train)} images of the {scene.train.name}",

@@ -22,7 +22,7 @@ TRIES = 10
 
 
 @contextmanager
-def writing(what: str | Path) -> Iterator[None]:
+def explain_write_failure(what: str | Path) -> Iterator[None]:
     """Tells in one sentence what the disk refuses, such as a byte more; `what` is the file, as its
     user calls it.
     """
@@ -49,7 +49,7 @@ def require_writable(path: str | Path, called: str | None = None) -> None:
         called: what errors call it, if not by its path.
     """
     path = Path(path)
-    with writing(called or path):
+    with explain_write_failure(called or path):
         path.parent.mkdir(parents=True, exist_ok=True)
         place = _place(path)
         if place is not None:
@@ -72,19 +72,19 @@ def atomic_write(path: Path, called: str | None = None) -> Iterator[Path]:
         called: what errors call it, if not by its path.
     """
     called = called or str(path)
-    with writing(called):
+    with explain_write_failure(called):
         place = _place(path)
     if place is None:
         yield path
         return
     with temp_sibling(place, called) as part:
-        with writing(called):
+        with explain_write_failure(called):
             if place.exists() and _mode(part) != _mode(
                 place
             ):  # what is private is so while it is written, too
                 part.chmod(_mode(place))
         yield part
-        with writing(called):
+        with explain_write_failure(called):
             with open(part, "ab") as file:
                 os.fsync(file.fileno())
             os.replace(part, place)
@@ -96,7 +96,7 @@ def temp_sibling(path: Path, called: str | None = None) -> Iterator[Path]:
     is taken away.
     """
     _take_away(path)
-    with writing(called or path):
+    with explain_write_failure(called or path):
         part, held = _created(path)
     try:
         yield part
@@ -119,7 +119,7 @@ def append_lines(file: IO[bytes], path: Path, line: bytes) -> None:
             would be lost with it.
         line: what to add.
     """
-    with writing(path):
+    with explain_write_failure(path):
         end = os.fstat(file.fileno()).st_size
         if not _is_at(file, path):
             raise QualmsError(
@@ -139,7 +139,7 @@ def lock_file(path: Path) -> IO[bytes]:
     """A file, open for reading and for writing at its end, and for nobody else who asks for it this
     way.
     """
-    with writing(path):
+    with explain_write_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Without a buffer: what a full disk refuses would stay in it, and be refused again when the
         # file is closed.

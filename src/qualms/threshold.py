@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qualms.disk import atomic_write, writing
+from qualms.disk import atomic_write, explain_write_failure
 from qualms.errors import QualmsError
 from qualms.metrics.binomial import few_or_fewer, least_inputs
 
@@ -194,7 +194,7 @@ class Threshold:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        with writing(path), atomic_write(Path(path)) as part:
+        with explain_write_failure(path), atomic_write(Path(path)) as part:
             part.write_text(self.to_json() + "\n")
 
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qualms.cli import main
-from qualms.cli.options import listed
+from qualms.cli.options import split_list
 from qualms.data import Images, load
 from tests.helpers.commands import run
 
@@ -247,13 +247,13 @@ def test_bench_lists_its_tasks(
 def test_a_command_without_its_packages_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "qualms.cli.methods", raising=False)
-    monkeypatch.delitem(sys.modules, "qualms.cli.options")
+    monkeypatch.delitem(sys.modules, "qualms.cli.reproduce", raising=False)
+    monkeypatch.delitem(sys.modules, "qualms.cli.progress_bar", raising=False)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert run(monkeypatch, "methods") == 1
+    assert run(monkeypatch, "reproduce") == 1
     assert (
         capsys.readouterr().err
-        == "qualms: `qualms methods` needs rich.console; pip install '.[app]' in a clone of qualms.\n"
+        == "qualms: `qualms reproduce` needs rich.console; pip install '.[app]' in a clone of qualms.\n"
     )
 
 
@@ -401,7 +401,7 @@ def test_a_defect_is_told_in_one_sentence_too(
 def test_on_a_terminal_bars_tell_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
-    from qualms.cli import options
+    from qualms.cli import progress_bar
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -410,9 +410,9 @@ def test_on_a_terminal_bars_tell_rate_and_time_left(monkeypatch: pytest.MonkeyPa
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with options.telling("first tokens") as tell:
+    with progress_bar.show_progress("first tokens") as progress:
         time.sleep(0.15)
-        tell("tokens", 1, 9)
+        progress("tokens", 1, 9)
         time.sleep(0.15)
     shown = screen.getvalue()
     assert shown.index("first tokens …") < shown.index("1/9 tokens, ")
@@ -423,18 +423,18 @@ def test_on_a_terminal_bars_tell_rate_and_time_left(monkeypatch: pytest.MonkeyPa
 def test_a_bar_counts_from_the_start_and_tells_the_time_left_from_the_first_image_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from qualms.cli import options
+    from qualms.cli import progress_bar
 
     shown: list[str] = []
     now = iter((0.0, 0.0, 2.0, 6.0))
-    monkeypatch.setattr(options.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(
-        options.Progress, "update", lambda *_, description="", **__: shown.append(description)
+        progress_bar.Progress, "update", lambda *_, description="", **__: shown.append(description)
     )
-    with options.telling("images", done=7, total=13) as tell:
-        tell("images", 8, 13)
-        tell("images", 11, 13)
+    with progress_bar.show_progress("images", done=7, total=13) as progress:
+        progress("images", 8, 13)
+        progress("images", 11, 13)
     counted = [text for text in shown if text]
     assert counted == [
         "7/13 images",
@@ -446,13 +446,13 @@ def test_a_bar_counts_from_the_start_and_tells_the_time_left_from_the_first_imag
 def test_a_log_file_gets_a_line_every_half_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from qualms.cli import options
+    from qualms.cli import progress_bar
 
     now = iter((0.0, 10.0, 31.0, 40.0, 62.0))
-    monkeypatch.setattr(options.time, "monotonic", lambda: next(now))
-    with options.telling() as tell:
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: next(now))
+    with progress_bar.show_progress() as progress:
         for i in range(1, 5):
-            tell("images scored", 31 * i, 310)
+            progress("images scored", 31 * i, 310)
     assert capsys.readouterr().err.splitlines() == [
         "images scored: 62 of 310, 2.0/s, 2:04 left",
         "images scored: 124 of 310, 2.0/s, 1:33 left",
@@ -481,7 +481,7 @@ def test_without_its_extra_the_command_says_what_to_install(
 
 
 def test_commas_inside_brackets_do_not_part_specs() -> None:
-    assert listed("regrad+smooth(0.02,8), entropy,") == ["regrad+smooth(0.02,8)", "entropy"]
+    assert split_list("regrad+smooth(0.02,8), entropy,") == ["regrad+smooth(0.02,8)", "entropy"]
 
 
 @pytest.mark.slow

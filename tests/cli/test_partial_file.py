@@ -142,7 +142,7 @@ def test_a_stop_while_the_network_is_loaded_again_says_what_is_still_kept(
         raise KeyboardInterrupt
 
     stop(monkeypatch, 2, *command())
-    monkeypatch.setattr(own_images, "chosen_network", stopped)
+    monkeypatch.setattr(own_images, "load_network", stopped)
     assert run(monkeypatch, *command()) == 130
     assert f"stopped; 4 of 60 images are kept in {PARTIAL}" in capsys.readouterr().err
 

@@ -39,7 +39,7 @@ def unworked(monkeypatch: pytest.MonkeyPatch) -> None:
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("a network was loaded first")
 
-    monkeypatch.setattr(own_images, "chosen_network", worked)
+    monkeypatch.setattr(own_images, "load_network", worked)
 
 
 def test_scores_of_a_folder_are_those_of_the_library(

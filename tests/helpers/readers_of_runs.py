@@ -101,7 +101,7 @@ def _half_trained(folder: Path) -> list[Path]:
     recipe, half = Recipe(epochs=2, rate=0.1, batch=64), Normalization((0.5,), (0.5,))
     fit(_small(), _squares(), recipe, half, checkpoint=folder / "whole.pt")
     with suppress(Killed):
-        fit(_small(), _squares(), recipe, half, checkpoint=folder / "half.pt", tell=kill)
+        fit(_small(), _squares(), recipe, half, checkpoint=folder / "half.pt", progress=kill)
     return [folder / "whole.pt", folder / "half.pt"]
 
 

@@ -101,7 +101,7 @@ def test_progress_counts_images_up_to_all_of_them_or_to_those_so_far(
         tmp_path / "out",
         {},
         30,
-        tell=lambda _, now, total: told.append((now, total)),
+        progress=lambda _, now, total: told.append((now, total)),
     )
     so_far = [now for now, _ in told]
     assert so_far == sorted(set(so_far))

@@ -75,7 +75,7 @@ def test_a_run_that_was_killed_goes_on_with_the_next_chunk(
             raise Killed
 
     with Journal(tmp_path / "rows", {}) as journal, pytest.raises(Killed):
-        score_images(network, known, METHODS, journal, tell=kill)
+        score_images(network, known, METHODS, journal, progress=kill)
     with Journal(tmp_path / "rows", {}) as journal:
         again = score_images(network, known, METHODS, journal)
     assert [first for first, _ in calls] == [0, 1, 4, 16, 32, 64, 96]

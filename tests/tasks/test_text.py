@@ -115,10 +115,12 @@ def test_a_run_that_was_killed_goes_on_with_the_next_chunk(model: Any, tmp_path:
             raise Killed
 
     with Journal(tmp_path / "rows", {}) as journal, pytest.raises(Killed):
-        score_windows(model, text, METHODS, journal, engine=FEW, tell=kill)
+        score_windows(model, text, METHODS, journal, engine=FEW, progress=kill)
     with Journal(tmp_path / "rows", {}) as journal:
-        again = score_windows(model, text, METHODS, journal, engine=FEW, tell=kill)
-        score_windows(model, text, METHODS | {"msp": parse("msp")}, journal, engine=FEW, tell=kill)
+        again = score_windows(model, text, METHODS, journal, engine=FEW, progress=kill)
+        score_windows(
+            model, text, METHODS | {"msp": parse("msp")}, journal, engine=FEW, progress=kill
+        )
         rows = journal.where(row="tokens")
     assert done == [8, 16, 20, 8, 16, 20]
     assert [tuple(row["methods"]) for row in rows] == 3 * [tuple(METHODS)] + 3 * [("msp",)]

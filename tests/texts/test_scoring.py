@@ -131,8 +131,8 @@ def test_neither_batches_nor_neighbors_change_a_score(tiny: LanguageModel) -> No
 
 def test_documents_come_as_they_are_done_and_how_far_it_is_is_told(tiny: LanguageModel) -> None:
     told: list[tuple[str, int, int]] = []
-    tell: Callable[[str, int, int], None] = lambda *words: told.append(words)  # noqa: E731
-    stream = scored_documents(tiny, [SHORT, LONG], "entropy", batch_size=1, tell=tell)
+    progress: Callable[[str, int, int], None] = lambda *words: told.append(words)  # noqa: E731
+    stream = scored_documents(tiny, [SHORT, LONG], "entropy", batch_size=1, progress=progress)
     assert next(stream).document is SHORT
     assert told == []
     rest = list(stream)

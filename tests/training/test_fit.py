@@ -46,11 +46,11 @@ def some(count: int = 300) -> Images:
 
 
 def stopping_after(epochs: int):  # type: ignore[no-untyped-def]
-    def tell(what: str, done: int, total: int) -> None:
+    def progress(what: str, done: int, total: int) -> None:
         if done == epochs:
             raise Stop
 
-    return tell
+    return progress
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -83,7 +83,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path, a
                 recipe,
                 NORMALIZATION,
                 checkpoint=tmp_path / "run.pt",
-                tell=stopping_after(epoch),
+                progress=stopping_after(epoch),
             )
     again = fit(resumed, some(), recipe, NORMALIZATION, checkpoint=tmp_path / "run.pt")
     assert equal(whole.state_dict(), resumed.state_dict())
@@ -94,7 +94,12 @@ def test_a_finished_run_is_read_and_not_computed_again(tmp_path: Path) -> None:
     first, second = network(), network()
     fit(first, some(), SHORT, NORMALIZATION, checkpoint=tmp_path / "run.pt")
     fit(
-        second, some(), SHORT, NORMALIZATION, checkpoint=tmp_path / "run.pt", tell=stopping_after(1)
+        second,
+        some(),
+        SHORT,
+        NORMALIZATION,
+        checkpoint=tmp_path / "run.pt",
+        progress=stopping_after(1),
     )
     assert equal(first.state_dict(), second.state_dict())
 
@@ -190,7 +195,9 @@ def test_tensors_without_names_are_refused_without_a_warning(
 def test_hooks_that_a_file_puts_on_its_weights_are_left_behind(tmp_path: Path) -> None:
     path, recipe = tmp_path / "run.pt", replace(SHORT, epochs=2)
     with pytest.raises(Stop):
-        fit(network(), some(100), recipe, NORMALIZATION, checkpoint=path, tell=stopping_after(1))
+        fit(
+            network(), some(100), recipe, NORMALIZATION, checkpoint=path, progress=stopping_after(1)
+        )
     content = torch.load(path, weights_only=True)
     name, weight = next(iter(content["state_dict"].items()))
 

@@ -48,7 +48,11 @@ def test_pixels_that_do_not_count_teach_nothing() -> None:
 def test_each_epoch_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     fit_scenes(
-        network(), scenes(4, "train"), NORMALIZATION, SHORT, tell=lambda *step: told.append(step)
+        network(),
+        scenes(4, "train"),
+        NORMALIZATION,
+        SHORT,
+        progress=lambda *step: told.append(step),
     )
     assert told == [("epochs", 1, 2), ("epochs", 2, 2)]
 

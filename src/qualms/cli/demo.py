@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.options import Json, Seed, telling
+from qualms.cli.options import Json, Seed
+from qualms.cli.progress_bar import show_progress
 from qualms.demo import evaluate, prepare
 from qualms.disk import require_writable
 from qualms.report.page import write_page
@@ -31,8 +32,8 @@ def demo(
         qualms demo --open
     """
     require_writable(out)
-    with telling() as tell:
-        content, reasons = evaluate(prepare(seed, tell), seed, tell)
+    with show_progress() as progress:
+        content, reasons = evaluate(prepare(seed, progress), seed, progress)
     page = write_page(content, out, resamples=RESAMPLES)
     if json_lines:
         typer.echo(json.dumps({"page": str(page), **content.about, "methods": content.methods}))

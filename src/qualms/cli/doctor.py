@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import typer
 
-from qualms.cli.options import Json, Root, device_of
+from qualms.cli.options import Json, Root, resolve_device
 from qualms.data import DATASETS, load
 from qualms.errors import QualmsError, reason
 from qualms.functional import score
@@ -49,7 +49,7 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
     facts = {
         "qualms": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "device": device_of("auto"),
+        "device": resolve_device("auto"),
         "threads": torch.get_num_threads(),
         "data folder": str(root or "data"),
         "a score": works,
@@ -90,7 +90,8 @@ def _works() -> str:
     try:
         torch.manual_seed(0)
         found = score(
-            mnist_cnn().to(device_of("auto")), torch.rand(2, 1, 28, 28, device=device_of("auto"))
+            mnist_cnn().to(resolve_device("auto")),
+            torch.rand(2, 1, 28, 28, device=resolve_device("auto")),
         )
         return "works" if bool(torch.isfinite(found).all()) else "is not finite"
     except Exception as error:  # that is what a doctor is for

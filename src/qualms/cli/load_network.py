@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from qualms.cli.options import listed
+from qualms.cli.options import split_list
 from qualms.data import DATASETS, ImageTransform, Normalization, dataset_name
 from qualms.errors import QualmsError
 from qualms.models import Preprocessing, load_model, preprocessing_of
@@ -27,7 +27,7 @@ def published_network(data: str, root: Path | None) -> str:
     return PUBLISHED.get(dataset_name(data, root) or "", "")
 
 
-def chosen_network(
+def load_network(
     data: str,
     name: str,
     weights: Path | None,
@@ -102,7 +102,9 @@ def _normalization(
     channels = None if said.fit is None else said.fit.channels
     if mean is not None and std is not None:
         try:
-            given = Normalization(tuple(map(float, listed(mean))), tuple(map(float, listed(std))))
+            given = Normalization(
+                tuple(map(float, split_list(mean))), tuple(map(float, split_list(std)))
+            )
         except ValueError as error:
             raise QualmsError(
                 f"--mean {mean} and --std {std} are not comma-separated numbers: {error}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from qualms.cli.lazy import LazyGroup
-from qualms.cli.signals import TERMINATED, at_sigterm, begin, stop, terminated
+from qualms.cli.signals import TERMINATED, at_sigterm, begin, is_terminated, stop
 from qualms.cli.status import GOES_ON, NOTHING, echo, stopped
 from qualms.cli.wording import in_options
 from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
@@ -137,7 +137,7 @@ def run() -> None:
             app()
     except BaseException as error:
         if (
-            terminated() and getattr(error, "code", None) != 0
+            is_terminated() and getattr(error, "code", None) != 0
         ):  # whatever has become of it on its way here
             sys.exit(TERMINATED)
         if debug or not isinstance(error, Exception):

@@ -1,29 +1,20 @@
-"""What several commands share: their options, and how far a long run tells it is."""
+"""The options that several commands share, each defined once, and what their values mean."""
 
+import inspect
 import re
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
-from qualms.cli.status import status_line
 from qualms.errors import QualmsError
 from qualms.gradients import settings
-from qualms.progress import ProgressFn, pace
+
+Options = TypeVar("Options")
+Own = ParamSpec("Own")
 
 
 def _require_share(tolerance: float | None) -> float | None:
@@ -84,10 +75,9 @@ Json = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output if it is there already.")
 ]
-QUIET = 30  # seconds between lines where there is no terminal
 
 
-def device_of(name: str) -> str:
+def resolve_device(name: str) -> str:
     """The device that `auto` stands for."""
     if name != "auto":
         try:
@@ -100,79 +90,43 @@ def device_of(name: str) -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def listed(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """`a,b(1,2),c` in its parts: commas inside brackets do not count."""
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 
-@dataclass
-class Pace:
-    """How fast each kind of work goes: counted from where it began, which may be in the middle."""
+def with_options(
+    options: type[Options],
+) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
+    """Decorator that adds the fields of a dataclass to the options of a command.
 
-    latest: float = field(
-        default_factory=lambda: time.monotonic()
-    )  # when somebody last told something
-    began: dict[str, tuple[float, int]] = field(
-        default_factory=dict
-    )  # by kind: when, and what was done already
-
-    def begin(self, what: str, done: int) -> None:
-        """A kind of work begins now; what is done already took no time."""
-        self.began[what] = self.latest, done
-
-    def describe(self, what: str, done: int, total: int) -> str:
-        """`, 1.2 s each, 0:12 left`; empty while nothing is done."""
-        now = time.monotonic()
-        began, before = self.began.setdefault(what, (self.latest, 0))
-        self.latest = now
-        return pace(done - before, total - before, now - began)
-
-
-@contextmanager
-def telling(
-    what: str = "starting", done: int = 0, total: int | None = None
-) -> Iterator[ProgressFn]:
-    """On a terminal a bar for each kind of work: `3/13 images, 1.2 s each, 0:12 left`; elsewhere a
-    line now and then.
+    Commands that share a list of options thus state it once. Typer reads a command's signature, so
+    the decorated function has the command's own parameters and one for each field.
 
     Args:
-        what: the first kind of work; without a total, what stands there until something is told.
-        done: how much of it is done already.
-        total: how much there is of it.
+        options: The dataclass. Each field is annotated as a typer option. The command receives an
+            instance as its first argument.
     """
-    speed = Pace()
-    if total is not None:
-        speed.begin(what, done)
-    if not sys.stderr.isatty():
-        yield _lines(speed)
-        return
-    status_line("")
-    columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        waiting = progress.add_task(f"{what} …", total=None, visible=total is None)
-        bars: dict[str, TaskID] = {}
 
-        def tell(what: str, done: int, total: int) -> None:
-            said = f"{done}/{total} {what}{speed.describe(what, done, total)}"
-            if what not in bars:
-                progress.update(waiting, visible=False)
-                bars[what] = progress.add_task(said, total=total)
-            progress.update(bars[what], description=said, completed=done, total=total)
+    def decorate(command: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
+        shared = inspect.signature(options).parameters
+        own = list(inspect.signature(command).parameters.values())[1:]
+        parameters = []
+        for parameter in (*own, *shared.values()):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        parameters.sort(key=_is_optional)  # --help lists what is required first
 
-        if total is not None:
-            tell(what, done, total)
-        yield tell
+        @wraps(command)
+        def run(**values: Any) -> None:
+            fields = {name: values.pop(name) for name in shared}
+            command(options(**fields), **values)  # type: ignore[call-arg]
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
 
 
-def _lines(speed: Pace) -> ProgressFn:
-    """Lines for a log file, and none for what takes less than half a minute."""
-    last = speed.latest
-
-    def tell(what: str, done: int, total: int) -> None:
-        nonlocal last
-        said = f"{what}: {done} of {total}{speed.describe(what, done, total)}"
-        if speed.latest - last >= QUIET:
-            last = speed.latest
-            typer.echo(said, err=True)
-
-    return tell
+def _is_optional(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not inspect.Parameter.empty

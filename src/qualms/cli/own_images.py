@@ -11,7 +11,7 @@ import torch
 import typer
 
 from qualms.cli.image_options import tell_images
-from qualms.cli.load_network import chosen_network
+from qualms.cli.load_network import load_network
 from qualms.cli.options import (
     Device,
     Mean,
@@ -21,12 +21,12 @@ from qualms.cli.options import (
     Std,
     Tolerance,
     Weights,
-    device_of,
-    listed,
-    telling,
+    resolve_device,
+    split_list,
 )
 from qualms.cli.partial_file import IMAGES, REFERENCE, PartialFile, part_row
 from qualms.cli.price import say_price
+from qualms.cli.progress_bar import show_progress
 from qualms.cli.status import status_line
 from qualms.data import Images, load
 from qualms.data.texts import Texts
@@ -154,7 +154,7 @@ class Ready:
         what = f"images of {images.name} scored"
         if done < len(images):
             say_price(scorer, self.network.inputs(images.take(slice(1))), len(images) - done)
-        with telling(what, done, len(images)) as tell:
+        with show_progress(what, done, len(images)) as progress:
             for place, row in zip(places, kept, strict=True):
                 if row is None:
                     part = scored_images(self.network, scorer, images.take(place), place.start)
@@ -162,7 +162,7 @@ class Ready:
                     row = part_row(of, place.start, part)
                     partial.add(row)
                     done += len(part)
-                    tell(what, done, len(images))
+                    progress(what, done, len(images))
                 names = names_of_classes(self.network, images, row["classes"])
                 parts.append(partial.restore(row, names, scorer.threshold))
         return Scored.concatenated(parts)
@@ -207,9 +207,9 @@ def ready(images: str, model: str, methods: dict[str, Method], given: ScoreOptio
             raise QualmsError(
                 f"{name} needs several models, and this command has one; leave it out of --methods."
             )
-    device, (classes, names) = device_of(given.device), class_names(given.classes)
+    device, (classes, names) = resolve_device(given.device), class_names(given.classes)
     status_line(f"loading {model} …")
-    network = chosen_network(
+    network = load_network(
         images,
         model,
         given.weights,
@@ -247,7 +247,7 @@ def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
         except (OSError, ValueError) as error:
             raise QualmsError(f"--classes {text} cannot be read: {reason(error)}.") from None
     else:
-        names = listed(text)
+        names = split_list(text)
     found = tuple(name.strip() for name in names if name.strip())
     if len(found) < 2:
         raise QualmsError(

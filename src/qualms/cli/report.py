@@ -14,7 +14,7 @@ import typer
 
 from qualms.cli.bench.output import rows_file
 from qualms.cli.image_options import tell_images, test_images, training_images
-from qualms.cli.load_network import chosen_network, published_network
+from qualms.cli.load_network import load_network, published_network
 from qualms.cli.options import (
     Count,
     Device,
@@ -27,13 +27,13 @@ from qualms.cli.options import (
     Std,
     Tolerance,
     Weights,
-    device_of,
-    listed,
-    telling,
+    resolve_device,
+    split_list,
 )
 from qualms.cli.own_images import Classes, Strict, class_names, end
 from qualms.cli.price import say_price_of_groups
-from qualms.cli.specs import chosen_methods
+from qualms.cli.progress_bar import show_progress
+from qualms.cli.specs import parse_methods
 from qualms.cli.text_report import METHODS, report_texts, require_unused
 from qualms.disk import require_writable
 from qualms.errors import QualmsError
@@ -147,7 +147,7 @@ def report(
     curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
     name = model or published_network(inside, root)
     number, names = class_names(classes)
-    network = chosen_network(
+    network = load_network(
         inside,
         name,
         weights,
@@ -155,13 +155,13 @@ def report(
         mean,
         std,
         size,
-        device_of(device),
+        resolve_device(device),
         random=False,
         classes=number,
     )
     network = replace(network, class_names=names or network.class_names)
     whole, *others = test_images(
-        [inside, *dict.fromkeys(listed(outside))], root, network.fit, strict=strict
+        [inside, *dict.fromkeys(split_list(outside))], root, network.fit, strict=strict
     )
     known, *others = (images.subset(count or None) for images in (whole, *others))
     tell_images(network, known, *others)
@@ -170,7 +170,7 @@ def report(
     others = [alike(network, known, images) for images in others]
     if known.labels is not None:
         network.accuracy(known)  # an error if its classes are not those of the labels
-    asked = chosen_methods("paper" if methods is None else methods, known.name)
+    asked = parse_methods("paper" if methods is None else methods, known.name)
     learns = any(TRAINING_DATA in method.needs for method in asked.values())
     train = training_images(inside, root, network.fit, whole) if learns else None
     wanted, reasons = usable(network, known, asked, train)
@@ -181,7 +181,7 @@ def report(
         Journal(
             rows or rows_file("ood", inside, name, seed), {"task": "ood", **network.about}
         ) as kept,
-        telling() as tell,
+        show_progress() as progress,
     ):
         for images in (known, *others):
             found = score_images(
@@ -193,7 +193,7 @@ def report(
                 engine=used,
                 tolerance=tolerance,
                 train=train,
-                tell=tell,
+                progress=progress,
             )
             labels = found.labels if images is known else None
             groups.append(

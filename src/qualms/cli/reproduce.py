@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.options import Device, Json, Root, device_of, telling
+from qualms.cli.options import Device, Json, Root, resolve_device
+from qualms.cli.progress_bar import show_progress
 from qualms.errors import QualmsError
 from qualms.report.tables import left_out, networks, paper_table
 from qualms.tasks.presets import PRESETS
@@ -41,8 +42,8 @@ def reproduce(
     if preset not in PRESETS:
         raise QualmsError(f"there is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
     chosen = PRESETS[preset]
-    with telling() as tell:
-        workspace = Workspace(Path(root or "data"), out / preset, device_of(device), tell)
+    with show_progress() as progress:
+        workspace = Workspace(Path(root or "data"), out / preset, resolve_device(device), progress)
         rows = list(TABLES[table](chosen, workspace))
     reasons = [row["why"] for row in rows if row["row"] == "left out"]
     if len(reasons) == len(rows):

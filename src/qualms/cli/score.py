@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.bench.options import with_options
-from qualms.cli.options import Json, Overwrite
+from qualms.cli.options import Json, Overwrite, with_options
 from qualms.cli.own_images import Ready, end, ready
 from qualms.cli.partial_file import (
     IMAGES,
@@ -21,7 +20,7 @@ from qualms.cli.partial_file import (
     stopping,
 )
 from qualms.cli.shards import is_folder, score_to_folder
-from qualms.cli.specs import chosen_methods
+from qualms.cli.specs import parse_methods
 from qualms.cli.status import echo
 from qualms.cli.tokens import ToScoreAny, score_tokens
 from qualms.cli.writing import STDOUT, deliver, rejected_file, summary, table
@@ -130,7 +129,7 @@ def score(
             )
         require_own(folder)
     place = out or (None if json_lines else FILE)
-    wanted = chosen_methods(
+    wanted = parse_methods(
         DEFAULT if methods is None else methods, dataset_name(images, given.root) or ""
     )
     goes_to = None if place is None or folder is not None else table(place, overwrite, json_lines)

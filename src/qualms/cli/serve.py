@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qualms.cli.bench.options import with_options
 from qualms.cli.main import warnings_in_words
+from qualms.cli.options import with_options
 from qualms.cli.own_images import ScoreOptions, ready
 from qualms.cli.price import describe_price
 from qualms.cli.signals import at_sigterm, interrupt, leave
-from qualms.cli.specs import chosen_methods
+from qualms.cli.specs import parse_methods
 from qualms.cli.status import echo
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
@@ -103,7 +103,7 @@ def serve(
         images=max_images,
         pixels=max_pixels,
     )
-    wanted = chosen_methods(methods, "")
+    wanted = parse_methods(methods, "")
     limit = None if threshold is None else Threshold.load(threshold)
     called = _address(name or model)
     try:

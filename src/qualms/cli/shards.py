@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from qualms.cli.options import telling
 from qualms.cli.own_images import SOME_REJECTED, Ready, ScoreOptions
 from qualms.cli.price import say_price
+from qualms.cli.progress_bar import show_progress
 from qualms.cli.status import GOES_ON, echo, status_line, stopped
 from qualms.cli.writing import ENDINGS, summary
 from qualms.errors import QualmsError
@@ -96,8 +96,8 @@ def score_to_folder(
             status_line("starting Ray …")
             done = score_on_ray(batches, source, out, about, rows, given.workers, given.ray_address)
         else:
-            with telling(f"images of {source.name} scored", before, source.count) as tell:
-                done = score_shards(batches.scored, source, out, about, rows, tell)
+            with show_progress(f"images of {source.name} scored", before, source.count) as progress:
+                done = score_shards(batches.scored, source, out, about, rows, progress)
     except KeyboardInterrupt:
         raise stopped(GOES_ON) from None
     typer.echo(

@@ -59,6 +59,6 @@ def interrupt(*_: object) -> None:
     raise Terminated
 
 
-def terminated() -> bool:
+def is_terminated() -> bool:
     """Whether `stop` was called."""
     return _since is not None

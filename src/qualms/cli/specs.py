@@ -1,6 +1,6 @@
 """The methods that a command line names."""
 
-from qualms.cli.options import listed
+from qualms.cli.options import split_list
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.methods.registry import METHODS, parse
@@ -14,12 +14,12 @@ INSTEAD = (
 )  # what users would pick instead of the paper's methods, and ours
 
 
-def chosen_methods(text: str, dataset: str) -> dict[str, Method]:
+def parse_methods(text: str, dataset: str) -> dict[str, Method]:
     """Methods by specs with commas between, or by `paper` or `all`, with the paper's settings for a
     dataset.
     """
     found: dict[str, Method] = {}
-    for spec in listed(text):
+    for spec in split_list(text):
         if spec in ("paper", "all"):
             found |= paper_methods(dataset)
             found |= {name: parse(name) for name in INSTEAD}

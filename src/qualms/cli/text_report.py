@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from qualms.cli.options import device_of, telling
-from qualms.cli.specs import chosen_methods
+from qualms.cli.options import resolve_device
+from qualms.cli.progress_bar import show_progress
+from qualms.cli.specs import parse_methods
 from qualms.cli.status import NOTHING, status_line, stopped
 from qualms.cli.tokens import tell_texts
 from qualms.data.texts import Texts, read_texts
@@ -45,9 +46,9 @@ def report_texts(
         raise QualmsError(
             f"--engine {engine} would take a pass for each class at each token; use sketch."
         )
-    wanted = chosen_methods(METHODS if methods is None else methods, "")
+    wanted = parse_methods(METHODS if methods is None else methods, "")
     require_positions(wanted)
-    place = device_of(device)
+    place = resolve_device(device)
     try:
         status_line(f"reading {texts} …")
         read = read_texts(texts, root, strict)
@@ -55,10 +56,15 @@ def report_texts(
         status_line(f"loading {model} …")
         language_model = load_language_model(model)
         language_model.model.to(place)
-        with telling("first tokens") as tell:
+        with show_progress("first tokens") as progress:
             scored = list(
                 scored_documents(
-                    language_model, read.documents, wanted, engine=engine, seed=seed, tell=tell
+                    language_model,
+                    read.documents,
+                    wanted,
+                    engine=engine,
+                    seed=seed,
+                    progress=progress,
                 )
             )
     except KeyboardInterrupt:

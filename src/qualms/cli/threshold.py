@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.bench.options import with_options
-from qualms.cli.options import Json, Overwrite
+from qualms.cli.options import Json, Overwrite, with_options
 from qualms.cli.own_images import ScoreOptions, end, ready
-from qualms.cli.specs import chosen_methods
+from qualms.cli.specs import parse_methods
 from qualms.cli.status import echo
 from qualms.cli.writing import complete, require_place
 from qualms.data import dataset_name
@@ -74,7 +73,7 @@ def threshold(
     if model is None:
         raise QualmsError("--model is missing; name the network that the threshold is for.")
     _check(coverage, risk, confidence)
-    wanted = chosen_methods(method, dataset_name(images, given.root) or "")
+    wanted = parse_methods(method, dataset_name(images, given.root) or "")
     if len(wanted) > 1:
         raise QualmsError(
             f"a threshold is for one method, and --method names {len(wanted)}; choose one."

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from qualms.cli.image_options import tell_rejected
-from qualms.cli.options import device_of, telling
+from qualms.cli.options import resolve_device
 from qualms.cli.own_images import end
+from qualms.cli.progress_bar import show_progress
 from qualms.cli.shards import ToScore, is_folder
-from qualms.cli.specs import chosen_methods
+from qualms.cli.specs import parse_methods
 from qualms.cli.status import echo, status_line
 from qualms.cli.writing import STDOUT, deliver, rejected_file, table, unread
 from qualms.data.texts import Document, Texts, read_texts
@@ -86,9 +87,9 @@ def score_tokens(
     """
     if place is not None and is_folder(place):
         raise QualmsError("--tokens writes one table; name a file in --out.")
-    wanted = chosen_methods(METHOD if methods is None else methods, "")
+    wanted = parse_methods(METHOD if methods is None else methods, "")
     require_positions(wanted)
-    device = device_of(given.device)
+    device = resolve_device(given.device)
     goes_to = None if place is None else table(place, overwrite, json_lines)
     status_line(f"reading {texts} …")
     read = read_texts(texts, given.root, given.strict)
@@ -97,7 +98,7 @@ def score_tokens(
     language_model = load_language_model(model)
     language_model.model.to(device)
     documents = _written_on(language_model, read.documents, given)
-    with telling("first tokens") as tell:
+    with show_progress("first tokens") as progress:
         scored = list(
             scored_documents(
                 language_model,
@@ -105,7 +106,7 @@ def score_tokens(
                 wanted,
                 engine=given.engine if given.tangents is None else Sketch(given.tangents),
                 seed=given.seed,
-                tell=tell,
+                progress=progress,
             )
         )
     written_from = {one.name: len(one.text) for one in read.documents} if given.generate else None
@@ -121,9 +122,9 @@ def _written_on(
 ) -> Sequence[Document]:
     if given.generate is None:
         return documents
-    with telling("first text") as tell:
+    with show_progress("first text") as progress:
         return list(
-            generated(language_model, documents, given.generate, seed=given.seed, tell=tell)
+            generated(language_model, documents, given.generate, seed=given.seed, progress=progress)
         )
 
 

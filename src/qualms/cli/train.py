@@ -8,7 +8,8 @@ from typing import Annotated
 import torch
 import typer
 
-from qualms.cli.options import Device, Json, Root, Seed, device_of, telling
+from qualms.cli.options import Device, Json, Root, Seed, resolve_device
+from qualms.cli.progress_bar import show_progress
 from qualms.data import DATASETS, load
 from qualms.errors import QualmsError
 from qualms.models import load_model
@@ -60,10 +61,10 @@ def train(
     images = images if count is None else images.subset(count)
     file = out or Path("runs") / f"{data}-{name.replace(':', '-').replace('/', '-')}-seed{seed}.pt"
     torch.manual_seed(seed)
-    network = load_model(name, classes=DATASETS[data].classes).to(device_of(device))
+    network = load_model(name, classes=DATASETS[data].classes).to(resolve_device(device))
     normalization = DATASETS[data].normalization
     about = {"network": name, "classes": DATASETS[data].classes}
-    with telling() as tell:
+    with show_progress() as progress:
         fitted = fit(
             network,
             images,
@@ -72,7 +73,7 @@ def train(
             seed=seed,
             checkpoint=file,
             about=about,
-            tell=tell,
+            progress=progress,
         )
     share = Network(name, network, normalization).accuracy(test)
     if json_lines:

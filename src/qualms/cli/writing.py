@@ -12,7 +12,7 @@ import typer
 
 from qualms.cli.status import echo
 from qualms.data import Rejected
-from qualms.disk import atomic_write, require_writable, writing
+from qualms.disk import atomic_write, explain_write_failure, require_writable
 from qualms.errors import QualmsError
 from qualms.methods.gradient_score import GradientScore
 from qualms.result import Scored
@@ -106,7 +106,7 @@ def complete(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
     """A file to be filled, as `atomic_write`; what could not be read is listed before it takes its
     place.
     """
-    with writing(_called(out)):
+    with explain_write_failure(_called(out)):
         out.parent.mkdir(
             parents=True, exist_ok=True
         )  # somebody may have removed it since it was tried
@@ -122,7 +122,7 @@ def _write_rejected(out: Path, rejected: Sequence[Rejected]) -> None:
         path.unlink(missing_ok=True)  # of an earlier run
         return
     with (
-        writing(path),
+        explain_write_failure(path),
         atomic_write(path) as part,
         open(part, "w", newline="", encoding="utf-8") as file,
     ):

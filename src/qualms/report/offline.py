@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qualms.disk import atomic_write, writing
+from qualms.disk import atomic_write, explain_write_failure
 from qualms.errors import QualmsError
 from qualms.version import __version__
 
@@ -26,7 +26,7 @@ def require_packages(*names: str) -> None:
 def write_html(path: str | Path, html: str) -> Path:
     """Write a page, whole or not at all; what was there stays until then."""
     path = Path(path)
-    with writing(path), atomic_write(path) as part:
+    with explain_write_failure(path), atomic_write(path) as part:
         part.write_text(html, encoding="utf-8")
     return path
 

@@ -18,7 +18,7 @@ from typing import Any
 from qualms.data import Rejected
 from qualms.data.parquet import readable
 from qualms.data.places import extra
-from qualms.disk import atomic_write, lock_file, writing
+from qualms.disk import atomic_write, explain_write_failure, lock_file
 from qualms.errors import QualmsError
 
 MANIFEST, REJECTED, LOCK = "manifest.json", "rejected.parquet", ".lock"
@@ -44,7 +44,7 @@ class Done:
 
 def require_own(folder: Path) -> None:
     """An error if the folder holds something else than shards, or cannot be made."""
-    with writing(folder):
+    with explain_write_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
     if others and not (folder / MANIFEST).exists():
@@ -130,7 +130,7 @@ def _count_true(shard: Path, decisions: Any) -> int:
 
 def write(path: Path, table: Any) -> None:
     """A table of pyarrow's as a .parquet file."""
-    with writing(path), atomic_write(path) as part:
+    with explain_write_failure(path), atomic_write(path) as part:
         parquet().write_table(table, part)
 
 
@@ -176,5 +176,5 @@ def _of_the_same(folder: Path, about: dict[str, Any]) -> Done | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with writing(path), atomic_write(path) as part:
+    with explain_write_failure(path), atomic_write(path) as part:
         part.write_text(json.dumps(content, indent=2) + "\n")

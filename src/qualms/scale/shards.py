@@ -31,7 +31,7 @@ def score_shards(
     folder: Path,
     about: dict[str, Any],
     size: int = SIZE,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Done:
     """Score all images that are in no shard of the folder yet.
 
@@ -42,7 +42,7 @@ def score_shards(
         about: what decides the scores, beside the images: a folder that was made with something
             else is refused.
         size: images in a shard.
-        tell: is told how many are scored.
+        progress: is told how many are scored.
     """
     if size < 1:
         raise QualmsError(f"a shard of {size} images was asked for; take at least 1.")
@@ -54,7 +54,9 @@ def score_shards(
                 number += 1
             with closing(source.parts(number * size, size)) as parts:
                 while not ended and not _shard(folder, number).exists():
-                    ended = _write_shard(score, parts, folder, number, size, source, tell) < size
+                    ended = (
+                        _write_shard(score, parts, folder, number, size, source, progress) < size
+                    )
                     number += 1
         shards = list(takewhile(Path.exists, (_shard(folder, number) for number in count())))
         if len(shards) < number - 1:  # the last may have been empty
@@ -71,7 +73,7 @@ def _write_shard(
     number: int,
     size: int,
     source: Source,
-    tell: ProgressFn | None,
+    progress: ProgressFn | None,
 ) -> int:
     """The next `size` images, or as many as there are, which is returned; no file if there are
     none.
@@ -85,8 +87,8 @@ def _write_shard(
             tables.append(score(part.images, place).to_arrow())
         rejected += part.rejected
         read += part.count
-        if tell is not None:
-            tell(
+        if progress is not None:
+            progress(
                 f"images of {source.name} scored",
                 place + part.count,
                 source.count or place + part.count,

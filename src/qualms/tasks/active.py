@@ -58,7 +58,7 @@ def active(
     journal: Journal,
     *,
     seed: int = 0,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Iterator[CycleRow]:
     """A row for each method and cycle: accuracy and negative log-likelihood on the test images.
 
@@ -72,7 +72,7 @@ def active(
         plan: how many images, how often.
         journal: where the rows are kept; cycles that it has are not run again.
         seed: decides the start, the weights and the order of training.
-        tell: called with what is done.
+        progress: called with what is done.
     """
     parts = split(train, plan, seed)
     for method in methods.values():
@@ -145,8 +145,8 @@ def active(
                     new = _pick(trained(chosen), train, parts, chosen, method, plan, seed)
                     picks = [journal.add(PickRow(**asked, chosen=new))]
                 chosen = chosen + picks[0]["chosen"]
-            if tell is not None:
-                tell(
+            if progress is not None:
+                progress(
                     "cycles", done * (plan.cycles + 1) + cycle + 1, len(methods) * (plan.cycles + 1)
                 )
 

@@ -25,7 +25,7 @@ def calibration(
     engine: Engine | Sketch = "exact",
     tolerance: float | None = None,
     train: Images | None = None,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Iterator[CalibrationRow]:
     """A row for each method: rAULC with its 95 % interval, the area under risk and coverage, and
     selective risks.
@@ -46,7 +46,7 @@ def calibration(
         engine=engine,
         tolerance=tolerance,
         train=train,
-        tell=tell,
+        progress=progress,
     )
     for name, method in methods.items():
         key: CalibrationKey = {

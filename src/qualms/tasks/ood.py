@@ -25,7 +25,7 @@ def ood(
     engine: Engine | Sketch = "exact",
     tolerance: float | None = None,
     train: Images | None = None,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Iterator[OodRow]:
     """A row for each method and each dataset of `outside`: AUROC with its 95 % interval, AUPR both
     ways, FPR95.
@@ -44,7 +44,7 @@ def ood(
             engine=engine,
             tolerance=tolerance,
             train=train,
-            tell=tell,
+            progress=progress,
         )
         for i in images
     )

@@ -64,7 +64,7 @@ class Workspace:
     root: Path
     out: Path
     device: str = "cpu"
-    tell: ProgressFn | None = None
+    progress: ProgressFn | None = None
 
 
 def table1(preset: Preset, at: Workspace) -> Iterator[Row]:
@@ -111,7 +111,7 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
                     plan,
                     journal,
                     seed=seed,
-                    tell=at.tell,
+                    progress=at.progress,
                 )
 
 
@@ -159,7 +159,9 @@ def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
     with Journal(at.out / f"runtime-{name}.jsonl", network.about) as journal:
         good, reasons = usable(network, images, methods, train)
         yield from reasons
-        yield from measure_runtime(network, images, good, journal, train=train, tell=at.tell)
+        yield from measure_runtime(
+            network, images, good, journal, train=train, progress=at.progress
+        )
 
 
 TABLES: dict[str, Callable[[Preset, Workspace], Iterator[Row]]] = {
@@ -250,7 +252,7 @@ def _on_each_network(
             yield {**accuracy_row(network, whole, journal), "network": network.name}
             good, reasons = usable(network, images, methods, learnt)
             yield from reasons
-            how = {"seed": seed, "engine": setup.engine, "train": learnt, "tell": at.tell}
+            how = {"seed": seed, "engine": setup.engine, "train": learnt, "progress": at.progress}
             yield from measured(Ready(network, images, good, journal, how))
 
 
@@ -296,6 +298,6 @@ def _network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
         seed=seed,
         checkpoint=file,
         about=about,
-        tell=at.tell,
+        progress=at.progress,
     )
     return Network(f"{setup.network}, trained here, seed {seed}", model, normalization)

@@ -32,7 +32,7 @@ def runtime(
     tolerance: float | None = None,
     train: Images | None = None,
     rounds: int = 3,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Iterator[RuntimeRow]:
     """A row for each method: the median over rounds of its time, divided by Entropy's in the same
     round.
@@ -67,8 +67,8 @@ def runtime(
         return time.perf_counter() - began
 
     unit = ready(Entropy())
-    if tell is not None:
-        tell("methods timed", 0, len(methods))
+    if progress is not None:
+        progress("methods timed", 0, len(methods))
     for done, (name, method) in enumerate(methods.items(), start=1):
         key: RuntimeKey = {
             "row": "runtime",
@@ -91,5 +91,5 @@ def runtime(
             statistics.median(t / u for u, t in timed),
         )
         yield journal.add(RuntimeRow(**key, seconds=median, ratio=ratio))
-        if tell is not None:
-            tell("methods timed", done, len(methods))
+        if progress is not None:
+            progress("methods timed", done, len(methods))

@@ -64,7 +64,7 @@ def score_images(
     engine: Engine | Sketch = "exact",
     tolerance: float | None = None,
     train: Images | None = None,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> ScoredImages:
     """The scores of all images by all methods, from `journal` where they are there, else computed
     and added to it.
@@ -78,7 +78,7 @@ def score_images(
         engine: of the gradient scores.
         tolerance: as for `Scorer`; None for its default.
         train: images that methods learn from.
-        tell: is told how many images are scored.
+        progress: is told how many images are scored.
     """
     parts = {place.start: images.take(place) for place in batch_slices(len(images))}
     starts = list(parts)
@@ -95,8 +95,8 @@ def score_images(
     have = {start: _known(journal, keys[start], exactly) for start in starts}
     own = {name: network.in_its_units(method) for name, method in methods.items()}
     probs: dict[int, torch.Tensor] = {}
-    if tell is not None:
-        tell(f"images of {images.name} scored", 0, len(images))
+    if progress is not None:
+        progress(f"images of {images.name} scored", 0, len(images))
 
     def missing(start: int) -> tuple[str, ...]:
         return tuple(name for name in own if name not in have[start])
@@ -128,8 +128,10 @@ def score_images(
                     ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values)
                 )
                 began = time.perf_counter()
-                if tell is not None:
-                    tell(f"images of {images.name} scored", start + len(parts[start]), len(images))
+                if progress is not None:
+                    progress(
+                        f"images of {images.name} scored", start + len(parts[start]), len(images)
+                    )
     for start in starts:
         if start not in probs:  # all of its scores were there already
             probs[start] = network.logits(parts[start]).double().softmax(1)

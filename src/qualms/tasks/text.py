@@ -46,7 +46,7 @@ def text(
     seed: int = 0,
     engine: Sketch | None = None,
     params: str = "",
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Iterator[TextRow | NextTokenRow | LeftOutRow]:
     """Rows for each method: each text of `outside` beside `inside`, by tokens and by spans; then
     errors on `inside`.
@@ -66,12 +66,12 @@ def text(
         seed: decides the tangents.
         engine: the sketch of gradient methods.
         params: whose gradients, a pattern; empty for all.
-        tell: is told how far it is.
+        progress: is told how far it is.
     """
     engine = engine or Sketch()
     if any(other.length != inside.length for other in outside):
         raise QualmsError("the windows of the texts differ in length; cut them alike.")
-    how: dict[str, Any] = {"seed": seed, "engine": engine, "params": params, "tell": tell}
+    how: dict[str, Any] = {"seed": seed, "engine": engine, "params": params, "progress": progress}
     known, *others = (
         score_windows(model, windows, methods, journal, **how) for windows in (inside, *outside)
     )

@@ -122,7 +122,7 @@ def score_windows(
     seed: int = 0,
     engine: Sketch | None = None,
     params: str = "",
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> ScoredWindows:
     """The scores of all tokens by all methods, from `journal` where they are there, else computed
     and added to it.
@@ -135,7 +135,7 @@ def score_windows(
         seed: decides the tangents.
         engine: the sketch of gradient methods.
         params: whose gradients, a pattern; empty for all.
-        tell: is told how far it is.
+        progress: is told how far it is.
     """
     engine = engine or Sketch()
     starts = list(range(0, len(windows), CHUNK))
@@ -173,8 +173,8 @@ def score_windows(
             seconds = round(time.perf_counter() - began, 3)
             row = TokensRow(**keys[start], methods=made, seconds=seconds, **found)
             have[start].append(journal.add(row))
-            if tell is not None:
-                tell(
+            if progress is not None:
+                progress(
                     f"windows of {windows.name} scored",
                     min(start + CHUNK, len(windows)),
                     len(windows),

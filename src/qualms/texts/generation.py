@@ -18,7 +18,7 @@ def generated(
     *,
     sample: bool = False,
     seed: int = 0,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Iterator[Document]:
     """Each document with what the model writes after it, under the same name.
 
@@ -29,7 +29,7 @@ def generated(
         new_tokens: how many tokens are written at most; fewer if the model ends the text itself.
         sample: draw each token by its probability, instead of taking the likeliest.
         seed: decides the draws.
-        tell: is told how many documents are done.
+        progress: is told how many documents are done.
     """
     width = reading_width(language_model)
     if not 0 < new_tokens <= width - 2:
@@ -41,8 +41,8 @@ def generated(
             document.name,
             document.text + _continuation(language_model, document, new_tokens, sample, seed),
         )
-        if tell is not None:
-            tell("documents written on", number + 1, len(documents))
+        if progress is not None:
+            progress("documents written on", number + 1, len(documents))
 
 
 def _continuation(

@@ -34,7 +34,7 @@ def scored_documents(
     seed: int = 0,
     context: int | None = None,
     batch_size: int = BATCH,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Iterator[ScoredDocument]:
     """Each document with the scores of its tokens, in the order given and as soon as it is done.
 
@@ -51,7 +51,7 @@ def scored_documents(
         context: how many tokens are read at once: by default as many as the model can read, and at
             most 1024.
         batch_size: how many windows are scored in one call.
-        tell: is told how many tokens are done.
+        progress: is told how many tokens are done.
     """
     width = reading_width(language_model, context)
     scorer = Scorer(language_model.model, methods, class_dim=-1, engine=engine, seed=seed)
@@ -75,8 +75,8 @@ def scored_documents(
             done += window.end - window.scored
             if one.complete:
                 yield one.scored()
-        if tell is not None:
-            tell("tokens scored", done, total)
+        if progress is not None:
+            progress("tokens scored", done, total)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qualms.data import Images, Normalization
-from qualms.disk import atomic_write, require_writable, writing
+from qualms.disk import atomic_write, explain_write_failure, require_writable
 from qualms.errors import QualmsError, reason
 from qualms.gradients.batch import call_model, checked_logits
 from qualms.models.checkpoint import tensors_of
@@ -63,7 +63,7 @@ def fit(
     seed: int = 0,
     checkpoint: str | Path | None = None,
     about: dict[str, Any] | None = None,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> Fitted:
     """Train the model in place; it ends in evaluation mode, with the weights that did best on
     validation images.
@@ -81,7 +81,7 @@ def fit(
             `state_dict`. If it is there, training goes on from it; if it is complete, nothing is
             computed.
         about: what else to write into it, such as the network's name.
-        tell: called with ("epochs", done, epochs) after each.
+        progress: called with ("epochs", done, epochs) after each.
 
     Example:
         ```python
@@ -118,8 +118,8 @@ def fit(
         state.history.append(row)
         if checkpoint is not None:
             state.write(Path(checkpoint), settings, about or {})
-        if tell is not None:
-            tell("epochs", state.epoch, recipe.epochs)
+        if progress is not None:
+            progress("epochs", state.epoch, recipe.epochs)
     model.load_state_dict(state.best_state)
     model.eval()
     return Fitted(state.history, state.best_epoch, state.best_accuracy)
@@ -197,7 +197,7 @@ class _Run:
         }
         if self.epoch == self.recipe.epochs:
             del content["resume"]
-        with writing(path):
+        with explain_write_failure(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as part, open(part, "wb") as file:
                 torch.save(

@@ -20,7 +20,7 @@ def fit_scenes(
     recipe: Recipe = RECIPE,
     *,
     seed: int = 0,
-    tell: ProgressFn | None = None,
+    progress: ProgressFn | None = None,
 ) -> list[float]:
     """Train the model in place with Adam, and return the mean loss of each epoch; it ends in
     evaluation mode.
@@ -46,7 +46,7 @@ def fit_scenes(
             schedule.step()
             total += float(loss.detach()) * len(index)
         losses.append(total / len(scenes))
-        if tell is not None:
-            tell("epochs", epoch + 1, recipe.epochs)
+        if progress is not None:
+            progress("epochs", epoch + 1, recipe.epochs)
     model.eval()
     return losses

@@ -1,8 +1,9 @@
 """`qualms bench ablation`: what each part of REGrad* adds, and how much its two parameters matter."""
 
 from qualms.cli.bench.ood import measured
-from qualms.cli.bench.options import Trained, with_options
+from qualms.cli.bench.options import Trained
 from qualms.cli.bench.scoring import Outside, run_task, told_apart
+from qualms.cli.options import with_options
 from qualms.report.tables import ood_table
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.scoring import Methods

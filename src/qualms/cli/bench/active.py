@@ -5,10 +5,11 @@ from typing import Annotated
 import typer
 from torch import nn
 
-from qualms.cli.bench.options import Common, with_options
+from qualms.cli.bench.options import Common
 from qualms.cli.bench.output import rows_file, show
-from qualms.cli.options import Chosen, device_of, listed, telling
-from qualms.cli.specs import chosen_methods
+from qualms.cli.options import Chosen, resolve_device, split_list, with_options
+from qualms.cli.progress_bar import show_progress
+from qualms.cli.specs import parse_methods
 from qualms.data import DATASETS, Images, dataset_name, load
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
@@ -56,7 +57,7 @@ def active(
     name = given.model or NETWORKS.get(dataset, COLOR)
     file, device = (
         given.out or rows_file("active", given.inside, name, given.seed),
-        device_of(given.device),
+        resolve_device(given.device),
     )
     plan = Plan(
         start, more, RECIPES["active"].shortened(epochs), cycles, pool, validation, diversity
@@ -70,9 +71,20 @@ def active(
 
     wanted, reasons = allowed(Network(name, build(), normalization), train, named(methods, dataset))
     about = {"task": "active", "network": name, "plan": repr(plan), "train": train.fingerprint()}
-    with telling() as tell, Journal(file, {**about, "test": test.fingerprint()}) as journal:
+    with (
+        show_progress() as progress,
+        Journal(file, {**about, "test": test.fingerprint()}) as journal,
+    ):
         found = task.active(
-            build, train, test, normalization, wanted, plan, journal, seed=given.seed, tell=tell
+            build,
+            train,
+            test,
+            normalization,
+            wanted,
+            plan,
+            journal,
+            seed=given.seed,
+            progress=progress,
         )
         rows: list[Row] = [*reasons, *found]
     show(rows, active_table, file, given)
@@ -82,9 +94,9 @@ def named(methods: str, dataset: str) -> Pickers:
     """The methods that --methods asks for, by name; `random` may be one of them, and `paper`
     includes it.
     """
-    specs = [spec for spec in listed(methods) if spec != "random"]
-    found: Pickers = {RANDOM: None} if "random" in listed(methods) or methods == "paper" else {}
-    return {**found, **chosen_methods(",".join(specs), dataset)} if specs else found
+    specs = [spec for spec in split_list(methods) if spec != "random"]
+    found: Pickers = {RANDOM: None} if "random" in split_list(methods) or methods == "paper" else {}
+    return {**found, **parse_methods(",".join(specs), dataset)} if specs else found
 
 
 def allowed(network: Network, train: Images, pickers: Pickers) -> tuple[Pickers, list[LeftOutRow]]:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from functools import partial
 
-from qualms.cli.bench.options import Trained, with_options
+from qualms.cli.bench.options import Trained
 from qualms.cli.bench.scoring import Prepared, run_task
-from qualms.cli.options import Chosen
-from qualms.cli.specs import chosen_methods
+from qualms.cli.options import Chosen, with_options
+from qualms.cli.specs import parse_methods
 from qualms.report.tables import calibration_table
 from qualms.tasks import calibration as task
 from qualms.tasks.rows import Row
@@ -20,7 +20,7 @@ def calibration(given: Trained, methods: Chosen = "paper") -> None:
 
         qualms bench calibration --id cifar10 --methods regrad+layers+smooth,entropy --count 0
     """
-    run_task("calibration", given, partial(chosen_methods, methods), measured, calibration_table)
+    run_task("calibration", given, partial(parse_methods, methods), measured, calibration_table)
 
 
 def measured(ready: Prepared) -> Iterator[Row]:

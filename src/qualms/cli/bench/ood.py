@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from functools import partial
 
-from qualms.cli.bench.options import Trained, with_options
+from qualms.cli.bench.options import Trained
 from qualms.cli.bench.scoring import Outside, Prepared, run_task, told_apart
-from qualms.cli.options import Chosen
-from qualms.cli.specs import chosen_methods
+from qualms.cli.options import Chosen, with_options
+from qualms.cli.specs import parse_methods
 from qualms.report.tables import ood_table
 from qualms.tasks import ood as task
 from qualms.tasks.rows import Row
@@ -23,7 +23,7 @@ def ood(given: Trained, outside: Outside = "", methods: Chosen = "paper") -> Non
         regrad+layers+smooth,entropy
     """
     unknown = told_apart("ood", given.inside, outside)
-    run_task("ood", given, partial(chosen_methods, methods), measured, ood_table, unknown)
+    run_task("ood", given, partial(parse_methods, methods), measured, ood_table, unknown)
 
 
 def measured(ready: Prepared) -> Iterator[Row]:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from functools import partial
 
-from qualms.cli.bench.options import Trained, with_options
+from qualms.cli.bench.options import Trained
 from qualms.cli.bench.scoring import Prepared, run_task
-from qualms.cli.options import Chosen
-from qualms.cli.specs import chosen_methods
+from qualms.cli.options import Chosen, with_options
+from qualms.cli.specs import parse_methods
 from qualms.report.tables import runtime_table
 from qualms.tasks import runtime as task
 from qualms.tasks.rows import Row
@@ -21,7 +21,7 @@ def runtime(given: Trained, methods: Chosen = "paper") -> None:
         qualms bench runtime --id cifar10 --model resnet18 --count 64
     """
     run_task(
-        "runtime", given, partial(chosen_methods, methods), measured, runtime_table, random=True
+        "runtime", given, partial(parse_methods, methods), measured, runtime_table, random=True
     )
 
 

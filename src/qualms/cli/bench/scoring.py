@@ -11,9 +11,10 @@ import typer
 from qualms.cli.bench.options import Trained
 from qualms.cli.bench.output import rows_file, show
 from qualms.cli.image_options import tell_images, test_images, training_images
-from qualms.cli.load_network import chosen_network, published_network
-from qualms.cli.options import device_of, listed, telling
+from qualms.cli.load_network import load_network, published_network
+from qualms.cli.options import resolve_device, split_list
 from qualms.cli.price import say_price_of_groups
+from qualms.cli.progress_bar import show_progress
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA
@@ -71,9 +72,9 @@ def run_task(
     """
     name = given.model or published_network(given.inside, given.root)
     file = given.out or rows_file(task, given.inside, name, given.seed)
-    device = device_of(given.device)
-    with telling() as tell:
-        network = chosen_network(
+    device = resolve_device(given.device)
+    with show_progress() as progress:
+        network = load_network(
             given.inside,
             name,
             given.weights,
@@ -102,7 +103,7 @@ def run_task(
             "engine": given.engine,
             "tolerance": given.tolerance,
             "train": train,
-            "tell": tell,
+            "progress": progress,
         }
         with Journal(file, {"task": task, **network.about}) as journal:
             rows = [*reasons, *measure(Prepared(network, images, others, good, journal, how))]
@@ -113,8 +114,8 @@ def told_apart(task: str, inside: str, outside: str) -> list[str]:
     """The datasets of --ood, each once."""
     if not outside:
         raise QualmsError(f"{task} needs --ood, the datasets to be told from {inside}.")
-    if inside in listed(outside):
+    if inside in split_list(outside):
         raise QualmsError(
             f"--ood names {inside}, which is what the network knows; name other datasets."
         )
-    return list(dict.fromkeys(listed(outside)))
+    return list(dict.fromkeys(split_list(outside)))

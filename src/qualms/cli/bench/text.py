@@ -8,7 +8,8 @@ import typer
 from qualms.cli.bench.options import Out
 from qualms.cli.bench.output import print_rows, rows_file
 from qualms.cli.bench.scoring import Outside, told_apart
-from qualms.cli.options import Device, Json, Root, Seed, device_of, listed, telling
+from qualms.cli.options import Device, Json, Root, Seed, resolve_device, split_list
+from qualms.cli.progress_bar import show_progress
 from qualms.data.texts import read_texts
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Sketch
@@ -54,15 +55,15 @@ def text(
         regrad,entropy
     """
     names = [inside, *told_apart("text", inside, outside)]
-    wanted = {spec: parse(spec) for spec in listed(methods)}
+    wanted = {spec: parse(spec) for spec in split_list(methods)}
     if not wanted:
         raise QualmsError("--methods names no method; give comma-separated specs.")
     file = out or rows_file("text", Path(inside).stem, model, seed)
-    place = device_of(device)
+    place = resolve_device(device)
     stems = [Path(name).stem for name in names]
     short = len(set(stems)) == len(names)  # else texts would go by one name
     found = {Path(name).stem if short else name: read_texts(name, root).documents for name in names}
-    with telling() as tell:
+    with show_progress() as progress:
         language = load_language_model(model)
         language.model.to(place)
         texts = [
@@ -78,7 +79,7 @@ def text(
                 journal,
                 seed=seed,
                 engine=Sketch(tangents),
-                tell=tell,
+                progress=progress,
             )
             rows: list[Row] = [*reasons, *measured]
     print_rows(rows, text_table, file, seed, json_lines)
