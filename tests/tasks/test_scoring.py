@@ -1,9 +1,7 @@
 """Scores of images, chunk by chunk: the same as in one go, and never computed twice."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,20 +42,21 @@ class Killed(BaseException):
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
     """The first input and the methods of every chunk that is computed."""
     seen: list[tuple[int, tuple[str, ...]]] = []
-    real = scoring.Scorer.stream
+    real = scoring.scored_images
 
-    def counted(self: qualms.Scorer, batches: Any, first: int = 0) -> Iterator[qualms.Scored]:
-        for part in real(self, batches, first):
-            seen.append((part.ids[0], tuple(self.methods)))
-            yield part
+    def counted(network: Network, scorer: Scorer, images: Images, first: int) -> qualms.Scored:
+        part = real(network, scorer, images, first)
+        seen.append((first, tuple(scorer.methods)))
+        return part
 
-    monkeypatch.setattr(scoring.Scorer, "stream", counted)
+    monkeypatch.setattr(scoring, "scored_images", counted)
     return seen
 
 
 def test_chunks_give_what_one_call_gives(network: Network, known: Images) -> None:
     own = {name: network.in_its_units(method) for name, method in METHODS.items()}
-    want = qualms.compare(network.model, network.inputs(known), own, seed=3)
+    x, numbers = network.numbered_inputs(known)
+    want = Scorer(network.model, own, seed=3)(x, numbers=numbers).scores
     have = score_images(network, known, METHODS, Journal(None, {}), seed=3)
     for name, scores in want.items():
         np.testing.assert_allclose(have.scores[name], scores.numpy(), rtol=1e-4)
@@ -96,6 +95,20 @@ def test_only_what_is_new_is_computed(
         *((first, ("entropy",)) for first in (64, 96)),
         *((first, ("REGrad*", "x")) for first in (0, 1, 4, 16)),
     ]
+
+
+def test_rows_of_draws_by_place_are_not_taken(
+    network: Network, known: Images, calls: list[tuple[int, tuple[str, ...]]]
+) -> None:
+    journal, few = Journal(None, {}), known.take(slice(0, 4))
+    score_images(network, few, METHODS, journal)
+    older = Journal(None, {})
+    for row in journal.where(row="scores"):
+        assert row.pop("draws") == "by pixels"
+        older.add(row)
+    del calls[:]
+    score_images(network, few, METHODS, older)
+    assert [first for first, _ in calls] == [0, 1]
 
 
 @pytest.mark.parametrize("change", ["seed", "engine", "parameter", "pixel", "train"])

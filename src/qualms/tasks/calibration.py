@@ -12,7 +12,14 @@ from qualms.progress import ProgressFn
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import CalibrationKey, CalibrationMeasures, CalibrationRow
-from qualms.tasks.scoring import Methods, chosen_engine, engine_label, parameters, score_images
+from qualms.tasks.scoring import (
+    DRAWS,
+    Methods,
+    chosen_engine,
+    engine_label,
+    parameters,
+    score_images,
+)
 
 
 def calibration(
@@ -56,6 +63,7 @@ def calibration(
             "exactly": parameters(method, train),
             "seed": seed,
             "engine": engine_label(engine, tolerance),
+            "draws": DRAWS,
             "n": len(images),
             "images": images.fingerprint(),
         }

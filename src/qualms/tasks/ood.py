@@ -11,7 +11,14 @@ from qualms.progress import ProgressFn
 from qualms.tasks.journal import Journal
 from qualms.tasks.network import Network
 from qualms.tasks.rows import OodKey, OodMeasures, OodRow
-from qualms.tasks.scoring import Methods, chosen_engine, engine_label, parameters, score_images
+from qualms.tasks.scoring import (
+    DRAWS,
+    Methods,
+    chosen_engine,
+    engine_label,
+    parameters,
+    score_images,
+)
 
 
 def ood(
@@ -58,6 +65,7 @@ def ood(
                 "exactly": parameters(method, train),
                 "seed": seed,
                 "engine": engine_label(engine, tolerance),
+                "draws": DRAWS,
                 "n_in": len(inside),
                 "n_out": len(of),
                 "images": f"{inside.fingerprint()} {of.fingerprint()}",

@@ -22,6 +22,7 @@ class OodKey(_In):
     exactly: str  # the method with all its parameters
     seed: int
     engine: str
+    draws: NotRequired[str]  # as in `scores`
     n_in: int  # images of each dataset
     n_out: int
     images: str  # fingerprints of both
@@ -50,6 +51,7 @@ class CalibrationKey(_In):
     exactly: str
     seed: int
     engine: str
+    draws: NotRequired[str]  # as in `scores`
     n: int
     images: str
 
@@ -78,6 +80,7 @@ class ScoresAbout(TypedDict):
     data: str
     seed: int
     engine: str
+    draws: NotRequired[str]  # what they follow; rows without it are of draws by an image's place
 
 
 class ScoresKey(ScoresAbout):

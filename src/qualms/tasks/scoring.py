@@ -29,6 +29,9 @@ from qualms.tasks.rows import (
 )
 
 CHUNK = 32  # inputs whose scores are written together; what a kill can lose
+# What decides an image's random draws, beside the seed: its pixels. Rows say so, since the scores of
+# earlier versions followed an image's place among the others.
+DRAWS = "by pixels"
 BATCH = 256  # images that are normalized at a time, where all are to be read
 Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixels scaled to [0, 1]
 
@@ -86,6 +89,7 @@ def score_images(
         "data": images.name,
         "seed": seed,
         "engine": engine_label(engine, tolerance),
+        "draws": DRAWS,
     }
     keys: dict[int, ScoresKey] = {
         s: {"row": "scores", **about, "first": s, "images": part.fingerprint()}
@@ -104,8 +108,6 @@ def score_images(
     for names, group in groupby(starts, key=missing):
         if not names:
             continue
-        run = list(group)
-        batches = (network.inputs(parts[start]) for start in run)
         learn = train if any(TRAINING_DATA in own[name].needs for name in names) else None
         scorer = Scorer(
             network.model,
@@ -116,22 +118,17 @@ def score_images(
             seed=seed,
             tolerance=tolerance,
         )
-        began = time.perf_counter()
-        with by_name(images, range(len(images))):
-            for start, found in zip(run, scorer.stream(batches, first=run[0]), strict=True):
-                values = {name: scores.tolist() for name, scores in found.scores.items()}
-                seconds = time.perf_counter() - began
-                have[start].update(values)
-                probs[start] = found.probs.cpu()
-                made = {name: exactly[name] for name in names}
-                journal.add(
-                    ScoresRow(**keys[start], methods=made, seconds=round(seconds, 3), scores=values)
-                )
-                began = time.perf_counter()
-                if progress is not None:
-                    progress(
-                        f"images of {images.name} scored", start + len(parts[start]), len(images)
-                    )
+        for start in group:
+            began = time.perf_counter()
+            found = scored_images(network, scorer, parts[start], start)
+            values = {name: scores.tolist() for name, scores in found.scores.items()}
+            seconds = round(time.perf_counter() - began, 3)
+            have[start].update(values)
+            probs[start] = found.probs.cpu()
+            made = {name: exactly[name] for name in names}
+            journal.add(ScoresRow(**keys[start], methods=made, seconds=seconds, scores=values))
+            if progress is not None:
+                progress(f"images of {images.name} scored", start + len(parts[start]), len(images))
     for start in starts:
         if start not in probs:  # all of its scores were there already
             probs[start] = network.logits(parts[start]).double().softmax(1)
