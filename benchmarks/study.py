@@ -244,7 +244,7 @@ def grown(names: list[str]) -> None:
         case = CASES[name]()
         with preserve_state(case.model) as model:
             passes = BatchContext(Inside(model), case.inside(1)[0])
-            noise = BatchContext(passes.subject, noise_inputs(passes, NOISE_INPUTS, "heat"))
+            noise = BatchContext(passes.model_context, noise_inputs(passes, NOISE_INPUTS, "heat"))
             lengths = noise.head.features.double().norm(dim=-1)
             row = {"growth": growth(noise), "spread": float(lengths.std() / lengths.mean())}
         keep({"part": "growth", "network": name, "method": "heat", **row, "seconds": 0})

@@ -269,7 +269,7 @@ class PositionScores:
         """At all positions: gradients are sketched."""
         logits = self._logits(alone)
         shape, flat = logits.shape[:-1], logits.flatten(0, -2)
-        self.subject.learnt.warn_of_probabilities(flat)
+        self.subject.cache.warn_of_probabilities(flat)
         if targets is not None and targets.shape != shape:
             raise QualmsError(
                 f"the targets of an input have the shape {tuple(targets.shape)}, and the model answers at positions of "
@@ -283,7 +283,7 @@ class PositionScores:
             found["target", ""] = _log_probs(flat, goals)
         sketches = {
             (smooth, lam): PositionSketch.of(
-                self._job(alone, number, smooth), self.subject.learnt, flat, held
+                self._job(alone, number, smooth), self.subject.cache, flat, held
             )
             for smooth, lam in groups_of(self.methods)
             for held in [TangentSums.held(size, smooth.draws + 1 if smooth else 1)]
@@ -349,13 +349,13 @@ class PositionScores:
             reads, *members = (
                 AtPositions(one, self.at.class_dim, [own]) for one in (model, *self.subject.members)
             )
-            learnt = self.subject.learnt.once(("position", own), PlanCache)
+            learnt = self.subject.cache.once(("position", own), PlanCache)
             subject = replace(
                 self.subject,
                 model=reads,
                 settings=how,
                 members=tuple(members),
-                learnt=learnt,
+                cache=learnt,
                 fitted={},
             )
             passes = BatchContext(subject, alone.batch, [number])

@@ -275,7 +275,7 @@ class Scorer:
         with self._subject(batch) as subject:
             passes = BatchContext(subject, batch)
             self._choose_engine(passes)
-            subject.learnt.warned.add(LONG)  # who asks for the price need not be warned of it
+            subject.cache.warned.add(LONG)  # who asks for the price need not be warned of it
             return price_of(passes, self.methods.values())
 
     def _scored(self, batch: Batch, numbers: Sequence[int]) -> Scored:
@@ -392,9 +392,9 @@ class Scorer:
         """Settles what `auto` leaves open, by counted work, if any score asks for it."""
         if self.settings.engine != "auto" or not self._gradient_methods():
             return
-        subject, classes = passes.subject, passes.logits.shape[1]
+        subject, classes = passes.model_context, passes.logits.shape[1]
         self.settings = resolve_engine(
-            self.settings, subject.model, passes.batch, classes, subject.learnt
+            self.settings, subject.model, passes.batch, classes, subject.cache
         )
         subject.settings = self.settings
         self._require_own_threshold()

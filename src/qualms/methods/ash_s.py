@@ -43,9 +43,9 @@ class ASHS(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, percentile=PERCENTILE)
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        head = passes.head
+        head = context.head
         logits = head.logits(pruned(head.features, self.percentile))
         return -stretched(logits, head.bias, spread(head.features, self.percentile)).logsumexp(-1)
 

@@ -41,23 +41,23 @@ def require_positions(methods: Mapping[str, Method]) -> None:
 
 
 def logit_scores(
-    methods: Mapping[str, Method], logits: Float[Tensor, "t c"], subject: ModelContext
+    methods: Mapping[str, Method], logits: Float[Tensor, "t c"], model_context: ModelContext
 ) -> dict[str, Float[Tensor, " t"]]:
     """The scores that read the logits alone."""
     chosen = {name: m for name, m in methods.items() if not isinstance(m, GradientScore)}
     parts: dict[str, list[Tensor]] = {name: [] for name in chosen}
     for some in blocks(*logits.shape):
-        passes = _LogitsAlone(subject, logits[some])
+        context = _LogitsAlone(model_context, logits[some])
         for name, method in chosen.items():
-            parts[name].append(method.score(passes))
+            parts[name].append(method.score(context))
     return {name: torch.cat(values) for name, values in parts.items()}
 
 
 class _LogitsAlone(BatchContext):
     """Positions in place of inputs, with nothing but their logits."""
 
-    def __init__(self, subject: ModelContext, logits: Float[Tensor, "t c"]) -> None:
-        super().__init__(subject, logits)
+    def __init__(self, model_context: ModelContext, logits: Float[Tensor, "t c"]) -> None:
+        super().__init__(model_context, logits)
         self.__dict__["_outcome"] = (
             logits,
             QualmsError("positions have no last layer of their own."),

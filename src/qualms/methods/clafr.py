@@ -43,9 +43,9 @@ class ClaFR(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted, head = passes.subject.fitted, passes.head
+        fitted, head = context.model_context.fitted, context.head
         if self not in fitted:
             fitted[self] = row_space(head.weight)
         return unreconstructed(head.features, fitted[self])

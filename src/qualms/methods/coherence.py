@@ -65,37 +65,37 @@ class Coherence(Method):
     cost = "2, and C (at most 58) backward through the last two blocks"
     always_exact = True
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return self._estimate(passes)[0]
+        return self._estimate(context)[0]
 
-    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def error(self, context: BatchContext) -> Float[Tensor, " b"]:
         """The standard error of an estimate from some of many classes; 0 elsewhere."""
-        return self._estimate(passes)[1]
+        return self._estimate(context)[1]
 
-    def late(self, passes: BatchContext) -> frozenset[str]:
+    def late(self, context: BatchContext) -> frozenset[str]:
         """The parameters of the last two blocks."""
-        return frozenset(name for block in blocks_of(passes, self.name)[-2:] for name in block)
+        return frozenset(name for block in blocks_of(context, self.name)[-2:] for name in block)
 
     def directions_needed(self, classes: int) -> int:
         """How many backward passes there are: one for each class, or those for contrasts of some."""
         return min(classes, 2 + SAMPLED + DRAWN)
 
-    def _estimate(self, passes: BatchContext) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-        late = self.late(passes)
-        classes = passes.logits.shape[1]
+    def _estimate(self, context: BatchContext) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+        late = self.late(context)
+        classes = context.logits.shape[1]
         if self.directions_needed(classes) == classes:
-            found = coherence(passes.logits, passes.gram(late)[0].sum(1))
+            found = coherence(context.logits, context.gram(late)[0].sum(1))
             return found, torch.zeros_like(found)
-        sizes = partial(_sizes, passes.head_weight)
+        sizes = partial(_sizes, context.head_weight)
         if (
-            self not in passes.subject.fitted
+            self not in context.model_context.fitted
         ):  # one object for all batches: what is computed is kept by it
-            passes.subject.fitted[self] = ContrastedClasses(
-                ("contrasted",), sizes, DRAWN, passes.seed, SAMPLED
+            context.model_context.fitted[self] = ContrastedClasses(
+                ("contrasted",), sizes, DRAWN, context.seed, SAMPLED
             )
-        directions: ContrastedClasses = passes.subject.fitted[self]
-        gram, logits = passes.gram(late, directions)
+        directions: ContrastedClasses = context.model_context.fitted[self]
+        gram, logits = context.gram(late, directions)
         return estimate_coherence(logits, gram.sum(1), directions)
 
 

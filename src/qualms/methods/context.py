@@ -59,7 +59,7 @@ class ModelContext:
     train: Any = None  # training inputs, for the methods that need them
     members: tuple[nn.Module, ...] = ()  # further models, for `ensemble`
     gradient_methods: "tuple[GradientScore, ...]" = ()  # those that will be asked for
-    learnt: PlanCache = field(
+    cache: PlanCache = field(
         default_factory=PlanCache
     )  # what the engines found out about the model
     fitted: dict[Any, Any] = field(
@@ -88,7 +88,7 @@ class ModelContext:
             held: bytes that are held beside the pass.
         """
         work = replace(self.plain_work, held=held)
-        return work.rows_at_once(batch, rows or num_samples(batch), self.settings, self.learnt)
+        return work.rows_at_once(batch, rows or num_samples(batch), self.settings, self.cache)
 
     @property
     def plain_work(self) -> PassMemory:
@@ -105,7 +105,7 @@ class ModelContext:
                 return forward_logits(self.model, ModelInput(row))
 
         work = PassMemory("a pass that keeps its graph", run, ROWS_WITH_GRAPH, times=times)
-        return work.rows_at_once(batch, num_samples(batch), self.settings, self.learnt)
+        return work.rows_at_once(batch, num_samples(batch), self.settings, self.cache)
 
     def directions(self, smooth: Smoothing | None) -> Directions:
         """The directions that the gradient methods with this smoothing need, each set once; None is
@@ -130,9 +130,9 @@ class BatchContext:
     """
 
     def __init__(
-        self, subject: ModelContext, batch: Batch, numbers: Sequence[int] | None = None
+        self, model_context: ModelContext, batch: Batch, numbers: Sequence[int] | None = None
     ) -> None:
-        self.subject, self.batch = subject, batch
+        self.model_context, self.batch = model_context, batch
         self.numbers = range(num_samples(batch)) if numbers is None else numbers
         self._tables: dict[tuple[Smoothing | None, Directions, bool], LayerTable] = {}
         self._estimated: dict[GradientScore, tuple[Tensor, Tensor]] = {}
@@ -141,12 +141,12 @@ class BatchContext:
     @property
     def model(self) -> nn.Module:
         """The model that is asked."""
-        return self.subject.model
+        return self.model_context.model
 
     @property
     def seed(self) -> int:
         """Decides every random draw, together with an input's number."""
-        return self.subject.settings.seed
+        return self.model_context.settings.seed
 
     @property
     def device(self) -> torch.device:
@@ -164,19 +164,19 @@ class BatchContext:
         whether inputs influence each other.
         """
         inputs = num_samples(self.batch)
-        at_once = self.subject.rows_at_once(self.batch)
-        groups = max(2 if self.subject.compares and inputs > 1 else 1, -(-inputs // at_once))
+        at_once = self.model_context.rows_at_once(self.batch)
+        groups = max(2 if self.model_context.compares and inputs > 1 else 1, -(-inputs // at_once))
         members = [list(range(start, inputs, groups)) for start in range(groups)]
         parts = [with_head(self.model, take_samples(self.batch, group)) for group in members]
         order = torch.tensor([i for group in members for i in group]).argsort()
         head = Head.joined([head for _, head in parts])
         logits = torch.cat([z for z, _ in parts])[order]
-        self.subject.learnt.warn_of_probabilities(logits)
+        self.model_context.cache.warn_of_probabilities(logits)
         return logits, head.take(order) if isinstance(head, Head) else head
 
     @property
     def _regrouped(self) -> Float[Tensor, "b c"] | None:
-        return self._outcome[0] if self.subject.compares else None
+        return self._outcome[0] if self.model_context.compares else None
 
     @property
     def logits(self) -> Float[Tensor, "b c"]:
@@ -219,13 +219,15 @@ class BatchContext:
         """
         if self.estimates(method):
             if method not in self._estimated:
-                (self._draw_classes if self.subject.settings.sketch is None else self._sketch)(
-                    method
-                )
+                (
+                    self._draw_classes
+                    if self.model_context.settings.sketch is None
+                    else self._sketch
+                )(method)
             return self._estimated[method]
         table, columns = self._norms(method)
         norms = total_norms(
-            table.values[:, columns].double(), method.layers, self.subject.settings.norm
+            table.values[:, columns].double(), method.layers, self.model_context.settings.norm
         )
         # p of the rows as the engine ran them: alone, if inputs influence each other.
         value = (method.weights_at(table.logits) * norms**method.power).sum(-1)
@@ -233,13 +235,15 @@ class BatchContext:
 
     def estimates(self, method: "GradientScore") -> bool:
         """Whether a score has a standard error: it is sketched, or comes from some of many classes."""
-        return self.subject.settings.sketch is not None or self.draws_classes(method)
+        return self.model_context.settings.sketch is not None or self.draws_classes(method)
 
     def layer_sums(self, method: "GradientScore") -> tuple[list[str], Float[Tensor, "b l"]]:
         """Σ_c w_c ‖g_cl‖ⁿ of each layer l, over all classes, or from some of many."""
         if self.draws_classes(method):
-            job = self.job(Directions(("classes",)), method.smooth)
-            return layer_sums_by_few_classes(job, method, self.subject.learnt, self.head_weight)
+            request = self.request(Directions(("classes",)), method.smooth)
+            return layer_sums_by_few_classes(
+                request, method, self.model_context.cache, self.head_weight
+            )
         table, columns = self._norms(method)
         weights = method.weights_at(table.logits)
         return table.layers, torch.einsum(
@@ -248,7 +252,7 @@ class BatchContext:
 
     def draws_classes(self, method: "GradientScore") -> bool:
         """Whether some of many classes stand for all of them."""
-        settings = self.subject.settings
+        settings = self.model_context.settings
         many = method.direction == "classes" and self._outcome[0].shape[1] >= MIN_CLASSES
         return many and bool(settings.tolerance) and settings.engine_name == "exact"
 
@@ -259,14 +263,14 @@ class BatchContext:
         smooth, wanted, foreseen = (
             method.smooth,
             self._wanted(method),
-            method in self.subject.gradient_methods,
+            method in self.model_context.gradient_methods,
         )
         key = (smooth, wanted, foreseen)
         if key not in self._tables:
-            lam = self.subject.smallest_lambda(smooth) if foreseen else None
-            job, regrouped = self.job(wanted, smooth), self._regrouped
+            lam = self.model_context.smallest_lambda(smooth) if foreseen else None
+            request, regrouped = self.request(wanted, smooth), self._regrouped
             self._tables[key] = layer_table(
-                [job], self.subject.learnt, regrouped=regrouped, lam=lam
+                [request], self.model_context.cache, regrouped=regrouped, lam=lam
             )
         return self._tables[key], self._columns(method.direction, wanted)
 
@@ -279,15 +283,17 @@ class BatchContext:
         Along some directions, or along every logit, for which they are G_l = J_l J_lᵀ. Computed
         once.
         """
-        own = self.subject.settings
+        own = self.model_context.settings
         wanted = directions or Directions(("logits",))
         key = (params, directions)
         if key not in self._grams:
             settings = Settings(
                 params=params.__contains__, budget=own.budget, batch_size=own.batch_size
             )
-            job = replace(self.job(wanted, None), settings=settings)
-            table = layer_table([job], self.subject.learnt, gram=True, regrouped=self._regrouped)
+            request = replace(self.request(wanted, None), settings=settings)
+            table = layer_table(
+                [request], self.model_context.cache, gram=True, regrouped=self._regrouped
+            )
             self._grams[key] = table.values.double(), table.logits.double()
         return self._grams[key]
 
@@ -301,7 +307,7 @@ class BatchContext:
         Backward passes go no further than the first of the blocks.
         """
         own, names = (
-            self.subject.settings,
+            self.model_context.settings,
             {name: i for i, block in enumerate(blocks) for name in block},
         )
         settings = Settings(
@@ -310,8 +316,8 @@ class BatchContext:
             budget=own.budget,
             batch_size=own.batch_size,
         )
-        job = replace(self.job(Directions(("contrasts",)), None), settings=settings)
-        table = layer_table([job], self.subject.learnt, regrouped=self._regrouped)
+        request = replace(self.request(Directions(("contrasts",)), None), settings=settings)
+        table = layer_table([request], self.model_context.cache, regrouped=self._regrouped)
         squares = table.values.double().square().sum(1)
         place = torch.tensor([names[name] for name in table.layers], device=squares.device)
         return squares.new_zeros(len(squares), len(blocks)).index_add_(
@@ -320,12 +326,12 @@ class BatchContext:
 
     def _sketch(self, method: "GradientScore") -> None:
         """All scores of one sketch, block by block: their errors are linear in those of the norms."""
-        wanted, foreseen = self._wanted(method), self.subject.gradient_methods
+        wanted, foreseen = self._wanted(method), self.model_context.gradient_methods
         like = [m for m in foreseen if (m.smooth, m.layers) == (method.smooth, method.layers)]
         methods = dict.fromkeys(like if method in foreseen else [method])
         parts = {m: list[tuple[Tensor, Tensor]]() for m in methods}
-        job, left_out = self._late_job(self.job(wanted, method.smooth), method.layers)
-        for sample, logits in sketch_totals(job, method.layers, self.subject.learnt):
+        request, left_out = self._late_job(self.request(wanted, method.smooth), method.layers)
+        for sample, logits in sketch_totals(request, method.layers, self.model_context.cache):
             norms = sample.scale
             for m in methods:
                 columns = self._columns(m.direction, wanted)
@@ -343,42 +349,48 @@ class BatchContext:
             values, errors = (torch.cat(column) for column in zip(*blocks, strict=True))
             self._estimated[m] = values, torch.hypot(errors, m.power * left_out * values)
 
-    def _late_job(self, job: GradientRequest, lam: float | None) -> tuple[GradientRequest, float]:
+    def _late_job(
+        self, request: GradientRequest, lam: float | None
+    ) -> tuple[GradientRequest, float]:
         """The job without early layers that a tolerance allows to leave out, and the largest share
         that they add.
         """
-        late = late_layers(job, lam, self.subject.learnt)
+        late = late_layers(request, lam, self.model_context.cache)
         while late is not None and late.early:
-            if late.confirm_blindly(job):
-                return late.job(job), late.share
-        return job, 0.0
+            if late.confirm_blindly(request):
+                return late.job(request), late.share
+        return request, 0.0
 
     def _draw_classes(self, method: "GradientScore") -> None:
         """All scores that are sums over the same classes, from some of them."""
-        foreseen = self.subject.gradient_methods
+        foreseen = self.model_context.gradient_methods
         like = [m for m in foreseen if (m.smooth, m.direction) == (method.smooth, method.direction)]
         methods = list(dict.fromkeys(like)) if method in foreseen else [method]
-        lam = self.subject.smallest_lambda(method.smooth) if method in foreseen else None
+        lam = self.model_context.smallest_lambda(method.smooth) if method in foreseen else None
         self._estimated |= self.class_sums(methods, lam).estimate(self.logits)
 
     def class_sums(self, methods: "Sequence[GradientScore]", lam: float | None) -> ClassSums:
         """Sums over many classes, to be estimated from some of them; λ as for `ClassSums`."""
-        job = self.job(Directions(("classes",)), methods[0].smooth)
-        return ClassSums(job, methods, self.subject.learnt, self.head_weight, lam, self._regrouped)
+        request = self.request(Directions(("classes",)), methods[0].smooth)
+        return ClassSums(
+            request, methods, self.model_context.cache, self.head_weight, lam, self._regrouped
+        )
 
-    def job(self, directions: Directions, smooth: Smoothing | None) -> GradientRequest:
+    def request(self, directions: Directions, smooth: Smoothing | None) -> GradientRequest:
         """The batch as an engine takes it."""
         return GradientRequest(
-            self.model, self.batch, self.numbers, self.subject.settings, directions, smooth
+            self.model, self.batch, self.numbers, self.model_context.settings, directions, smooth
         )
 
     def _wanted(self, method: "GradientScore") -> Directions:
         """The directions of the pass that serves a method; one that nobody foresaw has a pass of
         its own.
         """
-        foreseen = method in self.subject.gradient_methods
+        foreseen = method in self.model_context.gradient_methods
         return (
-            self.subject.directions(method.smooth) if foreseen else Directions((method.direction,))
+            self.model_context.directions(method.smooth)
+            if foreseen
+            else Directions((method.direction,))
         )
 
     def _columns(self, direction: str, wanted: Directions) -> slice:
@@ -397,7 +409,7 @@ class BatchContext:
         """
         rows_per_sample, inputs = noise.draws + 1, num_samples(self.batch)
         held = rows_per_sample * batch_tensors(self.batch)[0][:1].nbytes
-        at_once = self.subject.rows_at_once(self.batch, inputs * rows_per_sample, held)
+        at_once = self.model_context.rows_at_once(self.batch, inputs * rows_per_sample, held)
         owners = torch.arange(inputs, device=self.device).repeat_interleave(rows_per_sample)
         first = 0
         size = max(1, at_once // rows_per_sample)
@@ -419,18 +431,18 @@ class BatchContext:
     def forward_all(self, batch: Batch | None = None, held: int = 0) -> Float[Tensor, "b c"]:
         """A plain forward pass over the whole batch, in parts; so many bytes are held beside it."""
         batch = self.batch if batch is None else batch
-        parts = parts_of(batch, self.subject.rows_at_once(batch, held=held))
+        parts = parts_of(batch, self.model_context.rows_at_once(batch, held=held))
         return torch.cat([forward_logits(self.model, ModelInput(part)) for part in parts])
 
     def chunks(self, batch: Batch) -> Iterable[Batch]:
         """The batch in parts that a plain forward pass takes at once."""
-        return parts_of(batch, self.subject.rows_at_once(batch))
+        return parts_of(batch, self.model_context.rows_at_once(batch))
 
     def chunks_with_graph(self, times: int = 1) -> Iterable[Batch]:
         """The batch in parts that a pass with a backward pass takes at once, `times` the bytes of
         its graph.
         """
-        return parts_of(self.batch, self.subject.rows_with_graph(self.batch, times))
+        return parts_of(self.batch, self.model_context.rows_with_graph(self.batch, times))
 
     def blocks(self, bytes_each: int, what: str, most: int | None = None) -> Iterator[slice]:
         """The inputs in blocks of which each input holds so many bytes, within a quarter of the
@@ -441,7 +453,7 @@ class BatchContext:
             what: what that is, for the error if it does not fit.
             most: inputs of a block.
         """
-        given = self.subject.settings.budget
+        given = self.model_context.settings.budget
         require_room(bytes_each, given or free_bytes(self.device), what, "or take fewer draws")
         inputs, room = (
             num_samples(self.batch),

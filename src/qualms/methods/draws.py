@@ -18,21 +18,21 @@ LogProbs = Callable[
 
 
 def information_over_draws(
-    passes: BatchContext, draws: int, log_probs: LogProbs, most: int | None = None
+    context: BatchContext, draws: int, log_probs: LogProbs, most: int | None = None
 ) -> Float[Tensor, " b"]:
     """The mutual information between prediction and draw, a block of inputs at a time.
 
     Args:
-        passes: the inputs.
+        context: the inputs.
         draws: how many draws there are.
         log_probs: log q_n of a block of inputs, for all draws in order, some of them at a time.
         most: inputs of a block.
     """
-    classes, parts = passes.logits.shape[1], list[Tensor]()
+    classes, parts = context.logits.shape[1], list[Tensor]()
     what = f"the predictions of {draws} draws for one input"
-    for block in passes.blocks(DOUBLE * draws * classes, what, most):
+    for block in context.blocks(DOUBLE * draws * classes, what, most):
         log_q = torch.empty(
-            block.stop - block.start, draws, classes, dtype=torch.double, device=passes.device
+            block.stop - block.start, draws, classes, dtype=torch.double, device=context.device
         )
         done = 0
         for some in log_probs(block):

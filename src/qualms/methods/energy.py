@@ -29,6 +29,6 @@ class Energy(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return -passes.logits.logsumexp(-1)
+        return -context.logits.logsumexp(-1)

@@ -39,28 +39,28 @@ class Ensemble(Method):
     needs = (MODELS,)
     cost = "1 for each model"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        if not passes.subject.members:
+        if not context.model_context.members:
             raise QualmsError(
                 "ensemble needs several models; pass models=, the members beside the model itself."
             )
-        log_q = [passes.log_probs]
-        for i, member in enumerate(passes.subject.members):
+        log_q = [context.log_probs]
+        for i, member in enumerate(context.model_context.members):
             with preserve_state(member) as inner, torch.no_grad():
-                z = _logits(inner, passes, f"a forward pass of member {i + 1}")
-            if z.shape != passes.logits.shape:
+                z = _logits(inner, context, f"a forward pass of member {i + 1}")
+            if z.shape != context.logits.shape:
                 raise QualmsError(
-                    f"a member of the ensemble has {z.shape[1]} classes and the model {passes.logits.shape[1]}; "
+                    f"a member of the ensemble has {z.shape[1]} classes and the model {context.logits.shape[1]}; "
                     "all must have the same."
                 )
             log_q.append(log_softmax(z.double()))
         return mutual_information(torch.stack(log_q, dim=1))
 
 
-def _logits(member: nn.Module, passes: BatchContext, what: str) -> Float[Tensor, "b c"]:
+def _logits(member: nn.Module, context: BatchContext, what: str) -> Float[Tensor, "b c"]:
     """The logits of a member, in parts that fit the budget."""
-    subject, batch = passes.subject, passes.batch
+    model_context, batch = context.model_context, context.batch
     work = PassMemory(what, lambda row: forward_logits(member, ModelInput(row)), ROWS_AT_ONCE)
-    size = work.rows_at_once(batch, num_samples(batch), subject.settings, subject.learnt)
+    size = work.rows_at_once(batch, num_samples(batch), model_context.settings, model_context.cache)
     return torch.cat([forward_logits(member, ModelInput(part)) for part in parts_of(batch, size)])

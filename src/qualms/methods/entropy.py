@@ -32,6 +32,6 @@ class Entropy(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return entropy_of(passes.log_probs)
+        return entropy_of(context.log_probs)

@@ -34,6 +34,6 @@ class ExGradV(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return -from_uniform(passes.logits)
+        return -from_uniform(context.logits)

@@ -40,16 +40,16 @@ class FDBD(Method):
     needs = (TRAINING_DATA,)
     cost = "1, and 1 for each training input"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted, head = passes.subject.fitted, passes.head
+        fitted, head = context.model_context.fitted, context.head
         if self not in fitted:
-            known = training_features(passes, self.name).features
+            known = training_features(context, self.name).features
             length = float(known.norm(dtype=torch.double)) / len(known) ** 0.5
             fitted[self] = known.mean(0, dtype=torch.double), NEAREST * (length or 1.0)
         mean, nearest = fitted[self]
         from_mean = (head.features.double() - mean).norm(dim=-1).clamp_min(nearest)
-        return -boundary_distance(passes.logits, head.weight) / from_mean
+        return -boundary_distance(context.logits, head.weight) / from_mean
 
 
 def boundary_distance(

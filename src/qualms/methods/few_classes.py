@@ -53,17 +53,17 @@ class ClassSums:
     of each score.
 
     Args:
-        job: the batch.
+        request: the batch.
         methods: scores that are sums over classes, with the same smoothing.
-        learnt: what is kept of the model from batch to batch.
+        cache: what is kept of the model from batch to batch.
         head: the weight of the linear layer that gives the logits, if there is one.
         lam: the smallest λ of the methods; None if one of them takes all layers alike.
         regrouped: the logits in other company, if known (see `exact`).
     """
 
-    job: GradientRequest
+    request: GradientRequest
     methods: "Sequence[GradientScore]"
-    learnt: PlanCache
+    cache: PlanCache
     head: Float[Tensor, "c d"] | None
     lam: float | None
     regrouped: Float[Tensor, "b c"] | None = None
@@ -71,7 +71,7 @@ class ClassSums:
     @property
     def tolerance(self) -> float:
         """The standard error that a score may have, as a share of its value."""
-        return self.job.settings.tolerance or 0.0
+        return self.request.settings.tolerance or 0.0
 
     @property
     def power(self) -> int:
@@ -161,13 +161,13 @@ class ClassSums:
             # by the logits of the inputs as the engine runs them: alone, if they influence each other
         ):
             sizes = _sizes(self.methods, self.head)
-            drawn = SampledClasses(("drawn",), sizes, number, self.job.settings.seed)
+            drawn = SampledClasses(("drawn",), sizes, number, self.request.settings.seed)
             table = self._table(index, drawn)
             classes, chances = drawn.draw(table.logits)
             tally.sizes[index] = self.sizes(table.logits)
         else:
             classes, chances = tally.draw(
-                index, number, generator(self.job.settings.seed, STREAM, turn)
+                index, number, generator(self.request.settings.seed, STREAM, turn)
             )
             table = self._table(index, ChosenClasses(("drawn",), classes))
         tally.add(
@@ -182,21 +182,21 @@ class ClassSums:
     def _table(self, index: Int[Tensor, " n"], directions: Directions) -> LayerTable:
         """The norms of some inputs along other directions than those of the job."""
         chosen = index.tolist()
-        numbers = [self.job.numbers[i] for i in chosen]
-        job = replace(
-            self.job,
-            batch=take_samples(self.job.batch, chosen),
+        numbers = [self.request.numbers[i] for i in chosen]
+        request = replace(
+            self.request,
+            batch=take_samples(self.request.batch, chosen),
             numbers=numbers,
             directions=directions,
         )
         regrouped = None if self.regrouped is None else self.regrouped[index]
-        return layer_table([job], self.learnt, regrouped=regrouped, lam=self.lam)
+        return layer_table([request], self.cache, regrouped=regrouped, lam=self.lam)
 
     def _terms(self, table: LayerTable, classes: Int[Tensor, "n d"]) -> Float[Tensor, "m n d"]:
         """w_c ‖g_c‖ⁿ of the classes of a table, by each of m methods."""
         found = []
         for m in self.methods:
-            norms = total_norms(table.values.double(), m.layers, self.job.settings.norm)
+            norms = total_norms(table.values.double(), m.layers, self.request.settings.norm)
             found.append(m.weights_at(table.logits).gather(-1, classes) * norms**m.power)
         return torch.stack(found)
 
@@ -226,21 +226,21 @@ def _more(number: int) -> int:
 
 
 def layer_sums_by_few_classes(
-    job: GradientRequest,
+    request: GradientRequest,
     method: "GradientScore",
-    learnt: PlanCache,
+    cache: PlanCache,
     head: Float[Tensor, "c d"] | None,
 ) -> tuple[list[str], Float[Tensor, "b l"]]:
     """Σ_c w_c ‖g_cl‖ⁿ of every layer l, from some of the classes: enough for a bar chart.
 
     Args:
-        job: the batch.
+        request: the batch.
         method: a sum over classes.
-        learnt: what is kept of the model from batch to batch.
+        cache: what is kept of the model from batch to batch.
         head: the weight of the linear layer that gives the logits, if there is one.
     """
-    some = SampledClasses(("drawn",), _sizes([method], head), FOR_LAYERS, job.settings.seed)
-    table = layer_table([replace(job, directions=some)], learnt)
+    some = SampledClasses(("drawn",), _sizes([method], head), FOR_LAYERS, request.settings.seed)
+    table = layer_table([replace(request, directions=some)], cache)
     classes, chances = some.draw(table.logits)
     weights = method.weights_at(table.logits).gather(-1, classes) / chances.clamp_min(
         torch.finfo(torch.double).tiny

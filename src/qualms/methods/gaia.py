@@ -56,13 +56,13 @@ class GAIA(Method):
         """A forward and a backward pass."""
         return 3.0
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted = passes.subject.fitted
-        with all_parameters_differentiable(passes.model):
-            found = [_densities(passes, part) for part in passes.chunks_with_graph(times=2)]
+        fitted = context.model_context.fitted
+        with all_parameters_differentiable(context.model):
+            found = [_densities(context, part) for part in context.chunks_with_graph(times=2)]
             if self not in fitted:
-                fitted[self] = _tells(passes, any(flat for _, flat in found))
+                fitted[self] = _tells(context, any(flat for _, flat in found))
         if not fitted[self]:
             raise QualmsError(
                 "gradients with respect to the model's feature maps are zero equally often for all inputs of noise, as "
@@ -71,23 +71,23 @@ class GAIA(Method):
         return torch.cat([of_part for of_part, _ in found]).square().mean(1)
 
 
-def _tells(passes: BatchContext, flat: bool) -> bool:
+def _tells(context: BatchContext, flat: bool) -> bool:
     """Whether inputs of noise have different densities; where there is no noise, whether an
     operation is `flat`.
     """
     try:
-        noise = noise_inputs(passes, NOISE_INPUTS, GAIA.name)
+        noise = noise_inputs(context, NOISE_INPUTS, GAIA.name)
     except QualmsError:
         return flat
-    size = passes.subject.rows_with_graph(noise, times=2)
-    densities = torch.cat([_densities(passes, part)[0] for part in parts_of(noise, size)])
+    size = context.model_context.rows_with_graph(noise, times=2)
+    densities = torch.cat([_densities(context, part)[0] for part in parts_of(noise, size)])
     return bool((densities != densities[0]).any())
 
 
-def _densities(passes: BatchContext, part: Batch) -> tuple[Float[Tensor, "b channels"], bool]:
+def _densities(context: BatchContext, part: Batch) -> tuple[Float[Tensor, "b channels"], bool]:
     """The densities of all channels, and whether an operation of the model has zero gradients."""
     maps = InnerMaps(num_samples(part))
-    logits = forward_logits(passes.model, ModelInput(part), maps)
+    logits = forward_logits(context.model, ModelInput(part), maps)
     edges = maps.edges()
     found = torch.autograd.grad(logits.amax(1).sum(), edges, allow_unused=True) if edges else ()
     channels = [

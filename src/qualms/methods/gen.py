@@ -38,9 +38,9 @@ class GEN(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, gamma=POSITIVE, top=whole(1))
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        log_p = passes.log_probs
+        log_p = context.log_probs
         likeliest, places = log_p.topk(min(self.top, log_p.shape[1]), dim=-1)
         # By logarithms: (1 - p)^γ is far from zero where 1 - p is next to it.
         return (self.gamma * (likeliest + log_complements(log_p).gather(-1, places))).exp().sum(-1)

@@ -69,22 +69,22 @@ class GradientScore(Method):
         """The same from the logits, in double precision."""
         return self.weights(logits.double().softmax(-1))
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return passes.gradient_score(self)[0]
+        return context.gradient_score(self)[0]
 
-    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def error(self, context: BatchContext) -> Float[Tensor, " b"]:
         """The standard error of a score from random tangents, or from some of many classes."""
-        return passes.gradient_score(self)[1]
+        return context.gradient_score(self)[1]
 
-    def note(self, passes: BatchContext) -> str | None:
+    def note(self, context: BatchContext) -> str | None:
         """That the scores are estimates from some of the classes, and how good they are."""
-        if not passes.draws_classes(self):
+        if not context.draws_classes(self):
             return None
-        tolerance = passes.subject.settings.tolerance or 0.0
+        tolerance = context.model_context.settings.tolerance or 0.0
         late = ", skipping early layers with a negligible contribution" if self.layers else ""
         return (
-            f"{self.spec} is estimated from some of the {passes.logits.shape[1]} classes{late}; the standard error is "
+            f"{self.spec} is estimated from some of the {context.logits.shape[1]} classes{late}; the standard error is "
             f"at most {100 * tolerance:g} % of each score. Use engine='exact' for all classes and layers."
         )
 

@@ -35,7 +35,7 @@ class GradNormHuang(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        features = passes.head.features.double()
-        return -from_uniform(passes.logits) * features.abs().sum(-1)
+        features = context.head.features.double()
+        return -from_uniform(context.logits) * features.abs().sum(-1)

@@ -76,26 +76,26 @@ class Heat(Method):
     cost = "2, and C - 1 (at most 16) backward through the last three blocks"
     always_exact = True
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        unit = self.unit(passes)
+        unit = self.unit(context)
         if unit.log_ratio is None:
-            return log_heat(passes.logits, torch.ones_like(passes.logits[:, 0]))
-        log_ratio, logits = self._log_ratio(passes, unit.blocks)
+            return log_heat(context.logits, torch.ones_like(context.logits[:, 0]))
+        log_ratio, logits = self._log_ratio(context, unit.blocks)
         log_t = torch.where(log_ratio.isfinite(), log_ratio - unit.log_ratio, 0.0)
         return log_heat(logits, log_t.exp().clamp(COLDEST, HOTTEST))
 
-    def note(self, passes: BatchContext) -> str | None:
+    def note(self, context: BatchContext) -> str | None:
         """That T is 1, and why."""
-        why = self.unit(passes).why
+        why = self.unit(context).why
         return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
 
-    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def error(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Unknown where the traces are estimated from some contrasts of classes; 0 elsewhere."""
-        b, c = passes.logits.shape
-        estimated = c - 1 > CONTRASTS and self.unit(passes).log_ratio is not None
+        b, c = context.logits.shape
+        estimated = c - 1 > CONTRASTS and self.unit(context).log_ratio is not None
         return torch.full(
-            (b,), math.nan if estimated else 0.0, dtype=torch.double, device=passes.device
+            (b,), math.nan if estimated else 0.0, dtype=torch.double, device=context.device
         )
 
     def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
@@ -103,35 +103,35 @@ class Heat(Method):
         return log_ratios.logsumexp(-1)
 
     def _log_ratio(
-        self, passes: BatchContext, blocks: tuple[tuple[str, ...], ...]
+        self, context: BatchContext, blocks: tuple[tuple[str, ...], ...]
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
         """log ρ, infinite where there is no gradient or no feature, and the logits that belong to
         it.
         """
-        traces, logits = passes.traces(blocks)
+        traces, logits = context.traces(blocks)
         return self.combined(
-            traces.log() - head_trace(_head(passes, logits)).log()[:, None]
+            traces.log() - head_trace(_head(context, logits)).log()[:, None]
         ), logits
 
-    def unit(self, passes: BatchContext) -> Unit:
+    def unit(self, context: BatchContext) -> Unit:
         """ρ₀, found once for each shape of inputs. Whether T is 1 is found once for all of them.
 
         Else batches of two shapes could have scores of two kinds, which do not compare.
         """
-        units: dict[Any, Unit] = passes.subject.fitted.setdefault(self, {})
-        shapes = passes.job(NOTHING, None).shapes
+        units: dict[Any, Unit] = context.model_context.fitted.setdefault(self, {})
+        shapes = context.request(NOTHING, None).shapes
         if shapes not in units:
             first = next(iter(units.values()), None)
             units[shapes] = (
-                first if first is not None and first.why else self._measured_unit(passes, first)
+                first if first is not None and first.why else self._measured_unit(context, first)
             )
         return units[shapes]
 
-    def _measured_unit(self, passes: BatchContext, first: Unit | None) -> Unit:
-        blocks = tuple(map(tuple, without_head(blocks_of(passes, self.name), passes)[-BLOCKS:]))
+    def _measured_unit(self, context: BatchContext, first: Unit | None) -> Unit:
+        blocks = tuple(map(tuple, without_head(blocks_of(context, self.name), context)[-BLOCKS:]))
         if not blocks:
             return Unit(blocks, None, "no counted weights come before the classifier")
-        noise = BatchContext(passes.subject, noise_inputs(passes, NOISE_INPUTS, self.name))
+        noise = BatchContext(context.model_context, noise_inputs(context, NOISE_INPUTS, self.name))
         try:
             if first is None and growth(noise) < FREE:
                 return Unit(
@@ -209,7 +209,10 @@ def growth(noise: BatchContext) -> float:
     1 if most inputs have no features before or after; infinite if the louder noise is too much for
     the model's numbers.
     """
-    loud, size = louder(noise.batch, LOUDER, noise.seed), noise.subject.rows_at_once(noise.batch)
+    loud, size = (
+        louder(noise.batch, LOUDER, noise.seed),
+        noise.model_context.rows_at_once(noise.batch),
+    )
     parts = [
         loud.take(slice(start, start + size)) for start in range(0, num_samples(noise.batch), size)
     ]
@@ -222,14 +225,14 @@ def growth(noise: BatchContext) -> float:
     return float(grown.median().exp()) if 2 * len(grown) >= len(before) else 1.0
 
 
-def _head(passes: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
+def _head(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
     """The head on the features that these logits came from: those of each input alone, if company
     changes them.
     """
-    if torch.allclose(logits, passes.logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
-        return passes.head
+    if torch.allclose(logits, context.logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+        return context.head
     alone = [
-        with_head(passes.model, take_samples(passes.batch, [i]))[1]
-        for i in range(num_samples(passes.batch))
+        with_head(context.model, take_samples(context.batch, [i]))[1]
+        for i in range(num_samples(context.batch))
     ]
     return required(Head.joined(alone))

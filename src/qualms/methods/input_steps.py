@@ -15,18 +15,18 @@ from qualms.methods.method import Noise
 
 
 def attack_direction(
-    passes: BatchContext, part: Batch, temperature: float = 1.0
+    context: BatchContext, part: Batch, temperature: float = 1.0
 ) -> Float[Tensor, "b ..."]:
     """sign(∇x NLL of the predicted class), of logits that are divided by a temperature."""
     first, *others = batch_tensors(part)
     shifts: list[Tensor] = []
     if first.is_floating_point():
         shifts.append(first.detach().clone().requires_grad_())
-        logits = forward_logits(passes.model, ModelInput(with_tensors(part, [shifts[0], *others])))
+        logits = forward_logits(context.model, ModelInput(with_tensors(part, [shifts[0], *others])))
     else:
 
         def zero(shape: tuple[int, ...]) -> Tensor:
-            kind = next(passes.model.parameters())
+            kind = next(context.model.parameters())
             shifts.append(
                 torch.zeros(
                     num_samples(part),
@@ -38,7 +38,7 @@ def attack_direction(
             )
             return shifts[0]
 
-        logits = forward_logits(passes.model, ModelInput(part, embedding_noise=zero))
+        logits = forward_logits(context.model, ModelInput(part, embedding_noise=zero))
     # p - e_ŷ, brought to a size near 1: next to certainty the derivative of the loss is rounding,
     # or zero in 32 bits.
     z = logits.detach().double()[:, None] / temperature

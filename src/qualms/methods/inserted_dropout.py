@@ -54,12 +54,13 @@ class InsertedDropout(MonteCarlo):
         """None: only the last layer is drawn anew."""
         return 0.0
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        head = passes.head
+        head = context.head
         size = (self.draws, head.features.shape[1])
         kept = (
-            torch.rand(size, generator=generator(passes.seed, 0)).to(head.features.device) >= self.p
+            torch.rand(size, generator=generator(context.seed, 0)).to(head.features.device)
+            >= self.p
         )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
@@ -67,4 +68,4 @@ class InsertedDropout(MonteCarlo):
             for masks in kept.split(draws_at_once(len(features), len(head.weight))):
                 yield log_softmax(head.logits(features * masks / (1 - self.p)).double())
 
-        return information_over_draws(passes, self.draws, log_probs)
+        return information_over_draws(context, self.draws, log_probs)

@@ -50,13 +50,13 @@ class KNN(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, k=whole(1))
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted = passes.subject.fitted
+        fitted = context.model_context.fitted
         if KNN not in fitted:
-            fitted[KNN] = _known(training_features(passes, self.name).features)
+            fitted[KNN] = _known(training_features(context, self.name).features)
         known, lengths = fitted[KNN]
-        features = passes.head.features.to(known)
+        features = context.head.features.to(known)
         return kth_distances(_unit(features, _lengths(features)), known, lengths, self.k)
 
 

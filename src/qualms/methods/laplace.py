@@ -58,40 +58,40 @@ class Laplace(MonteCarlo):
         """None: only the last layer is drawn anew."""
         return 0.0
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        posterior, head = self._posterior(passes), passes.head
+        posterior, head = self._posterior(context), context.head
         each = COPIES_OF_HEAD * DOUBLE * head.weight.numel()
-        budget = budget_of_rows(passes.subject.settings.budget, passes.device)
+        budget = budget_of_rows(context.model_context.settings.budget, context.device)
         at_once = max(1, budget // (4 * each))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            for weights, biases in posterior.samples(self.draws, passes.seed, at_once):
+            for weights, biases in posterior.samples(self.draws, context.seed, at_once):
                 features = head.features[block].to(weights)
                 for i, weight in enumerate(weights):
                     logits = F.linear(features, weight, None if biases is None else biases[i])
                     yield log_softmax(logits.double())[:, None]
 
-        return information_over_draws(passes, self.draws, log_probs)
+        return information_over_draws(context, self.draws, log_probs)
 
-    def _posterior(self, passes: BatchContext) -> HeadPosterior:
+    def _posterior(self, context: BatchContext) -> HeadPosterior:
         """Fitted once for a model."""
-        fitted = passes.subject.fitted
+        fitted = context.model_context.fitted
         if self not in fitted:
-            head, budget = passes.head, passes.subject.settings.budget
+            head, budget = context.head, context.model_context.settings.budget
             classes, width = head.weight.shape[0], head.weight.shape[1] + int(head.bias is not None)
             needed = bytes_of_fit(classes, width) + COPIES_OF_HEAD * DOUBLE * head.weight.numel()
             what = f"the covariance of a head of {classes:,} classes on {width:,} features and one sample of it"
             require_room(
-                needed, budget or free_bytes(passes.device), what, "or use inserted-dropout"
+                needed, budget or free_bytes(context.device), what, "or use inserted-dropout"
             )
             fitted[self] = fit_head(
-                self._training(passes), head.weight, head.bias, self.prior_precision
+                self._training(context), head.weight, head.bias, self.prior_precision
             )
         return fitted[self]
 
-    def _training(self, passes: BatchContext) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in passes.subject.training_batches(self.name):
-            for part in passes.chunks(batch):
-                logits, head = with_head(passes.model, part)
+    def _training(self, context: BatchContext) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in context.model_context.training_batches(self.name):
+            for part in context.chunks(batch):
+                logits, head = with_head(context.model, part)
                 yield required(head).features, logits

@@ -41,7 +41,7 @@ class LTS(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, percentile=PERCENTILE)
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        factor = spread(passes.head.features, self.percentile) ** 2
-        return -(passes.logits * factor[:, None]).logsumexp(-1)
+        factor = spread(context.head.features, self.percentile) ** 2
+        return -(context.logits * factor[:, None]).logsumexp(-1)

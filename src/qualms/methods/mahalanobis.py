@@ -59,12 +59,12 @@ class Mahalanobis(Method):
     needs = (TRAINING_DATA,)
     cost = "1, and 1 for each training input"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted = passes.subject.fitted
+        fitted = context.model_context.fitted
         if self not in fitted:
-            fitted[self] = classes_of(training_features(passes, self.name))
-        return fitted[self].distances(passes.head.features).amin(-1)
+            fitted[self] = classes_of(training_features(context, self.name))
+        return fitted[self].distances(context.head.features).amin(-1)
 
 
 def classes_of(training: TrainingFeatures) -> Classes:

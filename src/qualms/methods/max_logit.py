@@ -31,6 +31,6 @@ class MaxLogit(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return -passes.logits.amax(-1)
+        return -context.logits.amax(-1)

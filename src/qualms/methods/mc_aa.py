@@ -52,27 +52,27 @@ class MCAA(MonteCarlo):
         """A forward and a backward pass for the direction, and a forward pass for each draw."""
         return 3.0 + self.draws
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        subject, inputs = passes.subject, num_samples(passes.batch)
-        rows = subject.rows_at_once(passes.batch, inputs * self.draws)
-        most = min(max(1, rows // self.draws), subject.rows_with_graph(passes.batch))
+        model_context, inputs = context.model_context, num_samples(context.batch)
+        rows = model_context.rows_at_once(context.batch, inputs * self.draws)
+        most = min(max(1, rows // self.draws), model_context.rows_with_graph(context.batch))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            part, numbers = take_samples(passes.batch, block), passes.numbers[block]
+            part, numbers = take_samples(context.batch, block), context.numbers[block]
             drawn = [
-                torch.rand(self.draws, generator=generator(passes.seed, number))
+                torch.rand(self.draws, generator=generator(context.seed, number))
                 for number in numbers
             ]
             uniform = 2 * torch.stack(drawn) - 1
-            sign = attack_direction(passes, part)
+            sign = attack_direction(context, part)
             step = length(self.a, sign, self.name, "a") * sign
             for some in uniform.split(max(1, rows // len(sign)), dim=1):
                 sizes = some.reshape(*some.shape, *[1] * (sign.ndim - 1)).to(sign)
-                logits = passes.forward(moved(part, (sizes * step[:, None]).flatten(0, 1)))
+                logits = context.forward(moved(part, (sizes * step[:, None]).flatten(0, 1)))
                 yield log_softmax(logits.double()).unflatten(0, some.shape)
 
-        return information_over_draws(passes, self.draws, log_probs, most)
+        return information_over_draws(context, self.draws, log_probs, most)
 
     def in_units(self, scale: Scale) -> "MCAA":
         """The same with a in the units of the model's input."""

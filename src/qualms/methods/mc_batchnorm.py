@@ -53,44 +53,47 @@ class MCBatchNorm(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, draws=whole(2))
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            for statistics in self._statistics(passes):
+            for statistics in self._statistics(context):
                 with _using(statistics):
-                    logits = passes.forward_all(take_samples(passes.batch, block))
+                    logits = context.forward_all(take_samples(context.batch, block))
                 yield log_softmax(logits.double())[:, None]
 
-        return information_over_draws(passes, self.draws, log_probs)
+        return information_over_draws(context, self.draws, log_probs)
 
-    def _statistics(self, passes: BatchContext) -> "list[Statistics]":
+    def _statistics(self, context: BatchContext) -> "list[Statistics]":
         """Mean and variance of every layer's input for each training batch, found once."""
-        fitted = passes.subject.fitted
+        fitted = context.model_context.fitted
         if self not in fitted:
             layers = [
-                m for m in passes.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+                m for m in context.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
             ]
             if not any(m.running_mean is not None for m in layers):
                 raise QualmsError(
                     "the model has no batch normalization, which mc-batchnorm needs; use perturb-theta."
                 )
             found = []
-            for batch in islice(passes.subject.training_batches(self.name), self.draws):
-                self._require_room(passes, batch)
+            for batch in islice(context.model_context.training_batches(self.name), self.draws):
+                self._require_room(context, batch)
                 with _learning(layers):
-                    passes.forward(ModelInput(batch))
+                    context.forward(ModelInput(batch))
                     found.append([(m, _copy(m)) for m in layers])
             fitted[self] = list(islice(cycle(found), self.draws))
         return fitted[self]
 
-    def _require_room(self, passes: BatchContext, batch: Batch) -> None:
+    def _require_room(self, context: BatchContext, batch: Batch) -> None:
         """A training batch has its statistics as a whole: an error if that does not fit a `budget`
         that was given.
         """
-        budget, rows = passes.subject.settings.budget, num_samples(batch)
+        budget, rows = context.model_context.settings.budget, num_samples(batch)
         if budget is not None:
-            each = passes.subject.plain_work.bytes_of_row(batch, passes.subject.learnt) or 0
+            each = (
+                context.model_context.plain_work.bytes_of_row(batch, context.model_context.cache)
+                or 0
+            )
             what = f"the results of a training batch of {rows} inputs, which {self.name} runs as a whole,"
             require_room(rows * each, budget, what, "or smaller batches as train=")
 

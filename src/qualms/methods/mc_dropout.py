@@ -58,45 +58,45 @@ class MCDropout(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, draws=whole(2))
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        layers = [m for m in passes.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
+        layers = [m for m in context.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
         if not layers:
             raise QualmsError(
                 "the model has no dropout layer, which mc-dropout needs; use inserted-dropout."
             )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            part, replay = take_samples(passes.batch, block), Replay()
+            part, replay = take_samples(context.batch, block), Replay()
             for draw in range(self.draws):
-                yield log_softmax(_thinned(passes, layers, part, draw, replay).double())[:, None]
+                yield log_softmax(_thinned(context, layers, part, draw, replay).double())[:, None]
 
         def run(row: Batch) -> Tensor:
-            return _thinned(passes, layers, row, 0, Replay())
+            return _thinned(context, layers, row, 0, Replay())
 
-        subject = passes.subject
+        model_context = context.model_context
         work = PassMemory("a pass that is replayed", run, ROWS_AT_ONCE)
         most = work.rows_at_once(
-            passes.batch, num_samples(passes.batch), subject.settings, subject.learnt
+            context.batch, num_samples(context.batch), model_context.settings, model_context.cache
         )
-        return information_over_draws(passes, self.draws, log_probs, most)
+        return information_over_draws(context, self.draws, log_probs, most)
 
 
 @torch.no_grad()
 def _thinned(
-    passes: BatchContext, layers: DropoutLayers, part: Batch, draw: int, replay: "Replay"
+    context: BatchContext, layers: DropoutLayers, part: Batch, draw: int, replay: "Replay"
 ) -> Float[Tensor, "b c"]:
     """The logits of one thinned network.
 
     Args:
-        passes: of the model.
+        context: of the model.
         layers: its dropout layers.
         part: inputs.
         draw: its number, which decides the masks.
         replay: of what comes before the first of the layers.
     """
-    with _masked(layers, num_samples(part), generator(passes.seed, draw), replay), replay.run():
-        return forward_logits(passes.model, ModelInput(part))
+    with _masked(layers, num_samples(part), generator(context.seed, draw), replay), replay.run():
+        return forward_logits(context.model, ModelInput(part))
 
 
 @contextmanager

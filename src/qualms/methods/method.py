@@ -62,8 +62,8 @@ class Method(Protocol):
             needs = ("logits",)
             cost = "1"
 
-            def score(self, passes):
-                best = passes.probs.topk(2).values
+            def score(self, context):
+                best = context.probs.topk(2).values
                 return best[:, 1] - best[:, 0]
 
 
@@ -80,14 +80,14 @@ class Method(Protocol):
     always_exact: ClassVar[bool] = False
 
     @abstractmethod
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
 
-    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def error(self, context: BatchContext) -> Float[Tensor, " b"]:
         """The standard error of a score that is an estimate; 0 for one that is not."""
-        return torch.zeros(len(passes.logits), dtype=torch.double, device=passes.device)
+        return torch.zeros(len(context.logits), dtype=torch.double, device=context.device)
 
-    def note(self, passes: BatchContext) -> str | None:
+    def note(self, context: BatchContext) -> str | None:
         """A sentence on what the scores of this model are, where that is not what the name says."""
         return None
 

@@ -29,6 +29,6 @@ class MSP(Method):
     needs = (LOGITS,)
     cost = "1"
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return -(passes.log_probs.amax(-1)).expm1()
+        return -(context.log_probs.amax(-1)).expm1()

@@ -19,24 +19,24 @@ PURPOSE = 71  # of these random numbers
 INSTEAD = "use regrad+layers or entropy"
 
 
-def noise_inputs(passes: BatchContext, number: int, method: str) -> Batch:
+def noise_inputs(context: BatchContext, number: int, method: str) -> Batch:
     """N(0, 1) in place of every number that an input is made of, and random ids in place of token
     ids.
 
     In the units of the tensor that the model receives. Masks that come beside it are such that
     nothing is masked, and types of tokens are zero.
     """
-    first, *others = batch_tensors(passes.batch)
-    names = list(passes.batch)[1:] if isinstance(passes.batch, dict) else ["" for _ in others]
-    shape, source = (number, *first.shape[1:]), generator(passes.seed, PURPOSE)
+    first, *others = batch_tensors(context.batch)
+    names = list(context.batch)[1:] if isinstance(context.batch, dict) else ["" for _ in others]
+    shape, source = (number, *first.shape[1:]), generator(context.seed, PURPOSE)
     if first.is_floating_point():
         drawn = torch.randn(shape, generator=source)
     else:
-        drawn = torch.randint(0, _vocabulary(passes, method), shape, generator=source)
+        drawn = torch.randint(0, _vocabulary(context, method), shape, generator=source)
     beside = [
-        _beside(name, t, number, passes, method) for name, t in zip(names, others, strict=True)
+        _beside(name, t, number, context, method) for name, t in zip(names, others, strict=True)
     ]
-    return with_tensors(passes.batch, [drawn.to(first), *beside])
+    return with_tensors(context.batch, [drawn.to(first), *beside])
 
 
 def louder(batch: Batch, times: float, seed: int) -> ModelInput:
@@ -53,7 +53,7 @@ def louder(batch: Batch, times: float, seed: int) -> ModelInput:
     return ModelInput(batch, embedding_noise=noise)
 
 
-def _beside(name: str, t: Tensor, number: int, passes: BatchContext, method: str) -> Tensor:
+def _beside(name: str, t: Tensor, number: int, context: BatchContext, method: str) -> Tensor:
     """What stands beside the input proper, by its name."""
     shape = (number, *t.shape[1:])
     if "mask" in name:
@@ -62,7 +62,7 @@ def _beside(name: str, t: Tensor, number: int, passes: BatchContext, method: str
     if "type" in name:
         return t.new_zeros(shape)
     if t.is_floating_point():
-        return torch.randn(shape, generator=generator(passes.seed, PURPOSE, len(name))).to(t)
+        return torch.randn(shape, generator=generator(context.seed, PURPOSE, len(name))).to(t)
     what = repr(name) if name else "a tensor of whole numbers in a tuple"
     hint = "" if name else "pass a dict with names such as attention_mask, or "
     raise QualmsError(
@@ -70,12 +70,12 @@ def _beside(name: str, t: Tensor, number: int, passes: BatchContext, method: str
     )
 
 
-def _vocabulary(passes: BatchContext, method: str) -> int:
+def _vocabulary(context: BatchContext, method: str) -> int:
     """How many ids there are: the rows of the embedding that reads them."""
-    one = take_samples(passes.batch, slice(0, 1))
+    one = take_samples(context.batch, slice(0, 1))
     watch = _Embeddings(batch_tensors(one)[0])
     with torch.no_grad():
-        forward_logits(passes.model, ModelInput(one), watch)
+        forward_logits(context.model, ModelInput(one), watch)
     if watch.rows is None:
         raise QualmsError(
             f"{method} tries the model on random token ids, but no embedding of the model reads x, so there is no "

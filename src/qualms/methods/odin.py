@@ -57,11 +57,11 @@ class ODIN(Method):
         """A forward and a backward pass for the step, and a forward pass after it."""
         return 4.0
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         parts, lost = [], []
-        for part in passes.chunks_with_graph():
-            sign = attack_direction(passes, part, self.temperature)
+        for part in context.chunks_with_graph():
+            sign = attack_direction(context, part, self.temperature)
             step = length(self.epsilon, sign, self.name, "epsilon") * sign
             x, near = batch_tensors(part)[0], moved(part, -step)
             lost.append(
@@ -69,7 +69,7 @@ class ODIN(Method):
                 and bool(step.any())
                 and torch.equal(batch_tensors(near.batch)[0], x)
             )
-            parts.append(passes.forward(near).double() / self.temperature)
+            parts.append(context.forward(near).double() / self.temperature)
         if all(lost):
             raise QualmsError(
                 f"odin's step of epsilon = {self.epsilon} is lost to rounding in every number of x, which is "

@@ -49,24 +49,24 @@ class PerturbTheta(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, sigma=POSITIVE, draws=whole(1))
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        parameters = [p for p in passes.model.parameters() if p.is_floating_point()]
-        given = passes.subject.settings.budget
+        parameters = [p for p in context.model.parameters() if p.is_floating_point()]
+        given = context.model_context.settings.budget
         held = sum(p.nbytes for p in parameters)
         needed = held + NOISE_COPIES * max((p.nbytes for p in parameters), default=0)
         require_room(
-            needed, given or free_bytes(passes.device), "perturbed weights", "or use perturb-x"
+            needed, given or free_bytes(context.device), "perturbed weights", "or use perturb-x"
         )
-        total = torch.zeros_like(passes.log_probs[:, 0])
+        total = torch.zeros_like(context.log_probs[:, 0])
         for draw in range(self.draws):
-            noise = generator(passes.seed, draw)
+            noise = generator(context.seed, draw)
             moved = {
                 id(p): p.detach() + self.sigma * torch.randn(p.shape, generator=noise).to(p)
                 for p in parameters
             }
             with Replaced(moved) as replaced:
-                total += kl(log_softmax(passes.forward_all(held=held).double()), passes.log_probs)
+                total += kl(log_softmax(context.forward_all(held=held).double()), context.log_probs)
             if not replaced.seen:
                 raise QualmsError(
                     "the model's operations are hidden from torch's function modes (a scripted module?), so its "

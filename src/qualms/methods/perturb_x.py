@@ -43,12 +43,12 @@ class PerturbX(MonteCarlo):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, sigma=NOISE, draws=whole(1))
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         noise = Smoothing(self.sigma, self.draws, antithetic=False)
         parts = [
-            kl(log_q, passes.log_probs[owners])
-            for owners, log_q in passes.perturbed_log_probs(noise)
+            kl(log_q, context.log_probs[owners])
+            for owners, log_q in context.perturbed_log_probs(noise)
         ]
         of_each_row = torch.cat(parts).unflatten(0, (-1, self.draws + 1))
         return of_each_row[:, 1:].mean(1)

@@ -59,39 +59,39 @@ class Price:
     known: str = "counted"
 
 
-def price_of(passes: BatchContext, methods: Iterable[Method]) -> Price:
+def price_of(context: BatchContext, methods: Iterable[Method]) -> Price:
     """The price of some methods together, of which gradient scores with the same smoothing share a
     pass.
     """
     methods = list(methods)
     gradient = [m for m in methods if isinstance(m, GradientScore)]
-    counted = 1.0 + sum(_count_beside(m, passes) for m in methods)
+    counted = 1.0 + sum(_count_beside(m, context) for m in methods)
     for smooth in dict.fromkeys(m.smooth for m in gradient):
-        counted += _count_gradients(passes, [m for m in gradient if m.smooth == smooth])
-    job = passes.job(passes.subject.directions(None), None)
-    return Price(round(counted, 1), counted * _forward_seconds(passes), job.budget)
+        counted += _count_gradients(context, [m for m in gradient if m.smooth == smooth])
+    request = context.request(context.model_context.directions(None), None)
+    return Price(round(counted, 1), counted * _forward_seconds(context), request.budget)
 
 
 def warn_of_long_run(
-    passes: BatchContext, methods: Iterable[Method], forward_seconds: float
+    context: BatchContext, methods: Iterable[Method], forward_seconds: float
 ) -> None:
     """A SlowWarning, once and before the work, if the scores of a batch would take more than ten
     minutes.
 
     Args:
-        passes: the batch, of which the plain forward pass is done.
+        context: the batch, of which the plain forward pass is done.
         methods: that will be asked.
         forward_seconds: what that took for each input, the first one's preparations included.
     """
-    learnt, inputs, methods = passes.subject.learnt, len(passes.logits), list(methods)
+    cache, inputs, methods = context.model_context.cache, len(context.logits), list(methods)
     gradient = [m for m in methods if isinstance(m, GradientScore)]
     rows = sum(1 + (s.draws if s else 0) for s in dict.fromkeys(m.smooth for m in gradient))
-    at_most = 4.0 * rows * passes.logits.shape[1] + sum(m.extra_passes for m in methods)
-    if LONG in learnt.warned or at_most * inputs * forward_seconds < LONG_SECONDS:
+    at_most = 4.0 * rows * context.logits.shape[1] + sum(m.extra_passes for m in methods)
+    if LONG in cache.warned or at_most * inputs * forward_seconds < LONG_SECONDS:
         return
-    price = price_of(passes, methods)
+    price = price_of(context, methods)
     if price.seconds * inputs > LONG_SECONDS:
-        learnt.warned.add(LONG)
+        cache.warned.add(LONG)
         warnings.warn(
             f"scoring {inputs} input{'' if inputs == 1 else 's'} will take about {price.seconds * inputs / 60:,.0f} "
             f"minutes ({price.forward_passes:,.0f} forward passes each); engine='auto' or a tolerance measures fewer "
@@ -101,55 +101,55 @@ def warn_of_long_run(
         )
 
 
-def _count_beside(method: Method, passes: BatchContext) -> float:
+def _count_beside(method: Method, context: BatchContext) -> float:
     """Passes of one method beside the plain forward pass; those of gradient scores are counted
     together.
     """
     if isinstance(method, GradientScore):
         return 0.0
     if isinstance(method, Recommended):
-        method = method.picked(passes)[0]
+        method = method.picked(context)[0]
     if isinstance(method, Ensemble):
-        return float(len(passes.subject.members))
+        return float(len(context.model_context.members))
     if isinstance(method, Heat):
-        unit = method.unit(passes)
+        unit = method.unit(context)
         if unit.log_ratio is None:
             return 0.0
         names = [name for block in unit.blocks for name in block]
-        return _count_late(passes, names, min(passes.logits.shape[1] - 1, 16))
+        return _count_late(context, names, min(context.logits.shape[1] - 1, 16))
     if isinstance(method, Coherence):
         return _count_late(
-            passes, method.late(passes), method.directions_needed(passes.logits.shape[1])
+            context, method.late(context), method.directions_needed(context.logits.shape[1])
         )
     return method.extra_passes
 
 
-def _count_late(passes: BatchContext, names: Iterable[str], directions: int) -> float:
+def _count_late(context: BatchContext, names: Iterable[str], directions: int) -> float:
     """A recorded forward pass, and backward passes through the operations of some parameters."""
-    job = passes.job(passes.subject.directions(None), None)
-    whole = look_at(job, passes.subject.learnt)
+    request = context.request(context.model_context.directions(None), None)
+    whole = look_at(request, context.model_context.cache)
     if not isinstance(whole, Probe):
         return 1 + PLAIN_BACKWARD * directions
     return 1 + (directions + 1) * pass_work(whole, directions, frozenset(names))
 
 
-def _count_gradients(passes: BatchContext, methods: Sequence[GradientScore]) -> float:
+def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
     """Passes of the gradient scores that share one smoothing."""
-    settings, subject = passes.subject.settings, passes.subject
-    smooth, classes = methods[0].smooth, passes.logits.shape[1]
+    settings, model_context = context.model_context.settings, context.model_context
+    smooth, classes = methods[0].smooth, context.logits.shape[1]
     rows = 1 + (smooth.draws if smooth else 0)
-    wanted = subject.directions(smooth)
+    wanted = model_context.directions(smooth)
     if settings.sketch is not None:
         return rows * PUSH_PASSES * settings.sketch.tangents
     directions: float = wanted.size(classes)
-    summed = [m for m in methods if passes.draws_classes(m)]
-    lam = subject.smallest_lambda(smooth)
+    summed = [m for m in methods if context.draws_classes(m)]
+    lam = model_context.smallest_lambda(smooth)
     if summed:
-        needed = passes.class_sums(summed, lam).first_numbers(passes.logits).double().mean()
+        needed = context.class_sums(summed, lam).first_numbers(context.logits).double().mean()
         directions = float(needed) + wanted.size(classes) - classes
-    job: GradientRequest = passes.job(wanted, smooth)
-    late = late_layers(job, lam, subject.learnt)
-    whole = look_at(passes.job(wanted, None), subject.learnt)
+    request: GradientRequest = context.request(wanted, smooth)
+    late = late_layers(request, lam, model_context.cache)
+    whole = look_at(context.request(wanted, None), model_context.cache)
     if settings.engine == "reference" or not isinstance(whole, Probe):
         return rows * (1 + PLAIN_BACKWARD * directions)
     work = pass_work(whole, round(directions), None if late is None else late.names)
@@ -159,12 +159,12 @@ def _count_gradients(passes: BatchContext, methods: Sequence[GradientScore]) -> 
 
 
 @torch.no_grad()
-def _forward_seconds(passes: BatchContext) -> float:
+def _forward_seconds(context: BatchContext) -> float:
     """The time of a plain forward pass over one input."""
-    one = ModelInput(take_samples(passes.batch, slice(0, 1)))
+    one = ModelInput(take_samples(context.batch, slice(0, 1)))
     times = []
     for _ in range(TIMED_RUNS):
         start = time.perf_counter()
-        forward_logits(passes.model, one)
+        forward_logits(context.model, one)
         times.append(time.perf_counter() - start)
     return min(times)

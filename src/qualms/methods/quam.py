@@ -80,15 +80,15 @@ class QUAM(Method):
             self, self.name, steps=whole(2), every=whole(1), weight_decay=NOT_NEGATIVE, **positive
         )
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted = passes.subject.fitted
+        fitted = context.model_context.fitted
         if self not in fitted:
-            fitted[self] = _batches(passes, self.name, self.steps)
-        start, x = _parameters(passes.head), _read(passes.head.features, passes.head)
+            fitted[self] = _batches(context, self.name, self.steps)
+        start, x = _parameters(context.head), _read(context.head.features, context.head)
         classes = len(start)
         pairs = torch.cartesian_prod(torch.arange(len(x)), torch.arange(classes)).to(x.device)
-        size = _heads_at_once(passes, start, len(fitted[self][0].features))
+        size = _heads_at_once(context, start, len(fitted[self][0].features))
         found = [
             self._searched(x[part[:, 0]], part[:, 1], start, fitted[self])
             for part in pairs.split(size)
@@ -157,9 +157,9 @@ class Known:
         return loss, (off.flatten(0, 1) @ self.features).unflatten(0, (m, c)) / len(self.labels)
 
 
-def _heads_at_once(passes: BatchContext, head: Float[Tensor, "c g"], inputs: int) -> int:
+def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: int) -> int:
     """How many heads and their logits of training inputs fit the budget."""
-    budget = passes.subject.settings.budget or default_budget(head.device)
+    budget = context.model_context.settings.budget or default_budget(head.device)
     logits = len(head) * inputs
     needed = (COPIES * head.numel() + COPIES_OF_LOGITS * logits) * head.element_size()
     if needed > budget:
@@ -170,15 +170,15 @@ def _heads_at_once(passes: BatchContext, head: Float[Tensor, "c g"], inputs: int
     return max(1, min(AT_ONCE // logits, budget // needed))
 
 
-def _batches(passes: BatchContext, method: str, most: int) -> list[Known]:
+def _batches(context: BatchContext, method: str, most: int) -> list[Known]:
     """Training data in batches of one size, at random if there is more than one: it may come class
     by class.
     """
-    training, head = training_features(passes, method), passes.head
+    training, head = training_features(context, method), context.head
     features, labels, count = training.features, training.labels, len(training.labels)
     if count > BATCH:
         used = min(count // BATCH, most) * BATCH
-        order = torch.randperm(count, generator=generator(passes.seed))[:used].to(labels.device)
+        order = torch.randperm(count, generator=generator(context.seed))[:used].to(labels.device)
         features, labels = features[order], labels[order]
     plain = [
         Known(_read(f, head), y)

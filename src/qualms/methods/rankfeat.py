@@ -42,11 +42,11 @@ class RankFeat(Method):
         """A forward pass from the features without their first direction."""
         return 1.0
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
         parts = [
-            with_last_map_changed(passes.model, part, without_rank_1, self.name)
-            for part in passes.chunks(passes.batch)
+            with_last_map_changed(context.model, part, without_rank_1, self.name)
+            for part in context.chunks(context.batch)
         ]
         return -torch.cat(parts).double().logsumexp(-1)
 

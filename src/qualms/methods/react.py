@@ -42,11 +42,11 @@ class ReAct(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, quantile=SHARE)
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted, head = passes.subject.fitted, passes.head
+        fitted, head = context.model_context.fitted, context.head
         if self not in fitted:  # torch's quantile takes 16 million numbers at most
             fitted[self] = float(
-                np.quantile(training_features(passes, self.name).features.cpu(), self.quantile)
+                np.quantile(training_features(context, self.name).features.cpu(), self.quantile)
             )
         return -head.logits(head.features.clamp(max=fitted[self])).double().logsumexp(-1)

@@ -40,24 +40,24 @@ class Recommended(Method):
     cost = "that of `heat`, or 1"
     always_exact = True
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        return self.picked(passes)[0].score(passes)
+        return self.picked(context)[0].score(context)
 
-    def note(self, passes: BatchContext) -> str | None:
+    def note(self, context: BatchContext) -> str | None:
         """What was picked, and why."""
-        method, why = self.picked(passes)
+        method, why = self.picked(context)
         return f"recommended picked {method.spec}, because {why}."
 
-    def picked(self, passes: BatchContext) -> tuple[Method, str]:
+    def picked(self, context: BatchContext) -> tuple[Method, str]:
         """The method, and the reason; kept from the first inputs on, for scores of two methods do
         not compare.
         """
-        fitted = passes.subject.fitted
+        fitted = context.model_context.fitted
         if self not in fitted:
-            _ = passes.logits  # inputs that the model does not take say nothing of the model
+            _ = context.logits  # inputs that the model does not take say nothing of the model
             try:
-                why = Heat().unit(passes).why
+                why = Heat().unit(context).why
             except QualmsError as error:
                 why = str(error).partition(";")[0].replace("this method", "heat").rstrip(".")
             fitted[self] = (
@@ -66,6 +66,6 @@ class Recommended(Method):
         picked: tuple[Method, str] = fitted[self]
         return picked
 
-    def error(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def error(self, context: BatchContext) -> Float[Tensor, " b"]:
         """That of the method that was picked."""
-        return self.picked(passes)[0].error(passes)
+        return self.picked(context)[0].error(context)

@@ -41,9 +41,9 @@ class SCALE(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, percentile=PERCENTILE)
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        head = passes.head
+        head = context.head
         return -stretched(
-            passes.logits, head.bias, spread(head.features, self.percentile)
+            context.logits, head.bias, spread(head.features, self.percentile)
         ).logsumexp(-1)

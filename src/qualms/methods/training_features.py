@@ -26,21 +26,21 @@ class TrainingFeatures:
     labels: Int[Tensor, " n"]  # those that came with the inputs, else the model's predictions
 
 
-def training_features(passes: BatchContext, method: str) -> TrainingFeatures:
+def training_features(context: BatchContext, method: str) -> TrainingFeatures:
     """Those of the data in `train=`, from one pass over it that serves all methods."""
-    fitted = passes.subject.fitted
+    fitted = context.model_context.fitted
     if TrainingFeatures not in fitted:
-        fitted[TrainingFeatures] = _found(passes, method)
+        fitted[TrainingFeatures] = _found(context, method)
     return fitted[TrainingFeatures]
 
 
-def _found(passes: BatchContext, method: str) -> TrainingFeatures:
+def _found(context: BatchContext, method: str) -> TrainingFeatures:
     features, largest, labels = [], [], []
-    for batch, given in passes.subject.labeled_training_batches(method):
-        size = passes.subject.rows_at_once(batch)
+    for batch, given in context.model_context.labeled_training_batches(method):
+        size = context.model_context.rows_at_once(batch)
         for start in range(0, num_samples(batch), size):
             rows = slice(start, start + size)
-            z, head = with_head(passes.model, take_samples(batch, rows))
+            z, head = with_head(context.model, take_samples(batch, rows))
             features.append(at_least_float32(required(head).features))
             largest.append(at_least_float32(z).amax(-1))
             labels.append(

@@ -63,14 +63,16 @@ class ViM(Method):
     def __post_init__(self) -> None:
         check_parameters(self, self.name, dimensions=whole(0))
 
-    def score(self, passes: BatchContext) -> Float[Tensor, " b"]:
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """One number for each input."""
-        fitted = passes.subject.fitted
+        fitted = context.model_context.fitted
         if self not in fitted:
-            training = training_features(passes, self.name)
+            training = training_features(context, self.name)
             width = training.features.shape[1]
-            fitted[self] = residual(training, passes.head, self.dimensions or dimensions_for(width))
-        return fitted[self].virtual_logit(passes.head.features) - passes.logits.logsumexp(-1)
+            fitted[self] = residual(
+                training, context.head, self.dimensions or dimensions_for(width)
+            )
+        return fitted[self].virtual_logit(context.head.features) - context.logits.logsumexp(-1)
 
     def quick(self) -> "ViM":
         """The same with one principal direction, for which few training inputs do."""

@@ -69,8 +69,8 @@ def layer_sums(
     found: dict[str, np.ndarray] = {}
     with preserve_state(model) as inner:
         passes = BatchContext(ModelContext(inner), x)
-        subject, classes = passes.subject, passes.logits.shape[1]
-        subject.settings = resolve_engine(how, inner, x, classes, subject.learnt)
+        subject, classes = passes.model_context, passes.logits.shape[1]
+        subject.settings = resolve_engine(how, inner, x, classes, subject.cache)
         for name, method in methods.items():
             if isinstance(method, GradientScore) and has_layers(method):
                 layers, sums = passes.layer_sums(replace(method, smooth=None))
