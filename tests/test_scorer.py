@@ -22,8 +22,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import qualms
 from qualms.errors import SlowWarning
-from qualms.gradients.bits import _sum_of_bits
 from qualms.gradients.engines import sketch as sketch_engine
+from qualms.gradients.isolation.fingerprint import sum_bits
 from qualms.gradients.plan_cache import MOST, PlanCache
 from qualms.progress import pace
 from tests import evasive, scattered
@@ -594,15 +594,15 @@ def test_inputs_that_influence_each_other_are_scored_as_if_each_were_alone(engin
 
 def test_entries_that_change_places_are_noticed() -> None:
     weights = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    before = _sum_of_bits(weights)
+    before = sum_bits(weights)
     for i, j in ((0, 1), (0, 2), (7, 135), (128, 256), (2998, 2999), (0, 2999)):
         swapped = weights.clone().flatten()
         swapped[[i, j]] = swapped[[j, i]]
-        assert _sum_of_bits(swapped.view(3, 1000)) != before
+        assert sum_bits(swapped.view(3, 1000)) != before
     assert (
-        _sum_of_bits(weights.clone())
+        sum_bits(weights.clone())
         == before
-        == _sum_of_bits(torch.cat([torch.zeros(1), weights.flatten()])[1:])
+        == sum_bits(torch.cat([torch.zeros(1), weights.flatten()])[1:])
     )
 
 

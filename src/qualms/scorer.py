@@ -23,8 +23,8 @@ from qualms.gradients.batch import (
 )
 from qualms.gradients.engines.choice import resolve_engine
 from qualms.gradients.isolation import (
+    entry_fingerprint,
     preserve_state,
-    state_on_entry,
     unwrap_compiled,
     validate_model,
 )
@@ -315,7 +315,7 @@ class Scorer:
     def _subject(self, batch: Batch) -> Iterator[ModelContext]:
         """The model as it came, with what is known of it; anew if its weights have changed."""
         with preserve_state(self.model) as inner:
-            state = state_on_entry(inner)
+            state = entry_fingerprint(inner)
             new = self._state != state
             if new:
                 self._learnt, self._fitted, self._state = PlanCache(), {}, state

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import qualms
-from qualms.gradients import interrupts
+from qualms.gradients.isolation import interrupts
 from tests import networks as net
 from tests.helpers.model_state import fingerprint, same
 

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients import interrupts
 from qualms.gradients.directions import Cotangents
+from qualms.gradients.isolation import interrupts
 from qualms.gradients.precision import at_least_float32, inner_products, sum_of_squares
 from qualms.gradients.tracing.factors import GradFactor, Outer
 from qualms.gradients.tracing.param_use import Weights, roots

@@ -8,8 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError, reason
-from qualms.gradients import interrupts
-from qualms.gradients.isolation import all_parameters_differentiable
+from qualms.gradients.isolation import all_parameters_differentiable, interrupts
 from qualms.gradients.model_input import ModelInput, forward_logits, in_channels_last
 from qualms.gradients.precision import Narrowest, at_least_float32, close_logits
 

@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients import interrupts
 from qualms.gradients.directions import DIRECTIONS, Cotangents, of_class, others, unit_sized
+from qualms.gradients.isolation import interrupts
 from qualms.gradients.measure import (
     by_parameter,
     deltas_of,

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients import interrupts
 from qualms.gradients.batch import NotBatchable
+from qualms.gradients.isolation import interrupts
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.tracing.factors import GradFactor, Outer, Summed
 

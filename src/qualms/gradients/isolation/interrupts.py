@@ -1,0 +1,69 @@
+"""Ctrl-C waits for a moment at which nothing is half done.
+
+Python raises KeyboardInterrupt between any two of its instructions. One of those moments lies
+between entering forward-mode differentiation and noting that it was entered, and an interrupt there
+would leave the process in forward mode for good. So while a model is held, the signal is recorded,
+and raised where an exception does no harm: before the next forward or backward pass.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+PATIENCE = 5.0  # seconds after which another Ctrl-C is raised at once: the model itself may hang
+
+SignalHandler = Callable[[int, FrameType | None], Any]
+
+_pending_since: float | None = None
+_handler_before: SignalHandler = signal.default_int_handler
+
+
+@contextmanager
+def defer_interrupts() -> Iterator[None]:
+    """Make Ctrl-C wait for the next `deliver`, or for the end of the block.
+
+    Only the main thread receives signals; other threads run as usual.
+    """
+    global _pending_since, _handler_before
+    handler = signal.getsignal(signal.SIGINT)
+    if not _in_main_thread() or not callable(handler) or handler is _record:
+        yield
+        return
+    _pending_since = None
+    _handler_before = handler
+    try:
+        signal.signal(signal.SIGINT, _record)
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is _record:
+            signal.signal(signal.SIGINT, handler)
+        deliver()
+
+
+def deliver() -> None:
+    """Pass a pending Ctrl-C to the handler that was in force before.
+
+    That one raises KeyboardInterrupt, unless the user has installed another.
+    """
+    global _pending_since
+    if _pending_since is None or not _in_main_thread():
+        return
+    _pending_since = None
+    _handler_before(signal.SIGINT, None)
+
+
+def _record(signum: int, frame: FrameType | None) -> None:
+    """The signal handler while a model is held."""
+    global _pending_since
+    if _pending_since is None:
+        _pending_since = time.monotonic()
+    elif time.monotonic() - _pending_since > PATIENCE:
+        deliver()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
