@@ -93,13 +93,16 @@ def restore_tensors(copies: Iterable[TensorCopy]) -> None:
 
     Values are compared, not versions: a write to `.data` leaves the version as it was.
     """
-    for t, version, value in copies:
-        if t.layout == torch.strided:
-            changed = not torch.equal(t, value)
-        else:
-            changed = _version(t) != version
-        if changed:
-            t.copy_(value)
+    for copy in copies:
+        if _has_changed(copy):
+            copy.tensor.copy_(copy.value)
+
+
+def _has_changed(copy: TensorCopy) -> bool:
+    t, version, value = copy
+    if t.layout == torch.strided:
+        return not torch.equal(t, value)
+    return _version(t) != version
 
 
 def _version(t: Tensor) -> int:
