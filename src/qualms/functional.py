@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from qualms.gradients.batch import DATASET_BATCH
+from qualms.gradients.input_data import DATASET_BATCH
 from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.chosen import Methods, PixelStd

@@ -12,7 +12,7 @@ import torch
 
 from qualms.data.images import number_of
 from qualms.errors import QualmsError
-from qualms.gradients.batch import batches
+from qualms.gradients.input_data import batches
 from qualms.scorer import Scorer
 from qualms.version import __version__
 

@@ -13,15 +13,9 @@ from typing import Any
 from torch import nn
 
 from qualms.errors import QualmsError, UnitsWarning
-from qualms.gradients.batch import (
-    Batch,
-    batch_tensors,
-    batches,
-    num_samples,
-    numbered_batches,
-    take_samples,
-)
+from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples
 from qualms.gradients.engines.choice import resolve_engine
+from qualms.gradients.input_data import batches, numbered_batches
 from qualms.gradients.isolation import (
     entry_fingerprint,
     preserve_state,

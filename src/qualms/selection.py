@@ -19,16 +19,10 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 
 from qualms.errors import QualmsError
 from qualms.functional import score
-from qualms.gradients.batch import (
-    Batch,
-    batch_tensors,
-    num_samples,
-    numbered_batches,
-    take_samples,
-    with_tensors,
-)
+from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples, with_tensors
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.sketch import sketch_totals
+from qualms.gradients.input_data import numbered_batches
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.plan_cache import PlanCache

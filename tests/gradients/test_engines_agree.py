@@ -7,7 +7,8 @@ import torch
 
 import qualms
 from qualms.errors import SlowWarning
-from qualms.gradients.batch import checked, take_samples
+from qualms.gradients.batch import take_samples
+from qualms.gradients.input_data import validate_batch
 from tests.cases import CASES, INPUTS, Case
 from tests.helpers.engines import SMOOTHINGS, assert_norms_equal
 
@@ -47,7 +48,9 @@ def test_batch_size_does_not_matter(case: Case) -> None:
         cut = qualms.class_gradient_norms(model, x, batch_size=size)
         assert cut.layers == plain.layers
         assert_norms_equal(cut.norms, plain.norms)
-    last = qualms.class_gradient_norms(model, take_samples(checked(x), slice(INPUTS - 1, INPUTS)))
+    last = qualms.class_gradient_norms(
+        model, take_samples(validate_batch(x), slice(INPUTS - 1, INPUTS))
+    )
     alone = dict(zip(last.layers, last.norms.unbind(-1), strict=True))
     for place, layer in enumerate(
         plain.layers

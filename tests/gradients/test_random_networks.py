@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.errors import QualmsError, SlowWarning
-from qualms.gradients.batch import batches, num_samples, take_samples
+from qualms.gradients.batch import num_samples, take_samples
 from qualms.gradients.directions import DIRECTIONS as ALL
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.sketch import SketchRun
+from qualms.gradients.input_data import batches
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import PlanCache

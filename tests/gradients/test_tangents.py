@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.batch import batches, take_samples
+from qualms.gradients.batch import take_samples
+from qualms.gradients.input_data import batches
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.sketching.push import PUSHES, forward_mode
 from qualms.gradients.sketching.tangents import tangent

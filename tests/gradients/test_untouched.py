@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.errors import QualmsError
-from qualms.gradients.batch import checked, take_samples
+from qualms.gradients.batch import take_samples
+from qualms.gradients.input_data import validate_batch
 from tests import evasive
 from tests import networks as net
 from tests.cases import CASES, Case
@@ -27,7 +28,7 @@ from tests.helpers.model_state import fingerprint, same
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_changes(case: Case, engine: str | qualms.Sketch) -> None:
     model, x = case.make()
-    x = take_samples(checked(x), slice(0, 3))
+    x = take_samples(validate_batch(x), slice(0, 3))
     if not isinstance(model, torch.fx.GraphModule):
         model.train()
     for p in model.parameters():

@@ -394,7 +394,7 @@ def test_errors_in_the_training_data_are_said_to_be_there(setting: Setting, name
     for train, match in (
         (
             (TRAIN, LABELS),
-            r"^train is a tuple, .*pass a list of batches: train=\[\(inputs, labels\)\]",
+            r"^train=\(\.\.\.\) is read as one batch .*pass a list of batches: train=\[\(inputs, labels\)\]",
         ),
         ([torch.full_like(TRAIN, torch.nan)], "^input 0 of train has a value that is NaN"),
         ([TRAIN[:0]], "^train is an empty batch"),

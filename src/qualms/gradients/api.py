@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, num_samples, numbered_batches
+from qualms.gradients.batch import Batch, num_samples
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.choice import choose_for_layers
+from qualms.gradients.input_data import numbered_batches
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.layer_table import LayerTable, layer_table
 from qualms.gradients.layers import Granularity, Norm, Params

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from qualms.errors import ProbabilitiesWarning, SlowWarning, reason
-from qualms.gradients.batch import look_like_probabilities
+from qualms.gradients.precision import look_like_probabilities
 
 T = TypeVar("T")
 Key = tuple[Hashable, ...]  # what kind of finding, and what it is about

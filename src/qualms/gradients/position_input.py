@@ -13,9 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, logits_in, take_samples
+from qualms.gradients.batch import Batch, take_samples
 from qualms.gradients.isolation import isolate_forward
 from qualms.gradients.layers import Params, selected_parameters
+from qualms.gradients.model_input import logits_in
 
 INSIDE = "model."  # what the names of a model's parameters begin with where it is read at positions
 MASK = "attention_mask"

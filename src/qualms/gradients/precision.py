@@ -18,6 +18,7 @@ COARSE = 0.1
 MASKED = 100.0  # below the largest logit: a class without any probability
 SMALLEST = 1e-30  # sum of squares of many numbers in 32 bits that has all its digits
 AT_ONCE = 2**20  # numbers that are copied into 64 bits at a time
+MIN_COARSE_ROWS = 4  # rows of 16-bit numbers that must look like probabilities
 NOTHING = 1e-6  # of the largest row, which is rounding in a row of zeros
 
 
@@ -180,3 +181,18 @@ def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
                 wide = part.double()
                 found[b] += wide @ wide.mT
     return found
+
+
+def look_like_probabilities(logits: Float[Tensor, "rows c"]) -> bool:
+    """Whether all rows add up to 1 and have no negative entry.
+
+    Logits hardly ever do so by chance, up to rounding. In 16 bits rounding is coarse, so several
+    rows must agree.
+    """
+    rounding = torch.finfo(logits.dtype).eps
+    if bool((logits < 0).any()):
+        return False
+    if rounding > 1e-6 and len(logits) < MIN_COARSE_ROWS:
+        return False
+    away_from_one = (logits.double().sum(1) - 1).abs()
+    return bool((away_from_one <= logits.shape[1] * rounding).all())

@@ -14,17 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import (
-    Batch,
-    batch_tensors,
-    labeled_batches,
-    num_samples,
-    parts_of,
-    take_samples,
-)
+from qualms.gradients.batch import Batch, batch_tensors, num_samples, parts_of, take_samples
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.class_sampling import MIN_CLASSES
 from qualms.gradients.engines.sketch import sketch_totals
+from qualms.gradients.input_data import labeled_batches
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.layer_table import LayerTable, late_layers, layer_table
 from qualms.gradients.layers import total_norms

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from qualms.data import DATASETS, Images, ImageTransform, Normalization
 from qualms.errors import QualmsError, reason
-from qualms.gradients.batch import call_model, checked_logits
 from qualms.gradients.isolation import preserve_state
+from qualms.gradients.model_input import call_model, validate_logits
 from qualms.methods.method import Method
 from qualms.metrics import accuracy
 from qualms.models.fingerprint import fingerprint
@@ -85,7 +85,7 @@ class Network:
         with preserve_state(self.model) as model, torch.no_grad():
             return torch.cat(
                 [
-                    checked_logits(call_model(model, self.inputs(images.take(i))), len(i)).cpu()
+                    validate_logits(call_model(model, self.inputs(images.take(i))), len(i)).cpu()
                     for i in parts
                 ]
             )

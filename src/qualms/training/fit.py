@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qualms.data import Images, Normalization
 from qualms.disk import atomic_write, explain_write_failure, require_writable
 from qualms.errors import QualmsError, reason
-from qualms.gradients.batch import call_model, checked_logits
+from qualms.gradients.model_input import call_model, validate_logits
 from qualms.models.checkpoint import tensors_of
 from qualms.models.fingerprint import fingerprint
 from qualms.progress import ProgressFn
@@ -358,7 +358,7 @@ def _settings(
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
-    return checked_logits(call_model(model, x), len(x))
+    return validate_logits(call_model(model, x), len(x))
 
 
 @torch.no_grad()

@@ -19,10 +19,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, batch_tensors, call_model, with_tensors
+from qualms.gradients.batch import Batch, batch_tensors, with_tensors
 from qualms.gradients.engines.sketch import SketchRun
 from qualms.gradients.memory import require_room
-from qualms.gradients.model_input import ModelInput
+from qualms.gradients.model_input import ModelInput, call_model
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.position_input import AtPositions, classes_last
 from qualms.gradients.precision import close, close_logits, coarser

@@ -1,0 +1,262 @@
+"""Whatever a user passes as `x` or `train`, read as batches of tensors."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from inspect import signature
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from qualms.errors import QualmsError, reason
+from qualms.gradients.batch import Batch, batch_tensors, num_samples, with_tensors
+
+LABEL_KEYS = ("label", "labels")
+DATASET_BATCH = 64  # samples of a dataset that are read at a time
+
+
+def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
+    """The batches of `x`, each with the number of its first sample."""
+    first = 0
+    for batch in batches(x, model):
+        yield first, batch
+        first += num_samples(batch)
+
+
+def batches(x: Any, model: nn.Module, argument: str = "x") -> Iterator[Batch]:
+    """The batches of whatever a user passes, without labels.
+
+    Args:
+        x: one batch, an iterable of batches, or a dataset.
+        model: NumPy's floats, 64 bits unless someone chose otherwise, get the type of its weights.
+        argument: what `x` is called in errors.
+    """
+    for batch, _ in labeled_batches(x, model, argument):
+        yield batch
+
+
+def labeled_batches(
+    x: Any, model: nn.Module, argument: str = "x"
+) -> Iterator[tuple[Batch, Tensor | None]]:
+    """The same batches, each with its labels [b] if it has one whole number for each sample.
+
+    Args:
+        x: one batch, an iterable of batches, or a dataset.
+        model: NumPy's floats, 64 bits unless someone chose otherwise, get the type of its weights.
+        argument: what `x` is called in errors.
+
+    Raises:
+        QualmsError: if `x` is none of these, is empty, or has values that are NaN or infinite.
+    """
+    reader = _BatchReader(argument, _float_dtype(model))
+    if hasattr(x, "keys"):
+        yield reader.read(x)
+        return
+    if isinstance(x, (Tensor, tuple, np.ndarray)):
+        batch = validate_batch(reader.to_tensors(x), argument)
+        if argument == "train" and isinstance(batch, tuple):
+            _require_arguments(model, len(batch))
+        yield batch, None
+        return
+    if isinstance(x, Dataset):
+        x = DataLoader(x, batch_size=DATASET_BATCH, collate_fn=reader.collate)
+    if not isinstance(x, Iterable) or isinstance(x, (str, bytes)):
+        raise QualmsError(
+            f"{argument} is a {type(x).__name__}; pass a tensor or array, a tuple or dict of them, "
+            "an iterable of batches, or a torch dataset."
+        )
+    is_empty = True
+    for batch in _iterate(x, argument):
+        is_empty = False
+        yield reader.read(batch)
+    if is_empty:
+        raise QualmsError(
+            f"{argument} yields no batch; pass at least one sample, and a list or a DataLoader if "
+            "it is read more than once."
+        )
+
+
+def _float_dtype(model: nn.Module) -> torch.dtype:
+    for p in model.parameters():
+        if p.is_floating_point():
+            return p.dtype
+    return torch.float32
+
+
+def _require_arguments(model: nn.Module, number: int) -> None:
+    """Raise an error unless the model takes so many positional arguments."""
+    try:
+        signature(model.forward).bind(*range(number))
+    except TypeError as error:
+        raise QualmsError(
+            f"train=(...) is read as one batch of {number} model inputs, which the model does not "
+            "take; pass a list of batches: train=[(inputs, labels)]."
+        ) from error
+
+
+def _iterate(x: Iterable[Any], argument: str) -> Iterator[Any]:
+    """The items of `x`; where a DataLoader cannot collate them, the error says what to do."""
+    iterator = iter(x)
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except (RuntimeError, TypeError) as error:
+            if not isinstance(x, DataLoader):
+                raise
+            raise QualmsError(
+                f"the items of {argument} cannot be put into one batch ({reason(error)}); pass a "
+                "DataLoader with a collate_fn of your own."
+            ) from error
+        yield batch
+
+
+@dataclass(frozen=True)
+class _BatchReader:
+    """Reads batches of one argument.
+
+    Attributes:
+        argument: its name, for errors.
+        float_dtype: the type that NumPy's floats get.
+    """
+
+    argument: str
+    float_dtype: torch.dtype
+
+    def read(self, batch: Any) -> tuple[Batch, Tensor | None]:
+        """The inputs of what a loader yields, and its labels if it has any."""
+        tensors = self.to_tensors(self._inputs(batch))
+        inputs = validate_batch(tensors, self.argument)
+        return inputs, self._labels(batch, num_samples(inputs))
+
+    def collate(self, items: list[Any]) -> Any:
+        """One batch of some items of a dataset."""
+        return default_collate([self.to_tensors(item) for item in items])
+
+    def to_tensors(self, batch: Any) -> Any:
+        """The same structure with tensors in place of NumPy arrays."""
+        if isinstance(batch, np.ndarray):
+            return self._to_tensor(batch)
+        if isinstance(batch, dict):
+            return {key: self.to_tensors(value) for key, value in batch.items()}
+        if isinstance(batch, tuple):
+            return tuple(self.to_tensors(part) for part in batch)
+        return batch
+
+    def _to_tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        if array.dtype.kind not in "biuf" or isinstance(array, np.ma.MaskedArray):
+            raise QualmsError(
+                f"an array of {self.argument} is a {type(array).__name__} of {array.dtype}; pass "
+                "plain numbers."
+            )
+        is_float = array.dtype.kind == "f"
+        dtype = np.dtype(np.float64) if is_float else array.dtype.newbyteorder("=")
+        # A copy: arrays may be read-only or run backwards.
+        t = torch.from_numpy(np.array(array, dtype=dtype))
+        return t.to(self.float_dtype) if is_float else t
+
+    def _inputs(self, batch: Any) -> Any:
+        """What a loader yields, without labels: `inputs`, `(inputs, labels)`, or a dict."""
+        if hasattr(batch, "keys"):
+            return {k: v for k, v in dict(batch).items() if k not in LABEL_KEYS}
+        if not isinstance(batch, (tuple, list)):
+            return batch
+        if not 1 <= len(batch) <= 2:
+            raise QualmsError(
+                f"a batch of {self.argument} has {len(batch)} parts, so it is not clear which are "
+                "inputs; yield (inputs, labels), with a tuple of tensors as inputs if the model "
+                "takes several."
+            )
+        inputs = batch[0]
+        return tuple(inputs) if isinstance(inputs, list) else inputs
+
+    def _labels(self, batch: Any, samples: int) -> Tensor | None:
+        """What `_inputs` leaves out, if it is one whole number for each sample."""
+        labels = _label_tensor(_raw_labels(batch))
+        if labels is None:
+            return None
+        if self.argument == "train" and labels.ndim == 1 and len(labels) != samples:
+            raise QualmsError(
+                f"a batch of train has {samples} inputs and {len(labels)} labels; give one label "
+                "for each input."
+            )
+        if labels.shape not in ((samples,), (samples, 1)):
+            return None
+        return labels.detach().long().reshape(samples)
+
+
+def _raw_labels(batch: Any) -> Any:
+    if hasattr(batch, "keys"):
+        return next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[1]
+    return None
+
+
+def _label_tensor(labels: Any) -> Tensor | None:
+    """Labels as a tensor of whole numbers; None if they are something else."""
+    if isinstance(labels, (list, tuple)) and all(isinstance(label, Integral) for label in labels):
+        return torch.tensor([int(label) for label in labels])
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu":
+        return torch.from_numpy(labels.astype(np.int64))
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        return None
+    return labels
+
+
+def validate_batch(batch: Any, argument: str = "x") -> Batch:
+    """The batch as plain tensors of our own, or an error that says what is wrong with it.
+
+    Args:
+        batch: a tensor, or a tuple or dict of tensors.
+        argument: what it is called in errors.
+
+    Returns:
+        The same structure with detached tensors that are usable outside inference mode.
+
+    Raises:
+        QualmsError: if there is something else than dense tensors with a common first axis, or a
+            value that is NaN or infinite.
+    """
+    parts = batch_tensors(batch) if isinstance(batch, (Tensor, tuple, dict)) else []
+    if not parts or not all(isinstance(t, Tensor) for t in parts):
+        raise QualmsError(
+            f"a batch of {argument} is a {type(batch).__name__} without tensors; pass tensors only."
+        )
+    if any(t.layout != torch.strided for t in parts):
+        raise QualmsError(f"a tensor of {argument} is sparse; pass dense tensors.")
+    if any(t.ndim == 0 for t in parts):
+        raise QualmsError(
+            f"a tensor of {argument} has no batch axis; its first axis must count the inputs."
+        )
+    sizes = {t.shape[0] for t in parts}
+    if len(sizes) > 1:
+        raise QualmsError(
+            f"the tensors of {argument} disagree on the number of inputs: {sorted(sizes)}."
+        )
+    if sizes == {0}:
+        raise QualmsError(f"{argument} is an empty batch; pass at least one input.")
+    for t in parts:
+        _require_finite(t, argument)
+    return with_tensors(batch, map(_plain_tensor, parts))
+
+
+def _require_finite(t: Tensor, argument: str) -> None:
+    if not t.is_floating_point() or t.is_meta:
+        return
+    finite = torch.isfinite(t)
+    if bool(finite.all()):
+        return
+    bad = int((~finite).flatten(1).any(1).nonzero()[0]) if t.ndim > 1 else 0
+    raise QualmsError(
+        f"input {bad} of {argument} has a value that is NaN or infinite; clean it before scoring."
+    )
+
+
+def _plain_tensor(t: Tensor) -> Tensor:
+    """The tensor without a graph of the user's, and usable outside inference mode."""
+    return t.detach().clone() if t.is_inference() else t.detach()
