@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qualms.data import DATASETS, Normalization, load
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.paper import SIGMA
 from qualms.training import Recipe, fit
 

@@ -44,7 +44,7 @@ from qualms.methods.method import TRAINING_DATA
 from qualms.metrics import auroc
 from qualms.models.published import mnist_cnn_5x5
 from qualms.random import generator
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.paper import methods_beside, paper_methods
 from qualms.tasks.scoring import BATCH, Methods
 from qualms.training import RECIPES, fit
@@ -142,7 +142,7 @@ def scored(
     network: Network, train: Images, parts: list[Images], seed: int, methods: Methods
 ) -> list[Scores]:
     """The scores of several sets of images; methods that need training data see the network's own."""
-    own = {name: network.in_its_units(method) for name, method in methods.items()}
+    own = {name: network.scale_noise(method) for name, method in methods.items()}
     seen = train.subset(LEARNT)
     assert seen.labels is not None
     learnt = list(zip(network.inputs(seen).split(BATCH), seen.labels.split(BATCH), strict=True))

@@ -39,9 +39,9 @@ from qualms.result import Scored
 from qualms.scale.batch import BatchScorer
 from qualms.scale.cluster import cluster, score_on_ray
 from qualms.scale.shards import SIZE, score_shards
-from qualms.scale.source import PART, open_source
 from qualms.scorer import Scorer
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
+from qualms.stream.source import PART, open_source
 from qualms.tasks.scoring import scored_images
 
 RESULTS = Path(__file__).parent / "results" / "scale.jsonl"
@@ -140,7 +140,7 @@ def overlap_once() -> dict[str, float]:
         return scored_images(network, scorer, images, place)
 
     with tempfile.TemporaryDirectory() as folder:
-        source = open_source(_photos(Path(folder)), None, network.fit)
+        source = open_source(_photos(Path(folder)), None, network.transform)
         parts = [task() for task in source.tasks(0, repeat(PART))]
         score(parts[0].images, 0)  # what is found out about a network once
 
@@ -173,7 +173,7 @@ def workers() -> Iterator[Row]:
         for count in (0, 1, 2):
             with cluster(None, count) if count else nullcontext():
                 for spec, n in WORK.items():
-                    method = network.in_its_units(parse(spec))
+                    method = network.scale_noise(parse(spec))
                     batches = BatchScorer(network, Scorer(network.model, {spec: method}), "images")
                     _scored(folder, batches, 64, count)  # what is found out about a network once
                     once, twice = (_scored(folder, batches, m, count) for m in (n, 2 * n))

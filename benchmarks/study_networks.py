@@ -19,7 +19,7 @@ from torch import nn
 from qualms.data import DATASETS, Images, load
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.training import Recipe, fit
 
 WEIGHTS = Path("runs") / "study"

@@ -28,7 +28,7 @@ from qualms.metrics import auroc, raulc
 from qualms.models import load_model
 from qualms.models.cnn import mnist_cnn
 from qualms.models.zoo import ZOO
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.presets import CPU
 from qualms.training import RECIPES, fit
 

@@ -16,8 +16,8 @@ from qualms.models.cnn import paper_cnn
 from qualms.progress import ProgressFn
 from qualms.report.content import Content, Group
 from qualms.report.layer_chart import layers_of
+from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.runtime import runtime
 from qualms.tasks.scoring import score_images, usable

@@ -26,7 +26,7 @@ from qualms.models import read_state
 from qualms.scale.batch import rejected_in
 from qualms.scale.cluster import not_scored, require_once
 from qualms.scale.shard_folder import begun, count_rows, finish
-from qualms.scale.source import open_source
+from qualms.stream.source import open_source
 from qualms.tasks.journal import read
 from tests.helpers import layouts
 from tests.helpers.mutations import DEPTH

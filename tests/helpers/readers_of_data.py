@@ -50,7 +50,7 @@ def _at(folder: Path, path: Path) -> None:
 
 
 def _in_parts(folder: Path, path: Path) -> None:
-    from qualms.scale.source import open_source
+    from qualms.stream.source import open_source
 
     source = open_source(str(path), None, None)
     for part in source.parts(1, 8):

@@ -191,7 +191,7 @@ def _speak(folder: Path, path: Path) -> None:
 @cache
 def _scoring() -> Any:
     import qualms
-    from qualms.tasks.network import Network
+    from qualms.stream.network import Network
     from qualms.tasks.scoring import scored_images
 
     network = Network("small", _small(), Normalization((0.5,), (0.5,)))
@@ -205,7 +205,7 @@ def _shard(folder: Path, path: Path) -> None:
     from qualms.scale.cluster import not_scored, require_once
     from qualms.scale.shard_folder import shards_in
     from qualms.scale.shards import score_shards
-    from qualms.scale.source import open_source
+    from qualms.stream.source import open_source
 
     scores = folder / "scores"
     score_shards(_scoring(), open_source(str(folder / "x.npz"), None, None), scores, {"seed": 0}, 2)

@@ -23,7 +23,7 @@ from qualms.service.app import add_service
 from qualms.service.scoring import Question, Reply, Served, about_unloaded, replies
 from qualms.service.settings import Settings
 from qualms.service.startup import Startup
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 
 REGRAD = "regrad+layers+smooth"
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -87,7 +87,7 @@ def starting(own: Served | None = None) -> Startup:
 def started(own: Served | None = None) -> Startup:
     """The same once it is ready."""
     made, start = own or usual(), starting(own)
-    start.finish(made.about, made.network.fit)
+    start.finish(made.about, made.network.transform)
     return start
 
 

@@ -18,7 +18,7 @@ from qualms.report.content import Content, Group, LayerContributions
 from qualms.report.gallery import confident_and_wrong, ends
 from qualms.report.layer_chart import layer_name, layers_of
 from qualms.report.roles import default_of, not_for_use, why_not_default
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.rows import LeftOutRow
 from tests.helpers.report_contents import bare, cycles, full, group
 

@@ -11,8 +11,8 @@ from PIL import Image
 from qualms.data import DATASETS, Images, load
 from qualms.methods import parse
 from qualms.models import load_model
+from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.scoring import score_images
 from tests.helpers.commands import run
 from tests.helpers.pages import Page

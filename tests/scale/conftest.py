@@ -9,7 +9,7 @@ import qualms
 from qualms.data import DATASETS, Images, load
 from qualms.models import load_model
 from qualms.scale.shards import ScoreImages
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.scoring import scored_images
 from tests.helpers.stores import COUNT, METHODS
 
@@ -27,5 +27,5 @@ def network() -> Network:
 
 @pytest.fixture
 def score(network: Network) -> ScoreImages:
-    methods = {name: network.in_its_units(qualms.methods.parse(name)) for name in METHODS}
+    methods = {name: network.scale_noise(qualms.methods.parse(name)) for name in METHODS}
     return partial(scored_images, network, qualms.Scorer(network.model, methods))

@@ -17,13 +17,13 @@ from qualms.data import Images
 from qualms.data.images import Rejected
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
 from qualms.scale.cluster import not_scored, require_once
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from tests.helpers.stores import METHODS, png
 
 
 @pytest.fixture
 def batches(network: Network, tmp_path: Path) -> BatchScorer:
-    methods = {name: network.in_its_units(qualms.methods.parse(name)) for name in METHODS}
+    methods = {name: network.scale_noise(qualms.methods.parse(name)) for name in METHODS}
     limit = qualms.Threshold.from_scores(np.arange(10.0), coverage=0.9)
     scorer = qualms.Scorer(network.model, methods, threshold=limit)
     return BatchScorer(network, scorer, "digits", size=(8, 8), rejected=tmp_path / "rejected")

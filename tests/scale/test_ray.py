@@ -26,8 +26,8 @@ from qualms.scale.batch import BatchScorer
 from qualms.scale.cluster import cluster, score_on_ray
 from qualms.scale.shard_folder import Done
 from qualms.scale.shards import score_shards
-from qualms.scale.source import Source, open_source
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
+from qualms.stream.source import Source, open_source
 from tests.helpers.commands import own, run
 from tests.helpers.stores import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet
 
@@ -60,7 +60,7 @@ def ray() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def batches(network: Network) -> BatchScorer:
     """With every kind of column that there is."""
-    methods = {name: network.in_its_units(qualms.methods.parse(name)) for name in METHODS}
+    methods = {name: network.scale_noise(qualms.methods.parse(name)) for name in METHODS}
     limit = qualms.Threshold.from_scores(np.linspace(0, 60, 50), coverage=0.5)
     scorer = qualms.Scorer(network.model, methods, threshold=limit)
     named = replace(network, class_names=tuple("abcdefghij"))

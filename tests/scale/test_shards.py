@@ -25,8 +25,8 @@ from qualms.data import Images, load
 from qualms.disk import lock_file
 from qualms.scale.shard_folder import LOCK, Done
 from qualms.scale.shards import ScoreImages, score_shards
-from qualms.scale.source import PART, Part, open_source
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
+from qualms.stream.source import PART, Part, open_source
 from qualms.tasks.scoring import scored_images
 from tests.helpers.stores import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet, png
 
@@ -46,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_every_format_and_shard_size_gives_the_scores_of_one_call(
     kind: str, size: int, digits: Images, network: Network, score: ScoreImages, tmp_path: Path
 ) -> None:
-    source = open_source(FORMATS[kind](digits, tmp_path / "data"), None, network.fit)
+    source = open_source(FORMATS[kind](digits, tmp_path / "data"), None, network.transform)
     done = score_shards(score, source, tmp_path / "out", {"seed": 0}, size)
     assert done == Done(COUNT, 0, None)
     table, want = shards(tmp_path / "out"), score(digits, 0)
@@ -92,7 +92,7 @@ def test_progress_counts_images_up_to_all_of_them_or_to_those_so_far(
     kind: str, digits: Images, network: Network, score: ScoreImages, tmp_path: Path
 ) -> None:
     source, told = (
-        open_source(FORMATS[kind](digits, tmp_path / "data"), None, network.fit),
+        open_source(FORMATS[kind](digits, tmp_path / "data"), None, network.transform),
         list[tuple[int, int]](),
     )
     score_shards(
@@ -289,7 +289,7 @@ def test_a_source_keeps_no_file_open(digits: Images, tmp_path: Path) -> None:
 
 def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) -> None:
     """What was read and not asked for yet, whatever the number of images."""
-    from qualms.scale import source as module
+    from qualms.stream import source as module
 
     read: list[int] = []
     original = module._read
@@ -446,7 +446,7 @@ def test_the_next_images_are_read_while_the_caller_works(
 def test_a_folder_of_many_files_is_cut_into_pieces_and_none_is_lost(
     digits: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qualms.scale.source.FILES", 32)
+    monkeypatch.setattr("qualms.stream.source.FILES", 32)
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
     assert source.pieces is not None
     ids = [[file.id for file in piece()] for piece in source.pieces()]

@@ -93,7 +93,7 @@ def test_once_the_network_is_ready_nobody_is_asked_whether_it_is() -> None:
     there = starting()
     here = copy(there)
     assert here.progress().status == "warming up"
-    there.finish(usual().about, usual().network.fit)
+    there.finish(usual().about, usual().network.transform)
     assert here.progress().status == "ready"
     here.board.clear()
     assert here.progress().status == "ready"

@@ -49,7 +49,7 @@ def test_probes_say_how_far_the_start_is() -> None:
     second = ask.get("/readyz").json()
     assert (second["step"], second["step_number"], second["steps"]) == ("loading digits", 2, 3)
     assert ask.get("/healthz").status_code == ask.get("/v2/health/live").status_code == 200
-    start.finish(usual().about, usual().network.fit)
+    start.finish(usual().about, usual().network.transform)
     assert ask.get("/readyz").json() == {"status": "ready"}
     assert ask.post("/v1/score", files=upload(0)).status_code == 200
 

@@ -15,7 +15,7 @@ from pyarrow import parquet
 import qualms
 from qualms.data import DATASETS, load
 from qualms.models import load_model
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from tests.helpers.commands import NORMAL, own, rows, run
 
 SMOOTH, PERTURB = "regrad+layers(0.2)+smooth(0.02,4)", "perturb-x(0.05,6)"

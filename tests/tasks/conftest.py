@@ -5,7 +5,7 @@ import torch
 
 from qualms.data import DATASETS, Images, load
 from qualms.models import load_model
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.training import RECIPES, fit
 
 

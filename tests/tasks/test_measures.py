@@ -12,10 +12,10 @@ from qualms.methods import laplace
 from qualms.methods.head_posterior import fit_head
 from qualms.methods.registry import parse
 from qualms.report.tables import calibration_table, left_out, ood_table, runtime_table
+from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.calibration import calibration
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
 from qualms.tasks.runtime import runtime
 from qualms.tasks.scoring import score_images

@@ -8,7 +8,7 @@ import pytest
 from qualms.data import load
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 
 pytestmark = [
     pytest.mark.data,

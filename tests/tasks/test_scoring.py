@@ -20,10 +20,10 @@ from qualms.methods.regrad import REGrad
 from qualms.models import load_model
 from qualms.models.imagenet import imagenet_classes
 from qualms.scorer import Scorer
+from qualms.stream.network import Network
 from qualms.tasks import scoring
 from qualms.tasks.calibration import calibration
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
 from qualms.tasks.scoring import score_images, scored_images, usable
 
@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def test_chunks_give_what_one_call_gives(network: Network, known: Images) -> None:
-    own = {name: network.in_its_units(method) for name, method in METHODS.items()}
+    own = {name: network.scale_noise(method) for name, method in METHODS.items()}
     x, numbers = network.numbered_inputs(known)
     want = Scorer(network.model, own, seed=3)(x, numbers=numbers).scores
     have = score_images(network, known, METHODS, Journal(None, {}), seed=3)
@@ -153,17 +153,17 @@ def test_what_would_give_other_scores_is_computed_anew(
 
 def test_noise_in_pixels_becomes_noise_in_the_networks_units() -> None:
     network = Network("n", nn.Linear(1, 2), Normalization((0.5, 0.5, 0.5), (0.5, 0.25, 0.2)))
-    starred = network.in_its_units(parse("regrad+layers(0.2)+smooth(0.02)"))
+    starred = network.scale_noise(parse("regrad+layers(0.2)+smooth(0.02)"))
     assert isinstance(starred, REGrad)
     assert starred.smooth is not None
     assert starred.smooth.sigma == pytest.approx((0.04, 0.08, 0.1))
     assert starred.layers == 0.2
-    x, aa = network.in_its_units(PerturbX(0.008)), network.in_its_units(MCAA(0.0001))
+    x, aa = network.scale_noise(PerturbX(0.008)), network.scale_noise(MCAA(0.0001))
     assert isinstance(x, PerturbX)
     assert x.sigma == pytest.approx((0.016, 0.032, 0.04))
     assert isinstance(aa, MCAA)
     assert aa.a == pytest.approx((0.0002, 0.0004, 0.0005))
-    assert network.in_its_units(parse("perturb-theta")) == parse("perturb-theta")
+    assert network.scale_noise(parse("perturb-theta")) == parse("perturb-theta")
 
 
 def test_methods_that_cannot_be_used_are_left_out_with_the_reason(
@@ -256,17 +256,17 @@ def test_labels_are_counted_as_the_network_counts_its_classes(
     assert known.labels is not None
     some = known.take((known.labels < 3).nonzero().flatten())
     folder = replace(some, name="mine", classes=("0", "1", "2"), source="mine/")
-    assert torch.equal(named.relabeled(folder).labels, 9 - some.labels)
-    assert named.relabeled(folder).classes == named.class_names
+    assert torch.equal(named.relabel(folder).labels, 9 - some.labels)
+    assert named.relabel(folder).classes == named.class_names
     with pytest.raises(
         QualmsError, match="mine/ has the class 'two', which digits-cnn does not know"
     ):
-        named.relabeled(replace(folder, classes=("0", "1", "two")))
+        named.relabel(replace(folder, classes=("0", "1", "two")))
     with pytest.raises(QualmsError, match="tells 10 classes apart, and mine/ has 3"):
-        network.relabeled(folder)
-    assert network.relabeled(known) is known
+        network.relabel(folder)
+    assert network.relabel(known) is known
     unlabeled = replace(folder, labels=None)
-    assert named.relabeled(unlabeled) is unlabeled
+    assert named.relabel(unlabeled) is unlabeled
 
 
 def test_labels_of_two_classes_with_one_name_are_matched_in_order_or_refused(
@@ -276,11 +276,11 @@ def test_labels_of_two_classes_with_one_name_are_matched_in_order_or_refused(
     assert known.labels is not None
     some = known.take((known.labels < 3).nonzero().flatten())
     folder = replace(some, name="mine", classes=("crane", "crane", "drum"), source="mine/")
-    assert torch.equal(named.relabeled(folder).labels, torch.tensor([0, 2, 1])[some.labels])
+    assert torch.equal(named.relabel(folder).labels, torch.tensor([0, 2, 1])[some.labels])
     with pytest.raises(
         QualmsError, match="mine/ has the class 'crane', which is the name of the classes 0 and 2"
     ):
-        named.relabeled(replace(folder, classes=("crane", "drum", "3")))
+        named.relabel(replace(folder, classes=("crane", "drum", "3")))
 
 
 def test_folders_of_imagenets_classes_may_be_called_by_wordnet_ids(
@@ -290,4 +290,4 @@ def test_folders_of_imagenets_classes_may_be_called_by_wordnet_ids(
     assert known.labels is not None
     some = known.take((known.labels < 2).nonzero().flatten())
     cranes = replace(some, name="mine", classes=("n03126707", "n02012849"), source="mine/")
-    assert torch.equal(named.relabeled(cranes).labels, torch.tensor([517, 134])[some.labels])
+    assert torch.equal(named.relabel(cranes).labels, torch.tensor([517, 134])[some.labels])

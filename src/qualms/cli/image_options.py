@@ -7,7 +7,7 @@ from pathlib import Path
 from qualms.cli.status import echo
 from qualms.data import Images, ImageTransform, Rejected, dataset_name, load
 from qualms.errors import QualmsError
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.reproduce import LEARNT_FROM
 
 NAMED = 3  # of the inputs that could not be read, on the terminal
@@ -62,7 +62,7 @@ def tell_images(network: Network, *found: Images) -> None:
         echo(
             f"{images.name}: {len(images)} image{'' if len(images) == 1 else 's'}, {images.source}"
         )
-        for note in network.told(images):
+        for note in network.describe_preprocessing(images):
             echo(f"  {note}")
         tell_rejected(images.rejected)
 

@@ -10,7 +10,7 @@ from qualms.errors import QualmsError
 from qualms.models import Preprocessing, load_model, preprocessing_of
 from qualms.models.installed import installed_weights, require_installed_weights
 from qualms.models.zoo import ZOO, Entry
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.training import trained_with
 
 PUBLISHED = {

@@ -36,7 +36,7 @@ from qualms.gradients.settings import Sketch
 from qualms.methods.method import MODELS, TRAINING_DATA, Method
 from qualms.result import Scored
 from qualms.scorer import Scorer
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.scoring import (
     Inputs,
     batch_slices,
@@ -100,7 +100,7 @@ class Ready:
     def read(self, name: str) -> Images:
         """Images as the network takes them; says what was found and done."""
         found = _read(name, self.network, self.given, "test")
-        self.network.try_on(found)
+        self.network.require_input_size(found)
         return found
 
     def scorer(self, methods: dict[str, Method], threshold: Threshold | None = None) -> Scorer:
@@ -222,7 +222,7 @@ def ready(images: str, model: str, methods: dict[str, Method], given: ScoreOptio
         classes=classes,
     )
     network = replace(network, class_names=names or network.class_names)
-    own = {name: network.in_its_units(method) for name, method in methods.items()}
+    own = {name: network.scale_noise(method) for name, method in methods.items()}
     learns = any(TRAINING_DATA in method.needs for method in methods.values())
     train = (
         _read(given.train, network, given, "train") if learns and given.train is not None else None
@@ -232,7 +232,7 @@ def ready(images: str, model: str, methods: dict[str, Method], given: ScoreOptio
 
 def _read(name: str, network: Network, given: ScoreOptions, split: str) -> Images:
     status_line(f"reading {name} …")
-    found = load(name, given.root, split, fit=network.fit, strict=given.strict)
+    found = load(name, given.root, split, fit=network.transform, strict=given.strict)
     tell_images(network, found)
     return found
 

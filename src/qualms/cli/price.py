@@ -12,7 +12,7 @@ from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.methods.price import Price
 from qualms.scorer import Scorer
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.scoring import Methods
 
 LONG = 600.0  # seconds above which cheaper ways are named
@@ -57,7 +57,7 @@ def say_price_of_groups(
         engine: of the gradient scores.
         tolerance: as for `Scorer`.
     """
-    own = {name: network.in_its_units(method) for name, method in methods.items()}
+    own = {name: network.scale_noise(method) for name, method in methods.items()}
     scorer = Scorer(network.model, own, models=network.members, engine=engine, tolerance=tolerance)
     say_price(scorer, network.inputs(groups[0].take(slice(1))), sum(map(len, groups)))
 

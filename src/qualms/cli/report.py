@@ -161,18 +161,18 @@ def report(
     )
     network = replace(network, class_names=names or network.class_names)
     whole, *others = test_images(
-        [inside, *dict.fromkeys(split_list(outside))], root, network.fit, strict=strict
+        [inside, *dict.fromkeys(split_list(outside))], root, network.transform, strict=strict
     )
     known, *others = (images.subset(count or None) for images in (whole, *others))
     tell_images(network, known, *others)
-    network.try_on(known)
-    known = network.relabeled(known)
+    network.require_input_size(known)
+    known = network.relabel(known)
     others = [alike(network, known, images) for images in others]
     if known.labels is not None:
         network.accuracy(known)  # an error if its classes are not those of the labels
     asked = parse_methods("paper" if methods is None else methods, known.name)
     learns = any(TRAINING_DATA in method.needs for method in asked.values())
-    train = training_images(inside, root, network.fit, whole) if learns else None
+    train = training_images(inside, root, network.transform, whole) if learns else None
     wanted, reasons = usable(network, known, asked, train)
     used, tolerance = chosen_engine(network, known, wanted, engine or "auto", tolerance)
     say_price_of_groups(network, [known, *others], wanted, used, tolerance)

@@ -18,8 +18,8 @@ from qualms.scale.batch import BatchScorer
 from qualms.scale.cluster import score_on_ray
 from qualms.scale.shard_folder import REJECTED, shards_in
 from qualms.scale.shards import SIZE, score_shards
-from qualms.scale.source import open_source
 from qualms.scorer import Scorer
+from qualms.stream.source import open_source
 
 
 def is_folder(out: str) -> bool:
@@ -72,15 +72,15 @@ def score_to_folder(
 ) -> None:
     """Score all images into shards, or go on with them; prints what was done."""
     network = prepared.network
-    source = open_source(images, given.root, network.fit, given.strict)
+    source = open_source(images, given.root, network.transform, given.strict)
     echo(f"{source.name}: {'images' if source.count is None else f'{source.count} images'}")
     first = source.first()
     if prepared.train is not None and torch.equal(
         prepared.train.pixels[: len(first)], first.pixels
     ):
         raise QualmsError(f"--train names the images of {images} themselves; name others.")
-    network.try_on(first)
-    size = first.size if network.fit is None else None
+    network.require_input_size(first)
+    size = first.size if network.transform is None else None
     batches = BatchScorer(network, scorer, source.name, source.classes, size, given.strict)
     trial = batches.scored(first.take(slice(0, 1)))
     prepared.check_classes(trial.probs.shape[1])

@@ -86,7 +86,7 @@ def threshold(
             f"{found.source or images} has no labels, which --risk needs; sort the images into a folder for each "
             "class, or set the threshold by --coverage."
         )
-    labels = None if risk is None else prepared.network.relabeled(found).labels
+    labels = None if risk is None else prepared.network.relabel(found).labels
     scorer, scored = prepared.score_reference(found)
     (scores,) = scored.scores.values()
     right = None if labels is None else scored.prediction.cpu() == labels

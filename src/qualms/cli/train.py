@@ -13,7 +13,7 @@ from qualms.cli.progress_bar import show_progress
 from qualms.data import DATASETS, load
 from qualms.errors import QualmsError
 from qualms.models import load_model
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.training import RECIPES, fit
 
 NETWORKS = {

@@ -17,7 +17,7 @@ from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
 from qualms.report.content import Group, LayerContributions
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 
 EACH = 24  # images of each group
 

@@ -17,7 +17,7 @@ from qualms.errors import QualmsError
 from qualms.result import Scored
 from qualms.scale.shard_folder import column, write_rejected
 from qualms.scorer import Scorer
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.scoring import scored_images
 
 Columns = dict[str, np.ndarray]
@@ -60,7 +60,7 @@ class BatchScorer:
             File(name, f"{name} in {self.name}", partial(_content, name, content, reason))
             for name, content, reason in zip(batch["id"], batch["content"], reasons, strict=True)
         ]
-        read = read_some(files, self.name, self.network.fit, self.strict)
+        read = read_some(files, self.name, self.network.transform, self.strict)
         if read.rejected and self.rejected is not None:
             _list(self.rejected, read.rejected)
         ids = tuple(files[place].id for place in read.kept)
@@ -73,7 +73,7 @@ class BatchScorer:
         )
 
     def _gray(self) -> Images:
-        size = self.network.fit.size if self.network.fit is not None else self.size
+        size = self.network.transform.size if self.network.transform is not None else self.size
         assert size is not None
         return Images(
             self.name, torch.full((1, 3, *size), 128, dtype=torch.uint8), None, ids=("gray",)

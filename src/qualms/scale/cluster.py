@@ -24,7 +24,7 @@ from qualms.data.places import extra
 from qualms.errors import QualmsError, reason
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
 from qualms.scale.shard_folder import Done, arrow, begun, column, count_rows, finish, shards_in
-from qualms.scale.source import PART, Piece, Source
+from qualms.stream.source import PART, Piece, Source
 
 if TYPE_CHECKING:
     from ray.data import ReadTask

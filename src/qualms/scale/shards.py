@@ -18,7 +18,7 @@ from qualms.errors import QualmsError
 from qualms.progress import ProgressFn
 from qualms.result import Scored
 from qualms.scale.shard_folder import Done, arrow, begun, finish, parquet, write
-from qualms.scale.source import Part, Source
+from qualms.stream.source import Part, Source
 
 SIZE = 4096  # images in a shard
 LEFT_OUT = b"qualms.rejected"  # the key of a shard's metadata

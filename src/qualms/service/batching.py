@@ -108,7 +108,7 @@ class ModelSide(LitAPI):
         end_with_parent()
         try:
             self.served = self.make(self.startup.begin)
-            self.startup.finish(self.served.about, self.served.network.fit)
+            self.startup.finish(self.served.about, self.served.network.transform)
         except Exception as error:  # whatever a network raises
             self.startup.fail(error)
             raise SystemExit(1) from None

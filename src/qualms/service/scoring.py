@@ -25,7 +25,7 @@ from qualms.result import Scored
 from qualms.scorer import Scorer
 from qualms.service.answers import About, finite, results
 from qualms.service.uploads import Pixels
-from qualms.tasks.network import Network
+from qualms.stream.network import Network
 from qualms.tasks.scoring import scored_images
 from qualms.threshold import Threshold
 
@@ -64,7 +64,7 @@ class Served:
     @property
     def gray_image(self) -> torch.Tensor | None:
         """An image to try the network on; None where nobody says which size it takes."""
-        fit = self.network.fit
+        fit = self.network.transform
         if fit is None:
             return None
         channels = len(self.network.normalization.mean)

@@ -21,8 +21,8 @@ from qualms.models.fingerprint import fingerprint
 from qualms.progress import ProgressFn
 from qualms.random import generator
 from qualms.selection import require_gradients, select
+from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.rows import CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
 from qualms.tasks.scoring import Inputs
 from qualms.training import Recipe, fit
@@ -182,7 +182,7 @@ def _pick(
     labeled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
     needs = Inputs(network, labeled) if TRAINING_DATA in method.needs else None
     inputs = Inputs(network, train.take(left))
-    own = network.in_its_units(method)
+    own = network.scale_noise(method)
     return left[
         select(
             network.model, inputs, plan.more, own, diversity=plan.diversity, seed=seed, train=needs

@@ -9,8 +9,8 @@ from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aurc, interval, raulc, selective_risk
 from qualms.progress import ProgressFn
+from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.rows import CalibrationKey, CalibrationMeasures, CalibrationRow
 from qualms.tasks.scoring import (
     DRAWS,

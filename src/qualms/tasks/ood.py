@@ -8,8 +8,8 @@ from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aupr, auroc, fpr95, interval
 from qualms.progress import ProgressFn
+from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.rows import OodKey, OodMeasures, OodRow
 from qualms.tasks.scoring import (
     DRAWS,
@@ -82,9 +82,9 @@ def alike(network: Network, inside: Images, other: Images) -> Images:
     """In the size of the images that the network knows; if it fits those anew in each batch, then
     these too.
     """
-    if network.fit is None:
+    if network.transform is None:
         return other.fitted(inside.pixels.shape[1], inside.size)
-    return network.fit.apply(other) if inside.size == network.fit.size else other
+    return network.transform.apply(other) if inside.size == network.transform.size else other
 
 
 def _measures(inside: object, outside: object) -> OodMeasures:

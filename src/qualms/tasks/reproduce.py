@@ -19,11 +19,11 @@ from qualms.methods.method import Method
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
 from qualms.progress import ProgressFn
+from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.active import COLOR, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.ood import ood
 from qualms.tasks.paper import VIT, methods_beside, paper_methods
 from qualms.tasks.presets import Learning, Preset, Setup

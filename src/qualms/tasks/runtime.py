@@ -12,8 +12,8 @@ from qualms.methods.entropy import Entropy
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.progress import ProgressFn
 from qualms.scorer import Scorer
+from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.rows import RuntimeKey, RuntimeRow
 from qualms.tasks.scoring import Inputs, Methods, engine_label, parameters
 
@@ -84,7 +84,7 @@ def runtime(
         if known:
             yield known[0]
             continue
-        scorer = ready(network.in_its_units(method))
+        scorer = ready(network.scale_noise(method))
         timed = [(seconds(unit), seconds(scorer)) for _ in range(rounds)]
         median, ratio = (
             statistics.median(t for _, t in timed),

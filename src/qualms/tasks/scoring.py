@@ -17,8 +17,8 @@ from qualms.methods.method import TRAINING_DATA, Method, NotFinite
 from qualms.progress import ProgressFn, batch_sizes
 from qualms.result import Scored
 from qualms.scorer import Scorer
+from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.rows import (
     AccuracyKey,
     AccuracyRow,
@@ -97,7 +97,7 @@ def score_images(
     }
     exactly = {name: parameters(method, train) for name, method in methods.items()}
     have = {start: _known(journal, keys[start], exactly) for start in starts}
-    own = {name: network.in_its_units(method) for name, method in methods.items()}
+    own = {name: network.scale_noise(method) for name, method in methods.items()}
     probs: dict[int, torch.Tensor] = {}
     if progress is not None:
         progress(f"images of {images.name} scored", 0, len(images))
@@ -193,7 +193,7 @@ def chosen_engine(
         engine: that was asked for.
         tolerance: as for `Scorer`; None for its default.
     """
-    own = {name: network.in_its_units(method) for name, method in methods.items()}
+    own = {name: network.scale_noise(method) for name, method in methods.items()}
     scorer = Scorer(network.model, own, engine=engine, tolerance=tolerance)
     settled = scorer.choose_engine(network.inputs(images.take(slice(1))))
     return settled.engine, settled.tolerance
@@ -224,7 +224,7 @@ def usable(
     batches = None if train is None else Inputs(network, train.take(slice(0, 2 * BATCH)))
     for name, method in methods.items():
         try:
-            quick = network.in_its_units(method).quick()
+            quick = network.scale_noise(method).quick()
             compare(network.model, few, [quick], train=batches, models=network.members)
             good[name] = method
         except QualmsError as error:

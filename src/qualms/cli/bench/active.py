@@ -15,10 +15,10 @@ from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.models import load_model
 from qualms.report.tables import active_table
+from qualms.stream.network import Network
 from qualms.tasks import active as task
 from qualms.tasks.active import COLOR, NETWORKS, RANDOM, Plan
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.tasks.scoring import BATCH, usable
 from qualms.training import RECIPES

@@ -18,8 +18,8 @@ from qualms.cli.progress_bar import show_progress
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA
+from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.network import Network
 from qualms.tasks.rows import AccuracyRow, Row
 from qualms.tasks.scoring import Methods, accuracy_row, usable
 
@@ -87,15 +87,17 @@ def run_task(
             classes=given.classes,
         )
         whole, *others = test_images(
-            [given.inside, *outside], given.root, network.fit, strict=False
+            [given.inside, *outside], given.root, network.transform, strict=False
         )
         images, *others = (found.subset(given.count or None) for found in (whole, *others))
         wanted = methods(images.name)
         tell_images(network, images, *others)
-        network.try_on(images)
-        images = network.relabeled(images)
+        network.require_input_size(images)
+        images = network.relabel(images)
         learns = any(TRAINING_DATA in method.needs for method in wanted.values())
-        train = training_images(given.inside, given.root, network.fit, whole) if learns else None
+        train = (
+            training_images(given.inside, given.root, network.transform, whole) if learns else None
+        )
         good, reasons = usable(network, images, wanted, train)
         say_price_of_groups(network, [images, *others], good, given.engine, given.tolerance)
         how = {

@@ -30,7 +30,7 @@ class Network:
         name: what rows and tables call it.
         model: the classifier.
         normalization: of its inputs.
-        fit: how images of any size become its inputs, batch by batch. None takes them in the size
+        transform: how images of any size become its inputs, batch by batch. None takes them in the size
             that they have.
         members: other trainings of it, for `ensemble`.
         class_names: of its outputs; empty where nobody says.
@@ -39,7 +39,7 @@ class Network:
     name: str
     model: nn.Module
     normalization: Normalization
-    fit: ImageTransform | None = None
+    transform: ImageTransform | None = None
     members: tuple[nn.Module, ...] = ()
     class_names: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class Network:
             "std": list(n.std),
         }
         more = {
-            "fit": "" if self.fit is None else str(self.fit),
+            "fit": "" if self.transform is None else str(self.transform),
             "members": [fingerprint(member) for member in self.members],
         }
         return {"qualms": __version__, **own, **{k: v for k, v in more.items() if v}}
@@ -73,7 +73,7 @@ class Network:
         return self._normalized(own), own.numbers()
 
     def _fitted(self, images: Images) -> Images:
-        own = images if self.fit is None else self.fit.apply(images)
+        own = images if self.transform is None else self.transform.apply(images)
         return own.fitted(len(self.normalization.mean), own.size)  # files are read in color
 
     def _normalized(self, own: Images) -> Float[Tensor, "n c h w"]:
@@ -90,16 +90,16 @@ class Network:
                 ]
             )
 
-    def told(self, images: Images) -> tuple[str, ...]:
+    def describe_preprocessing(self, images: Images) -> tuple[str, ...]:
         """What was done to images as they were read, and what is done to them here, in sentences."""
-        more = "" if self.fit is None else self.fit.told([images.size] * len(images))
+        more = "" if self.transform is None else self.transform.told([images.size] * len(images))
         return (*images.notes, *([more] if more else []))
 
-    def try_on(self, images: Images) -> None:
+    def require_input_size(self, images: Images) -> None:
         """An error that speaks of sizes if the model does not take the first image, and nobody says
         what it takes.
         """
-        if self.fit is not None:
+        if self.transform is not None:
             return
         first = images.take(slice(0, 1))
         x = self.inputs(first)
@@ -113,7 +113,7 @@ class Network:
                 "pass size=, the one that it was trained on."
             ) from error
 
-    def relabeled(self, images: Images) -> Images:
+    def relabel(self, images: Images) -> Images:
         """Images whose labels count the classes as the network does: by name where both have names,
         else by number.
 
@@ -152,7 +152,7 @@ class Network:
             )
         return accuracy(logits, labels)
 
-    def in_its_units(self, method: Method) -> Method:
+    def scale_noise(self, method: Method) -> Method:
         """A method whose noise is given in pixels scaled to [0, 1], with the noise in the units of
         the model's input.
 

@@ -1,0 +1,1 @@
+"""Images on their way to scores: sources of batches, a network's transform, the scorer, and sinks."""
