@@ -18,8 +18,8 @@ from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import inner_products, root_of_squares
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.tracing import factors
-from qualms.gradients.tracing.factors import Outer
+from qualms.gradients.tracing import outer_product
+from qualms.gradients.tracing.outer_product import Outer
 from tests import networks as net
 from tests.helpers.engines import OneByOne
 
@@ -130,7 +130,11 @@ class Written:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.again, self.shapes = 0, list[tuple[int, ...]]()
-        again, added_up, squares = Outer._again, Kept._added_up, factors.sum_of_squares
+        again, added_up, squares = (
+            Outer._recompute_in_double,
+            Kept._added_up,
+            outer_product.sum_of_squares,
+        )
 
         def counted_again(outer: Outer, products: Tensor, d: Tensor, which: list[int]) -> None:
             self.again += len(which)
@@ -144,9 +148,9 @@ class Written:
             self.shapes.append(tuple(g.shape))
             return squares(g)
 
-        monkeypatch.setattr(Outer, "_again", counted_again)
+        monkeypatch.setattr(Outer, "_recompute_in_double", counted_again)
         monkeypatch.setattr(Kept, "_added_up", counted_sums)
-        monkeypatch.setattr(factors, "sum_of_squares", counted_squares)
+        monkeypatch.setattr(outer_product, "sum_of_squares", counted_squares)
 
 
 def test_dead_units_and_a_black_image_cost_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:

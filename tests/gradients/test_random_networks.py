@@ -28,7 +28,7 @@ from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.single_sample import row_gradients
+from qualms.gradients.single_sample import sample_gradients
 from qualms.gradients.sketching.push import forward_mode
 from tests.helpers.random_networks import SHAPES, Network, networks
 
@@ -156,7 +156,7 @@ def projections(
     """
     want, squares = torch.zeros(()), torch.zeros(())
     for row in range(on.rows_per_sample):
-        _, found = row_gradients(
+        _, found = sample_gradients(
             model, on.take([row]), selected, lambda z: ALL["classes"](z[:, None]).flatten(1, 2)
         )
         flat = {name: g.reshape(len(g), -1) / on.rows_per_sample for name, g in found.items()}

@@ -10,10 +10,10 @@ import qualms
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.sketch import SketchRun
 from qualms.gradients.plan_cache import PlanCache
-from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
 from qualms.gradients.sketching.push import forward_mode
+from qualms.gradients.tracing.rules.recurrent_layers import Unrolled
 from tests import recurrent
 
 LAYERS = {

@@ -25,7 +25,7 @@ from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.single_sample import row_gradients
+from qualms.gradients.single_sample import sample_gradients
 from qualms.gradients.sketching.push import PUSHES, Push
 from qualms.gradients.sketching.stable import Sample, cauchy_scale, normal_scale
 from tests import networks as net
@@ -67,7 +67,7 @@ def test_projections_are_those_of_the_gradients(
             on = job.rows(slice(i, i + 1))
             total: dict[str, Tensor] = {}
             for r in range(on.rows_per_sample):
-                z, found = row_gradients(
+                z, found = sample_gradients(
                     inner, on.take([r]), job.selected, lambda z: _all_directions(z).flatten(1, 2)
                 )
                 if r == 0:

@@ -26,7 +26,7 @@ def heavy_blocks(model: nn.Module, batch: Batch, selected: dict[str, Tensor]) ->
     order = use_order(model, ModelInput(take_samples(batch, slice(0, 1))), selected)
     if not order.names:
         return []
-    counted = order.counted(order.names, selected)
+    counted = order.relevant(order.names, selected)
     found: list[list[str]] = []
     for names in group_by_layer(model, counted, "block").values():
         if any(selected[name].ndim > 1 for name in names):

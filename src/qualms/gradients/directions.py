@@ -29,7 +29,7 @@ def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c
     p = logits.double().softmax(-1)
     start, stop, _ = some.indices(p.shape[-1])
     directions = (-p).expand(stop - start, *p.shape).clone()
-    directions.diagonal(offset=start, dim1=0, dim2=-1).copy_(others(p)[..., start:stop])
+    directions.diagonal(offset=start, dim1=0, dim2=-1).copy_(sum_of_others(p)[..., start:stop])
     return directions
 
 
@@ -37,10 +37,10 @@ def of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r 
     """e_c - p for one class c of each input."""
     p = logits.double().softmax(-1)
     place = chosen[:, None, None].expand(*p.shape[:2], 1)
-    return (-p).scatter(-1, place, others(p).gather(-1, place))[None]
+    return (-p).scatter(-1, place, sum_of_others(p).gather(-1, place))[None]
 
 
-def others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
+def sum_of_others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
     """Σ_{k≠c} parts_k for each class c (parts ≥ 0), without cancellation where parts_c dominates
     the total.
     """
@@ -76,7 +76,7 @@ def expected(logits: Logits) -> Float[Tensor, "1 b r c"]:
     """
     p = logits.double().softmax(-1)
     p_0 = p[:, :1]
-    return torch.where(p + p_0 > 1, others(p) - others(p_0), p_0 - p)[None]
+    return torch.where(p + p_0 > 1, sum_of_others(p) - sum_of_others(p_0), p_0 - p)[None]
 
 
 def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
@@ -141,10 +141,10 @@ class Cotangents:
     @classmethod
     def of(cls, cotangents: Float[Tensor, "m rows c"], inputs: int) -> "Cotangents":
         """A few that exist already."""
-        return cls(len(cotangents), lambda: [unit_sized(cotangents, inputs)])
+        return cls(len(cotangents), lambda: [scale_to_unit(cotangents, inputs)])
 
 
-def unit_sized(
+def scale_to_unit(
     cotangents: Float[Tensor, "k rows c"], inputs: int
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
     """(v, s) with s v the cotangents; s, a power of two, brings an input's largest entry between
@@ -192,23 +192,23 @@ class Directions:
             for start in range(0, Directions((name,)).size(classes), step):
                 some = (slice(start, start + step),) if name in IN_BLOCKS else ()
                 block: Tensor = DIRECTIONS[name](logits, *some)
-                yield unit_sized(block.flatten(1, 2).div_(rows_per_sample), inputs)
+                yield scale_to_unit(block.flatten(1, 2).div_(rows_per_sample), inputs)
 
 
 def _size(name: str, classes: int) -> int:
     return classes if name in PER_CLASS else contrast_count(classes) if name == "contrasts" else 1
 
 
-def projected(
+def project_directions(
     names: Sequence[str], logits: Float[Tensor, "b r c"], tangents: Float[Tensor, "b r c"]
 ) -> Float[Tensor, "b m"]:
     """v·(J s) for every direction v, averaged over an input's rows: the projections of smoothed
     gradients on s.
     """
-    return torch.cat([projections(name, logits, tangents).mean(1) for name in names], dim=-1)
+    return torch.cat([project_one_set(name, logits, tangents).mean(1) for name in names], dim=-1)
 
 
-def projections(
+def project_one_set(
     name: str, logits: Float[Tensor, "b _ c"], tangents: Float[Tensor, "b _ c"]
 ) -> Float[Tensor, "b _ m"]:
     """v·y for every direction v of one set and each y = J s: of each row, or of one row and several

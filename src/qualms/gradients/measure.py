@@ -11,8 +11,9 @@ from torch.autograd.graph import GradientEdge
 from qualms.gradients.directions import Cotangents
 from qualms.gradients.isolation import interrupts
 from qualms.gradients.precision import at_least_float32, inner_products, sum_of_squares
-from qualms.gradients.tracing.factors import GradFactor, Outer
-from qualms.gradients.tracing.param_use import Weights, roots
+from qualms.gradients.tracing.factors import GradFactor
+from qualms.gradients.tracing.outer_product import Outer
+from qualms.gradients.tracing.weights import Weights, roots
 
 Kind = Literal["l2", "l1", "gram"]
 AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every edge
@@ -44,7 +45,7 @@ def measure(
         )
         cotangents = Cotangents(len(cotangents), lambda: [(given, as_they_are)])
     edges, places = unique_edges(pieces)
-    alone, shared = by_parameter(pieces, weights)
+    alone, shared = group_by_parameter(pieces, weights)
     table: Tensor | None = (
         None  # [m, parameter, b], in place: small results between large ones break memory up
     )
@@ -64,10 +65,10 @@ def measure(
                 continue
             values: dict[str, Tensor] = {}
             for name, piece in alone.items():
-                deltas = deltas_of(piece, at, places)
+                deltas = cotangents_at(piece, at, places)
                 if deltas is not None:
                     values[name] = _measured(piece, deltas, kind, cotangents.number)
-            for name, gradient in shared_gradients(shared, at, places, weights, inputs).items():
+            for name, gradient in sum_shared_gradients(shared, at, places, weights, inputs).items():
                 values[name] = size_of(gradient, kind)
             if table is None:
                 names = list(values)
@@ -101,7 +102,7 @@ def unique_edges(pieces: Sequence[GradFactor]) -> tuple[list[GradientEdge], Plac
     return list(places), places
 
 
-def by_parameter(
+def group_by_parameter(
     pieces: Sequence[GradFactor], weights: Weights
 ) -> tuple[dict[str, GradFactor], dict[str, list[GradFactor]]]:
     """Parameters that one piece tells all about, and those whose gradient is a sum of pieces or
@@ -115,7 +116,7 @@ def by_parameter(
     return alone, {n: p for n, p in uses.items() if n not in alone}
 
 
-def deltas_of(piece: GradFactor, at: AtEdges, places: Places) -> list[Tensor | None] | None:
+def cotangents_at(piece: GradFactor, at: AtEdges, places: Places) -> list[Tensor | None] | None:
     """The cotangents of a piece, or None if the logits do not depend on it."""
     deltas = [at[places[edge]] for edge in piece.edges]
     return None if all(d is None for d in deltas) else deltas
@@ -125,9 +126,9 @@ def _measured(
     piece: GradFactor, deltas: list[Tensor | None], kind: Kind, cotangents: int
 ) -> Float[Tensor, " b"]:
     if kind == "l2" and isinstance(piece.gradient, Outer):
-        return piece.gradient.square(deltas, cotangents)
+        return piece.gradient.squared_norm(deltas, cotangents)
     if isinstance(piece.gradient, Outer) and piece.gradient.sizes[0] == 1:
-        return piece.gradient.absolute(deltas)
+        return piece.gradient.l1_norm(deltas)
     return size_of(piece.gradient.write(deltas), kind)
 
 
@@ -144,7 +145,7 @@ def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]
 
 
 @torch.no_grad()
-def written_out(
+def full_gradients(
     logits: Float[Tensor, "rows c"],
     cotangent: Float[Tensor, "rows c"],
     pieces: Sequence[GradFactor],
@@ -152,17 +153,17 @@ def written_out(
 ) -> dict[str, Float[Tensor, "1 ..."]]:
     """The whole gradient of every parameter along one direction, for the rows of one input."""
     edges, places = unique_edges(pieces)
-    alone, shared = by_parameter(pieces, weights)
+    alone, shared = group_by_parameter(pieces, weights)
     interrupts.deliver()
     at: AtEdges = torch.autograd.grad(
         logits, edges, cotangent, retain_graph=True, allow_unused=True
     )
-    deltas = {name: deltas_of(piece, at, places) for name, piece in alone.items()}
+    deltas = {name: cotangents_at(piece, at, places) for name, piece in alone.items()}
     own = {name: alone[name].gradient.write(d) for name, d in deltas.items() if d is not None}
-    return own | shared_gradients(shared, at, places, weights, 1)
+    return own | sum_shared_gradients(shared, at, places, weights, 1)
 
 
-def shared_gradients(
+def sum_shared_gradients(
     shared: dict[str, list[GradFactor]], at: AtEdges, places: Places, weights: Weights, inputs: int
 ) -> dict[str, Float[Tensor, "b ..."]]:
     """The whole gradient of each parameter that is used more than once or behind other operations."""
@@ -176,7 +177,7 @@ def shared_gradients(
         total[name][of] += gradient
 
     for piece in {id(p): p for group in shared.values() for p in group}.values():
-        deltas = deltas_of(piece, at, places)
+        deltas = cotangents_at(piece, at, places)
         if deltas is None:
             continue
         gradient = piece.gradient.write(deltas)
@@ -206,14 +207,14 @@ def _inner_products(
 ) -> dict[str, Float[Tensor, "b m m"]]:
     values: dict[str, Tensor] = {}
     for name, piece in alone.items():
-        known = [d for d in (deltas_of(piece, at, places) for at in kept) if d is not None]
+        known = [d for d in (cotangents_at(piece, at, places) for at in kept) if d is not None]
         if not known:
             continue
         if isinstance(piece.gradient, Outer):
-            values[name] = piece.gradient.inner(known)
+            values[name] = piece.gradient.inner_products_along(known)
         else:
             values[name] = _products([piece.gradient.write(d) for d in known])
-    whole = [shared_gradients(shared, at, places, weights, inputs) for at in kept]
+    whole = [sum_shared_gradients(shared, at, places, weights, inputs) for at in kept]
     return values | {name: _products([w[name] for w in whole]) for name in whole[0]}
 
 

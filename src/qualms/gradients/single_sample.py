@@ -14,7 +14,7 @@ from qualms.gradients.precision import Narrowest, at_least_float32, close_logits
 
 
 @dataclass(frozen=True)
-class FirstRow:
+class FirstSample:
     """The first row of a batch by plain autograd: what an engine must agree with before it is
     believed.
     """
@@ -33,7 +33,7 @@ class FirstRow:
         on: ModelInput,
         selected: dict[str, Tensor],
         reduce: Callable[[Tensor], Tensor] = at_least_float32,
-    ) -> "FirstRow":
+    ) -> "FirstSample":
         """Runs the row twice: a model that is random in evaluation mode has no gradient to speak
         of.
 
@@ -44,7 +44,7 @@ class FirstRow:
             reduce: what is kept of a gradient.
         """
         first = on.take(slice(0, 1))
-        logits, gradient = row_gradients(model, first, selected, random_direction, reduce)
+        logits, gradient = sample_gradients(model, first, selected, random_direction, reduce)
         return cls(first, logits, gradient, require_repeatable(model, first, logits))
 
 
@@ -68,7 +68,7 @@ def require_repeatable(
 
 
 @dataclass(frozen=True)
-class FirstLook:
+class ModelProfile:
     """What the first row tells any engine: the base of what each of them goes on to find out."""
 
     classes: int
@@ -91,7 +91,7 @@ def random_direction(logits: Tensor) -> Float[Tensor, "1 1 c"]:
     return torch.randn(1, 1, logits.shape[1], generator=noise, dtype=torch.double).to(logits.device)
 
 
-def row_gradients(
+def sample_gradients(
     model: nn.Module,
     row: ModelInput,
     selected: dict[str, Tensor],

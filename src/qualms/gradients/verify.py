@@ -27,7 +27,7 @@ from qualms.gradients.model_input import ModelInput, forward_logits, some_alone
 from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares, tolerance_of
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.tracing.factors import GradFactor
-from qualms.gradients.tracing.param_use import Weights
+from qualms.gradients.tracing.weights import Weights
 
 
 @dataclass

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.directions import projections
+from qualms.gradients.directions import project_one_set
 from qualms.gradients.engines.positions import Pushed
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.sketching.stable import unbiased_root
@@ -183,7 +183,7 @@ class TangentSums:
         self, name: str, some: slice, pushed: Pushed, y: Float[Tensor, "n g c"]
     ) -> Float[Tensor, "n g m"]:
         """The projections, averaged over the rows up to this one."""
-        now = projections(name, pushed.logits[some][:, None], y)
+        now = project_one_set(name, pushed.logits[some][:, None], y)
         if self.rows == 1:
             return now
         if name not in self.mean:

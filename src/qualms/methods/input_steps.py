@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, with_tensors
-from qualms.gradients.directions import of_class, unit_sized
+from qualms.gradients.directions import of_class, scale_to_unit
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
 from qualms.methods.method import Noise
@@ -42,7 +42,7 @@ def attack_direction(
     # p - e_ŷ, brought to a size near 1: next to certainty the derivative of the loss is rounding,
     # or zero in 32 bits.
     z = logits.detach().double()[:, None] / temperature
-    (away,), _ = unit_sized(-of_class(z, z[:, 0].argmax(-1))[:, :, 0], len(z))
+    (away,), _ = scale_to_unit(-of_class(z, z[:, 0].argmax(-1))[:, :, 0], len(z))
     (gradient,) = torch.autograd.grad(logits, shifts, away.to(logits.dtype))
     return gradient.sign()
 

@@ -29,8 +29,9 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings, Sketch
-from qualms.gradients.tracing.factors import GradFactor, Outer
-from qualms.gradients.tracing.param_use import roots
+from qualms.gradients.tracing.factors import GradFactor
+from qualms.gradients.tracing.outer_product import Outer
+from qualms.gradients.tracing.weights import roots
 
 log = logging.getLogger("qualms")
 EXACT_PASSES = 60.0  # forward passes that exact gradients of a row may take
@@ -90,10 +91,10 @@ def pass_work(probe: Probe, directions: int, names: frozenset[str] | None = None
         names: of the parameters whose gradients are wanted; all if not said. A pass goes no further
             than they do.
     """
-    forward = sum(_forward(piece) for piece in probe.pieces)
+    forward = sum(_forward(piece) for piece in probe.factors)
     late = [
         p
-        for p in probe.pieces
+        for p in probe.factors
         if names is None or not names.isdisjoint(roots(p.target, probe.weights))
     ]
     work = sum(_forward(piece) + count_multiplications(piece, 1, directions) for piece in late)

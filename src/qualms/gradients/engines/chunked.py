@@ -15,7 +15,7 @@ from torch import Tensor
 from qualms.gradients.batch import num_samples
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.engines.probe import Probe
-from qualms.gradients.measure import Kind, norm_of, written_out
+from qualms.gradients.measure import Kind, full_gradients, norm_of
 from qualms.gradients.memory import require_room
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.request import GradientRequest
@@ -43,15 +43,17 @@ def accumulate_chunks(job: GradientRequest, on: ModelInput, kind: Kind, probe: P
             total: Gradients = {}
             for part in parts:
                 z, recorder = trace_forward(
-                    job.model, _rows(on, part, probe), probe.weights, probe.twins
+                    job.model, _rows(on, part, probe), probe.weights, probe.trace_pair
                 )
                 if number == 0:
                     require_same_across_batches(z.detach(), logits[part], probe.precision)
                     alone = probe.compares_alone(recorder)
                     require_same_alone(job.model, on.take(part), z.detach(), alone, probe.precision)
-                general |= recorder.general
+                general |= recorder.without_rule
                 for j, v in enumerate(some):
-                    for name, g in written_out(z, v[part], recorder.pieces, probe.weights).items():
+                    for name, g in full_gradients(
+                        z, v[part], recorder.factors, probe.weights
+                    ).items():
                         if name not in total:
                             total[name] = g.new_zeros(len(some), g.numel())
                         total[name][j] += g.flatten()

@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qualms.gradients.directions import Directions, Logits, of_class, others, unit_sized
+from qualms.gradients.directions import Directions, Logits, of_class, scale_to_unit, sum_of_others
 from qualms.gradients.precision import at_least_float32
 from qualms.random import generator
 
@@ -47,7 +47,7 @@ def class_lengths(
     probs: Float[Tensor, "b c"], weight: Float[Tensor, "c d"] | None = None
 ) -> Float[Tensor, "b c"]:
     """ℓ_c, a guess at ‖g_c‖ up to a factor: from the rows of a linear classifier if there is one."""
-    own = others(probs).square() + others(probs.square())  # ‖e_c - p‖²
+    own = sum_of_others(probs).square() + sum_of_others(probs.square())  # ‖e_c - p‖²
     if weight is None:
         return own.sqrt()
     rows = at_least_float32(weight.detach())
@@ -88,7 +88,9 @@ class SampledClasses(Directions):
         """The directions in logit space; the classes are those of the input itself, row 0."""
         classes, _ = self.draw(logits[:, 0])
         for column in classes.T:
-            yield unit_sized(of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits))
+            yield scale_to_unit(
+                of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits)
+            )
 
     def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
         """The classes of each input, and the chances π_c with which they were drawn."""
@@ -117,7 +119,9 @@ class ChosenClasses(Directions):
 
     def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
         for column in self.chosen.to(logits.device).T:
-            yield unit_sized(of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits))
+            yield scale_to_unit(
+                of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits)
+            )
 
 
 def inclusion_chances(sizes: Float[Tensor, "b c"], number: int) -> Float[Tensor, "b c"]:
@@ -203,7 +207,7 @@ class ContrastedClasses(SampledClasses):
             yield self._block((one.scatter(-1, _place(column, logits), 1) - of_best)[None], logits)
 
     def _block(self, directions: Float[Tensor, "1 b r c"], logits: Logits) -> tuple[Tensor, Tensor]:
-        return unit_sized(directions.flatten(1, 2) / logits.shape[1], len(logits))
+        return scale_to_unit(directions.flatten(1, 2) / logits.shape[1], len(logits))
 
 
 def _place(classes: Int[Tensor, " b"], logits: Logits) -> Int[Tensor, "b r 1"]:

@@ -169,7 +169,7 @@ def _by_pieces(
     same path.
     """
     inputs = num_samples(on.batch) // on.rows_per_sample
-    logits, recorder = trace_forward(job.model, on, probe.weights, probe.twins)
+    logits, recorder = trace_forward(job.model, on, probe.weights, probe.trace_pair)
     if same_path and recorder.first_use != probe.use_order.names:
         raise NotBatchable("these inputs use the model's parameters in another order")
     apart = logits.unflatten(0, (inputs, on.rows_per_sample))
@@ -178,7 +178,7 @@ def _by_pieces(
     require_same_alone(
         job.model, on, logits.detach(), probe.compares_alone(recorder), probe.precision
     )
-    pieces = recorder.pieces
+    pieces = recorder.factors
     last = LastProduct.of(logits, pieces, probe.weights) if by_features else None
     if last is not None:
         require_separate_gradients(logits, pieces, probe.weights, inputs, probe.precision)
@@ -196,7 +196,7 @@ def _by_pieces(
             kind,
             probe.precision,
         )
-    return ClassNorms(values, apart[:, 0].detach(), recorder.general)
+    return ClassNorms(values, apart[:, 0].detach(), recorder.without_rule)
 
 
 def _in_order(
@@ -208,6 +208,6 @@ def _in_order(
     number = job.directions.size(whole.logits.shape[1])
     shape = (job.inputs, number, number) if kind == "gram" else (job.inputs, number)
     nothing = torch.zeros(shape, dtype=torch.double, device=whole.logits.device)
-    order = use_order.counted(whole.values, job.selected)
+    order = use_order.relevant(whole.values, job.selected)
     whole.values = {name: whole.values.get(name, nothing) for name in order}
     return whole

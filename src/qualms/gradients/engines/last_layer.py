@@ -25,18 +25,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.directions import DIRECTIONS, Cotangents, of_class, others, unit_sized
+from qualms.gradients.directions import (
+    DIRECTIONS,
+    Cotangents,
+    of_class,
+    scale_to_unit,
+    sum_of_others,
+)
 from qualms.gradients.isolation import interrupts
 from qualms.gradients.measure import (
-    by_parameter,
-    deltas_of,
+    cotangents_at,
+    group_by_parameter,
     measure,
-    shared_gradients,
+    sum_shared_gradients,
     unique_edges,
 )
 from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
-from qualms.gradients.tracing.factors import CANCELLED, GradFactor, Outer, cheaper_by_pairs
-from qualms.gradients.tracing.param_use import Weights, nodes_behind
+from qualms.gradients.tracing.factors import GradFactor
+from qualms.gradients.tracing.outer_product import CANCELLED, Outer, gram_is_cheaper
+from qualms.gradients.tracing.weights import Weights, nodes_behind
 
 ROOM = 2**20  # numbers in what is added up at once
 
@@ -73,7 +80,7 @@ class LastProduct:
         body = [p for p in pieces if not any(edge.node in ends for edge in p.edges)]
         # The features alone may lead on to other layers.
         aside = nodes_behind([n for n, _ in (*bias, weight)])
-        alone, _ = by_parameter(pieces, weights)
+        alone, _ = group_by_parameter(pieces, weights)
         if any(edge.node in aside for p in body for edge in p.edges):
             return None
         if body:
@@ -94,10 +101,13 @@ class LastProduct:
             return None  # a bias that is spread over the classes
         return cls(matrix, GradientEdge(source, number) if source is not None else None, own, body)
 
-    def bare(self) -> "LastProduct":
+    def without_graph(self) -> "LastProduct":
         """What can be kept when the forward pass is let go."""
         return LastProduct(
-            self.weight, None, [p.bare() for p in self.own], [p.bare() for p in self.body]
+            self.weight,
+            None,
+            [p.without_graph() for p in self.own],
+            [p.without_graph() for p in self.body],
         )
 
     def pays(self, rows_per_sample: int) -> bool:
@@ -146,7 +156,7 @@ def kept_numbers(piece: GradFactor, rows_per_sample: int, cotangents: int) -> in
     """
     if isinstance(piece.gradient, Outer):
         t, o, f, g = piece.gradient.sizes
-        if cheaper_by_pairs(t * rows_per_sample, o, f, cotangents):
+        if gram_is_cheaper(t * rows_per_sample, o, f, cotangents):
             return t * rows_per_sample * o * g
     return piece.gradient.numel
 
@@ -154,10 +164,10 @@ def kept_numbers(piece: GradFactor, rows_per_sample: int, cotangents: int) -> in
 def count_multiplications(piece: GradFactor, rows_per_sample: int, cotangents: int) -> int:
     """Multiplications that lead from one cotangent to one gradient."""
     if not isinstance(piece.gradient, Outer):
-        return max(piece.gradient.numel, rows_per_sample * piece.gradient.products)
+        return max(piece.gradient.numel, rows_per_sample * piece.gradient.multiplications)
     t, o, f, g = piece.gradient.sizes
     t *= rows_per_sample
-    return g * t * o * (t if cheaper_by_pairs(t, o, f, cotangents) else f)
+    return g * t * o * (t if gram_is_cheaper(t, o, f, cotangents) else f)
 
 
 @torch.no_grad()
@@ -200,14 +210,18 @@ def _own(z: Float[Tensor, "b r c"], piece: GradFactor) -> Float[Tensor, "b c"]:
     """‖mean (1 - p_rc) h_r‖² + Σ_{k≠c} ‖mean p_rk h_r‖²: sums of squares, in which nothing cancels."""
     p = z.double().softmax(-1)
     outer = piece.gradient
-    h = outer.fixed.double() if isinstance(outer, Outer) else p.new_ones(*p.shape[:2], 1)
+    h = (
+        outer.activation_matrix.double()
+        if isinstance(outer, Outer)
+        else p.new_ones(*p.shape[:2], 1)
+    )
 
     def squares(weight: Float[Tensor, "b r c"]) -> Float[Tensor, "b c"]:
         some = weight.split(max(1, ROOM // (len(h) * h.shape[2])), dim=2)
         means = (part.mT @ h / p.shape[1] for part in some)
         return torch.cat([torch.linalg.vecdot(mean, mean) for mean in means], dim=1)
 
-    return squares(others(p)) + others(squares(p))
+    return squares(sum_of_others(p)) + sum_of_others(squares(p))
 
 
 def _body(
@@ -221,9 +235,9 @@ def _body(
     """xᵀ K x for every class and every parameter before the last layer."""
     (classes, width), rows = last.weight.shape, len(logits)
     edges, places = unique_edges(last.body)
-    alone, shared = by_parameter(last.body, weights)
+    alone, shared = group_by_parameter(last.body, weights)
     found: dict[str, Kept] = {name: Kept(piece, width + 1, inputs) for name, piece in alone.items()}
-    (of_predicted,), (size,) = unit_sized(toward_predicted, inputs)
+    (of_predicted,), (size,) = scale_to_unit(toward_predicted, inputs)
     pulls: list[tuple[Any, Tensor]] = [(logits, of_predicted.to(logits.dtype))]
     for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (inputs / rows):
         pulls.append((last.features, unit.expand(rows, -1)))
@@ -231,10 +245,10 @@ def _body(
         interrupts.deliver()
         at = torch.autograd.grad([start], edges, [cotangent], retain_graph=True, allow_unused=True)
         for name, piece in alone.items():
-            deltas = deltas_of(piece, at, places)
+            deltas = cotangents_at(piece, at, places)
             if deltas is not None:
                 found[name].add(deltas)
-        for name, gradient in shared_gradients(shared, at, places, weights, inputs).items():
+        for name, gradient in sum_shared_gradients(shared, at, places, weights, inputs).items():
             found.setdefault(name, Kept(None, width + 1, inputs)).factors.append(
                 gradient.flatten(1)[:, None]
             )
@@ -264,7 +278,7 @@ class Kept:
     def outer(self) -> Outer | None:
         """The outer product whose factor δ is kept."""
         outer = self.piece.gradient if self.piece else None
-        return outer if isinstance(outer, Outer) and outer.by_pairs(self.cotangents) else None
+        return outer if isinstance(outer, Outer) and outer.prefers_gram(self.cotangents) else None
 
     def add(self, deltas: list[Tensor | None]) -> None:
         """Keep one gradient."""
@@ -281,7 +295,10 @@ class Kept:
         factors = torch.stack(self.factors, dim=1)  # [b·g, m, t, o]
         self.factors.clear()
         if self.outer:
-            products, scale = self.outer.products(factors), self.outer.apart(factors)
+            products, scale = (
+                self.outer.inner_products(factors),
+                self.outer.sum_of_position_norms(factors),
+            )
         else:
             products = inner_products(factors.flatten(2))
             scale = products.diagonal(dim1=1, dim2=2)
@@ -293,7 +310,10 @@ class Kept:
             squares, odd = torch.where(some, squares, 0.0), odd & some
             if self.outer:  # nor is there more to know where a is zero
                 met = (
-                    self.outer.meets(factors).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
+                    self.outer.overlaps(factors)
+                    .any(1)
+                    .unflatten(0, (self.inputs, -1))
+                    .any(1)[:, None]
                 )
                 odd &= (squares != 0) | met
         cancelled, squares = cancelled | odd, squares.double()
@@ -313,6 +333,6 @@ class Kept:
         for part in x.split(max(1, ROOM // numel)):
             total = (part @ of_input.flatten(1)).unflatten(1, of_input.shape[1:])  # [n, g, t, o]
             if self.outer:
-                total = total.mT @ self.outer.still_of(b)
+                total = total.mT @ self.outer.activations_of(b)
             done.append(sum_of_squares(total.flatten(1)))
         return torch.cat(done)

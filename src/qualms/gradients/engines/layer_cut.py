@@ -24,7 +24,7 @@ from qualms.gradients.layers import group_by_layer, layer_weights
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.precision import at_least_float32, sum_of_squares
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.single_sample import row_gradients
+from qualms.gradients.single_sample import sample_gradients
 from qualms.gradients.tracing.traced_forward import use_order
 
 MARGIN = 4  # between what one input shows and what others may do
@@ -70,7 +70,7 @@ class LayerCut:
             return None
         layers = list(
             group_by_layer(
-                job.model, order.counted(norms, job.selected), job.settings.granularity
+                job.model, order.relevant(norms, job.selected), job.settings.granularity
             ).values()
         )
         shares = _early_shares(norms, layers, lam, job.settings.norm)
@@ -149,7 +149,7 @@ def _row_norms(job: GradientRequest, i: int) -> dict[str, Float[Tensor, "1 m"]]:
 
     row = ModelInput(take_samples(job.batch, slice(i, i + 1)))
     norm = job.settings.norm
-    _, found = row_gradients(
+    _, found = sample_gradients(
         job.model, row, job.selected, directions, lambda g: _norm(at_least_float32(g), norm)
     )
     return {name: norms[None] for name, norms in found.items()}

@@ -15,12 +15,13 @@ from qualms.gradients.measure import Kind, measure
 from qualms.gradients.memory import saved_bytes
 from qualms.gradients.model_input import ModelInput, in_channels_last, wants_channels_last
 from qualms.gradients.precision import at_least_float32, close_logits, same_norms, sum_of_squares
-from qualms.gradients.single_sample import FirstLook, FirstRow, random_direction
-from qualms.gradients.tracing.factors import GradFactor, Outer
-from qualms.gradients.tracing.op_trace import TracePair, largest_result
-from qualms.gradients.tracing.param_use import UseOrder, Weights
+from qualms.gradients.single_sample import FirstSample, ModelProfile, random_direction
+from qualms.gradients.tracing.factors import GradFactor
+from qualms.gradients.tracing.outer_product import Outer
+from qualms.gradients.tracing.param_use import TracePair, UseOrder, largest_result
 from qualms.gradients.tracing.recorder import Recorder, collapses_rows
 from qualms.gradients.tracing.traced_forward import require_uses_that_vary, trace_forward
+from qualms.gradients.tracing.weights import Weights
 
 CACHED_BYTES = 2**22
 FEWEST = 4  # rows at once: with fewer, a pass costs more for each than it would save
@@ -30,15 +31,15 @@ AROUND = (
 
 
 @dataclass(frozen=True)
-class Probe(FirstLook):
+class Probe(ModelProfile):
     """What the first rows tell when they are watched."""
 
-    twins: TracePair | None  # None if there was only one row, or no room for two
+    trace_pair: TracePair | None  # None if there was only one row, or no room for two
     collapses: bool  # something is computed from several rows at once
     weights: Weights
     use_order: UseOrder  # of the parameters, in the first row's forward pass
     row_bytes: int  # kept by autograd for one row
-    pieces: list[GradFactor]
+    factors: list[GradFactor]
     itemsize: int
     last_product: LastProduct | None
 
@@ -49,7 +50,7 @@ class Probe(FirstLook):
         """Runs the first one or two rows, by plain autograd and watched; the reason if the two do
         not agree.
         """
-        first = FirstRow.of(
+        first = FirstSample.of(
             model, on, selected, lambda g: sum_of_squares(at_least_float32(g).reshape(1, -1)).sqrt()
         )
         if not first.gradient:
@@ -68,7 +69,7 @@ class Probe(FirstLook):
         model: nn.Module,
         on: ModelInput,
         selected: dict[str, Tensor],
-        first: FirstRow,
+        first: FirstSample,
         budget: int,
     ) -> "Probe":
         expected = {name: float(norm) for name, norm in first.gradient.items()}
@@ -86,22 +87,22 @@ class Probe(FirstLook):
         pair = probe.formatted(on.take([0, second]))
         _, two = trace_forward(model, pair, probe.weights, None)
         collapses = collapses_rows(one.shapes, two.shapes)
-        twins = TracePair(one.param_uses, two.param_uses).light()
+        trace_pair = TracePair(one.param_uses, two.param_uses).compact()
         del one, two
-        z, both = trace_forward(model, pair, probe.weights, twins)
+        z, both = trace_forward(model, pair, probe.weights, trace_pair)
         lone = torch.cat([random_direction(z), torch.zeros_like(random_direction(z))], dim=1)
-        found = measure(z, lone, both.pieces, probe.weights, 2, "l2")
+        found = measure(z, lone, both.factors, probe.weights, 2, "l2")
         if not same_norms(
             {name: value[:1] for name, value in found.items()}, expected, probe.precision
         ):
             raise NotBatchable("an input's gradient depends on what else is in the batch")
-        return replace(probe, twins=twins, collapses=collapses)
+        return replace(probe, trace_pair=trace_pair, collapses=collapses)
 
     @classmethod
     def _watch_one(
         cls,
         model: nn.Module,
-        first: FirstRow,
+        first: FirstSample,
         selected: dict[str, Tensor],
         expected: dict[str, float],
         channels_last: bool,
@@ -112,30 +113,30 @@ class Probe(FirstLook):
             # `view` on what a convolution returns needs the plain memory format.
             channels_last = False
             weights, z, one, kept = _first_row(model, first.rows, selected, channels_last)
-        found = measure(z, random_direction(z), one.pieces, weights, 1, "l2")
+        found = measure(z, random_direction(z), one.factors, weights, 1, "l2")
         same = close_logits(z.detach(), first.logits, first.precision)
         if not same or not same_norms(found, expected, first.precision):
             raise NotBatchable("the recorded gradient is not plain autograd's")
-        last = LastProduct.of(z, one.pieces, weights)
+        last = LastProduct.of(z, one.factors, weights)
         probe = cls(
             classes=z.shape[1],
             largest_result=largest_result(one.param_uses),
             channels_last=channels_last,
             precision=first.precision,
-            twins=None,
+            trace_pair=None,
             collapses=False,
             weights=weights,
             use_order=one.use_order,
             row_bytes=kept,
-            pieces=[piece.bare() for piece in one.pieces],
+            factors=[piece.without_graph() for piece in one.factors],
             itemsize=z.element_size(),
-            last_product=last and last.bare(),
+            last_product=last and last.without_graph(),
         )
         return probe, one
 
     def serves(self, rows: int, budget: int) -> bool:
         """Whether what one row told is enough for so many."""
-        return self.twins is not None or rows == 1 or self.too_large(2, budget)
+        return self.trace_pair is not None or rows == 1 or self.too_large(2, budget)
 
     def compares_alone(self, recorder: Recorder) -> bool:
         """Whether only rows alone tell if they influence each other: several may be treated alike
@@ -179,14 +180,14 @@ class Probe(FirstLook):
             directions: how many there are; one for each class if not said.
         """
         affordable = self._affordable(budget, rows_per_sample, kind, by_features, directions)
-        if self.twins is None:
+        if self.trace_pair is None:
             affordable = min(affordable, 1)
         if (
             self.weights.device.type == "cpu"
         ):  # beyond this size a tensor leaves the cache, and passes get slower
             cached = CACHED_BYTES // max(1, self.largest_result * rows_per_sample)
             affordable = min(affordable, max(cached, -(-FEWEST // rows_per_sample)))
-        if affordable == 0 and (rows_per_sample == 1 or self.twins is not None):
+        if affordable == 0 and (rows_per_sample == 1 or self.trace_pair is not None):
             affordable = int(
                 self._bytes(rows_per_sample, kind, by_features, directions, alone=True) <= budget
             )
@@ -197,7 +198,9 @@ class Probe(FirstLook):
         within the budget.
         """
         one = 2 * (self.row_bytes + self.largest_result) + 6 * DOUBLE * self.classes
-        return max(1, (budget - 2 * self.gradient_bytes) // one) if self.twins is not None else 1
+        return (
+            max(1, (budget - 2 * self.gradient_bytes) // one) if self.trace_pair is not None else 1
+        )
 
     def too_large(self, rows: int, budget: int) -> bool:
         """Whether a pass over so many rows, each an input, does not fit."""
@@ -237,11 +240,13 @@ class Probe(FirstLook):
         windows.
         """
         number = self.classes if directions is None else directions
-        outers = [p.gradient for p in self.pieces if isinstance(p.gradient, Outer)]
-        numels = [p.gradient.numel for p in self.pieces]
+        outers = [p.gradient for p in self.factors if isinstance(p.gradient, Outer)]
+        numels = [p.gradient.numel for p in self.factors]
         passes = number + 1 if kind == "gram" else 1
         rows = rows_per_sample * (self.row_bytes * (1 + passes) + 2 * self.largest_result)
-        shared = self.itemsize * sum(outer.held(rows_per_sample, number, alone) for outer in outers)
+        shared = self.itemsize * sum(
+            outer.count_stored(rows_per_sample, number, alone) for outer in outers
+        )
         written = self.itemsize * max(numels, default=0) * (number if kind == "gram" else 2)
         one = (
             6 * DOUBLE * rows_per_sample * self.classes

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.directions import unit_sized
+from qualms.gradients.directions import scale_to_unit
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.layers import Norm
@@ -50,7 +50,7 @@ def reference(job: GradientRequest, norm: Norm) -> ClassNorms:
                     # In two steps, with the first scaled: the squares of small gradients are zero
                     # in 32 bits.
                     (toward,) = torch.autograd.grad(target, apart)
-                    (scaled,), size = unit_sized(toward[None, None], 1)
+                    (scaled,), size = scale_to_unit(toward[None, None], 1)
                     found = gradients_of(logits, parameters, scaled.to(logits.dtype))
                     used |= {name for name, g in zip(selected, found, strict=True) if g is not None}
                     pairs = zip(parameters, found, strict=True)
@@ -69,7 +69,7 @@ def reference(job: GradientRequest, norm: Norm) -> ClassNorms:
         values, dtype=torch.double, device=all_logits[0].device
     )  # [b, c, parameter]
     by_name = {name: table[:, :, i] for i, name in enumerate(selected)}
-    names = use_order(model, on, selected).counted(used, selected)
+    names = use_order(model, on, selected).relevant(used, selected)
     return ClassNorms({name: by_name[name] for name in names}, torch.cat(all_logits), set(names))
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
-from qualms.gradients.directions import projected
+from qualms.gradients.directions import project_directions
 from qualms.gradients.layers import group_by_layer, layer_weights
 from qualms.gradients.memory import release_free_memory, require_room
 from qualms.gradients.model_input import ModelInput
@@ -230,7 +230,7 @@ class SketchRun:
                     z.unflatten(0, (-1, chunk.rows_per_sample)),
                     dz.unflatten(0, (-1, chunk.rows_per_sample)),
                 )
-                kept[i].append(projected(self.job.directions.names, *apart))
+                kept[i].append(project_directions(self.job.directions.names, *apart))
         logits = [
             z[:: chunk.rows_per_sample] for (z, _), chunk in zip(first_results, on, strict=True)
         ]
@@ -269,4 +269,6 @@ class SketchRun:
             return None
         self.learnt.keep(key, True)
         names, logits = self.job.directions.names, z[0]
-        return torch.stack([projected(names, logits[:, None], t[:, None]) for t in done]), logits
+        return torch.stack(
+            [project_directions(names, logits[:, None], t[:, None]) for t in done]
+        ), logits

@@ -32,20 +32,20 @@ from qualms.gradients.model_input import (
 )
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import close, close_logits, coarser, tolerance_of
-from qualms.gradients.recurrent.layers import Unrolled
 from qualms.gradients.single_sample import (
-    FirstLook,
-    FirstRow,
+    FirstSample,
+    ModelProfile,
     random_direction,
     require_repeatable,
-    row_gradients,
+    sample_gradients,
 )
 from qualms.gradients.sketching.attention import DifferentiableAttention
 from qualms.gradients.sketching.other_weights import LogitsAt
-from qualms.gradients.tracing.op_trace import largest_result
-from qualms.gradients.tracing.param_use import Weights
+from qualms.gradients.tracing.param_use import largest_result
 from qualms.gradients.tracing.recorder import Shapes, collapses_rows
+from qualms.gradients.tracing.rules.recurrent_layers import Unrolled
 from qualms.gradients.tracing.traced_forward import require_uses_that_vary, trace_forward
+from qualms.gradients.tracing.weights import Weights
 
 log = logging.getLogger("qualms")
 FORMATTED_BYTES = (
@@ -208,13 +208,13 @@ class KnownRows:
         row = self.rows[i]
         if self.kept:
             return row, self.kept[i]
-        _, gradient = row_gradients(self.model, row, self.selected, random_direction)
+        _, gradient = sample_gradients(self.model, row, self.selected, random_direction)
         release_free_memory()  # that of its graph
         return row, gradient
 
 
 @dataclass(frozen=True)
-class PushProbe(FirstLook):
+class PushProbe(ModelProfile):
     """What the first rows tell."""
 
     counted: list[str]  # parameters whose layers count, in the model's order
@@ -241,12 +241,12 @@ class PushProbe(FirstLook):
         ]
         size = sum(p.nbytes for p in selected.values())
         keep = room is None or (1 + len(others)) * size <= room
-        first = FirstRow.of(model, on, selected)
+        first = FirstSample.of(model, on, selected)
         used, kept = set(first.gradient), [first.gradient] if keep else []
         if not keep:
             first = replace(first, gradient={})
         for row in others:
-            logits, gradient = row_gradients(model, row, selected, random_direction)
+            logits, gradient = sample_gradients(model, row, selected, random_direction)
             require_repeatable(model, row, logits)
             used |= set(gradient)
             if keep:
@@ -271,7 +271,7 @@ class PushProbe(FirstLook):
         last = _takes_channels_last(model, first, selected)
         alone = not order.fixed or _collapses(model, on, shapes, selected)
         return cls(
-            classes, largest, last, first.precision, order.counted(used, selected), alone
+            classes, largest, last, first.precision, order.relevant(used, selected), alone
         ), known
 
 
@@ -340,7 +340,7 @@ def _wrong(push: Push, probe: PushProbe, known: KnownRows, i: int, tangent: Tang
     return None if right else f"{have:.3g} where plain autograd gives {want:.3g}"
 
 
-def _takes_channels_last(model: nn.Module, first: FirstRow, selected: dict[str, Tensor]) -> bool:
+def _takes_channels_last(model: nn.Module, first: FirstSample, selected: dict[str, Tensor]) -> bool:
     """Whether it is an image model that forward mode can run so; views of what a convolution
     returns may fail.
     """

@@ -1,386 +1,278 @@
-"""What a parameter's gradient is made of, and its norms without writing it out where that is
-cheaper.
+"""What a parameter's gradient is made of.
 
-For one class the cotangent δ of an operation's result gives the gradient of each input's loss with
+For one class the cotangent δ of an operation's result gives the gradient of each sample's loss with
 respect to the operation's parameter. Two forms cover all rules:
 
-- `Outer`: Σ_t δ_t ⊗ a_t over positions t (weights of linear and convolution layers). Its squared
-  norm is ‖Σ_t δ_t a_tᵀ‖² written out, or ⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever has fewer
-  multiplications; aaᵀ serves all classes.
-- `Summed`: written out directly (biases, scales, copies of a parameter), because it is no larger
-  than the parameter.
+- `Outer` (`outer_product.py`): Σ_t δ_t ⊗ a_t over positions t, for the weights of linear and
+  convolution layers. Its norm may be cheaper than the gradient itself.
+- `Summed`: written out directly, for biases, scales and copies of a parameter, because it is no
+  larger than the parameter.
 
-Perturbed copies of an input are further positions of the same sum, so smoothing needs no other
-algebra. Index letters: b input, g group, t position, o/f features of δ and a, m/n cotangents.
+Perturbed copies of a sample are further positions of the same sum, so smoothing needs no other
+algebra.
 """
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
+from qualms.gradients.precision import at_least_float32
+from qualms.gradients.tracing.outer_product import Outer, OuterSizes, released
 from qualms.gradients.tracing.sample_axis import Layout
-
-
-def _gone(*_: Any) -> Tensor:
-    raise AssertionError("the forward pass was let go")
+from qualms.gradients.tracing.weights import Weights, slice_of
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A gradient that is written out: `write` takes the cotangents at the piece's edges to [inputs,
-    *shape].
+    """A gradient that is written out.
+
+    Args:
+        write: from the cotangents at the factor's edges to the gradients [b, *target.shape].
+        numel: how many numbers one sample's gradient has.
+        multiplications: how many of them it takes, if more than it has numbers.
     """
 
     write: Callable[[list[Tensor | None]], Tensor]
-    numel: int  # of one input's gradient
-    products: int = 0  # multiplications that it takes, if more than it has numbers
+    numel: int
+    multiplications: int = 0
 
     @property
     def work(self) -> int:
-        """Multiplications that one input's gradient takes, and its operation's forward pass as
-        well.
-        """
-        return max(self.numel, self.products)
+        """Multiplications of one sample's gradient, and of its operation's forward pass."""
+        return max(self.numel, self.multiplications)
 
-    def bare(self) -> "Summed":
-        """Its size alone."""
-        return Summed(_gone, self.numel, self.products)
+    def without_graph(self) -> "Summed":
+        """The size alone, without the tensors of a forward pass that this leads to."""
+        return Summed(released, self.numel, self.multiplications)
 
     @classmethod
-    def over_rows(cls, layout: Layout, inputs: int, shape: torch.Size) -> "Summed":
-        """The cotangent of a copy that has a part for each row: add the parts of an input's rows."""
+    def from_cotangent(
+        cls, write: Callable[[Tensor], Tensor], numel: int, multiplications: int = 0
+    ) -> "Summed":
+        """A gradient that is made from the cotangent of a single edge."""
 
-        def write(cotangents: list[Tensor | None]) -> Tensor:
+        def write_single(cotangents: list[Tensor | None]) -> Tensor:
             (d,) = cotangents
             assert d is not None
+            return write(d)
+
+        return cls(write_single, numel, multiplications)
+
+    @classmethod
+    def trailing(
+        cls,
+        samples: int,
+        layout: Layout,
+        target: Tensor,
+        scale: Callable[[], Tensor] | None = None,
+    ) -> "Summed":
+        """Σ_t δ_t s_t over all axes but the last ones, which the parameter has.
+
+        Args:
+            samples: b.
+            layout: of the cotangent.
+            target: the parameter.
+            scale: gives s, in the cotangent's shape; 1 by default.
+        """
+
+        def write(d: Tensor) -> Tensor:
+            leading = layout.leading(_scale(d, scale))
+            return leading.reshape(samples, -1, *target.shape).sum(1)
+
+        return cls.from_cotangent(write, target.numel())
+
+    @classmethod
+    def channels(
+        cls,
+        samples: int,
+        layout: Layout,
+        target: Tensor,
+        space: int,
+        scale: Callable[[], Tensor] | None = None,
+    ) -> "Summed":
+        """Σ_t δ_t s_t over rows and space, for each channel of [n, channel, *space].
+
+        Args:
+            samples: b.
+            layout: of the cotangent.
+            target: the parameter.
+            space: number of spatial axes.
+            scale: gives s, in the cotangent's shape; 1 by default.
+        """
+
+        def write(d: Tensor) -> Tensor:
+            each = _scale(d, scale)
+            if space:
+                each = each.sum(tuple(range(-space, 0)))
+            of_rows = layout.leading(each).reshape(samples, -1, each.shape[-1])
+            return of_rows.sum(1).reshape(-1, *target.shape)
+
+        return cls.from_cotangent(write, target.numel())
+
+    @classmethod
+    def row_parts(cls, layout: Layout, samples: int, shape: torch.Size) -> "Summed":
+        """The cotangent of a copy that has a part for each row: add the parts of a sample's rows.
+
+        Args:
+            layout: of the copy.
+            samples: b.
+            shape: of one row's part.
+        """
+
+        def write(d: Tensor) -> Tensor:
             leading = at_least_float32(layout.leading(d))
             if layout.axis is None:
-                return leading.reshape(inputs, *shape)
+                return leading.reshape(samples, *shape)
             # The parts of one row follow each other on the axis: put the axis back, then add the
-            # rows of an input.
-            apart = leading.unflatten(0, (inputs, layout.rows // inputs, layout.per_row)).sum(1)
-            return apart.movedim(1, 1 + layout.axis).reshape(inputs, *shape)
+            # rows of a sample.
+            rows_per_sample = layout.rows // samples
+            parts = leading.unflatten(0, (samples, rows_per_sample, layout.per_row)).sum(1)
+            return parts.movedim(1, 1 + layout.axis).reshape(samples, *shape)
 
-        return cls(write, shape.numel())
+        return cls.from_cotangent(write, shape.numel())
 
     @classmethod
-    def broadcast(cls, layout: Layout, inputs: int, shape: torch.Size) -> "Summed":
-        """The cotangent of a copy that was expanded along the row axis: add everything that one
-        input has there.
+    def broadcast(cls, layout: Layout, samples: int, shape: torch.Size) -> "Summed":
+        """The cotangent of a copy that was expanded along the row axis: add all of a sample's.
+
+        Args:
+            layout: of the operation's result.
+            samples: b.
+            shape: of the parameter.
         """
 
-        def write(cotangents: list[Tensor | None]) -> Tensor:
-            (d,) = cotangents
-            assert d is not None
+        def write(d: Tensor) -> Tensor:
             leading = at_least_float32(layout.leading(d))
-            return (
-                leading.unflatten(0, (inputs, leading.shape[0] // inputs))
-                .sum(1)
-                .reshape(inputs, *shape)
-            )
+            of_samples = leading.unflatten(0, (samples, leading.shape[0] // samples))
+            return of_samples.sum(1).reshape(samples, *shape)
 
-        return cls(write, shape.numel())
+        return cls.from_cotangent(write, shape.numel())
 
     @classmethod
-    def of_copies(cls, inputs: int, shape: torch.Size) -> "Summed":
-        """One cotangent for each row's own copy."""
+    def row_copies(cls, samples: int, shape: torch.Size) -> "Summed":
+        """One cotangent for the copy that each row has for itself.
+
+        Args:
+            samples: b.
+            shape: of the parameter.
+        """
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
-            known = next(d for d in cotangents if d is not None)
-            each = [torch.zeros_like(known) if d is None else d for d in cotangents]
-            return (
-                at_least_float32(torch.stack(each))
-                .unflatten(0, (inputs, -1))
-                .sum(1)
-                .reshape(inputs, *shape)
-            )
+            zero = torch.zeros_like(next(d for d in cotangents if d is not None))
+            each = torch.stack([zero if d is None else d for d in cotangents])
+            of_samples = at_least_float32(each).unflatten(0, (samples, -1))
+            return of_samples.sum(1).reshape(samples, *shape)
 
         return cls(write, shape.numel())
 
 
-LARGE = 2**22  # numbers in all windows of one input: beyond that no copy of them is made
-CANCELLED = 1e-3  # of the sum without cancellation
-
-
-def cheaper_by_pairs(t: int, o: int, f: int, cotangents: int) -> bool:
-    """Multiplications of ⟨δδᵀ, aaᵀ⟩, with aaᵀ shared by the cotangents, against those of δᵀa."""
-    return t * t * (o + f / cotangents) < t * o * f
-
-
-class SharedPairs:
-    """δδᵀ for several gradients that have the same factor δ: computed by the first one that asks
-    for it.
-    """
-
-    def __init__(self) -> None:
-        self._of: Callable[[], Tensor | None] = lambda: None
-        self._known: Tensor | None = None
-
-    def __call__(
-        self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
-    ) -> Float[Tensor, "bg t t"]:
-        """From the factor δ, and the one cotangent that it comes from."""
-        (cotangent,) = deltas
-        assert cotangent is not None
-        if self._known is None or self._of() is not cotangent:
-            self._of, self._known = weakref.ref(cotangent), torch.bmm(d, d.mT)
-        return self._known
-
-
-@dataclass
-class Outer:
-    """A gradient Σ_t moving_t ⊗ fixed_t per group, not written out unless that is cheaper.
-
-    Args:
-        moving: from a cotangent to its factor [n, t, g, o]; n counts rows, or parts of rows in
-            order.
-        still: gives the factor [n, t, g, f] that all cotangents share; computed when first needed.
-        arrange: from the written gradient [b, g, o, f] to [b, *target.shape].
-        inputs: b.
-        sizes: (t, o, f, g), positions counted per input.
-        pairs: gives aaᵀ [b·g, t, t] where that is cheaper than multiplying `activations` with
-            itself.
-        direct: writes the gradient [*target.shape] of a single input from a cotangent, where
-            `activations` is large.
-        moving_pairs: from the factor δ, and the cotangents that it comes from, to δδᵀ [b·g, t, t].
-    """
-
-    grad_outputs: Callable[[Tensor], Tensor]
-    activations: Callable[[], Tensor]
-    arrange: Callable[[Tensor], Tensor]
-    inputs: int
-    sizes: tuple[int, int, int, int]
-    pairs: Callable[[], Tensor] | None = None
-    direct: Callable[[Tensor], Tensor] | None = None
-    moving_pairs: Callable[[Tensor, list[Tensor | None]], Tensor] = lambda d, _: torch.bmm(d, d.mT)
-
-    @classmethod
-    def product(
-        cls,
-        inputs: int,
-        layout: Layout,
-        a: Tensor,
-        features: int,
-        arrange: Callable[[Tensor], Tensor],
-    ) -> "Outer":
-        """Of the cotangent [..., features] and the input a [..., f] of a product: every axis but
-        the last is t.
-        """
-
-        def factor(t: Tensor) -> Tensor:
-            leading = layout.leading(t)
-            n = 1 if layout.axis is None else leading.shape[0]
-            return leading.reshape(n, -1, 1, t.shape[-1])
-
-        positions = a.numel() // a.shape[-1] // inputs
-        return cls(
-            factor, lambda: factor(a), arrange, inputs, (positions, features, a.shape[-1], 1)
-        )
-
-    @property
-    def numel(self) -> int:
-        """How many numbers one input's gradient has."""
-        _, o, f, g = self.sizes
-        return g * o * f
-
-    def held(self, rows_per_sample: int, cotangents: int, alone: bool = False) -> int:
-        """How many numbers are kept for one input of `rows_per_sample` rows, if this was recorded
-        on one row.
-
-        `alone`: it is the only input of its chunk, so that its gradient may be written without a
-        copy of all windows.
-        """
-        t, o, f, g = self.sizes
-        t *= rows_per_sample
-        if cheaper_by_pairs(t, o, f, cotangents):
-            return g * t * t
-        return 0 if alone and self.direct is not None and g * t * f > LARGE else g * t * f
-
-    def bare(self) -> "Outer":
-        """Its sizes alone, without the tensors of a forward pass that it leads to."""
-        return Outer(
-            _gone, _gone, _gone, self.inputs, self.sizes, direct=_gone if self.direct else None
-        )
-
-    def by_pairs(self, cotangents: int) -> bool:
-        """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than writing the gradient out, for so many
-        cotangents.
-        """
-        t, o, f, _ = self.sizes
-        return cheaper_by_pairs(t, o, f, cotangents)
-
-    @cached_property
-    def fixed(self) -> Float[Tensor, "bg t f"]:
-        """a, shared by all cotangents."""
-        return self._positions(self.activations())
-
-    @cached_property
-    def fixed_pairs(self) -> Float[Tensor, "bg t t"]:
-        """aaᵀ, shared by all cotangents."""
-        if self.pairs is not None:
-            return self.pairs()
-        a = self.fixed
-        del self.__dict__["fixed"]
-        return a @ a.mT
-
-    def _positions(self, factor: Float[Tensor, "n t g f"]) -> Float[Tensor, "bg nt f"]:
-        n, t, g, f = factor.shape
-        rows_per_sample = at_least_float32(factor).reshape(self.inputs, n // self.inputs * t, g, f)
-        if g == 1:
-            return rows_per_sample.squeeze(2)
-        # In order: of one input alone this could stay a view, which `bmm` would copy group by
-        # group.
-        return rows_per_sample.transpose(1, 2).reshape(self.inputs * g, -1, f).contiguous()
-
-    def write(self, cotangents: list[Tensor | None]) -> Tensor:
-        """The gradient of each input: [b, *target.shape]."""
-        if self._directly:
-            return self._direct(cotangents)
-        d = self.delta(cotangents)
-        grad = torch.bmm(d.mT, self.fixed)
-        return self.arrange(grad.unflatten(0, (self.inputs, -1)))
-
-    def square(self, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
-        """The squared norm of each input's gradient; `cotangents` is how many share the work on a."""
-        if self._directly and not self.by_pairs(cotangents):
-            return sum_of_squares(self._direct(deltas).flatten(1))
-        d = self.delta(deltas)
-        if self.sizes[0] == 1:  # one position: ‖δ‖²‖a‖²
-            each = sum_of_squares(d.flatten(1)) * sum_of_squares(self.fixed.flatten(1))
-        elif self.by_pairs(cotangents):
-            each = self._square_by_pairs(d, deltas)
-        else:
-            each = sum_of_squares(torch.bmm(d.mT, self.fixed).flatten(1))
-        return each.unflatten(0, (self.inputs, -1)).sum(1)
-
-    @property
-    def _directly(self) -> bool:
-        t, _, f, g = self.sizes
-        return self.inputs == 1 and self.direct is not None and g * t * f > LARGE
-
-    def _direct(self, cotangents: list[Tensor | None]) -> Float[Tensor, "1 ..."]:
-        (d,) = cotangents
-        assert d is not None
-        assert self.direct is not None
-        return self.direct(d)[None]
-
-    def absolute(self, deltas: list[Tensor | None]) -> Float[Tensor, " b"]:
-        """Σ|g| of each input's gradient where there is one position: Σ|δ| Σ|a|."""
-        d = self.delta(deltas)
-        return (
-            (d.abs().sum((1, 2)) * self.fixed.abs().sum((1, 2)))
-            .unflatten(0, (self.inputs, -1))
-            .sum(1)
-        )
-
-    def _square_by_pairs(
-        self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
-    ) -> Float64[Tensor, " bg"]:
-        pairs = self.fixed_pairs
-        if d.shape[1] < d.shape[2]:  # the same sum, with the smaller matrix in between
-            own = self.moving_pairs(d, deltas)
-            each, sizes = _dot(own, pairs), own.diagonal(dim1=1, dim2=2)
-        else:
-            each, sizes = _dot(torch.bmm(pairs, d), d), torch.linalg.vecdot(d, d)
-        # Positions that cancel take twice as many digits with them here as in the gradient itself:
-        # write those out.
-        fixed = pairs.diagonal(dim1=1, dim2=2)
-        apart = torch.linalg.vecdot(sizes, fixed)
-        odd = beyond(sizes.amax(1)) | beyond(fixed.amax(1)) | beyond(apart) | ~each.isfinite()
-        if bool(odd.any()):
-            each = torch.where(d.flatten(1).any(1), each, 0.0)
-            odd &= (each != 0) | self.meets(d.unsqueeze(1)).squeeze(1)
-        each, cancelled = each.double(), ((each < CANCELLED * apart) | odd).nonzero().squeeze(1)
-        if len(cancelled):
-            gradient = torch.bmm(d[cancelled].mT, self._positions(self.activations())[cancelled])
-            each[cancelled] = sum_of_squares(gradient.flatten(1))
-        return each
-
-    def inner(self, deltas: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
-        """The inner products between the gradients of several cotangents."""
-        return self.products(torch.stack([self.delta(of_one) for of_one in deltas], dim=1))
-
-    def products(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m m"]:
-        """The inner products between the gradients of several factors δ."""
-        if self.by_pairs(d.shape[1]):
-            seen = torch.matmul(self.fixed_pairs.unsqueeze(1), d)
-            products = (seen.flatten(2) @ d.flatten(2).mT).double()
-            squares = products.diagonal(dim1=1, dim2=2)
-            odd = beyond(squares) | beyond(self.fixed_pairs.flatten(1).amax(1))[:, None]
-            if bool(odd.any()):
-                odd &= (squares != 0) | self.meets(d)
-                self._again(products, d, odd.any(1).nonzero().flatten().tolist())
-        else:
-            products = inner_products(torch.matmul(d.mT, self.fixed.unsqueeze(1)).flatten(2))
-        return products.unflatten(0, (self.inputs, -1)).sum(1)
-
-    def _again(
-        self, products: Float64[Tensor, "bg m m"], d: Float[Tensor, "bg m t o"], which: list[int]
-    ) -> None:
-        """The inner products of some inputs in 64 bits, which hold what 32 bits do not; one by one,
-        for the memory.
-        """
-        activations = self._positions(self.activations()) if which else d
-        for i in which:
-            a, wide = activations[i].double(), d[i].double()
-            products[i] = ((a @ a.mT) @ wide).flatten(1) @ wide.flatten(1).mT
-
-    @cached_property
-    def _live(self) -> Bool[Tensor, "bg t"]:
-        """The positions at which a is not zero."""
-        return self._positions(self.activations()).any(2)
-
-    def meets(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
-        """Whether δ and a are both not zero at some position: else the gradient is zero, and its
-        square is right.
-        """
-        return (d.any(3) & self._live.unsqueeze(1)).any(2)
-
-    def apart(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
-        """Σ_t ‖δ_t‖²‖a_t‖²: the squared norms of the gradients if positions did not cancel."""
-        each = torch.linalg.vecdot(
-            d.square().sum(3), self.fixed_pairs.diagonal(dim1=1, dim2=2).unsqueeze(1)
-        )
-        return each.unflatten(0, (self.inputs, -1)).sum(1)
-
-    def still_of(self, b: int) -> Float[Tensor, "g t f"]:
-        """a of one input."""
-        return self._positions(self.activations()).unflatten(0, (self.inputs, -1))[b]
-
-    def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
-        """The factor δ that a cotangent gives."""
-        (d,) = cotangents
-        assert d is not None
-        return self._positions(self.grad_outputs(d))
-
-
-def _dot(a: Float[Tensor, "n i j"], b: Float[Tensor, "n i j"]) -> Float[Tensor, " n"]:
-    """Σ_ij a_ij b_ij of each matrix."""
-    return torch.linalg.vecdot(a.flatten(1), b.flatten(1))
+def _scale(d: Tensor, scale: Callable[[], Tensor] | None) -> Tensor:
+    d = at_least_float32(d)
+    return d if scale is None else d * scale()
 
 
 @dataclass(frozen=True)
 class GradFactor:
-    """One meeting's share of a gradient.
+    """What one use of a parameter adds to its gradient.
 
-    `target` is a parameter, or a tensor computed from parameters alone, as it is when the model
-    runs on one row; `edges` are the places in the graph whose cotangents the gradient is made from.
+    Args:
+        target: a parameter, or a tensor computed from parameters alone, as it is when the model
+            runs on one row.
+        edges: the places in the graph whose cotangents the gradient is made from.
+        gradient: how it is made from them.
     """
 
     target: Tensor
     edges: tuple[GradientEdge, ...]
     gradient: Outer | Summed
 
-    def bare(self) -> "GradFactor":
-        """What can be kept when the forward pass is let go: the target, and how large the gradient
-        is.
-        """
-        return GradFactor(self.target, (), self.gradient.bare())
+    def without_graph(self) -> "GradFactor":
+        """The target and the size of the gradient: what is kept without the forward pass."""
+        return GradFactor(self.target, (), self.gradient.without_graph())
+
+
+# Matrices kept in one parameter, such as those of all experts: each matrix W[e] has a factor of its
+# own. Together they are one `Outer` with a group for each, so that the parameter's gradient, zero
+# but for the experts that were asked, need not be written out for its norm.
+
+
+def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFactor]:
+    """The same factors, those of different matrices W[e] of one parameter merged into one."""
+    slices: dict[str, dict[int, GradFactor]] = {}
+    others: list[GradFactor] = []
+    for factor in factors:
+        place = slice_of(factor.target, weights)
+        if place is None:
+            others.append(factor)
+            continue
+        name, number = place
+        of_parameter = slices.setdefault(name, {})
+        if number in of_parameter or not _can_merge(factor):
+            others.append(factor)
+        else:
+            of_parameter[number] = factor
+    for name, of_parameter in slices.items():
+        if of_parameter:
+            others.append(_merge(weights.leaves[name], of_parameter))
+    return others
+
+
+def _can_merge(factor: GradFactor) -> bool:
+    gradient = factor.gradient
+    return isinstance(gradient, Outer) and gradient.sizes.groups == 1 and len(factor.edges) == 1
+
+
+def _merge(target: Tensor, slices: dict[int, GradFactor]) -> GradFactor:
+    factors = list(slices.values())
+    outers = [factor.gradient for factor in factors if isinstance(factor.gradient, Outer)]
+    edges = tuple(factor.edges[0] for factor in factors)
+    return GradFactor(target, edges, MergedOuter.of(outers, list(slices), target))
+
+
+@dataclass
+class MergedOuter(Outer):
+    """The gradients of slices W[e] of one parameter: a cotangent and a group for each."""
+
+    outers: Sequence[Outer] = ()
+
+    @classmethod
+    def of(cls, outers: Sequence[Outer], numbers: list[int], target: Tensor) -> "MergedOuter":
+        """Merge the gradients of `target[number]`."""
+
+        def arrange(grad: Float[Tensor, "b g o f"]) -> Tensor:
+            parts = [outer.arrange(grad[:, [g]]) for g, outer in enumerate(outers)]
+            whole = grad.new_zeros(len(grad), *target.shape)
+            whole[:, numbers] = torch.stack(parts, dim=1)
+            return whole
+
+        def activations() -> Tensor:
+            return _side_by_side([outer.activation_matrix for outer in outers])
+
+        first = outers[0]
+        most = max(outer.sizes.positions for outer in outers)
+        sizes = OuterSizes(most, first.sizes.out_features, first.sizes.in_features, len(outers))
+        return cls(first.grad_outputs, activations, arrange, first.samples, sizes, outers=outers)
+
+    def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
+        """The factor δ that a cotangent gives; zero for a matrix that it does not reach."""
+        known: dict[int, Tensor] = {}
+        for g, d in enumerate(cotangents):
+            if d is not None:
+                known[g] = self.outers[g].delta([d])
+        some = next(iter(known.values()))
+        none = some.new_zeros(len(some), 0, some.shape[2])
+        deltas = [known.get(g, none) for g in range(len(self.outers))]
+        return self._by_position(_side_by_side(deltas, self.sizes.positions))
+
+
+def _side_by_side(
+    factors: Sequence[Float[Tensor, "b _ f"]], most: int = 0
+) -> Float[Tensor, "b t g f"]:
+    """One group for each, with zeros at positions that it does not have."""
+    t = max(most, *(factor.shape[1] for factor in factors))
+    return torch.stack([F.pad(factor, (0, 0, 0, t - factor.shape[1])) for factor in factors], dim=2)

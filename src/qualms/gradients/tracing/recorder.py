@@ -1,21 +1,20 @@
-"""One forward pass, watched: where each parameter meets the input, and what its gradient is made
-of.
+"""Traces a forward pass: where each parameter meets the input, and what its gradient is made of.
 
 A function mode sees every operation of the forward pass, so functional calls, modules called twice,
 tied weights, attention, recurrent networks and exported graphs all look alike. It knows two kinds
 of tensors:
 
-- *tracked*: a parameter, or something computed from parameters alone (a normalized weight, a slice,
+- *params*: a parameter, or something computed from parameters alone (a normalized weight, a slice,
   an expanded token);
 - *active*: something that depends on the input.
 
-An operation on tracked tensors alone is carried out and its result is tracked. One that brings a
-tracked and an active tensor together is a *meeting*: there a rule (`rules.py`) says how the
-parameter's gradient follows from a cotangent, and leaves a `GradFactor`. What no rule covers is
-carried out one row at a time with copies of the parameter, which is exact for any operation. Where
-no axis counts the rows, the owner of each entry is found afterwards (`owners.py`). Where rows
-cannot be told apart at all, `NotBatchable` is raised; what a function mode cannot see is caught by
-the checks of `exact/checks.py`.
+An operation on params alone is run and its result is one of them. One that takes both kinds is a
+*use* of parameters: there a rule (`rules/`) says how the parameter's gradient follows from a
+cotangent, and adds a `GradFactor`. What no rule covers is run one row at a time with copies of the
+parameter, which is exact for any operation. Where no axis counts the rows, the sample of each entry
+is found afterwards (`sample_ids.py`). Where rows cannot be separated at all, `NotBatchable` is
+raised; what a function mode cannot see is caught by `require_no_bypass` and by the checks of
+`gradients/verify.py`.
 """
 
 import inspect
@@ -32,19 +31,46 @@ from torch.utils.weak import WeakIdKeyDictionary
 from qualms.gradients.batch import NotBatchable
 from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.tracing.factors import GradFactor
-from qualms.gradients.tracing.op_call import Call
-from qualms.gradients.tracing.op_trace import OpKey, ParamUse, TracePair
-from qualms.gradients.tracing.param_use import Reach, UseOrder, Weights, roots
-from qualms.gradients.tracing.rules.table import SCATTERED, find_rule
+from qualms.gradients.tracing.op_call import OpCall
+from qualms.gradients.tracing.op_effects import (
+    bare_name,
+    full_name,
+    ignores_shape,
+    reads_values,
+    shape_depends_on_values,
+    without_override_checks,
+    writes,
+)
+from qualms.gradients.tracing.param_use import OpKey, ParamUse, TracePair, UseOrder
+from qualms.gradients.tracing.rules.table import UNBATCHED_RULES, find_rule
 from qualms.gradients.tracing.sample_ids import UnbatchedOp
+from qualms.gradients.tracing.weights import Reach, Weights, roots
 
-Shapes = tuple[
-    str, tuple[torch.Size, ...], tuple[torch.Size, ...]
-]  # name, of what it reads, of what it gives
+# An operation's name, and the shapes of what it reads and of its results.
+Shapes = tuple[str, tuple[torch.Size, ...], tuple[torch.Size, ...]]
 
 
 class Recorder(TorchFunctionMode):
-    """Watches one forward pass over `rows` rows, `rows_per_sample` of them for each input."""
+    """A function mode that traces one forward pass.
+
+    Args:
+        weights: the parameters, as leaves.
+        inputs: the tensors of the batch.
+        rows: number of rows of the batch.
+        rows_per_sample: how many of them belong to each sample.
+        trace_pair: the same pass on one row and on two; None in these passes themselves.
+
+    Attributes:
+        factors: what each use of a parameter adds to its gradient.
+        unbatched_ops: operations whose entries' samples are still to be found.
+        param_uses: all uses of parameters, without a `trace_pair` only.
+        shapes: of all operations on something active, without a `trace_pair` only.
+        reach: which nodes of the graph may be entered by an operation's result only.
+        first_use: names of the parameters in the order of their first use.
+        without_rule: names of parameters with a use that no rule covers.
+        reads_values: whether something active becomes a Python number or an array.
+        shapes_vary: whether the values of something active decide a shape.
+    """
 
     def __init__(
         self,
@@ -52,86 +78,27 @@ class Recorder(TorchFunctionMode):
         inputs: Sequence[Tensor],
         rows: int,
         rows_per_sample: int = 1,
-        twins: TracePair | None = None,
+        trace_pair: TracePair | None = None,
     ) -> None:
+        """Args: see the class."""
         super().__init__()
-        self.weights, self.rows, self.rows_per_sample, self.twins = (
-            weights,
-            rows,
-            rows_per_sample,
-            twins,
-        )
-        self.pieces: list[GradFactor] = []
-        self.reach = Reach()
+        self.weights = weights
+        self.rows = rows
+        self.rows_per_sample = rows_per_sample
+        self.trace_pair = trace_pair
+        self.factors: list[GradFactor] = []
+        self.unbatched_ops: list[UnbatchedOp] = []
         self.param_uses: list[ParamUse] = []
-        self.scattered: list[UnbatchedOp] = []
-        self._times: Counter[OpKey] = Counter()  # how often each meeting took place so far
+        self.shapes: list[Shapes] = []
+        self.reach = Reach()
         self.first_use: list[str] = []
-        self.general: set[str] = set()  # parameters that no rule covered
-        self.reads_values = (
-            False  # something that depends on the input becomes a Python number or an array
-        )
-        self.shapes_vary = False  # the values of something that depends on the input decide a shape
-        self.shapes: list[
-            Shapes
-        ] = []  # of all operations on something that depends on the input, in a first look
-        self._tracked: dict[int, Tensor] = {id(leaf): leaf for leaf in weights.leaves.values()}
+        self.without_rule: set[str] = set()
+        self.reads_values = False
+        self.shapes_vary = False
+        self._occurrences: Counter[OpKey] = Counter()
+        self._params: dict[int, Tensor] = {id(leaf): leaf for leaf in weights.leaves.values()}
         self._active = WeakIdKeyDictionary()
-        self._mark(inputs)
-
-    def __torch_function__(
-        self,
-        func: Any,
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        args, kwargs = each_tensor((args, kwargs), lambda t: self.weights.stand_in.get(id(t), t))
-        given = list(tensors_in((args, kwargs)))
-        tracked = [t for t in given if id(t) in self._tracked]
-        active = any(t in self._active for t in given)
-        if tracked and active and _bare_name(func) == "getitem":
-            # W[e] with a single e is W[3], say: the input is read, as if by `int(e)`, and W[3] is
-            # tracked.
-            active = any(t in self._active and (t.ndim > 0 or t.is_floating_point()) for t in given)
-            self.reads_values |= not active
-        if active:
-            self.reads_values |= _bare_name(func) in _READING
-            self.shapes_vary |= _counts(
-                _bare_name(func), args, [t for t in given if t in self._active]
-            )
-        if not tracked or not torch.is_grad_enabled():
-            out = func(*args, **kwargs)
-            if active:
-                self._note(func, given, out)
-                self._mark(tensors_in(out))
-                if _writes(func):
-                    self._mark(given[:1])
-            return out
-        if not active:
-            out = func(*args, **kwargs)
-            written = given[:1] if _writes(func) else []
-            derived = {id(t): t for t in (*tensors_in(out), *written) if t.requires_grad}
-            self._tracked |= derived
-            if derived:
-                self._used(tracked)
-            return out
-        self._used(tracked)
-        if isinstance(
-            func, types.FunctionType
-        ):  # a Python function of torch: look at what it calls
-            with self:
-                return _without_override_checks(func)(*args, **kwargs)
-        out = self._meet(func, args, kwargs, given)
-        self._note(func, given, out)
-        self._mark(tensors_in(out))
-        return out
-
-    def _note(self, func: Any, given: list[Tensor], out: Any) -> None:
-        if self.twins is None and _bare_name(func) not in _SHAPED_BY_OTHERS:
-            read = tuple(t.shape for t in given if t in self._active)
-            self.shapes.append((_bare_name(func), read, tuple(t.shape for t in tensors_in(out))))
+        self._mark_active(inputs)
 
     @property
     def use_order(self) -> UseOrder:
@@ -142,64 +109,152 @@ class Recorder(TorchFunctionMode):
         """
         return UseOrder(self.first_use, not (self.reads_values or self.shapes_vary))
 
-    def _meet(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    def is_param(self, t: Tensor) -> bool:
+        """Whether `t` is a selected parameter, or a tensor computed from parameters alone."""
+        return id(t) in self._params
+
+    def __torch_function__(
+        self,
+        func: Any,
+        kinds: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = str(getattr(func, "__name__", func)).split(".")[0]
-        places = frozenset(i for i, t in enumerate(given) if id(t) in self._tracked)
-        behind = [roots(given[i], self.weights) for i in places]
-        place = OpKey(name, frozenset[str]().union(*behind))
-        meeting = ParamUse(place, self._times[place], given, tracked=places)
-        self._times[place] += 1
-        if (
-            self.twins is None
-        ):  # a first look, to be compared with another; later ones need not be remembered
-            self.param_uses.append(meeting)
-        call = Call(self, func, args, kwargs, meeting)
-        out = self._by_layout(call, args, kwargs)
-        meeting.results = list(tensors_in(out))
+        """Run an operation of the forward pass, and record what it does.
+
+        Args:
+            func: the operation.
+            kinds: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        stand_in = self.weights.stand_in
+        args, kwargs = each_tensor((args, kwargs or {}), lambda t: stand_in.get(id(t), t))
+        given = list(tensors_in((args, kwargs)))
+        params = [t for t in given if id(t) in self._params]
+        active = [t for t in given if t in self._active]
+        name = bare_name(func)
+        if params and active and name == "getitem" and all(map(_is_index, active)):
+            # W[e] with a single e is W[3], say: the input is read, as if by `int(e)`, and W[3] is
+            # computed from parameters alone.
+            active = []
+            self.reads_values = True
+        if active:
+            self.reads_values |= reads_values(name)
+            self.shapes_vary |= shape_depends_on_values(name, args, active)
+        if not params or not torch.is_grad_enabled():
+            out = func(*args, **kwargs)
+            if active:
+                self._note_result(name, active, out)
+                self._mark_active(given[:1] if writes(func) else [])
+            return out
+        if not active:
+            return self._run_on_params(func, args, kwargs, given)
+        self._note_use(params)
+        if isinstance(func, types.FunctionType):  # of torch, in Python: trace what it calls
+            with self:
+                return without_override_checks(func)(*args, **kwargs)
+        out = self._run_use(func, args, kwargs, given)
+        self._note_result(name, active, out)
         return out
 
-    def _by_layout(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By a rule or the general path; where no axis counts the rows, by the owners of entries."""
-        left = len(self.pieces)
-        try:
-            if self.twins is not None and call.meeting.place in self.twins.scattered:
-                raise NotBatchable("known not to keep its rows apart")
-            out = _by_rule(find_rule(call.meeting.name), call, args, kwargs)
-            return call.with_copies() if out is NotImplemented else out
-        except (
-            NotBatchable,
-            RuntimeError,
-        ) as error:  # a copy for each row does not fit the shapes at hand
-            if self.twins is None or isinstance(error, torch.OutOfMemoryError):
-                raise
-            del self.pieces[left:]
-            self.twins.scattered.add(call.meeting.place)
-            out = _by_rule(SCATTERED.get(call.meeting.name.strip("_")), call, args, kwargs)
-            return call.with_owners() if out is NotImplemented else out
+    def _run_on_params(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """Run an operation that depends on parameters alone, and so do its results.
 
-    def _used(self, tracked: list[Tensor]) -> None:
-        """Appends to `first_use` the names of the parameters among these tensors that are not in it
-        yet.
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            given: all tensors among them.
         """
-        names = (self.weights.names.get(id(t)) for t in tracked)
-        self.first_use += [
-            name for name in names if name is not None and name not in self.first_use
-        ]
+        params = [t for t in given if self.is_param(t)]
+        out = func(*args, **kwargs)
+        changed = given[:1] if writes(func) else []
+        derived = [t for t in (*tensors_in(out), *changed) if t.requires_grad]
+        for t in derived:
+            self._params[id(t)] = t
+        if derived:
+            self._note_use(params)
+        return out
 
-    def _mark(self, some: Iterable[Tensor]) -> None:
-        for t in some:
+    def _run_use(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """Run an operation that takes parameters and something active, and add gradient factors.
+
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            given: all tensors among them.
+        """
+        places = frozenset(i for i, t in enumerate(given) if id(t) in self._params)
+        names = frozenset[str]().union(*(roots(given[i], self.weights) for i in places))
+        key = OpKey(full_name(func), names)
+        use = ParamUse(key, self._occurrences[key], given, param_places=places)
+        self._occurrences[key] += 1
+        if self.trace_pair is None:
+            self.param_uses.append(use)
+        out = self._apply_rule(OpCall(self, func, args, kwargs, use), args, kwargs)
+        use.results = list(tensors_in(out))
+        return out
+
+    def _apply_rule(self, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation by its rule, or by the general path that is exact for any operation."""
+        number = len(self.factors)
+        pair = self.trace_pair
+        if pair is None or call.use.key not in pair.unbatched:
+            try:
+                out = _try_rule(find_rule(call.use.name), call, args, kwargs)
+                return call.run_on_copies() if out is NotImplemented else out
+            except NotBatchable:
+                if pair is None:
+                    raise
+                pair.unbatched.add(call.use.key)
+        del self.factors[number:]
+        rule = UNBATCHED_RULES.get(call.use.name.strip("_"))
+        out = _try_rule(rule, call, args, kwargs)
+        return call.run_unbatched() if out is NotImplemented else out
+
+    def _note_use(self, params: list[Tensor]) -> None:
+        for t in params:
+            name = self.weights.names.get(id(t))
+            if name is not None and name not in self.first_use:
+                self.first_use.append(name)
+
+    def _note_result(self, name: str, active: list[Tensor], out: Any) -> None:
+        results = list(tensors_in(out))
+        if self.trace_pair is None and not ignores_shape(name):
+            read = tuple(t.shape for t in active)
+            self.shapes.append((name, read, tuple(t.shape for t in results)))
+        self._mark_active(results)
+
+    def _mark_active(self, tensors: Iterable[Tensor]) -> None:
+        for t in tensors:
             self._active[t] = True
             if t._is_view() and t._base is not None:
                 self._active[t._base] = True
 
 
-def _by_rule(
-    rule: Callable[..., Any] | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _is_index(t: Tensor) -> bool:
+    return t.ndim == 0 and not t.is_floating_point()
+
+
+def _try_rule(
+    rule: Callable[..., Any] | None, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What the rule says, or NotImplemented if it does not know the arguments that the operation
-    was called with.
+    """Apply a rule.
+
+    Args:
+        rule: the function, or None if the operation has none.
+        call: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The operation's result; or NotImplemented if there is no rule, or none for such arguments.
     """
     if rule is None:
         return NotImplemented
@@ -210,98 +265,16 @@ def _by_rule(
     return rule(call, *args, **kwargs)
 
 
-def _bare_name(func: Any) -> str:
-    """`add` for `add_`, `__add__` and `add.Tensor`."""
-    return str(getattr(func, "__name__", func)).split(".")[0].strip("_")
-
-
-def _counts(name: str, args: tuple[Any, ...], active: list[Tensor]) -> bool:
-    """Whether the shape of the result depends on values: how many entries are picked, or how often."""
-    if name in ("getitem", "index"):
-        return any(t.dtype in (torch.bool, torch.uint8) for t in active)
-    if name == "repeat_interleave":
-        return any(not t.is_floating_point() for t in active)
-    return name in _COUNTING or (name == "where" and len(args) == 1)
-
-
 def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
-    """Whether an operation makes of two rows what it makes of one, such as the length of the
-    longest text.
+    """Whether an operation returns for two rows what it returns for one: the longest length, say.
 
-    Both are the shapes of a first look, on one row and on two. If they differ in the operations
-    themselves, it may.
+    Args:
+        one: the shapes that a recorder saw on one row.
+        two: those on two rows. If the operations themselves differ, some may collapse rows.
     """
     if [name for name, _, _ in one] != [name for name, _, _ in two]:
         return True
-    pairs = zip(one, two, strict=True)
-    return any(
-        read != also and given and given == gives for (_, read, given), (_, also, gives) in pairs
-    )
-
-
-def _writes(func: Any) -> bool:
-    """Whether the operation changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return func in _WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
-_WRITES = (Tensor.__setitem__, torch.ops.aten.copy_.default)
-# What they give depends on what they read by its type or device alone.
-_SHAPED_BY_OTHERS = frozenset(
-    ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "to", "type_as", "get")
-)
-_READING = frozenset(
-    (
-        "bool",
-        "int",
-        "float",
-        "complex",
-        "index",
-        "item",
-        "tolist",
-        "numpy",
-        "array",
-        "dlpack",
-        "equal",
-        "allclose",
-    )
-) | frozenset(
-    ("contains", "is_nonzero", "format", "repr", "tensor_split", "untyped_storage", "reduce_ex")
-)
-_COUNTING = frozenset(
-    (
-        "nonzero",
-        "argwhere",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "bincount",
-        "pack_padded_sequence",
-        "to_sparse",
-    )
-)
-
-
-def _never(*_: Any) -> bool:
+    for (_, read_one, out_one), (_, read_two, out_two) in zip(one, two, strict=True):
+        if read_one != read_two and out_one and out_one == out_two:
+            return True
     return False
-
-
-def _without_override_checks(func: types.FunctionType) -> Callable[..., Any]:
-    """torch's Python functions hand over to a mode before they do anything; this is the same
-    function without that.
-
-    The body runs on a copy of its globals in which the checks say no, so its inner calls reach the
-    mode one by one.
-    """
-    checks = dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never
-    )
-    opened = types.FunctionType(
-        func.__code__,
-        {**func.__globals__, **checks},
-        func.__name__,
-        func.__defaults__,
-        func.__closure__,
-    )
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened

@@ -1,8 +1,8 @@
 """Which entries of a tensor inside a model belong to which row of the batch.
 
-Models move the batch axis about ([time, batch, feature]), merge it with others ([batch · windows,
-…]) or interleave it ([time · batch, feature]). The same operation seen on one row and on two rows
-tells: the axis that doubles counts the rows, and the values of the first row tell the order inside
+Models move the batch axis ([time, batch, feature]), merge it with others ([batch · windows, …]) or
+interleave it ([time · batch, feature]). The same operation seen on one row and on two rows shows
+which: the axis that doubles counts the rows, and the values of the first row tell the order inside
 it.
 """
 
@@ -13,13 +13,21 @@ from torch import Tensor
 
 from qualms.gradients.batch import NotBatchable
 
+TOLERANCE = 1e-2  # of a tensor's largest value: the same row, computed alone and in a pair
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Of `rows` rows, row r stands at entries r·per_row + j of `axis`, or at j·rows + r if
-    interleaved (j < per_row).
+    """Where a tensor keeps its rows.
 
-    An axis of None means that there is a single row, which owns the whole tensor.
+    Row r has the entries r·per_row + j of `axis` (j < per_row), or j·rows + r if interleaved.
+
+    Args:
+        axis: the axis that counts the rows; None if there is a single row, which owns the whole
+            tensor.
+        rows: number of rows.
+        per_row: number of entries of each row.
+        interleaved: whether the entries of a row are `rows` apart, not next to each other.
     """
 
     axis: int | None
@@ -33,9 +41,7 @@ class Layout:
         return cls(None)
 
     def leading(self, t: Tensor) -> Tensor:
-        """The tensor with its row axis first and the entries of a row next to each other:
-        [rows·per_row, …].
-        """
+        """Move the row axis first, the entries of a row next to each other: [rows·per_row, …]."""
         if self.axis is None:
             return t
         t = t.movedim(self.axis, 0)
@@ -44,7 +50,7 @@ class Layout:
         return t
 
     def part(self, t: Tensor, row: int) -> Tensor:
-        """What belongs to one row, shaped as if the model ran on that row alone."""
+        """The part of one row, in the shape it has when the model runs on that row alone."""
         if self.axis is None:
             return t
         if self.interleaved:
@@ -52,7 +58,7 @@ class Layout:
         return t.narrow(self.axis, row * self.per_row, self.per_row)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """The inverse of `part`."""
+        """Put the parts of all rows together: the inverse of `part`."""
         if self.axis is None:
             return parts[0]
         if self.interleaved:
@@ -60,11 +66,20 @@ class Layout:
         return torch.cat(parts, dim=self.axis)
 
 
-def infer(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) -> Layout | None:
-    """The layout of a tensor, seen on one row and on two; None if it does not depend on the number
-    of rows.
+def infer_layout(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) -> Layout | None:
+    """Find the layout of a tensor from what it is on one row and on two.
 
-    `shape` is the tensor's shape on `rows` rows, which must be what the layout says.
+    Args:
+        one: the tensor when the model runs on the first row alone.
+        two: the tensor when it runs on the first row and another one.
+        shape: its shape on `rows` rows, which must be what the layout says; None if unknown.
+        rows: number of rows.
+
+    Returns:
+        The layout, or None if the tensor does not depend on the number of rows.
+
+    Raises:
+        NotBatchable: if no axis, or more than one, counts the rows.
     """
     if one.ndim != two.ndim:
         raise NotBatchable("the number of axes depends on the batch size")
@@ -79,18 +94,29 @@ def infer(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) -> Layo
     _require(shape is None or tuple(shape) == expected)
     if per_row == 1:
         return Layout(axis, rows)
-    orders = [Layout(axis, 2, per_row), Layout(axis, 2, per_row, interleaved=True)]
+    return Layout(axis, rows, per_row, interleaved=_is_interleaved(one, two, axis))
+
+
+def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
+    """Whether the first row's entries alternate with those of the second.
+
+    Values that fit both orders (positions, kinds of token) tell nothing: the entries of a row are
+    then taken to be adjacent, as they are in all but few models, and the check of the first rows'
+    gradients finds out if they are not.
+    """
+    per_row = one.shape[axis]
     first, pair = one.detach().double(), two.detach().double()
-    errors = [float((layout.part(pair, 0) - first).abs().max()) for layout in orders]
-    scale = float(first.abs().max())
-    close = [e <= 1e-2 * scale for e in errors]
-    _require(any(close))
-    # Values that fit both orders (positions, kinds of token) tell nothing: a row's entries then
-    # follow each other, as they do in all but few models, and the check of the first rows'
-    # gradients finds out if they do not.
-    return Layout(axis, rows, per_row, interleaved=not close[0])
+    room = TOLERANCE * float(first.abs().max())
+
+    def fits(layout: Layout) -> bool:
+        return float((layout.part(pair, 0) - first).abs().max()) <= room
+
+    if fits(Layout(axis, 2, per_row)):
+        return False
+    _require(fits(Layout(axis, 2, per_row, interleaved=True)))
+    return True
 
 
 def _require(clear: bool) -> None:
     if not clear:
-        raise NotBatchable("the rows of the batch cannot be told apart")
+        raise NotBatchable("the batch axis of a tensor inside the model cannot be identified")

@@ -1,10 +1,10 @@
-"""Whose is an entry of an operation's result, where no axis of it counts the rows?
+"""Which sample an entry of an operation's result belongs to, where no axis of it counts the rows.
 
 Experts that take the words meant for them, texts without their padding, inputs sorted by length:
-the values decide what stands where. Still each entry belongs to one input, and the cotangents tell
-to which. If the logits' cotangent is doubled for some inputs, that of an entry doubles if it is
-theirs, and else stays; an entry for which neither holds mixes inputs. One pass for each binary
-digit of an input's number tells the number.
+the values decide what goes where. Still each entry belongs to one sample, and the cotangents tell
+which. If the logits' cotangent is doubled for some samples, that of an entry doubles if it is
+theirs, and else stays; an entry for which neither holds mixes samples. One pass for each binary
+digit of a sample's number tells the number.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,54 +18,66 @@ from torch.autograd.graph import GradientEdge
 from qualms.gradients.batch import NotBatchable
 from qualms.gradients.isolation import interrupts
 from qualms.gradients.precision import at_least_float32
-from qualms.gradients.tracing.factors import GradFactor, Outer, Summed
+from qualms.gradients.tracing.factors import GradFactor, Summed
+from qualms.gradients.tracing.outer_product import Outer, OuterSizes
 
-NOBODY = -1  # owns what the logits do not depend on
+NO_SAMPLE = -1  # the number of entries that the logits do not depend on
 
 
 @dataclass(frozen=True)
 class UnbatchedOp:
-    """Results whose entries belong to inputs that are not known yet, and the gradients that follow
-    once they are.
+    """An operation whose results' entries belong to samples that are not known yet.
+
+    Args:
+        results: those that can be differentiated.
+        edges: of the results, in the graph.
+        gradients: for each target, what makes its gradient once the samples are known.
     """
 
     results: Sequence[Tensor]
     edges: tuple[GradientEdge, ...]
-    gradients: Sequence[tuple[Tensor, Callable[["SampleIds"], Outer | Summed]]]  # by target
+    gradients: Sequence[tuple[Tensor, Callable[["SampleIds"], Outer | Summed]]]
 
 
 def resolve_sample_ids(
-    scattered: Sequence[UnbatchedOp], logits: Float[Tensor, "rows c"], inputs: int
+    ops: Sequence[UnbatchedOp], logits: Float[Tensor, "rows c"], samples: int
 ) -> list[GradFactor]:
-    """The pieces of scattered results, each entry with its owner."""
-    edges = list(dict.fromkeys(edge for one in scattered for edge in one.edges))
-    found = dict(zip(edges, owners(logits, edges, inputs), strict=True)) if edges else {}
-    pieces: list[GradFactor] = []
-    for one in scattered:
-        reached = [
-            (r, e, n)
-            for r, e in zip(one.results, one.edges, strict=True)
-            if (n := found[e]) is not None
-        ]
-        if reached:
-            results, own, numbers = zip(*reached, strict=True)
-            whose = SampleIds(results, own, numbers, inputs)
-            pieces += [
-                GradFactor(target, own, gradient(whose)) for target, gradient in one.gradients
-            ]
-    return pieces
+    """Find the sample of each entry of the operations' results, and the gradient factors with it.
 
-
-def owners(
-    logits: Float[Tensor, "rows c"], edges: Sequence[GradientEdge], inputs: int
-) -> list[Int[Tensor, "..."] | None]:
-    """The number of the input that each entry at these edges belongs to; None where the logits do
-    not depend on any.
+    Args:
+        ops: operations in whose results no axis counts the rows.
+        logits: of the same forward pass.
+        samples: number of samples in it.
     """
-    noise = torch.randn(
-        logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double
-    ).to(logits)
-    number = torch.arange(inputs, device=logits.device).repeat_interleave(len(logits) // inputs)
+    edges = list(dict.fromkeys(edge for op in ops for edge in op.edges))
+    if not edges:
+        return []
+    numbers = dict(zip(edges, _sample_numbers(logits, edges, samples), strict=True))
+    factors: list[GradFactor] = []
+    for op in ops:
+        ids = SampleIds([], [], [], samples)
+        for result, edge in zip(op.results, op.edges, strict=True):
+            number = numbers[edge]
+            if number is not None:
+                ids.results.append(result)
+                ids.edges.append(edge)
+                ids.numbers.append(number)
+        if ids.edges:
+            for target, gradient in op.gradients:
+                factors.append(GradFactor(target, tuple(ids.edges), gradient(ids)))
+    return factors
+
+
+def _sample_numbers(
+    logits: Float[Tensor, "rows c"], edges: Sequence[GradientEdge], samples: int
+) -> list[Int[Tensor, "..."] | None]:
+    """The number of the sample of each entry at these edges; None where the logits do not depend
+    on any.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(logits.shape, generator=generator, dtype=torch.double).to(logits)
+    rows_per_sample = len(logits) // samples
+    of_row = torch.arange(samples, device=logits.device).repeat_interleave(rows_per_sample)
 
     def cotangents(factor: Tensor) -> tuple[Tensor | None, ...]:
         interrupts.deliver()
@@ -73,104 +85,114 @@ def owners(
             logits, edges, noise * factor[:, None], retain_graph=True, allow_unused=True
         )
 
-    plain = cotangents(torch.ones_like(number))
-    found = [None if d is None else torch.zeros_like(d, dtype=torch.long) for d in plain]
-    for digit in range((inputs - 1).bit_length()):
-        doubled = cotangents(1 + (number >> digit & 1))
-        for d, twice, owner in zip(plain, doubled, found, strict=True):
-            if d is not None and twice is not None and owner is not None:
-                theirs = twice.abs() > 1.5 * d.abs()
-                _require_one_owner(twice, torch.where(theirs, 2 * d, d))
-                owner += theirs.long() << digit
-    for d, owner in zip(plain, found, strict=True):
-        if d is not None and owner is not None:
-            owner[d == 0] = NOBODY
+    plain = cotangents(torch.ones_like(of_row))
+    found: list[Tensor | None] = []
+    for d in plain:
+        found.append(None if d is None else torch.zeros_like(d, dtype=torch.long))
+    for digit in range((samples - 1).bit_length()):
+        doubled = cotangents(1 + (of_row >> digit & 1))
+        for i, number in enumerate(found):
+            d, twice = plain[i], doubled[i]
+            if d is not None and twice is not None and number is not None:
+                number += _is_doubled(d, twice).long() << digit
+    for d, number in zip(plain, found, strict=True):
+        if d is not None and number is not None:
+            number[d == 0] = NO_SAMPLE
     return found
 
 
-def _require_one_owner(have: Tensor, want: Tensor) -> None:
+def _is_doubled(d: Tensor, other: Tensor) -> Tensor:
+    """Which entries of a cotangent were doubled; an error where one is neither doubled nor equal."""
+    doubled = other.abs() > 1.5 * d.abs()
+    expected = torch.where(doubled, 2 * d, d)
     # Doubling is exact in floating point, so what is left is the order of sums, on devices where
     # that varies.
-    room = torch.finfo(want.dtype).eps * (1000 * want.abs() + 100 * torch.linalg.vector_norm(want))
-    if bool(((have - want).abs() > room).any()):
-        raise NotBatchable("the inputs of a batch influence each other")
+    scale = 1000 * expected.abs() + 100 * torch.linalg.vector_norm(expected)
+    if bool(((other - expected).abs() > torch.finfo(d.dtype).eps * scale).any()):
+        raise NotBatchable("the model mixes samples within a batch")
+    return doubled
 
 
 @dataclass(frozen=True)
 class SampleIds:
-    """Which input each entry of an operation's results belongs to."""
+    """Which sample each entry of an operation's results belongs to.
 
-    results: Sequence[Tensor]
-    edges: Sequence[GradientEdge]  # of the results as the operation gave them
-    numbers: Sequence[Int[Tensor, "..."]]  # of that input, in the shape of each result
-    inputs: int
+    Args:
+        results: of the operation, those that the logits depend on.
+        edges: of these results, as the operation returned them.
+        numbers: of the sample of each entry, in the shape of each result.
+        samples: how many there are.
+    """
+
+    results: list[Tensor]
+    edges: list[GradientEdge]
+    numbers: list[Int[Tensor, "..."]]
+    samples: int
 
     def by_autograd(self, copy: Tensor) -> Summed:
-        """The gradient of any argument, a leaf: for each input the operation's own, at the entries
-        it owns.
-        """
+        """The gradient of any argument, a leaf: the operation's own, at each sample's entries."""
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
             # From the edges: the results themselves may have been changed in place since.
-            known = [
-                (e, d, o)
-                for e, d, o in zip(self.edges, cotangents, self.numbers, strict=True)
-                if d is not None
-            ]
-            of_inputs: list[Tensor] = []
-            for b in range(self.inputs):
-                masked = [d * (owner == b) for _, d, owner in known]
-                (g,) = torch.autograd.grad(
-                    [e for e, _, _ in known], [copy], masked, retain_graph=True
-                )
-                of_inputs.append(at_least_float32(g))
-            return torch.stack(of_inputs)
+            edges: list[GradientEdge] = []
+            known: list[tuple[Tensor, Tensor]] = []
+            for edge, d, number in zip(self.edges, cotangents, self.numbers, strict=True):
+                if d is not None:
+                    edges.append(edge)
+                    known.append((d, number))
+            of_samples: list[Tensor] = []
+            for b in range(self.samples):
+                masked = [d * (number == b) for d, number in known]
+                (g,) = torch.autograd.grad(edges, [copy], masked, retain_graph=True)
+                of_samples.append(at_least_float32(g))
+            return torch.stack(of_samples)
 
         return Summed(write, copy.numel())
 
     def product(self, a: Float[Tensor, "*t f"], arrange: Callable[[Tensor], Tensor]) -> Outer:
-        """The gradient of a matrix that a [..., f] was multiplied with: every axis but the last
-        counts positions.
+        """The gradient of the matrix that `a` was multiplied with; every axis but the last counts t.
+
+        Args:
+            a: the input of the product.
+            arrange: from [b, 1, o, f] to [b, *target.shape].
         """
-        places = self._places()
-        sizes = (places.shape[1], self.results[0].shape[-1], a.shape[-1], 1)
-        return Outer(
-            lambda d: _gathered(d, places),
-            lambda: _gathered(a, places),
-            arrange,
-            self.inputs,
-            sizes,
-        )
+        places = self._positions()
+        sizes = OuterSizes(places.shape[1], self.results[0].shape[-1], a.shape[-1], 1)
 
-    def total(self, like: Tensor) -> Summed:
-        """The gradient of what was added at every position: the sum of the cotangents there, [b,
-        *like.shape].
-        """
-        places = self._places()
+        def grad_outputs(d: Tensor) -> Tensor:
+            return _gather(d, places)
 
-        def write(cotangents: list[Tensor | None]) -> Tensor:
-            (d,) = cotangents
-            assert d is not None
-            return at_least_float32(_gathered(d, places)).sum(1).reshape(self.inputs, *like.shape)
+        def activations() -> Tensor:
+            return _gather(a, places)
 
-        return Summed(write, like.numel())
+        return Outer(grad_outputs, activations, arrange, self.samples, sizes)
 
-    def _places(self) -> Int[Tensor, "b t"]:
-        """For each input the numbers of the positions that it owns, filled up with one that is
-        beyond them all.
-        """
+    def total(self, target: Tensor) -> Summed:
+        """The gradient of what was added at every position: the sum of the cotangents there."""
+        places = self._positions()
+
+        def write(d: Tensor) -> Tensor:
+            each = at_least_float32(_gather(d, places))
+            return each.sum(1).reshape(self.samples, *target.shape)
+
+        return Summed.from_cotangent(write, target.numel())
+
+    def _positions(self) -> Int[Tensor, "b t"]:
+        """The positions of each sample, padded with a number beyond all of them."""
         (numbers,) = self.numbers
         numbers = numbers.reshape(-1, numbers.shape[-1])
-        owner = numbers.amax(1)
-        if bool(((numbers != NOBODY) & (numbers != owner[:, None])).any()):
-            raise NotBatchable("the inputs of a batch influence each other")
-        own = owner == torch.arange(self.inputs, device=owner.device)[:, None]  # [b, positions]
+        of_position = numbers.amax(1)
+        if bool(((numbers != NO_SAMPLE) & (numbers != of_position[:, None])).any()):
+            raise NotBatchable("the model mixes samples within a batch")
+        samples = torch.arange(self.samples, device=numbers.device)
+        own = of_position == samples[:, None]  # [b, positions]
         most = max(1, int(own.sum(1).max()))
         first = own.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-        return torch.where(own.gather(1, first), first, len(owner))
+        return torch.where(own.gather(1, first), first, len(of_position))
 
 
-def _gathered(t: Float[Tensor, "*t f"], places: Int[Tensor, "b n"]) -> Float[Tensor, "b n 1 f"]:
-    """What stands at some positions; zero beyond the last one."""
+def _gather(t: Float[Tensor, "*t f"], places: Int[Tensor, "b n"]) -> Float[Tensor, "b n 1 f"]:
+    """The entries at some positions; zero beyond the last one."""
     flat = t.reshape(-1, t.shape[-1])
-    return torch.cat([flat, flat.new_zeros(1, flat.shape[1])])[places].unsqueeze(2)
+    padded = torch.cat([flat, flat.new_zeros(1, flat.shape[1])])
+    return padded[places].unsqueeze(2)

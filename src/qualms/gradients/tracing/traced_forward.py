@@ -1,4 +1,4 @@
-"""One forward pass over rows, watched by a recorder."""
+"""Runs the forward pass of a model under a recorder."""
 
 from collections.abc import Iterable
 
@@ -9,38 +9,52 @@ from qualms.errors import QualmsError
 from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
+from qualms.gradients.plan import Fallback, attempt
 from qualms.gradients.single_sample import NO_PATH
-from qualms.gradients.tracing.op_trace import TracePair
-from qualms.gradients.tracing.param_use import Reach, UseOrder, Weights, nodes_behind
+from qualms.gradients.tracing.factors import merge_slices
+from qualms.gradients.tracing.param_use import TracePair, UseOrder
 from qualms.gradients.tracing.recorder import Recorder
 from qualms.gradients.tracing.sample_ids import resolve_sample_ids
-from qualms.gradients.tracing.sample_slices import joined
+from qualms.gradients.tracing.weights import Reach, Weights, nodes_behind
 
 
 def trace_forward(
-    model: nn.Module, on: ModelInput, weights: Weights, twins: TracePair | None
+    model: nn.Module, model_input: ModelInput, weights: Weights, trace_pair: TracePair | None
 ) -> tuple[Tensor, Recorder]:
-    """One watched forward pass, in which every parameter is known by its stand-in."""
-    recorder = Recorder(
-        weights, batch_tensors(on.batch), num_samples(on.batch), on.rows_per_sample, twins
-    )
+    """Run a model's forward pass under a recorder, with leaves in place of its parameters.
+
+    Args:
+        model: the model.
+        model_input: a batch.
+        weights: the leaves.
+        trace_pair: the same pass on one row and on two, or None in these passes themselves.
+
+    Returns:
+        The logits [rows, c], and the recorder with the gradient factors of all parameters.
+
+    Raises:
+        QualmsError: if the logits do not depend on any parameter.
+        NotBatchable: if the rows cannot be separated, or a parameter is used where the recorder
+            does not see it.
+    """
+    rows, rows_per_sample = num_samples(model_input.batch), model_input.rows_per_sample
+    tensors = batch_tensors(model_input.batch)
+    recorder = Recorder(weights, tensors, rows, rows_per_sample, trace_pair)
     recorder.reads_values = any(map(_has_script, model.modules()))
     with all_parameters_differentiable(model):
-        logits = forward_logits(model, on, recorder)
+        logits = forward_logits(model, model_input, recorder)
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
         require_no_bypass(logits, [*model.parameters(), *weights.leaves.values()], recorder.reach)
-    recorder.pieces += resolve_sample_ids(
-        recorder.scattered, logits, recorder.rows // recorder.rows_per_sample
-    )
-    recorder.pieces = joined(recorder.pieces, weights)
+    recorder.factors += resolve_sample_ids(recorder.unbatched_ops, logits, rows // rows_per_sample)
+    recorder.factors = merge_slices(recorder.factors, weights)
     return logits, recorder
 
 
 def _has_script(module: nn.Module) -> bool:
-    """What a script reads is not seen."""
-    held = (module, *vars(module).values())
-    return any(isinstance(one, (torch.jit.ScriptModule, torch.jit.ScriptFunction)) for one in held)
+    """Whether a module is, or holds, a TorchScript: a recorder does not see what one reads."""
+    scripts = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+    return any(isinstance(value, scripts) for value in (module, *vars(module).values()))
 
 
 def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach) -> None:
@@ -54,7 +68,7 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach
     if any(id(node.variable) in forbidden for node in behind if hasattr(node, "variable")):
         raise NotBatchable("a parameter is used where it cannot be watched")
     if any(
-        reach.entered_aside(node, follower)
+        reach.bypasses_result(node, follower)
         for node in behind
         for follower, _ in node.next_functions
     ):
@@ -69,12 +83,25 @@ def require_uses_that_vary(model: nn.Module, on: ModelInput) -> None:
         )
 
 
-def use_order(model: nn.Module, on: ModelInput, selected: dict[str, Tensor]) -> UseOrder:
-    """The order in which a forward pass over the first row uses the selected parameters."""
+def use_order(model: nn.Module, model_input: ModelInput, selected: dict[str, Tensor]) -> UseOrder:
+    """The order in which a forward pass over the first row uses the selected parameters.
+
+    Args:
+        model: the model.
+        model_input: a batch, of which the first row is run.
+        selected: the parameters, by name.
+
+    Returns:
+        The order; empty and not fixed if the model cannot be traced.
+    """
+
+    def trace() -> UseOrder:
+        weights = Weights.of(selected, model.parameters())
+        _, recorder = trace_forward(model, model_input.take(slice(0, 1)), weights, None)
+        return recorder.use_order
+
     try:
-        _, recorder = trace_forward(
-            model, on.take(slice(0, 1)), Weights.of(selected, model.parameters()), None
-        )
-    except Exception:  # a model that cannot be watched does not tell
+        order = attempt("trace the first sample", trace)
+    except QualmsError:  # the first sample uses none of the selected parameters
         return UseOrder([], False)
-    return recorder.use_order
+    return UseOrder([], False) if isinstance(order, Fallback) else order

@@ -1,89 +1,89 @@
-"""Rules for convolutions: the same sum over positions as for linear layers, with a's window at each
-position.
+"""Rules for convolutions: the same sum over positions as for linear layers, with windows of a.
 
-A transposed convolution is one run backwards: windows of δ on a's positions.
+A transposed convolution is a convolution run backwards: windows of δ on a's positions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.precision import at_least_float32
-from qualms.gradients.tracing.factors import Outer, Summed
-from qualms.gradients.tracing.rules.scales import channel_sum, row_layout
-from qualms.gradients.tracing.rules.windows import (
+from qualms.gradients.tracing.factors import Summed
+from qualms.gradients.tracing.outer_product import Outer, OuterSizes
+from qualms.gradients.tracing.rules.conv_windows import (
     Geometry,
     depthwise_gradient,
-    pads,
-    pixel_pairs,
+    extract_windows,
     weight_gradient,
-    windows,
+    window_gram,
 )
 from qualms.gradients.tracing.sample_axis import Layout
 
 if TYPE_CHECKING:
-    from qualms.gradients.tracing.op_call import Call
-
-# From an operation's arguments and result to the gradient of its weight.
-WeightGradient = Callable[
-    [Tensor, Tensor, Tensor, Geometry, Callable[[Tensor], Tensor], int], Outer | Summed
-]
+    from qualms.gradients.tracing.op_call import OpCall
 
 
-def convolution_rule(space: int) -> Callable[..., Any]:
-    """∂W[o, i, k] = Σ_t δ[o, t] a[i, window k of position t], group by group; ∂b[o] = Σ_t δ[o, t]."""
+def conv(
+    call: OpCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """∂W[o, i, k] = Σ_t δ[o, t] a[i, window k of position t], for each group; ∂b[o] = Σ_t δ[o, t].
 
-    def conv(
-        call: Call,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        return _rule(
-            call, input, weight, bias, space, (stride, padding, dilation, groups), _windows_of_input
-        )
-
-    return conv
+    Args:
+        call: `conv1d`, `conv2d` or `conv3d`.
+        input: a [n, groups·i, *space].
+        weight: W [o, i, *kernel].
+        bias: b [o].
+        stride: of the windows.
+        padding: zeros around the image.
+        dilation: of the windows.
+        groups: number of groups.
+    """
+    geometry = Geometry.of(weight, stride, padding, dilation, groups)
+    return _run(call, input, weight, bias, geometry, transposed=False)
 
 
-def transposed_convolution_rule(space: int) -> Callable[..., Any]:
-    """∂W[i, o, k] = Σ_t a[i, t] δ[o, window k of position t], group by group; ∂b[o] = Σ_t δ[o, t]."""
+def conv_transpose(
+    call: OpCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """∂W[i, o, k] = Σ_t a[i, t] δ[o, window k of position t], for each group; ∂b[o] = Σ_t δ[o, t].
 
-    def conv_transpose(
-        call: Call,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        return _rule(
-            call,
-            input,
-            weight,
-            bias,
-            space,
-            (stride, padding, dilation, groups),
-            _windows_of_cotangent,
-        )
-
-    return conv_transpose
+    Args:
+        call: `conv_transpose1d`, `conv_transpose2d` or `conv_transpose3d`.
+        input: a [n, groups·i, *space].
+        weight: W [groups·i, o, *kernel].
+        bias: b [groups·o].
+        stride: of the windows.
+        padding: zeros around the result.
+        output_padding: what is added to one side of the result; it shows in its shape.
+        groups: number of groups.
+        dilation: of the windows.
+    """
+    geometry = Geometry.of(weight, stride, padding, dilation, groups)
+    return _run(call, input, weight, bias, geometry, transposed=True)
 
 
 def convolution(
-    call: Call,
+    call: OpCall,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -94,142 +94,182 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Any:
-    """aten's common form of all convolutions, which exported graphs use."""
-    gradient = _windows_of_cotangent if transposed else _windows_of_input
-    return _rule(
-        call, input, weight, bias, weight.ndim - 2, (stride, padding, dilation, groups), gradient
-    )
+    """aten's common form of `conv` and `conv_transpose`, which exported graphs use.
+
+    Args:
+        call: `aten.convolution`.
+        input: a.
+        weight: W.
+        bias: b.
+        stride: of the windows.
+        padding: zeros around the image.
+        dilation: of the windows.
+        transposed: which of the two it is.
+        output_padding: what is added to one side of the result.
+        groups: number of groups.
+    """
+    geometry = Geometry.of(weight, stride, padding, dilation, groups)
+    return _run(call, input, weight, bias, geometry, transposed)
 
 
-def _rule(
-    call: Call,
+def _run(
+    call: OpCall,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    space: int,
-    how: tuple[Any, Any, Any, int],
-    gradient: WeightGradient,
+    geometry: Geometry,
+    transposed: bool,
 ) -> Any:
-    layout = _image_rows(call, input, space)
+    """Run a convolution and add the factors of its parameters.
+
+    Args:
+        call: the operation.
+        input: a.
+        weight: W.
+        bias: b.
+        geometry: of the windows.
+        transposed: whether the windows are those of δ.
+    """
+    layout = _image_layout(call, input, len(geometry.kernel))
     if layout is None:
         return NotImplemented
-    stride, padding, dilation, groups = how
-    kernel, steps = weight.shape[2:], _each(dilation, space)
-    geometry = Geometry(kernel, _each(stride, space), steps, pads(padding, kernel, steps), groups)
     out = call.run()
     edge = get_gradient_edge(out)
-    if call.tracked(weight):
-
-        def image(t: Tensor) -> Tensor:
-            return layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
-
-        call.leave(weight, [edge], gradient(input, weight, out, geometry, image, call.inputs))
-    if bias is not None and call.tracked(bias):
-        call.leave(bias, [edge], channel_sum(call.inputs, layout, bias, space, None))
+    space = len(geometry.kernel)
+    if call.is_param(weight):
+        images = _Images(input, weight, geometry, layout, call.samples)
+        gradient: Outer | Summed
+        if transposed:
+            gradient = images.transposed()
+        elif geometry.groups == weight.shape[0] > 1 and weight.shape[1] == 1:
+            gradient = images.depthwise(out.shape[-space:])
+        else:
+            gradient = images.plain(out.shape[-space:])
+        call.add_factor(weight, [edge], gradient)
+    if call.is_param(bias):
+        call.add_factor(bias, [edge], Summed.channels(call.samples, layout, bias, space))
     return out
 
 
-def _windows_of_input(
-    input: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    geometry: Geometry,
-    image: Callable[[Tensor], Tensor],
-    inputs: int,
-) -> Outer | Summed:
-    """Σ_t δ_t ⊗ (a's window at t)."""
-    kernel, groups, space = geometry.kernel, geometry.groups, len(geometry.kernel)
-    if groups == weight.shape[0] > 1 and weight.shape[1] == 1:
-
-        def filters(cotangents: list[Tensor | None]) -> Tensor:
-            (d,) = cotangents
-            assert d is not None
-            return depthwise_gradient(image(d), image(input), geometry, inputs)
-
-        images = math.prod(out.shape[: -space - 1]) // inputs
-        return Summed(
-            filters, weight.numel(), images * math.prod(out.shape[-space:]) * weight.numel()
-        )
-    features, positions = weight.shape[0] // groups, math.prod(out.shape[-space:])
-
-    def grad_outputs(d: Tensor) -> Tensor:
-        """δ at each output position, as [n, t, g, o]."""
-        d = image(d).movedim(1, -1)  # [n, *positions, o]
-        return d.reshape(d.shape[0], positions, groups, features)
-
-    def activations() -> Tensor:
-        return windows(image(input), geometry)
-
-    def pairs() -> Tensor:
-        return pixel_pairs(at_least_float32(image(input)), geometry, inputs)
-
-    def arrange(grad: Tensor) -> Tensor:  # [b, g, o, k·i] -> [b, g·o, i, *k]
-        return grad.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1])).movedim(-1, 2)
-
-    images = math.prod(out.shape[: -space - 1]) // inputs
-    sizes = (images * positions, features, weight.shape[1] * math.prod(kernel), groups)
-    padded = math.prod(
-        n + sum(p) for n, p in zip(input.shape[-space:], geometry.around, strict=True)
-    )
-
-    def direct(d: Tensor) -> Tensor:
-        return weight_gradient(image(d), image(input), weight, geometry)
-
-    by_pixels = groups == 1 and padded**2 < positions**2 * math.prod(kernel)
-    return Outer(
-        grad_outputs, activations, arrange, inputs, sizes, pairs if by_pixels else None, direct
-    )
+def _image_layout(call: OpCall, input: Tensor, space: int) -> Layout | None:
+    """The layout of images [n, channel, *space]: rows on the first axis, or a single image."""
+    layout = call.input_layout(input)
+    if layout is None or layout.axis is None:
+        return layout
+    has_batch_axis = input.ndim == space + 2
+    return layout if has_batch_axis and layout.axis == 0 else None
 
 
-def _windows_of_cotangent(
-    input: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    geometry: Geometry,
-    image: Callable[[Tensor], Tensor],
-    inputs: int,
-) -> Outer:
-    """Σ_t (δ's window at t) ⊗ a_t."""
-    kernel, groups, space = geometry.kernel, geometry.groups, len(geometry.kernel)
-    positions = input.shape[-space:]
+@dataclass(frozen=True)
+class _Images:
+    """The input of a convolution, and the gradients that its weight may have.
 
-    def grad_outputs(d: Tensor) -> Tensor:
-        """δ's window at each position of a, as [n, t, g, k·o]."""
-        return windows(image(d), geometry, positions)
-
-    def activations() -> Tensor:
-        a = image(input).movedim(1, -1)
-        return a.reshape(a.shape[0], positions.numel(), groups, -1)
-
-    def arrange(grad: Tensor) -> Tensor:  # [b, g, k·o, i] -> [b, g·i, o, *k]
-        return grad.mT.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1])).movedim(-1, 2)
-
-    images = math.prod(input.shape[: -space - 1]) // inputs
-    sizes = (
-        images * positions.numel(),
-        weight.shape[1] * math.prod(kernel),
-        weight.shape[0] // groups,
-        groups,
-    )
-    return Outer(grad_outputs, activations, arrange, inputs, sizes)
-
-
-def _image_rows(call: Call, input: Tensor, space: int) -> Layout | None:
-    """The layout of images [n, channel, …]: rows on the first axis, or the one image of a single
-    row.
+    Args:
+        input: a.
+        weight: W.
+        geometry: of the windows.
+        layout: of the input.
+        samples: number of samples.
     """
-    layout = row_layout(call, input)
-    batched = input.ndim == space + 2
-    return (
-        layout
-        if layout is not None and (layout.axis is None or (batched and layout.axis == 0))
-        else None
-    )
 
+    input: Tensor
+    weight: Tensor
+    geometry: Geometry
+    layout: Layout
+    samples: int
 
-def _each(value: Any, space: int) -> tuple[int, ...]:
-    return (
-        tuple(value) * (space if len(value) == 1 else 1)
-        if isinstance(value, Sequence)
-        else (int(value),) * space
-    )
+    def by_row(self, t: Tensor) -> Tensor:
+        """An image for each row: [n, channel, *space]."""
+        space = len(self.geometry.kernel)
+        return self.layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
+
+    @property
+    def images_per_sample(self) -> int:
+        """Number of images of a sample."""
+        space = len(self.geometry.kernel)
+        return math.prod(self.input.shape[: -space - 1]) // self.samples
+
+    def depthwise(self, positions: tuple[int, ...]) -> Summed:
+        """The gradient of filters that see one channel each.
+
+        Args:
+            positions: number of windows on each spatial axis.
+        """
+
+        def write(d: Tensor) -> Tensor:
+            images = self.by_row(self.input)
+            return depthwise_gradient(self.by_row(d), images, self.geometry, self.samples)
+
+        numel = self.weight.numel()
+        multiplications = self.images_per_sample * math.prod(positions) * numel
+        return Summed.from_cotangent(write, numel, multiplications)
+
+    def plain(self, positions: tuple[int, ...]) -> Outer:
+        """Σ_t δ_t ⊗ (a's window at t).
+
+        Args:
+            positions: number of windows on each spatial axis.
+        """
+        weight, geometry = self.weight, self.geometry
+        kernel, groups = geometry.kernel, geometry.groups
+        features, count = weight.shape[0] // groups, math.prod(positions)
+
+        def grad_outputs(d: Tensor) -> Tensor:
+            """δ at each position, as [n, t, g, o]."""
+            d = self.by_row(d).movedim(1, -1)
+            return d.reshape(d.shape[0], count, groups, features)
+
+        def activations() -> Tensor:
+            return extract_windows(self.by_row(self.input), geometry)
+
+        def gram() -> Tensor:
+            return window_gram(at_least_float32(self.by_row(self.input)), geometry, self.samples)
+
+        def arrange(grad: Tensor) -> Tensor:  # [b, g, o, k·i] -> [b, g·o, i, *k]
+            grad = grad.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
+            return grad.movedim(-1, 2)
+
+        def direct(d: Tensor) -> Tensor:
+            return weight_gradient(self.by_row(d), self.by_row(self.input), weight, geometry)
+
+        window = math.prod(kernel)
+        pixels = geometry.count_pixels(self.input.shape[-len(kernel) :])
+        by_pixels = groups == 1 and pixels**2 < count**2 * window
+        sizes = OuterSizes(
+            self.images_per_sample * count, features, weight.shape[1] * window, groups
+        )
+        return Outer(
+            grad_outputs,
+            activations,
+            arrange,
+            self.samples,
+            sizes,
+            fast_gram=gram if by_pixels else None,
+            direct=direct,
+        )
+
+    def transposed(self) -> Outer:
+        """Σ_t (δ's window at t) ⊗ a_t."""
+        weight, geometry = self.weight, self.geometry
+        kernel, groups = geometry.kernel, geometry.groups
+        positions = self.input.shape[-len(kernel) :]
+
+        def grad_outputs(d: Tensor) -> Tensor:
+            """δ's window at each position of a, as [n, t, g, k·o]."""
+            return extract_windows(self.by_row(d), geometry, positions)
+
+        def activations() -> Tensor:
+            a = self.by_row(self.input).movedim(1, -1)
+            return a.reshape(a.shape[0], positions.numel(), groups, -1)
+
+        def arrange(grad: Tensor) -> Tensor:  # [b, g, k·o, i] -> [b, g·i, o, *k]
+            grad = grad.mT.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
+            return grad.movedim(-1, 2)
+
+        sizes = OuterSizes(
+            self.images_per_sample * positions.numel(),
+            weight.shape[1] * math.prod(kernel),
+            weight.shape[0] // groups,
+            groups,
+        )
+        return Outer(grad_outputs, activations, arrange, self.samples, sizes)

@@ -49,10 +49,8 @@ class Recursion:
     push: Callable[[Coefficients, Tensor, Gates, State], tuple[Hidden, State]]
 
 
-def before(first: Float[Tensor, "n h"], later: Hidden) -> Hidden:
-    """What each step finds: the first one what was given, every other one what the one before it
-    left.
-    """
+def shift_steps(first: Float[Tensor, "n h"], later: Hidden) -> Hidden:
+    """The state before each step, from the first one and those after all steps."""
     return torch.cat([first.unsqueeze(0), later[:-1]])
 
 
@@ -79,7 +77,7 @@ def _lstm(
         h = torch.mul(o, c.tanh(), out=of_h)
     i, f, g, o = inner.unflatten(-1, (4, -1)).unbind(2)
     seen = every_c.tanh()
-    into_c = [g * i * (1 - i), before(state[1], every_c) * f * (1 - f), i * (1 - g * g)]
+    into_c = [g * i * (1 - i), shift_steps(state[1], every_c) * f * (1 - f), i * (1 - g * g)]
     into = torch.stack([*into_c, seen * o * (1 - o)], dim=2)
     return every_h, (h, c.clone()), (into, o * (1 - seen * seen), f.contiguous())
 
@@ -146,7 +144,7 @@ def _gru(
     every_h, ones = torch.stack(hs), torch.ones_like(r)
     of_n = (1 - z) * (1 - n * n)
     into_h = torch.stack(
-        [of_n * q * r * (1 - r), (before(state[0], every_h) - n) * z * (1 - z), of_n], dim=2
+        [of_n * q * r * (1 - r), (shift_steps(state[0], every_h) - n) * z * (1 - z), of_n], dim=2
     )
     return every_h, (h,), (into_h, torch.stack([ones, ones, r], dim=2), z.contiguous())
 

@@ -1,0 +1,339 @@
+"""A gradient that is a sum of outer products over positions, and its norms without writing it out.
+
+The gradient of the weight of a product is G = Σ_t δ_t ⊗ a_t: δ_t is the cotangent of the result and
+a_t the input of the product, at position t. Its squared norm is ‖Σ_t δ_t a_tᵀ‖² written out, or
+⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever takes fewer multiplications. The Gram matrix aaᵀ is the
+same for all classes.
+
+Index letters: b sample, g group, t position, o/f features of δ and a, m/n cotangents.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
+from qualms.gradients.tracing.sample_axis import Layout
+
+LARGE = 2**22  # numbers in all windows of one sample: beyond that no copy of them is made
+CANCELLED = 1e-3  # of the sum without cancellation: less than that is computed again
+
+
+def released(*_: Any) -> Tensor:
+    """Stands in for a function that needs a forward pass which is no longer kept."""
+    raise AssertionError("the forward pass was released")
+
+
+def gram_is_cheaper(t: int, o: int, f: int, cotangents: int) -> bool:
+    """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than δᵀa.
+
+    Args:
+        t: number of positions.
+        o: number of features of δ.
+        f: number of features of a.
+        cotangents: how many of them share the Gram matrix aaᵀ.
+
+    Returns:
+        True if t² (o + f / cotangents) < t o f.
+    """
+    return t * t * (o + f / cotangents) < t * o * f
+
+
+class SharedGram:
+    """δδᵀ for several gradients that have the same factor δ, computed by the first that needs it."""
+
+    def __init__(self) -> None:
+        self._cotangent: Callable[[], Tensor | None] = lambda: None
+        self._gram: Tensor | None = None
+
+    def __call__(
+        self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
+    ) -> Float[Tensor, "bg t t"]:
+        """Return δδᵀ, from the last call if it was about the same cotangent.
+
+        Args:
+            d: the factor δ.
+            deltas: the one cotangent that δ was made from.
+        """
+        (cotangent,) = deltas
+        assert cotangent is not None
+        if self._gram is None or self._cotangent() is not cotangent:
+            self._cotangent = weakref.ref(cotangent)
+            self._gram = torch.bmm(d, d.mT)
+        return self._gram
+
+
+def _gram(d: Float[Tensor, "bg t o"], _: list[Tensor | None]) -> Float[Tensor, "bg t t"]:
+    return torch.bmm(d, d.mT)
+
+
+class OuterSizes(NamedTuple):
+    """How large the factors of one sample's gradient are."""
+
+    positions: int
+    out_features: int  # of δ
+    in_features: int  # of a
+    groups: int
+
+
+@dataclass
+class Outer:
+    """A gradient Σ_t δ_t ⊗ a_t for each group, written out only where that is cheaper.
+
+    Args:
+        grad_outputs: from a cotangent to its factor δ [n, t, g, o]; n counts rows, or parts of rows
+            in order.
+        activations: gives the factor a [n, t, g, f] that all cotangents share; called when it is
+            first needed.
+        arrange: from the gradient as it is written, [b, g, o, f], to [b, *target.shape].
+        samples: b.
+        sizes: (t, o, f, g), with positions counted for one sample.
+        fast_gram: gives aaᵀ [b·g, t, t] where that is cheaper than multiplying `activations` with
+            itself.
+        direct: writes the gradient [*target.shape] of a single sample from a cotangent, where
+            `activations` would be large.
+        delta_gram: from the factor δ, and the cotangents it comes from, to δδᵀ [b·g, t, t].
+    """
+
+    grad_outputs: Callable[[Tensor], Tensor]
+    activations: Callable[[], Tensor]
+    arrange: Callable[[Tensor], Tensor]
+    samples: int
+    sizes: OuterSizes
+    fast_gram: Callable[[], Tensor] | None = None
+    direct: Callable[[Tensor], Tensor] | None = None
+    delta_gram: Callable[[Tensor, list[Tensor | None]], Tensor] = _gram
+
+    @classmethod
+    def product(
+        cls,
+        samples: int,
+        layout: Layout,
+        a: Tensor,
+        features: int,
+        arrange: Callable[[Tensor], Tensor],
+    ) -> "Outer":
+        """The gradient of the matrix that `a` is multiplied with; every axis but the last counts t.
+
+        Args:
+            samples: b.
+            layout: of `a`, and of the product.
+            a: the input of the product, [..., f].
+            features: how many the product has, o.
+            arrange: from [b, 1, o, f] to [b, *target.shape].
+        """
+
+        def factor(t: Tensor) -> Tensor:
+            leading = layout.leading(t)
+            n = 1 if layout.axis is None else leading.shape[0]
+            return leading.reshape(n, -1, 1, t.shape[-1])
+
+        def activations() -> Tensor:
+            return factor(a)
+
+        positions = a.numel() // a.shape[-1] // samples
+        sizes = OuterSizes(positions, features, a.shape[-1], 1)
+        return cls(factor, activations, arrange, samples, sizes)
+
+    # How large it is, and which way is cheaper.
+
+    @property
+    def numel(self) -> int:
+        """How many numbers one sample's gradient has."""
+        return self.sizes.groups * self.sizes.out_features * self.sizes.in_features
+
+    def count_stored(self, rows_per_sample: int, cotangents: int, alone: bool = False) -> int:
+        """How many numbers are stored for one sample, if this was recorded on a single row.
+
+        Args:
+            rows_per_sample: how many rows the sample has.
+            cotangents: how many share what is stored.
+            alone: the sample is the only one of its chunk, so its gradient may be written without a
+                copy of all windows.
+        """
+        t, o, f, g = self.sizes
+        t *= rows_per_sample
+        if gram_is_cheaper(t, o, f, cotangents):
+            return g * t * t
+        if alone and self.direct is not None and g * t * f > LARGE:
+            return 0
+        return g * t * f
+
+    def without_graph(self) -> "Outer":
+        """The sizes alone, without the tensors of a forward pass that this leads to."""
+        direct = released if self.direct else None
+        return Outer(released, released, released, self.samples, self.sizes, direct=direct)
+
+    def prefers_gram(self, cotangents: int) -> bool:
+        """Whether ⟨δδᵀ, aaᵀ⟩ is cheaper than writing the gradient out, for so many cotangents."""
+        t, o, f, _ = self.sizes
+        return gram_is_cheaper(t, o, f, cotangents)
+
+    @property
+    def _is_direct(self) -> bool:
+        t, _, f, g = self.sizes
+        return self.samples == 1 and self.direct is not None and g * t * f > LARGE
+
+    # The factors.
+
+    def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
+        """The factor δ of a cotangent."""
+        (d,) = cotangents
+        assert d is not None
+        return self._by_position(self.grad_outputs(d))
+
+    @cached_property
+    def activation_matrix(self) -> Float[Tensor, "bg t f"]:
+        """a, shared by all cotangents."""
+        return self._by_position(self.activations())
+
+    @cached_property
+    def activation_gram(self) -> Float[Tensor, "bg t t"]:
+        """aaᵀ, shared by all cotangents."""
+        if self.fast_gram is not None:
+            return self.fast_gram()
+        a = self.activation_matrix
+        del self.__dict__["activation_matrix"]  # not needed any more: free the memory
+        return a @ a.mT
+
+    def activations_of(self, sample: int) -> Float[Tensor, "g t f"]:
+        """a of one sample."""
+        return self._by_position(self.activations()).unflatten(0, (self.samples, -1))[sample]
+
+    def _by_position(self, factor: Float[Tensor, "n t g f"]) -> Float[Tensor, "bg nt f"]:
+        n, t, g, f = factor.shape
+        positions = n // self.samples * t
+        of_samples = at_least_float32(factor).reshape(self.samples, positions, g, f)
+        if g == 1:
+            return of_samples.squeeze(2)
+        # Contiguous: for a single sample this could stay a view, which `bmm` would copy group by
+        # group.
+        return of_samples.transpose(1, 2).reshape(self.samples * g, -1, f).contiguous()
+
+    # The gradient, and its norms.
+
+    def write(self, cotangents: list[Tensor | None]) -> Float[Tensor, "b ..."]:
+        """Write out the gradient Σ_t δ_t a_tᵀ of each sample: [b, *target.shape]."""
+        if self._is_direct:
+            return self._write_directly(cotangents)
+        d = self.delta(cotangents)
+        grad = torch.bmm(d.mT, self.activation_matrix)
+        return self.arrange(grad.unflatten(0, (self.samples, -1)))
+
+    def squared_norm(self, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
+        """‖Σ_t δ_t a_tᵀ‖² of each sample.
+
+        Args:
+            deltas: the cotangent of the result.
+            cotangents: how many cotangents share the work on a.
+        """
+        if self._is_direct and not self.prefers_gram(cotangents):
+            return sum_of_squares(self._write_directly(deltas).flatten(1))
+        d = self.delta(deltas)
+        if self.sizes.positions == 1:  # ‖δ‖²‖a‖²
+            of_delta = sum_of_squares(d.flatten(1))
+            each = of_delta * sum_of_squares(self.activation_matrix.flatten(1))
+        elif self.prefers_gram(cotangents):
+            each = self._squared_norm_by_gram(d, deltas)
+        else:
+            each = sum_of_squares(torch.bmm(d.mT, self.activation_matrix).flatten(1))
+        return self._sum_groups(each)
+
+    def l1_norm(self, deltas: list[Tensor | None]) -> Float[Tensor, " b"]:
+        """Σ|g| of each sample, for a single position: Σ|δ| Σ|a|."""
+        of_delta = self.delta(deltas).abs().sum((1, 2))
+        of_activations = self.activation_matrix.abs().sum((1, 2))
+        return self._sum_groups(of_delta * of_activations)
+
+    def inner_products_along(self, deltas: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
+        """⟨G_m, G_n⟩ between the gradients of several cotangents."""
+        factors = [self.delta(of_one) for of_one in deltas]
+        return self.inner_products(torch.stack(factors, dim=1))
+
+    def inner_products(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m m"]:
+        """⟨G_m, G_n⟩ between the gradients that belong to several factors δ."""
+        if not self.prefers_gram(d.shape[1]):
+            gradients = torch.matmul(d.mT, self.activation_matrix.unsqueeze(1))
+            return self._sum_groups(inner_products(gradients.flatten(2)))
+        gram = self.activation_gram
+        seen = torch.matmul(gram.unsqueeze(1), d)
+        products = (seen.flatten(2) @ d.flatten(2).mT).double()
+        squares = products.diagonal(dim1=1, dim2=2)
+        odd = beyond(squares) | beyond(gram.flatten(1).amax(1))[:, None]
+        if bool(odd.any()):
+            odd &= (squares != 0) | self.overlaps(d)
+            self._recompute_in_double(products, d, odd.any(1).nonzero().flatten().tolist())
+        return self._sum_groups(products)
+
+    def sum_of_position_norms(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
+        """Σ_t ‖δ_t‖²‖a_t‖²: the squared norms of the gradients if positions did not cancel."""
+        of_activations = self.activation_gram.diagonal(dim1=1, dim2=2).unsqueeze(1)
+        return self._sum_groups(torch.linalg.vecdot(d.square().sum(3), of_activations))
+
+    def overlaps(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
+        """Whether δ and a are both nonzero at some position; if not, a gradient of zero is right."""
+        return (d.any(3) & self._nonzero_positions.unsqueeze(1)).any(2)
+
+    @cached_property
+    def _nonzero_positions(self) -> Bool[Tensor, "bg t"]:
+        return self._by_position(self.activations()).any(2)
+
+    def _write_directly(self, cotangents: list[Tensor | None]) -> Float[Tensor, "1 ..."]:
+        (d,) = cotangents
+        assert d is not None
+        assert self.direct is not None
+        return self.direct(d)[None]
+
+    def _sum_groups(self, each: Float[Tensor, "bg ..."]) -> Float[Tensor, "b ..."]:
+        return each.unflatten(0, (self.samples, -1)).sum(1)
+
+    def _squared_norm_by_gram(
+        self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
+    ) -> Float64[Tensor, " bg"]:
+        """⟨δδᵀ, aaᵀ⟩, and ‖δᵀa‖² where its positions cancel or 32 bits do not hold the terms."""
+        gram = self.activation_gram
+        if d.shape[1] < d.shape[2]:  # the same sum, with the smaller matrix in between
+            of_delta = self.delta_gram(d, deltas)
+            each = _frobenius(of_delta, gram)
+            delta_squares = of_delta.diagonal(dim1=1, dim2=2)
+        else:
+            each = _frobenius(torch.bmm(gram, d), d)
+            delta_squares = torch.linalg.vecdot(d, d)
+        squares = gram.diagonal(dim1=1, dim2=2)
+        # Positions that cancel take twice as many digits with them here as in the gradient itself:
+        # write those out.
+        without_cancellation = torch.linalg.vecdot(delta_squares, squares)
+        odd = beyond(delta_squares.amax(1)) | beyond(squares.amax(1))
+        odd |= beyond(without_cancellation) | ~each.isfinite()
+        if bool(odd.any()):
+            each = torch.where(d.flatten(1).any(1), each, 0.0)
+            odd &= (each != 0) | self.overlaps(d.unsqueeze(1)).squeeze(1)
+        each = each.double()
+        again = ((each < CANCELLED * without_cancellation) | odd).nonzero().squeeze(1)
+        if len(again):
+            a = self._by_position(self.activations())[again]
+            each[again] = sum_of_squares(torch.bmm(d[again].mT, a).flatten(1))
+        return each
+
+    def _recompute_in_double(
+        self, products: Float64[Tensor, "bg m m"], d: Float[Tensor, "bg m t o"], which: list[int]
+    ) -> None:
+        """Replace some inner products by those in 64 bits, which hold what 32 bits do not.
+
+        One at a time, to save memory.
+        """
+        activations = self._by_position(self.activations()) if which else d
+        for i in which:
+            a, wide = activations[i].double(), d[i].double()
+            products[i] = ((a @ a.mT) @ wide).flatten(1) @ wide.flatten(1).mT
+
+
+def _frobenius(a: Float[Tensor, "n i j"], b: Float[Tensor, "n i j"]) -> Float[Tensor, " n"]:
+    """Σ_ij a_ij b_ij of each matrix."""
+    return torch.linalg.vecdot(a.flatten(1), b.flatten(1))

@@ -1,0 +1,67 @@
+"""The rule for embeddings: ∂W[v] = Σ_t [id_t = v] δ_t."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from qualms.gradients.precision import at_least_float32
+from qualms.gradients.tracing.outer_product import Outer, OuterSizes
+
+if TYPE_CHECKING:
+    from qualms.gradients.tracing.op_call import OpCall
+
+
+def embedding(
+    call: OpCall,
+    weight: Tensor,
+    input: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """y_t = W[id_t]: ∂W = Σ_t onehot(id_t) δ_tᵀ, without the padding row, which stays zero.
+
+    A product with one-hot vectors a_t, so ⟨a_t, a_t'⟩ is 1 where two positions hold the same id.
+
+    Args:
+        call: the operation.
+        weight: W [v, o].
+        input: the ids.
+        padding_idx: the row of W that gets no gradient.
+        scale_grad_by_freq: not covered if set: autograd then returns something else than the
+            derivative.
+        sparse: how autograd stores the gradient, which does not matter here.
+    """
+    layout = call.input_layout(input)
+    if layout is None or scale_grad_by_freq or not call.is_param(weight):
+        return NotImplemented
+    out = call.run()
+    samples = call.samples
+    vocabulary, features = weight.shape
+
+    def ids() -> Tensor:
+        return layout.leading(input).reshape(samples, -1)
+
+    def grad_outputs(d: Tensor) -> Tensor:
+        d = layout.leading(d).reshape(samples, -1, 1, features)
+        return d * (ids() != padding_idx)[:, :, None, None]
+
+    def activations() -> Tensor:
+        return F.one_hot(ids(), vocabulary).to(weight.dtype).unsqueeze(2)
+
+    def gram() -> Tensor:
+        i = ids()
+        same = i[:, :, None] == i[:, None, :]
+        return same.to(at_least_float32(weight).dtype)
+
+    def arrange(grad: Tensor) -> Tensor:  # [b, 1, o, v] -> [b, v, o]
+        return grad.squeeze(1).mT
+
+    sizes = OuterSizes(input.numel() // samples, features, vocabulary, 1)
+    outer = Outer(grad_outputs, activations, arrange, samples, sizes, fast_gram=gram)
+    call.add_factor(weight, [get_gradient_edge(out)], outer)
+    return out

@@ -1,0 +1,265 @@
+"""Rules for normalizations and PReLU: ∂γ = Σ_t δ_t x̂_t, ∂β = Σ_t δ_t.
+
+x̂ is what γ multiplies: the normalized input, or the negative part of it (PReLU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from qualms.gradients.precision import at_least_float32
+from qualms.gradients.tracing.factors import Summed
+
+if TYPE_CHECKING:
+    from qualms.gradients.tracing.op_call import OpCall
+
+
+def batch_norm(
+    call: OpCall,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """Batch normalization with running statistics: x̂ = (x - μ) / √(σ² + ε).
+
+    With batch statistics samples are not independent, and no rule can cover it.
+
+    Args:
+        call: the operation.
+        input: x [n, channel, …].
+        weight: γ [channel].
+        bias: β [channel].
+        running_mean: μ [channel].
+        running_var: σ² [channel].
+        training: whether batch statistics are used.
+        momentum: of the running statistics; not used.
+        eps: ε.
+        cudnn_enabled: not used.
+    """
+    if training or running_mean is None or running_var is None:
+        return NotImplemented
+
+    def normalize() -> Tensor:
+        shape = (1, -1) + (1,) * (input.ndim - 2)
+        factor = (running_var + eps).rsqrt()
+        return (input - running_mean.reshape(shape)) * factor.reshape(shape)
+
+    return _channel_affine(call, input, weight, bias, normalize)
+
+
+def group_norm(
+    call: OpCall,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """Group normalization: x̂ = (x - μ) / √(σ² + ε), over each group of a row's channels.
+
+    Args:
+        call: the operation.
+        input: x [n, channel, …].
+        num_groups: number of groups.
+        weight: γ [channel].
+        bias: β [channel].
+        eps: ε.
+        cudnn_enabled: not used.
+    """
+
+    def normalize() -> Tensor:
+        return F.group_norm(input, num_groups, None, None, eps)
+
+    return _channel_affine(call, input, weight, bias, normalize)
+
+
+def instance_norm(
+    call: OpCall,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """Instance normalization: x̂ = (x - μ) / √(σ² + ε), over each channel of a row.
+
+    Args:
+        call: the operation.
+        input: x [n, channel, …].
+        weight: γ [channel].
+        bias: β [channel].
+        running_mean: μ [channel], if running statistics are used.
+        running_var: σ² [channel], likewise.
+        use_input_stats: whether the statistics are the input's.
+        momentum: of the running statistics.
+        eps: ε.
+        cudnn_enabled: not used.
+    """
+
+    def normalize() -> Tensor:
+        return F.instance_norm(
+            input, running_mean, running_var, None, None, use_input_stats, momentum, eps
+        )
+
+    return _channel_affine(call, input, weight, bias, normalize)
+
+
+def layer_norm(
+    call: OpCall,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    """Layer normalization: x̂ = (x - μ) / √(σ² + ε), over the last axes.
+
+    Args:
+        call: the operation.
+        input: x [..., *normalized_shape].
+        normalized_shape: sizes of the last axes.
+        weight: γ [*normalized_shape].
+        bias: β [*normalized_shape].
+        eps: ε.
+        cudnn_enable: not used.
+    """
+
+    def normalize() -> Tensor:
+        return F.layer_norm(input, normalized_shape, None, None, eps)
+
+    return _trailing_affine(call, input, weight, bias, normalize)
+
+
+def rms_norm(
+    call: OpCall,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    """Root-mean-square normalization: x̂ = x / √(mean x² + ε), over the last axes.
+
+    Args:
+        call: the operation.
+        input: x [..., *normalized_shape].
+        normalized_shape: sizes of the last axes.
+        weight: γ [*normalized_shape].
+        eps: ε.
+    """
+
+    def normalize() -> Tensor:
+        return F.rms_norm(input, normalized_shape, None, eps)
+
+    return _trailing_affine(call, input, weight, None, normalize)
+
+
+def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
+    """PReLU, max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all."""
+    if weight.numel() > 1:
+        return _channel_affine(call, input, weight, None, lambda: input.clamp_max(0))
+    layout = call.input_layout(input)
+    if layout is None:
+        return NotImplemented
+    out = call.run()
+    samples = call.samples
+
+    def write(d: Tensor) -> Tensor:
+        product = layout.leading(at_least_float32(d) * input.detach().clamp_max(0))
+        return product.reshape(samples, -1).sum(1).reshape(samples, *weight.shape)
+
+    gradient = Summed.from_cotangent(write, weight.numel())
+    call.add_factor(weight, [get_gradient_edge(out)], gradient)
+    return out
+
+
+def _channel_affine(
+    call: OpCall,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalize: Callable[[], Tensor],
+) -> Any:
+    """γ_c x̂ + β_c with parameters for the channels of [n, channel, …].
+
+    Args:
+        call: the operation.
+        input: x.
+        weight: γ.
+        bias: β.
+        normalize: gives x̂.
+    """
+    layout = call.input_layout(input)
+    if layout is None or layout.axis not in (None, 0):
+        return NotImplemented
+    out = call.run()
+    edge = get_gradient_edge(out)
+    samples, space = call.samples, input.ndim - 2
+    if call.is_param(weight):
+        gradient = Summed.channels(samples, layout, weight, space, _once(normalize))
+        call.add_factor(weight, [edge], gradient)
+    if call.is_param(bias):
+        call.add_factor(bias, [edge], Summed.channels(samples, layout, bias, space))
+    return out
+
+
+def _trailing_affine(
+    call: OpCall,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalize: Callable[[], Tensor],
+) -> Any:
+    """γ x̂ + β with parameters in the shape of the last axes.
+
+    Args:
+        call: the operation.
+        input: x.
+        weight: γ.
+        bias: β.
+        normalize: gives x̂.
+    """
+    layout = call.input_layout(input)
+    last = weight if weight is not None else bias
+    if layout is None or last is None:
+        return NotImplemented
+    if layout.axis is not None and layout.axis >= input.ndim - last.ndim:
+        return NotImplemented
+    out = call.run()
+    edge = get_gradient_edge(out)
+    if call.is_param(weight):
+        gradient = Summed.trailing(call.samples, layout, weight, _once(normalize))
+        call.add_factor(weight, [edge], gradient)
+    if call.is_param(bias):
+        call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias))
+    return out
+
+
+def _once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Compute what all cotangents share when the first one needs it."""
+    kept: list[Tensor] = []
+
+    def get() -> Tensor:
+        if not kept:
+            with torch.no_grad():
+                kept.append(at_least_float32(compute()))
+        return kept[0]
+
+    return get

@@ -1,0 +1,202 @@
+"""Rules for recurrent layers: one sum over all steps for each weight; single cells are split up.
+
+The cotangents δ_t of the gates p_t (`recurrent_steps.py`) arrive together, at one edge, so the
+weights of a layer in one direction are those of a linear layer with a position for each step: ∂W =
+Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, and both biases Σ_t δ_t. What a GRU's state adds to its
+candidate is scaled by r_t, and so are its δ_t for U and b'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from qualms.gradients.nested import each_tensor
+from qualms.gradients.tracing.factors import Summed
+from qualms.gradients.tracing.outer_product import Outer, SharedGram
+from qualms.gradients.tracing.rules.recurrent_layers import OneWay, RecurrentOptions, run_layers
+from qualms.gradients.tracing.rules.recurrent_steps import State, shift_steps, state_scale
+from qualms.gradients.tracing.sample_axis import Layout
+
+if TYPE_CHECKING:
+    from qualms.gradients.tracing.op_call import OpCall
+
+
+def recurrent(
+    kind: str, call: OpCall, input: Tensor, hx: Any, params: Any, *options: Any, **named: Any
+) -> Any:
+    """∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, ∂b = Σ_t δ_t, for each layer and direction.
+
+    Args:
+        kind: of layer: `lstm`, `gru`, `rnn_tanh` or `rnn_relu`.
+        call: the operation.
+        input: x of all steps.
+        hx: the state before the first step: h, or (h, c) of an LSTM.
+        params: W, U, b and b' of each layer and direction.
+        options: the other arguments, in the order of `RecurrentOptions`.
+        named: those of them that are given by name.
+    """
+    how = RecurrentOptions.of(options, named)
+    if how is None:
+        return NotImplemented
+    layout = call.layout(input)
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    learnable = [t for t in (input, *states) if call.is_param(t)]
+    if layout is None or layout.axis not in (None, 0 if how.batch_first else 1):
+        return NotImplemented
+    if any(p.requires_grad and not call.is_param(p) for p in params):
+        return NotImplemented  # weights that depend on the input
+    if not all(map(call.layout, learnable)):
+        return NotImplemented
+    inside = layout if layout.axis is None else replace(layout, axis=1)  # time comes first
+    copies = {id(t): t.detach().requires_grad_() for t in learnable}
+
+    def run(one_way: OneWay, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return _run_one_way(call, one_way, inside, x, state)
+
+    x, begin = each_tensor((input, hx), lambda t: copies.get(id(t), t))
+    out = run_layers(kind, run, x, begin, params, how)
+    if out is NotImplemented:
+        return out
+    for t in learnable:
+        of_rows = call.layout(t)
+        assert of_rows is not None
+        gradient = Summed.row_parts(of_rows, call.samples, call.on_one_row(t).shape)
+        call.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
+    return out
+
+
+def _run_one_way(
+    call: OpCall, one_way: OneWay, layout: Layout, x: Tensor, state: State
+) -> tuple[Tensor, State]:
+    """Run one layer in one direction, and add the factors of its weights.
+
+    Args:
+        call: the operation.
+        one_way: the layer.
+        layout: of x [t, n, f].
+        x: the input of all steps.
+        state: before the first step.
+    """
+    plain = OneWay(one_way.kind, [weight.detach() for weight in one_way.weights])
+    w, u, *biases = one_way.weights
+    shift = x.new_zeros(()).expand(*x.shape[:2], len(w)).requires_grad_()
+    edge = get_gradient_edge(shift)
+    h, last, coefficients = plain(x, state, shift)
+    scale, gram = state_scale(one_way.kind, coefficients), SharedGram()
+
+    def product(a: Tensor, scale: Tensor | None) -> Outer:
+        outer = Outer.product(call.samples, layout, a.detach(), w.shape[0], _squeeze_group)
+        if scale is None:
+            return replace(outer, delta_gram=gram)
+        return replace(outer, grad_outputs=lambda d: outer.grad_outputs(d * scale))
+
+    if call.is_param(w):
+        call.add_factor(w, [edge], product(x, None))
+    if call.is_param(u):
+        call.add_factor(u, [edge], product(shift_steps(state[0], h), scale))
+    for number, bias in enumerate(biases):
+        if call.is_param(bias):
+            times = _constant(scale) if scale is not None and number == 1 else None
+            call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias, times))
+    return h, last
+
+
+def _constant(t: Tensor) -> Callable[[], Tensor]:
+    return lambda: t
+
+
+def _squeeze_group(grad: Tensor) -> Tensor:
+    """[b, 1, o, f] to [b, o, f]."""
+    return grad.squeeze(1)
+
+
+# Single cells, in a loop of the user's: their products and sums are traced one by one.
+
+
+def lstm_cell(
+    call: OpCall,
+    input: Tensor,
+    hx: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    """i, f, g, o = σ, σ, tanh, σ of W x + U h' + b + b', c = f c' + i g, h = o tanh c.
+
+    Args:
+        call: the operation.
+        input: x.
+        hx: (h', c').
+        w_ih: W.
+        w_hh: U.
+        b_ih: b.
+        b_hh: b'.
+    """
+    h, c = hx
+    with call.recorder:
+        gates = F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
+        i, f, g, o = gates.chunk(4, dim=-1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+
+def gru_cell(
+    call: OpCall,
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    """r, z = σ of p + q, n = tanh(p + r q), h = n + z (h' - n), with p = W x + b, q = U h' + b'.
+
+    Args:
+        call: the operation.
+        input: x.
+        hx: h'.
+        w_ih: W.
+        w_hh: U.
+        b_ih: b.
+        b_hh: b'.
+    """
+    with call.recorder:
+        p, q = F.linear(input, w_ih, b_ih), F.linear(hx, w_hh, b_hh)
+        p_r, p_z, p_n = p.chunk(3, dim=-1)
+        q_r, q_z, q_n = q.chunk(3, dim=-1)
+        r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
+        n = (p_n + r * q_n).tanh()
+        return n + z * (hx - n)
+
+
+def rnn_cell(
+    activation: Callable[[Tensor], Tensor],
+    call: OpCall,
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    """h = activation(W x + U h' + b + b').
+
+    Args:
+        activation: tanh or ReLU.
+        call: the operation.
+        input: x.
+        hx: h'.
+        w_ih: W.
+        w_hh: U.
+        b_ih: b.
+        b_hh: b'.
+    """
+    with call.recorder:
+        return activation(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
