@@ -152,9 +152,8 @@ class OpCall:
         """
         alone = self.on_one_row(derived)
         layout = self.layout(derived) if self.recorder.trace_pair else None
-        if layout is None:
-            parts = [derived]
-        else:
+        parts = [derived]
+        if layout is not None:
             parts = [layout.part(derived, row) for row in range(self.rows)]
         if not all(same_values(part, alone) for part in parts):
             raise NotBatchable(
