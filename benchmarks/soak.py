@@ -148,9 +148,9 @@ def with_threshold(net: nn.Module, x: Tensor, file: Path) -> Any:
     """What is accepted by a threshold that was written and read."""
     scorer = qualms.Scorer(net, FEW[1])
     known = scorer(x)
-    qualms.Threshold.from_scores(known.scores[FEW[1]], coverage=0.5, made_by=scorer.made_by).save(
-        file
-    )
+    qualms.Threshold.from_scores(
+        known.scores[FEW[1]], coverage=0.5, provenance=scorer.provenance
+    ).save(file)
     again = qualms.Scorer(net, FEW[1], threshold=qualms.Threshold.load(file))(x)
     return [again.accepted, again.percentile, again.prediction, again.confidence]
 

@@ -36,7 +36,7 @@ def scorer() -> Scorer:
     model, train = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(30, 4)
     plain = Scorer(model, METHODS, train=[train], class_names=["a", "b", "c"])
     known = plain(train).scores[METHODS[0]]
-    limit = Threshold.from_scores(known, 0.5, made_by=plain.made_by)
+    limit = Threshold.from_scores(known, 0.5, provenance=plain.provenance)
     return Scorer(model, METHODS, train=[train], class_names=["a", "b", "c"], threshold=limit)
 
 

@@ -374,11 +374,13 @@ def test_a_threshold_marks_tokens() -> None:
     model, batch = language.gpt2(), language.text()
     plain = qualms.Scorer(model, "fisher", class_dim=-1)
     scores = plain(batch).scores["fisher"]
-    limit = qualms.Threshold.from_scores(scores.flatten(), coverage=0.5, made_by=plain.made_by)
+    limit = qualms.Threshold.from_scores(
+        scores.flatten(), coverage=0.5, provenance=plain.provenance
+    )
     found = qualms.Scorer(model, "fisher", class_dim=-1, threshold=limit)(batch)
     assert int(found.accepted.sum()) == TOKENS
     assert found.percentile.shape == (2, TOKENS)
-    with pytest.raises(qualms.QualmsError, match="made otherwise"):
+    with pytest.raises(qualms.QualmsError, match="other settings"):
         qualms.Scorer(model, "fisher", class_dim=-1, reduce="mean", threshold=limit)
 
 
@@ -794,7 +796,7 @@ def test_tangents_that_could_not_all_be_drawn_are_drawn_again(
     model, batch = language.gpt2(), language.text()
     scorer = qualms.Scorer(model, "fisher", class_dim=-1)
     want = scorer(batch).scores["fisher"]
-    (tangents,) = (one for one in scorer._learnt.found.values() if isinstance(one, Tangents))
+    (tangents,) = (one for one in scorer._cache.found.values() if isinstance(one, Tangents))
     draw = tangents.draw
     assert tangents.stands == (0, 16)
     monkeypatch.setattr(tangents, "draw", lambda j, *out: draw(j, *out) if j < 4 else 1 / 0)

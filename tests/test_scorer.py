@@ -394,7 +394,7 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "there are 12 numbers for 11 inputs;": lambda: qualms.Scorer(model, "entropy")(
             x, numbers=range(12)
         ),
-        "there is no Scored": lambda: qualms.Scored.concatenated([]),
+        "no Scored to concatenate": lambda: qualms.Scored.concatenate([]),
         "there are 2 class_names and 5 logits": lambda: qualms.Scorer(
             model, "msp", class_names=["a", "b"]
         )(x),
@@ -653,7 +653,7 @@ def test_a_threshold_that_knows_its_scorer_is_refused_by_any_other(
 
     scorer = made(layers="tensor", params="0.*")
     scores = next(iter(scorer(x).scores.values()))
-    threshold = qualms.Threshold.from_scores(scores, 0.5, made_by=scorer.made_by)
+    threshold = qualms.Threshold.from_scores(scores, 0.5, provenance=scorer.provenance)
     same = made(
         layers="tensor", params=lambda name: name.startswith("0."), threshold=threshold
     )  # the same parameters
@@ -675,22 +675,22 @@ def test_a_threshold_that_knows_its_scorer_is_refused_by_any_other(
         "seed 0, not 1": {"seed": 1},
         "network .*, not ": {"model": other},
     }.items():
-        with pytest.raises(
-            qualms.QualmsError, match=f"was set on scores that were made otherwise: {differs}"
-        ):
+        with pytest.raises(qualms.QualmsError, match=f"other settings: {differs}"):
             made(**{**how, **change})
 
 
 def test_weights_that_change_part_from_their_threshold(model: nn.Module, x: Tensor) -> None:
     scorer = qualms.Scorer(model, "entropy")
-    threshold = qualms.Threshold.from_scores(scorer(x).scores["entropy"], made_by=scorer.made_by)
+    threshold = qualms.Threshold.from_scores(
+        scorer(x).scores["entropy"], provenance=scorer.provenance
+    )
     held = qualms.Scorer(
         model, "entropy", threshold=threshold, engine="sketch", seed=3
     )  # which entropy does not ask
     assert held(x).accepted.any()
     with torch.no_grad():
         model[0].weight *= 2
-    with pytest.raises(qualms.QualmsError, match="made otherwise: network"):
+    with pytest.raises(qualms.QualmsError, match="other settings: network"):
         held(x)
 
 
@@ -699,11 +699,13 @@ def test_an_engine_that_is_yet_to_be_chosen_is_compared_when_it_is(x: Tensor) ->
     model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 300)).double()
     auto = qualms.Scorer(model, "regrad")
     with pytest.raises(qualms.QualmsError, match="has not chosen an engine yet"):
-        _ = auto.made_by
-    by = {name: qualms.Scorer(model, "regrad", engine=name).made_by for name in ("exact", "sketch")}
-    few = qualms.Scorer(model, "regrad", tolerance=0.03).made_by
+        _ = auto.provenance
+    by = {
+        name: qualms.Scorer(model, "regrad", engine=name).provenance for name in ("exact", "sketch")
+    }
+    few = qualms.Scorer(model, "regrad", tolerance=0.03).provenance
     auto.choose_engine(x)
-    assert auto.made_by == few
+    assert auto.provenance == few
     assert (
         qualms.Scorer(model, "regrad", threshold=qualms.Threshold(1.0, 0, "given", few))(x).accepted
         is not None
@@ -713,7 +715,7 @@ def test_an_engine_that_is_yet_to_be_chosen_is_compared_when_it_is(x: Tensor) ->
         "tolerance 0.0, not 0.03": by["exact"],
     }.items():
         later = qualms.Scorer(model, "regrad", threshold=qualms.Threshold(1.0, 0, "given", wrong))
-        with pytest.raises(qualms.QualmsError, match=f"made otherwise: {differs}"):
+        with pytest.raises(qualms.QualmsError, match=f"other settings: {differs}"):
             later(x)
 
 
@@ -722,9 +724,9 @@ def test_scores_that_need_no_engine_have_one_provenance_before_and_after_a_batch
 ) -> None:
     for methods in ("heat", "entropy", ["heat", "regrad"], "perturb-x"):
         scorer = qualms.Scorer(model, methods)
-        before = scorer.made_by
+        before = scorer.provenance
         scorer(x)
-        assert scorer.made_by == before
+        assert scorer.provenance == before
 
 
 def test_percentiles_are_by_the_scores_that_the_threshold_was_set_on(
@@ -765,7 +767,7 @@ def test_noise_in_pixels_is_put_into_the_units_of_the_inputs() -> None:
     assert torch.equal(*spread)
     assert (
         "sigma=(0.4, 0.2, 0.5)"
-        in qualms.Scorer(model, spec, pixel_std=std, engine="exact").made_by.method
+        in qualms.Scorer(model, spec, pixel_std=std, engine="exact").provenance.method
     )
 
 

@@ -172,7 +172,7 @@ def test_too_few_inputs_are_told_how_many_it_takes() -> None:
         Threshold.from_labels(torch.arange(300.0), right, 0.01, 0.95)
     with pytest.raises(
         qualms.QualmsError,
-        match=r"cannot be had: of the \d+ most certain of 300 labeled inputs \d+ are wrong",
+        match=r"cannot be guaranteed: of the \d+ most certain of 300 labeled inputs \d+ are wrong",
     ):
         Threshold.from_labels(torch.arange(300.0), torch.arange(300) % 3 > 0, 0.01, 0.95)
     with pytest.raises(qualms.QualmsError, match="all have one score"):
@@ -198,14 +198,14 @@ def test_percentiles_of_many_scores_are_good_to_a_tenth_of_a_percent() -> None:
 
 
 def test_what_made_it_is_saved_and_files_of_the_old_form_are_read(tmp_path: Path) -> None:
-    made_by = Provenance("Entropy()", "0123", seed=3)
-    t = Threshold.from_scores(torch.rand(50), 0.9, made_by=made_by)
+    provenance = Provenance("Entropy()", "0123", seed=3)
+    t = Threshold.from_scores(torch.rand(50), 0.9, provenance=provenance)
     t.save(tmp_path / "t.json")
     assert Threshold.load(tmp_path / "t.json") == t
     (tmp_path / "old.json").write_text('{"value": 1.5, "samples": 7, "rule": "coverage 0.9"}\n')
     assert Threshold.load(tmp_path / "old.json") == Threshold(1.5, 7, "coverage 0.9")
     for broken in (
-        '{"value": 1, "samples": 7, "rule": "", "made_by": {"nobody": 1}}',
+        '{"value": 1, "samples": 7, "rule": "", "provenance": {"nobody": 1}}',
         "[1]",
         '{"value": "x"}',
     ):

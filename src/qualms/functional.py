@@ -1,7 +1,7 @@
 """`score`, `score_with_error` and `compare`: a `Scorer` for a single call."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -19,47 +19,61 @@ from qualms.progress import Count, Progress
 from qualms.scorer import Scorer
 
 
+class ScorerOptions(TypedDict, total=False):
+    """The keyword arguments that `score`, `compare`, `score_with_error` and `select` pass on to
+    `Scorer`.
+
+    `Scorer` explains each at length.
+    """
+
+    train: Any
+    """Training inputs, for the methods that need them."""
+    models: Iterable[nn.Module]
+    """Further members, for `ensemble`."""
+    engine: Engine | Sketch
+    """How class gradients are computed: `exact`, `sketch`, `auto` (the default) or `reference`."""
+    layers: Granularity
+    """What `+layers` counts: `module` (the default), `tensor` or `block`."""
+    norm: Norm
+    """Of the gradients, `l2` (the default) or `l1`."""
+    params: Params
+    """Which parameters count: a pattern, or a function of names; all by default."""
+    seed: int
+    """Decides every random draw, together with an input's number; 0 by default."""
+    batch_size: int | None
+    """The most inputs to run at once."""
+    budget: int | None
+    """Bytes that the work on one chunk of inputs may take."""
+    tolerance: float | None
+    """The relative standard error that a score may have, to save passes."""
+    pixel_std: PixelStd
+    """What pixels from 0 to 1 were divided by, if noise in specs is to be in pixels."""
+
+
 def score(
     model: nn.Module,
     x: Any,
     method: str | Method = DEFAULT,
     *,
-    train: Any = None,
-    models: Iterable[nn.Module] = (),
-    engine: Engine | Sketch = "auto",
-    layers: Granularity = "module",
-    norm: Norm = "l2",
-    params: Params = None,
-    seed: int = 0,
-    batch_size: int | None = None,
-    budget: int | None = None,
-    tolerance: float | None = None,
-    pixel_std: PixelStd = None,
     progress: Progress = False,
+    **options: Unpack[ScorerOptions],
 ) -> Float[Tensor, " b"]:
     """How uncertain the model is about each input; higher means more uncertain, always.
 
     Args:
-        model: any classifier that returns logits. It leaves as it came; evaluation mode is used
+        model: any classifier that returns logits. It is left unchanged; evaluation mode is used
             inside.
         x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
             (labels are ignored).
         method: a spec such as `"exgrad+layers(0.4)"`, or a method object; the paper's REGrad* by
             default.
-        train: training inputs; this and all that follows as for `Scorer`.
-        models: further members, for `ensemble`.
-        engine: how class gradients are computed: `exact`, `sketch`, `auto` or `reference`.
-        layers: what `+layers` counts: `module`, `tensor` or `block`.
-        norm: of the gradients, `l2` or `l1`.
-        params: which parameters count.
-        seed: decides every random draw, together with an input's number.
-        batch_size: the most inputs to run at once.
-        budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
-        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels
-            (see `Scorer`).
-        progress: True for count, rate and time left on the terminal, or a function that is told how
-            many are done.
+        progress: True to show count, rate and time left on the terminal, or a function that is
+            called with the number of inputs that are done.
+        options: `train`, `models`, `engine`, `layers`, `norm`, `params`, `seed`, `batch_size`,
+            `budget`, `tolerance` and `pixel_std`, as for `Scorer`.
+
+    Returns:
+        One number for each input, in their order.
 
     Example:
         ```python
@@ -71,46 +85,31 @@ def score(
         print(qualms.score(model, x, "exgrad+layers(0.4)"))
         ```
     """
-    scorer = Scorer(
-        model,
-        method,
-        train=train,
-        models=models,
-        engine=engine,
-        layers=layers,
-        norm=norm,
-        params=params,
-        seed=seed,
-        batch_size=batch_size,
-        budget=budget,
-        tolerance=tolerance,
-        pixel_std=pixel_std,
-    )
-    return next(iter(_all_scores(scorer, x, progress).values()))
+    require_options("score", options)
+    scorer = Scorer(model, method, **options)
+    return next(iter(_score_all(scorer, x, progress).values()))
 
 
 def score_with_error(
     model: nn.Module,
     x: Any,
     method: str | Method = DEFAULT,
-    *,
-    train: Any = None,
-    models: Iterable[nn.Module] = (),
-    engine: Engine | Sketch = "auto",
-    layers: Granularity = "module",
-    norm: Norm = "l2",
-    params: Params = None,
-    seed: int = 0,
-    batch_size: int | None = None,
-    budget: int | None = None,
-    tolerance: float | None = None,
-    pixel_std: PixelStd = None,
+    **options: Unpack[ScorerOptions],
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Scores, and the standard errors of those that are estimates: by `engine="sketch"`, or within
     a `tolerance`.
 
     The tangents are shared by all inputs, so most of the error is common to them: rankings are more
-    reliable than it suggests. Arguments as for `score`.
+    reliable than it suggests.
+
+    Args:
+        model: as for `score`.
+        x: as for `score`.
+        method: as for `score`.
+        options: as for `score`.
+
+    Returns:
+        The scores, and their standard errors; 0 where scores are exact.
 
     Example:
         ```python
@@ -122,22 +121,9 @@ def score_with_error(
         print(errors / scores)
         ```
     """
-    found = Scorer(
-        model,
-        method,
-        train=train,
-        models=models,
-        engine=engine,
-        layers=layers,
-        norm=norm,
-        params=params,
-        seed=seed,
-        batch_size=batch_size,
-        budget=budget,
-        tolerance=tolerance,
-        pixel_std=pixel_std,
-    )(x)
-    return next(iter(found.scores.values())), next(iter(found.errors.values()))
+    require_options("score_with_error", options)
+    scored = Scorer(model, method, **options)(x)
+    return next(iter(scored.scores.values())), next(iter(scored.errors.values()))
 
 
 def compare(
@@ -145,41 +131,17 @@ def compare(
     x: Any,
     methods: Methods,
     *,
-    train: Any = None,
-    models: Iterable[nn.Module] = (),
-    engine: Engine | Sketch = "auto",
-    layers: Granularity = "module",
-    norm: Norm = "l2",
-    params: Params = None,
-    seed: int = 0,
-    batch_size: int | None = None,
-    budget: int | None = None,
-    tolerance: float | None = None,
-    pixel_std: PixelStd = None,
     progress: Progress = False,
+    **options: Unpack[ScorerOptions],
 ) -> dict[str, Float[Tensor, " b"]]:
     """Several scores of the same inputs, each expensive pass shared by all that need it.
 
     Args:
-        model: any classifier that returns logits. It leaves as it came; evaluation mode is used
-            inside.
-        x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
-            (labels are ignored).
+        model: as for `score`.
+        x: as for `score`.
         methods: specs or method objects; a dict gives them names of your own.
-        train: training inputs; this and all that follows as for `Scorer`.
-        models: further members, for `ensemble`.
-        engine: how class gradients are computed: `exact`, `sketch`, `auto` or `reference`.
-        layers: what `+layers` counts: `module`, `tensor` or `block`.
-        norm: of the gradients, `l2` or `l1`.
-        params: which parameters count.
-        seed: decides every random draw, together with an input's number.
-        batch_size: the most inputs to run at once.
-        budget: bytes that the work on one chunk of inputs may take.
-        tolerance: the share of its value that a score may be off by, to save passes (see `Scorer`).
-        pixel_std: what pixels from 0 to 1 were divided by, if noise in specs is to be in pixels
-            (see `Scorer`).
-        progress: True for count, rate and time left on the terminal, or a function that is told how
-            many are done.
+        progress: as for `score`.
+        options: as for `score`.
 
     Returns:
         The scores by spec or by your name, in the order given.
@@ -195,57 +157,49 @@ def compare(
             print(method, values)
         ```
     """
-    scorer = Scorer(
-        model,
-        methods,
-        train=train,
-        models=models,
-        engine=engine,
-        layers=layers,
-        norm=norm,
-        params=params,
-        seed=seed,
-        batch_size=batch_size,
-        budget=budget,
-        tolerance=tolerance,
-        pixel_std=pixel_std,
-    )
-    return _all_scores(scorer, x, progress)
+    require_options("compare", options)
+    return _score_all(Scorer(model, methods, **options), x, progress)
 
 
-def _all_scores(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Tensor, " b"]]:
+def require_options(function: str, options: ScorerOptions) -> None:
+    """Raise Python's own error for a keyword argument that the function does not have.
+
+    Without it the error would name `Scorer`, which has more arguments.
+    """
+    for name in options:
+        if name not in ScorerOptions.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Tensor, " b"]]:
     """The scores alone: the probabilities of a large pool and many classes need not be held."""
     parts: list[dict[str, Tensor]] = []
-    done, count = 0, Count(progress, _total(x))
+    num_done, count = 0, Count(progress, _count_inputs(x))
     count.start()
-    for part in scorer.stream(_in_parts(x) if progress else x):
+    for part in scorer.stream(_split(x) if progress else x):
         parts.append(part.scores)
-        done += len(part)
-        count.tell(done)
+        num_done += len(part)
+        count.tell(num_done)
     count.end()
     return {name: torch.cat([part[name] for part in parts]) for name in scorer.methods}
 
 
-def _in_parts(x: Any) -> Any:
-    """One large batch as several, so that there is something to tell; scores do not depend on it."""
+def _split(x: Any) -> Any:
+    """One large batch as several, so that progress shows; scores do not depend on it."""
     if not isinstance(x, (Tensor, np.ndarray)) or x.ndim == 0 or len(x) <= DATASET_BATCH:
         return x
     return [x[start : start + DATASET_BATCH] for start in range(0, len(x), DATASET_BATCH)]
 
 
-def _total(x: Any) -> int | None:
-    """How many inputs there are, where that is known before they are read."""
+def _count_inputs(x: Any) -> int | None:
+    """How many inputs there are; None where that is unknown before they are read."""
     try:
         if isinstance(x, DataLoader):
             return len(x.sampler)  # type: ignore[arg-type]
-        if isinstance(x, list):
-            return (
-                sum(len(batch) for batch in x)
-                if all(isinstance(b, (Tensor, np.ndarray)) for b in x)
-                else None
-            )
         if isinstance(x, (Tensor, np.ndarray, Dataset)):
             return len(x)  # type: ignore[arg-type]
-        return None
+        if isinstance(x, list) and all(isinstance(b, (Tensor, np.ndarray)) for b in x):
+            return sum(len(batch) for batch in x)
     except TypeError:
-        return None
+        pass
+    return None

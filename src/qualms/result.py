@@ -1,4 +1,4 @@
-"""`Scored`: what a scorer says of some inputs."""
+"""`Scored`: the scores of some inputs, with the model's predictions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,35 +9,36 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, warn_renamed
 from qualms.threshold import Threshold
+
+Table = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
     """Scores of n inputs by method, with what the model predicts for them.
 
-    Of a model that answers at many positions there is a number for each position: [n, tokens], [n,
+    If the model answers at many positions, there is a number for each of them: [n, tokens] or [n,
     height, width].
 
     Args:
         scores: one number for each input, by method; higher always means more uncertain.
         errors: the standard errors of scores that are estimates, by a sketch or within a
-            `tolerance`; 0 for others, and NaN where nobody knows it (`heat` with more than 17
+            `tolerance`; 0 for others, and NaN where they are unknown (`heat` with more than 17
             classes).
         probs: p(y | x).
         ids: the inputs' numbers, or names in their place.
         class_names: of the columns of `probs`, if they are known.
         threshold: the highest score of the first method that is accepted, if there is one.
         sketched: the methods whose scores are estimates, with standard errors.
-        notes: what a method has to say of its scores, by method: such as that `heat` is the entropy
-            here.
-        classes: which classes `probs` are of, if these are not all: the likeliest ones at each
-            position, and -1 where a position is masked and its scores are NaN.
+        notes: remarks of methods on their scores, such as that `heat` is the entropy here.
+        classes: which classes the columns of `probs` belong to, if these are not all: the likeliest
+            ones at each position, and -1 where a position is masked and its scores are NaN.
         target_log_probs: log p of the targets at each position, if there were targets.
         sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets y_t divided by their number, if there were
-            targets, and a gradient score without modifiers whose tangents tell it.
-        of_spans: the second axis of the scores counts spans of tokens.
+            targets, and a gradient score without modifiers from whose tangents it follows.
+        of_spans: whether the second axis of the scores counts spans of tokens.
 
     Example:
         ```python
@@ -77,30 +78,42 @@ class Scored:
 
     @property
     def predicted_names(self) -> list[Any]:
-        """The most probable class of each input, or of each of its positions, by name; None where
-        that is masked.
-        """
+        """The name of the most probable class of each input or position; None where it is masked."""
         if self.class_names is None:
             raise QualmsError("the classes have no names; pass class_names= to Scorer.")
-        return _named(self.prediction.tolist(), self.class_names)
+        return _name_classes(self.prediction.tolist(), self.class_names)
 
     @property
     def accepted(self) -> Bool[Tensor, "n ..."]:
-        """Which inputs the model can be trusted with: the first method's score is within the
-        threshold.
-        """
+        """Which inputs the model can be trusted with: those whose score is within the threshold."""
         if self.threshold is None:
             raise QualmsError(
                 "there is no threshold to accept inputs by; pass threshold= to Scorer."
             )
-        return self.threshold.accept(next(iter(self.scores.values())))
+        return self.threshold.accept(self._first_scores)
+
+    @property
+    def percentile(self) -> Float[Tensor, "n ..."]:
+        """What percentage of the scores that the threshold was calibrated on is lower."""
+        if self.threshold is None:
+            raise QualmsError(
+                "there is no threshold to compare inputs with; pass threshold= to Scorer."
+            )
+        scores = self._first_scores
+        percentiles = self.threshold.percentile(scores).view(scores.shape)
+        return percentiles.masked_fill(scores.isnan().to(percentiles.device), torch.nan)
+
+    @property
+    def _first_scores(self) -> Float[Tensor, "n ..."]:
+        """The scores of the first method, which the threshold decides on."""
+        return next(iter(self.scores.values()))
 
     def __len__(self) -> int:
         return len(self.probs)
 
     def __getitem__(self, index: Any) -> "Scored":
-        """Some of the inputs: a slice, a mask, or their positions."""
-        positions = _positions(index, len(self))
+        """Some of the inputs: a slice, a mask, or a list of their positions."""
+        positions = _positions_of(index, len(self))
         at = torch.tensor(positions, dtype=torch.long, device=self.probs.device)
         return replace(
             self,
@@ -108,45 +121,59 @@ class Scored:
             errors={name: e[at] for name, e in self.errors.items()},
             probs=self.probs[at],
             ids=[self.ids[i] for i in positions],
-            classes=None if self.classes is None else self.classes[at],
-            target_log_probs=None if self.target_log_probs is None else self.target_log_probs[at],
-            sequence=None if self.sequence is None else self.sequence[at],
+            classes=_take(self.classes, at),
+            target_log_probs=_take(self.target_log_probs, at),
+            sequence=_take(self.sequence, at),
         )
 
     def __add__(self, other: object) -> "Scored":
-        return Scored.concatenated([self, other]) if isinstance(other, Scored) else NotImplemented
+        return Scored.concatenate([self, other]) if isinstance(other, Scored) else NotImplemented
 
     @staticmethod
-    def concatenated(parts: "Iterable[Scored]") -> "Scored":
-        """All parts in one, in the order given; texts shorter than the longest are filled up with
-        masked positions.
+    def concatenate(parts: "Iterable[Scored]") -> "Scored":
+        """Join the parts of one scorer, in the order given.
+
+        Texts shorter than the longest are padded with masked positions.
+
+        Args:
+            parts: at least one, with the same methods, classes and threshold.
         """
         parts = list(parts)
         if not parts:
-            raise QualmsError("there is no Scored to put together; pass at least one.")
+            raise QualmsError("there is no Scored to concatenate; pass at least one.")
         first = parts[0]
         for part in parts[1:]:
             if part._kind != first._kind:
                 raise QualmsError(
-                    f"two parts differ in their methods, classes or threshold ({part._kind} and {first._kind}); put "
-                    "together what one scorer gave."
+                    f"two parts differ in their methods, classes or threshold ({part._kind} and "
+                    f"{first._kind}); concatenate parts of the same scorer."
                 )
+        ids: list[Any] = []
+        notes: dict[str, str] = {}
+        for part in parts:
+            ids.extend(part.ids)
+            notes.update(part.notes)
         return replace(
             first,
-            scores={name: _joined([part.scores[name] for part in parts]) for name in first.scores},
-            errors={name: _joined([part.errors[name] for part in parts]) for name in first.errors},
-            probs=_joined([part.probs for part in parts]),
-            ids=[one for part in parts for one in part.ids],
-            notes={name: note for part in parts for name, note in part.notes.items()},
-            classes=_joined([part.classes for part in parts]),
-            target_log_probs=_joined([part.target_log_probs for part in parts]),
-            sequence=_joined([part.sequence for part in parts]),
+            scores={name: _join([part.scores[name] for part in parts]) for name in first.scores},
+            errors={name: _join([part.errors[name] for part in parts]) for name in first.errors},
+            probs=_join([part.probs for part in parts]),
+            ids=ids,
+            notes=notes,
+            classes=_join([part.classes for part in parts]),
+            target_log_probs=_join([part.target_log_probs for part in parts]),
+            sequence=_join([part.sequence for part in parts]),
         )
+
+    @staticmethod
+    def concatenated(parts: "Iterable[Scored]") -> "Scored":
+        """Deprecated: use `concatenate`."""
+        warn_renamed("Scored.concatenated", "Scored.concatenate")
+        return Scored.concatenate(parts)
 
     @property
     def _kind(self) -> tuple[object, ...]:
-        """What parts of one whole have in common."""
-        at_positions = [t is not None for t in (self.classes, self.target_log_probs, self.sequence)]
+        """What the parts of one whole have in common."""
         kind = (
             tuple(self.scores),
             self.probs.shape[-1],
@@ -154,82 +181,65 @@ class Scored:
             self.threshold,
             self.sketched,
         )
-        return (*kind, *(at_positions if any(at_positions) else ()))
+        optional = (self.classes, self.target_log_probs, self.sequence)
+        has_optional = tuple(tensor is not None for tensor in optional)
+        return (*kind, *has_optional) if any(has_optional) else kind
 
-    @property
-    def percentile(self) -> Float[Tensor, "n ..."]:
-        """How many percent of the scores that the threshold was set on are lower than the first
-        method's score.
-        """
-        if self.threshold is None:
-            raise QualmsError(
-                "there is no threshold to compare inputs with; pass threshold= to Scorer."
-            )
-        decides = next(iter(self.scores.values()))
-        found = self.threshold.percentile(decides).view(decides.shape)
-        return found.masked_fill(decides.isnan().to(found.device), torch.nan)
+    def columns(self) -> Table:
+        """A table with a row for each input, by column.
 
-    def columns(self) -> dict[str, list[Any]]:
-        """A table with a row for each input: `id`, `prediction`, `confidence` and `score_METHOD`
-        for each method.
-
-        A score that is an estimate has its standard error beside it, in `error_METHOD`. With a
-        threshold follow `percentile`, if it holds the scores that it was set on, and `accepted`.
-        Scores of many positions have a row for each that is not masked, with its `position`, or its
+        The columns are `id`, `prediction`, `confidence` and `score_METHOD` for each method; a score
+        that is an estimate is followed by its standard error, `error_METHOD`. With a threshold come
+        `percentile`, if it keeps the scores that it was calibrated on, and `accepted`. Scores at
+        many positions have a row for each position that is not masked, with its `position`, or its
         `row` and `column`; scores of spans have a `span`.
         """
-        decides = next(iter(self.scores.values()))
-        rows = (
-            (~decides.isnan()).nonzero() if decides.ndim > 1 else torch.arange(len(self))[:, None]
-        )
-        table: dict[str, list[Any]] = {"id": [self.ids[i] for i in rows[:, 0].tolist()]}
-        whole = (
-            decides.shape == self.prediction.shape and not self.of_spans
-        )  # else of spans, or of whole texts
-        for axis, name in enumerate(_axes(decides.ndim, whole), 1):
+        scores = self._first_scores
+        rows = torch.arange(len(self))[:, None]
+        if scores.ndim > 1:
+            rows = (~scores.isnan()).nonzero()
+        at = tuple(rows.to(scores.device).unbind(1))
+        # Scores of spans, or of whole texts, have no prediction each.
+        has_predictions = scores.shape == self.prediction.shape and not self.of_spans
+        table: Table = {"id": [self.ids[i] for i in rows[:, 0].tolist()]}
+        for axis, name in enumerate(_name_axes(scores.ndim, has_predictions), 1):
             table[name] = rows[:, axis].tolist()
-        at = tuple(rows.to(decides.device).unbind(1))
-        if whole:
+        if has_predictions:
             predicted = self.prediction[at].tolist()
-            table["prediction"] = (
-                _named(predicted, self.class_names) if self.class_names else predicted
-            )
+            if self.class_names:
+                predicted = _name_classes(predicted, self.class_names)
+            table["prediction"] = predicted
             table["confidence"] = self.confidence[at].tolist()
         for name, values in self.scores.items():
             table[f"score_{name}"] = values[at].tolist()
             if name in self.sketched:
                 table[f"error_{name}"] = self.errors[name][at].tolist()
-        if self.threshold is not None and self.threshold.reference:
-            table["percentile"] = self.percentile.to(decides.device)[at].tolist()
         if self.threshold is not None:
+            if self.threshold.reference:
+                table["percentile"] = self.percentile.to(scores.device)[at].tolist()
             table["accepted"] = self.accepted[at].tolist()
         return table
 
     def to_arrow(self) -> Any:
-        """`columns()` as a pyarrow.Table."""
+        """`columns()` as a `pyarrow.Table`."""
         try:
             import pyarrow
         except ImportError:
             raise QualmsError(
                 "to_arrow needs pyarrow; pip install '.[app]' in a clone of qualms."
             ) from None
-        kinds = {
-            "prediction": pyarrow.string() if self.class_names else pyarrow.int64(),
-            "accepted": pyarrow.bool_(),
-        }
-        kinds |= dict.fromkeys(("position", "row", "column", "span"), pyarrow.int64())
-        kinds["id"] = (
-            pyarrow.int64() if all(isinstance(one, int) for one in self.ids) else pyarrow.string()
-        )
-        columns = self.columns()
-        arrays = [
-            pyarrow.array(values, kinds.get(name, pyarrow.float64()))
-            for name, values in columns.items()
-        ]
-        return pyarrow.table(arrays, names=list(columns))
+        has_numbers = all(isinstance(one, int) for one in self.ids)
+        types = dict.fromkeys(("position", "row", "column", "span"), pyarrow.int64())
+        types["id"] = pyarrow.int64() if has_numbers else pyarrow.string()
+        types["prediction"] = pyarrow.string() if self.class_names else pyarrow.int64()
+        types["accepted"] = pyarrow.bool_()
+        arrays = {}
+        for name, values in self.columns().items():
+            arrays[name] = pyarrow.array(values, types.get(name, pyarrow.float64()))
+        return pyarrow.table(arrays)
 
     def to_pandas(self) -> Any:
-        """`columns()` as a pandas.DataFrame, with ids as its index."""
+        """`columns()` as a `pandas.DataFrame`, with ids as its index."""
         try:
             import pandas
         except ImportError:
@@ -237,65 +247,75 @@ class Scored:
         return pandas.DataFrame(self.columns()).set_index("id")
 
 
-def require_names(names: tuple[str, ...] | None, classes: int) -> None:
-    """An error if there are other names than classes."""
-    if names is not None and len(names) != classes:
+def require_names(names: tuple[str, ...] | None, num_classes: int) -> None:
+    """Raise an error if there are names, and not one for each class."""
+    if names is not None and len(names) != num_classes:
         raise QualmsError(
-            f"there are {len(names)} class_names and {classes} logits; give one name for each class."
+            f"there are {len(names)} class_names and {num_classes} logits; "
+            "pass one name for each class."
         )
 
 
-def _named(classes: list[Any], names: tuple[str, ...]) -> list[Any]:
-    """The names of classes in lists of lists; None for -1."""
-    return [
-        _named(c, names) if isinstance(c, list) else names[c] if c >= 0 else None for c in classes
-    ]
+def _name_classes(classes: list[Any], names: tuple[str, ...]) -> list[Any]:
+    """The names of classes in nested lists; None for -1."""
+    named: list[Any] = []
+    for one in classes:
+        if isinstance(one, list):
+            named.append(_name_classes(one, names))
+        else:
+            named.append(names[one] if one >= 0 else None)
+    return named
 
 
-def _axes(number: int, whole: bool) -> tuple[str, ...]:
-    """What the axes of scores beyond the first are called."""
-    if not whole:
-        return ("span",)[: number - 1]
-    return {1: (), 2: ("position",), 3: ("row", "column")}.get(
-        number, tuple(f"axis_{i}" for i in range(1, number))
-    )
+def _name_axes(ndim: int, has_predictions: bool) -> tuple[str, ...]:
+    """The names of the axes of scores beyond the first."""
+    if not has_predictions:
+        return ("span",)[: ndim - 1]
+    known: dict[int, tuple[str, ...]] = {1: (), 2: ("position",), 3: ("row", "column")}
+    return known.get(ndim) or tuple(f"axis_{i}" for i in range(1, ndim))
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """Tensors one after the other; where their second axes differ, those of tokens, shorter ones
-    are filled up.
-    """
+def _take(tensor: Tensor | None, at: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor[at]
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    """Concatenate tensors, or None each; where second axes differ (tokens), pad the shorter ones."""
     if parts[0] is None:
         return None
     if len({t.shape[1:] for t in parts}) == 1:
         return torch.cat(list(parts))
     if len({t.shape[2:] for t in parts}) > 1:
         raise QualmsError(
-            f"positions of shapes {tuple(parts[0].shape[1:])} and {tuple(parts[-1].shape[1:])} do not fit together; "
-            "keep them apart, as Scorer.stream does."
+            f"positions of shapes {tuple(parts[0].shape[1:])} and {tuple(parts[-1].shape[1:])} do "
+            "not fit together; keep them apart, as Scorer.stream does."
         )
     longest = max(t.shape[1] for t in parts)
-    filled = []
-    for t in parts:
-        whole = t.new_full(
-            (len(t), longest, *t.shape[2:]), torch.nan if t.is_floating_point() else -1
-        )
-        whole[:, : t.shape[1]] = t
-        filled.append(whole)
-    return torch.cat(filled)
+    return torch.cat([_pad(t, longest) for t in parts])
 
 
-def _positions(index: Any, length: int) -> list[int]:
-    """The positions that a slice, a mask or a list of positions picks."""
+def _pad(t: Tensor, length: int) -> Tensor:
+    """Masked positions up to a length: NaN, or class -1."""
+    missing = torch.nan if t.is_floating_point() else -1
+    whole = t.new_full((len(t), length, *t.shape[2:]), missing)
+    whole[:, : t.shape[1]] = t
+    return whole
+
+
+def _positions_of(index: Any, length: int) -> list[int]:
+    """The positions that a slice, a mask or a list of positions selects."""
     if isinstance(index, slice):
         return list(range(length))[index]
     found = np.asarray(index.cpu() if isinstance(index, Tensor) else index)
-    found = found.astype(int) if found.size == 0 and found.ndim == 1 else found
-    whole = found.dtype.kind == "b" and found.shape == (length,)
-    numbers = found.dtype.kind in "iu" and found.ndim == 1
-    if not whole and (not numbers or bool(((found < -length) | (found >= length)).any())):
+    if found.size == 0 and found.ndim == 1:
+        found = found.astype(int)
+    is_mask = found.dtype.kind == "b" and found.shape == (length,)
+    is_list = found.dtype.kind in "iu" and found.ndim == 1
+    if is_list:
+        is_list = not bool(((found < -length) | (found >= length)).any())
+    if not is_mask and not is_list:
         raise QualmsError(
-            f"a Scored of {length} inputs is cut by a slice, a mask of as many entries, or a list of positions, not by "
-            f"{index!r}; for one input use [3:4] or [[3]]."
+            f"a Scored of {length} inputs is indexed by a slice, a mask of as many entries, or a "
+            f"list of positions, not by {index!r}; for one input use [3:4] or [[3]]."
         )
     return [int(i) for i in np.arange(length)[found]]

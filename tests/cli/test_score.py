@@ -270,7 +270,7 @@ def test_a_threshold_file_decides_alike_and_is_refused_for_other_scores(
     }.items():
         capsys.readouterr()
         assert run(monkeypatch, "score", "pictures", *by_file, *change, "--overwrite") == 1
-        assert f"made otherwise: {differs}" in capsys.readouterr().err
+        assert f"other settings: {differs}" in capsys.readouterr().err
 
 
 # What cannot be read, and what else is to be told.

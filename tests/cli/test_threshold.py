@@ -46,7 +46,7 @@ def test_by_coverage_it_is_that_of_the_library(
     want = Threshold.from_scores(scorer(x).scores["entropy"], 0.9)
     found = Threshold.load(here / "t.json")
     assert found.value == pytest.approx(want.value, rel=1e-5)
-    assert (found.samples, found.rule, found.made_by) == (40, "coverage 0.9", scorer.made_by)
+    assert (found.samples, found.rule, found.provenance) == (40, "coverage 0.9", scorer.provenance)
     assert run(monkeypatch, "threshold", "bare.npz", *own(*words)) == 1
     assert "t.json is there already; pass --overwrite" in capsys.readouterr().err
 
@@ -84,7 +84,7 @@ def test_a_file_is_shown_in_words(
     assert "At least 95 % of inputs like these are accepted; set on 40 scores." in out
     assert re.search(r"  method: MSP\(\)\n  network: [0-9a-f]{16}\n", out)
     assert run(monkeypatch, "threshold", "t.json", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["made_by"]["method"] == "MSP()"
+    assert json.loads(capsys.readouterr().out)["provenance"]["method"] == "MSP()"
     Threshold(1.5, 0, "given").save(here / "old.json")
     assert run(monkeypatch, "threshold", "old.json") == 0
     assert "It does not say which method and network made them" in capsys.readouterr().out

@@ -28,9 +28,9 @@ def test_scores_are_those_of_the_library(here: Path, monkeypatch: pytest.MonkeyP
 def test_a_threshold_and_shards_remember_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = own("--methods", METHOD, "--tolerance", "0.3")
     assert run(monkeypatch, "threshold", "known", *words, "--out", "t.json") == 0
-    made_by = qualms.Threshold.load("t.json").made_by
-    assert made_by is not None
-    assert made_by.tolerance == 0.3
+    provenance = qualms.Threshold.load("t.json").provenance
+    assert provenance is not None
+    assert provenance.tolerance == 0.3
     assert (
         run(monkeypatch, "score", "pictures", *words, "--threshold", "t.json", "--out", "many/")
         == 0

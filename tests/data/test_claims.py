@@ -203,9 +203,9 @@ def test_a_checkpoint_in_the_old_format_cannot_claim_more_than_its_file_holds(
         ("reference", "[2, 1]"),
         ("reference", "[NaN]"),
         ("reference", '"123"'),
-        ("made_by", '{"method": 1, "network": "a"}'),
-        ("made_by", '{"method": "a", "network": "a", "seed": "0"}'),
-        ("made_by", '{"method": "a", "network": "a", "tolerance": NaN}'),
+        ("provenance", '{"method": 1, "network": "a"}'),
+        ("provenance", '{"method": "a", "network": "a", "seed": "0"}'),
+        ("provenance", '{"method": "a", "network": "a", "tolerance": NaN}'),
     ],
 )
 def test_a_threshold_is_read_as_it_was_written_or_not_at_all(
@@ -216,7 +216,7 @@ def test_a_threshold_is_read_as_it_was_written_or_not_at_all(
         "samples": "3",
         "rule": '"coverage 0.9"',
         "reference": "[0.1, 0.5]",
-        "made_by": "null",
+        "provenance": "null",
     }
     path = tmp_path / "t.json"
     for content, good in ((right, True), (right | {key: value}, False)):

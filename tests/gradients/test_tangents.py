@@ -27,8 +27,8 @@ def test_one_input_takes_several_tangents_at_once(case: Case) -> None:
         torch.testing.assert_close(
             alone(take_samples(batch, [0])).scores["regrad+layers"], want[:1], rtol=1e-7, atol=0
         )
-    assert [found for key, found in alone._learnt.found.items() if key[0] == "several"] == [True]
-    assert not any(key[0] == "several" for key in together._learnt.found)
+    assert [found for key, found in alone._cache.found.items() if key[0] == "several"] == [True]
+    assert not any(key[0] == "several" for key in together._cache.found)
 
 
 def test_where_several_tangents_cannot_be_pushed_at_once_one_by_one_will_do(

@@ -272,10 +272,10 @@ def _list(folder: Path, path: Path) -> None:
 def _threshold(folder: Path) -> Path:
     from qualms.threshold import Provenance, Threshold
 
-    made_by = Provenance(
+    provenance = Provenance(
         "regrad+layers(0.2)", "0123456789abcdef", "exact", "used", "l2", None, None, 0
     )
-    Threshold.from_scores([0.1, 0.2, 0.35], 0.9, made_by=made_by).save(folder / "t.json")
+    Threshold.from_scores([0.1, 0.2, 0.35], 0.9, provenance=provenance).save(folder / "t.json")
     return folder / "t.json"
 
 

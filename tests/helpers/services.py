@@ -66,7 +66,7 @@ def served(methods: tuple[str, ...] = (REGRAD, "entropy"), decided: bool = True)
     scorer = Scorer(net.model, list(methods), pixel_std=PIXEL_STD)
     if decided:
         known = scorer(net.inputs(digits().take(slice(0, 60)))).scores[methods[0]]
-        limit = Threshold.from_scores(known, coverage=0.5, made_by=scorer.made_by)
+        limit = Threshold.from_scores(known, coverage=0.5, provenance=scorer.provenance)
         scorer = Scorer(net.model, list(methods), pixel_std=PIXEL_STD, threshold=limit)
     return Served(NAME, net, scorer)
 

@@ -59,7 +59,7 @@ def scores(situation: Situation, double: bool = False) -> dict[str, Tensor | str
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", qualms.errors.ProbabilitiesWarning)
-        with scorer._subject(
+        with scorer._open_model(
             x
         ) as subject:  # one method's error must not end the others', which share its passes
             passes = BatchContext(subject, x, numbers)

@@ -218,7 +218,7 @@ def test_what_cannot_be_served_is_told_in_a_sentence(
     monkeypatch.delenv("QUALMS_TOKEN", raising=False)
     net = ["--model", f"{HERE}:plain", "--mean", "0.5", "--std", "0.5", "--methods", "entropy"]
     (tmp_path / "t.json").write_text(
-        '{"value": 1, "samples": 3, "rule": "coverage 0.9", "made_by": {"method": "MSP()", "network": "x"}}'
+        '{"value": 1, "samples": 3, "rule": "coverage 0.9", "provenance": {"method": "MSP()", "network": "x"}}'
     )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -232,7 +232,7 @@ def test_what_cannot_be_served_is_told_in_a_sentence(
             (["--max-body", "inf"], "--max-body is inf"),
             (
                 ["--threshold", str(tmp_path / "t.json")],
-                "the threshold was set on scores that were made otherwise",
+                "the threshold was calibrated with other settings",
             ),
             (["--threshold", str(tmp_path / "no.json")], "there is no threshold file"),
             (["--size", "8", "--port", str(taken.getsockname()[1])], "Address already in use"),

@@ -165,7 +165,7 @@ class Ready:
                     progress(what, done, len(images))
                 names = names_of_classes(self.network, images, row["classes"])
                 parts.append(partial.restore(row, names, scorer.threshold))
-        return Scored.concatenated(parts)
+        return Scored.concatenate(parts)
 
     def about(self, scorer: Scorer) -> dict[str, Any]:
         """What decides the scores, beside the images."""

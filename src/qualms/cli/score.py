@@ -173,7 +173,7 @@ def _limit(
     """The threshold that accepts this share of the images that the network knows."""
     scorer, scored = prepared.score_reference(known, partial)
     (scores,) = scored.scores.values()
-    return Threshold.from_scores(scores, coverage, made_by=scorer.made_by)
+    return Threshold.from_scores(scores, coverage, provenance=scorer.provenance)
 
 
 def _partial_file(

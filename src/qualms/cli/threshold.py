@@ -92,11 +92,11 @@ def threshold(
     right = None if labels is None else scored.prediction.cpu() == labels
     if risk is None or right is None:
         made = Threshold.from_scores(
-            scores, COVERAGE if coverage is None else coverage, made_by=scorer.made_by
+            scores, COVERAGE if coverage is None else coverage, provenance=scorer.provenance
         )
     else:
         sure = CONFIDENCE if confidence is None else confidence
-        made = Threshold.from_labels(scores, right, risk, sure, made_by=scorer.made_by)
+        made = Threshold.from_labels(scores, right, risk, sure, provenance=scorer.provenance)
     for note in scored.notes.values():
         echo(note)
     with complete(out, found.rejected) as part:
@@ -134,10 +134,10 @@ def _show(path: str, found: Threshold, json_lines: bool) -> None:
     if found.reference:
         low, middle, high = (found.reference[i] for i in (0, len(found.reference) // 2, -1))
         lines.append(f"These go from {low:.6g} to {high:.6g}, with the median {middle:.6g}.")
-    if found.made_by is None:
+    if found.provenance is None:
         lines.append("It does not say which method and network made them: use it with those alone.")
     else:
-        how = {name: value for name, value in asdict(found.made_by).items() if value is not None}
+        how = {name: value for name, value in asdict(found.provenance).items() if value is not None}
         lines.append("It is refused for scores that are made otherwise than by:")
         lines += [f"  {name}: {value}" for name, value in how.items()]
     typer.echo("\n".join(lines))

@@ -1,0 +1,147 @@
+"""`Provenance`: which method, network and settings computed some scores."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from qualms.errors import QualmsError
+from qualms.gradients.layers import selected_parameters
+from qualms.gradients.settings import Settings
+from qualms.methods.gradient_score import GradientScore
+from qualms.methods.method import LOGITS, Method
+from qualms.models.fingerprint import fingerprint
+
+_TYPES: dict[str, tuple[type, ...]] = {"tolerance": (int, float), "seed": (int,)}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How some scores were computed. Scores computed in another way are on another scale.
+
+    All but the first two are None for a method that reads the logits alone.
+
+    Args:
+        method: the method with its parameters; noise is in the units of the model's input.
+        network: a digest of the weights.
+        engine: the engine that computed the gradients, with its options.
+        layers: what `+layers` counts: `module`, `tensor` or `block`.
+        norm: of the gradients, `l2` or `l1`.
+        params: a digest of the names of the parameters that count; None for all of them.
+        tolerance: the relative standard error that was allowed.
+        seed: of the random draws.
+    """
+
+    method: str
+    network: str
+    engine: str | None = None
+    layers: str | None = None
+    norm: str | None = None
+    params: str | None = None
+    tolerance: float | None = None
+    seed: int | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Provenance":
+        """The inverse of `dataclasses.asdict`, for values read from a file.
+
+        Raises:
+            TypeError: if a key is unknown or missing.
+            ValueError: if a value has another type than its field.
+        """
+        provenance = cls(**values)
+        for field in fields(cls):
+            value = getattr(provenance, field.name)
+            if value is None and field.default is None:
+                continue
+            if type(value) not in _TYPES.get(field.name, (str,)):
+                raise ValueError(f"{field.name} is a {type(value).__name__}")
+        if provenance.tolerance is not None:
+            finite_float(provenance.tolerance)
+        return provenance
+
+    def require_same(self, other: "Provenance") -> None:
+        """Raise an error that names every field in which `other` differs.
+
+        Raises:
+            QualmsError: if scores of `other` cannot be compared with a threshold of this one.
+        """
+        differences = []
+        for field in fields(self):
+            calibrated, current = getattr(self, field.name), getattr(other, field.name)
+            if calibrated != current:
+                differences.append(f"{field.name} {calibrated}, not {current}")
+        if differences:
+            raise QualmsError(
+                f"the threshold was calibrated with other settings: {'; '.join(differences)}; "
+                "use those settings, or calibrate a new threshold."
+            )
+
+
+def describe_scores(
+    model: nn.Module,
+    method: Method,
+    settings: Settings,
+    *,
+    members: Iterable[nn.Module] = (),
+    positions: object = None,
+) -> Provenance:
+    """The provenance of the scores that a method computes.
+
+    Args:
+        model: the model that is scored, not compiled.
+        method: with its parameters.
+        settings: how gradients are computed.
+        members: further models, for `ensemble`.
+        positions: which positions are scored, if the model answers at many; its `repr` counts.
+
+    Returns:
+        What must be equal for two sets of scores to be comparable.
+    """
+    network = "+".join(fingerprint(one) for one in (model, *members))
+    description = repr(method)
+    if positions is not None:
+        description += f" at {positions}"
+    if method.needs == (LOGITS,):
+        return Provenance(description, network)
+    engine: str = settings.engine_name
+    tolerance = float(settings.tolerance or 0.0)
+    if settings.sketch is not None:
+        engine = repr(settings.sketch)
+    if not isinstance(method, GradientScore) and engine in ("auto", "exact"):
+        # It uses no engine, or always the exact one.
+        engine, tolerance = "exact", 0.0
+    params = None
+    if settings.params is not None:
+        params = _digest_names(selected_parameters(model, settings.params))
+    return Provenance(
+        description,
+        network,
+        engine,
+        layers=settings.granularity,
+        norm=settings.norm,
+        params=params,
+        tolerance=tolerance,
+        seed=settings.seed,
+    )
+
+
+def finite_float(number: Any) -> float:
+    """A number from a file as a float.
+
+    Raises:
+        ValueError: if it is not a number, or not finite.
+    """
+    if type(number) not in (int, float) or not math.isfinite(number):
+        raise ValueError(f"{number!r} is not a finite number")
+    return float(number)
+
+
+def _digest_names(names: Iterable[str]) -> str:
+    """Identify parameters by their names: a function that selects them has none to compare."""
+    names = list(names)
+    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+    return f"{len(names)} parameters, {digest}"
