@@ -22,7 +22,7 @@ from evidence import PAPERS, Ranked, by_pair, needs_data, ranking
 from pages import fill, table
 from paper_tables import datasets
 
-from qualms.report.tables import left_out, networks, paper_table
+from qualms.report.tables import list_left_out, list_networks, paper_table
 from qualms.tasks.paper import OOD, RAULC
 from qualms.tasks.presets import CPU
 from qualms.tasks.reproduce import TABLES
@@ -89,8 +89,8 @@ def section(name: str, rows: list[Any]) -> str:
         f"## {TITLES[name]}",
         f"`python benchmarks/paper_tables.py {name}`",
         paper_table(name, rows),
-        networks(rows),
-        left_out(rows),
+        list_networks(rows),
+        list_left_out(rows),
     ]
     parts += [f"Not run yet: {', '.join(missing)}."] if missing else []
     return "\n\n".join(part for part in parts if part)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qualms.data.texts import Document
 from qualms.models.language import LanguageModel, load_language_model
-from qualms.tasks.windows import Windows, cut
+from qualms.tasks.windows import Windows, cut_windows
 
 WINDOW, COUNT = 128, 100  # tokens in a window, windows of each text
 KNOWN = "tinystories_sample"
@@ -53,4 +53,4 @@ def language() -> LanguageModel:
 
 def windows(name: str, model: LanguageModel, count: int = COUNT) -> Windows:
     """Windows spread over a text."""
-    return cut(name, documents(name), model, WINDOW).subset(count)
+    return cut_windows(name, documents(name), model, WINDOW).subset(count)

@@ -152,9 +152,9 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
         ),
         (
             ("bench", "runtime", "--id", "digits", "--device", "cud"),
-            "there is no device 'cud' here",
+            "device 'cud' is not available",
         ),
-        (("bench", "active", "--id", "folder"), "active learning needs a dataset with a name"),
+        (("bench", "active", "--id", "folder"), "bench active needs a known dataset"),
         (
             ("bench", "ood", "--id", "digits", "--ood", "digits"),
             "--ood names digits, which is what the network knows",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qualms.cli.wording import in_options
+from qualms.cli.main import use_option_names
 from qualms.data import load
 from qualms.models import load_model
 from tests.helpers.commands import run
@@ -252,7 +252,10 @@ def test_errors_speak_of_options_and_of_paths_as_typed(
 
 def test_keywords_become_options() -> None:
     said = "leave out classes=, or pass weights='a.pt'; num_classes= stays."
-    assert in_options(said) == "leave out --classes, or pass --weights 'a.pt'; num_classes= stays."
+    assert (
+        use_option_names(said)
+        == "leave out --classes, or pass --weights 'a.pt'; num_classes= stays."
+    )
 
 
 def test_a_dataset_is_trained_on_beside_a_folder_of_its_name(

@@ -246,7 +246,7 @@ def test_the_worst_span_is_told_with_its_document(
         (("--out", "story.csv"), "story.csv is there already; pass --overwrite"),
         (("--methods", "heat"), "heat scores whole inputs, not every position"),
         (("--methods", ""), "--methods names no method"),
-        (("--device", "cud"), "there is no device 'cud' here"),
+        (("--device", "cud"), "device 'cud' is not available"),
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(

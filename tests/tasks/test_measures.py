@@ -11,7 +11,7 @@ from qualms.errors import QualmsError
 from qualms.methods import laplace
 from qualms.methods.head_posterior import fit_head
 from qualms.methods.registry import parse
-from qualms.report.tables import calibration_table, left_out, ood_table, runtime_table
+from qualms.report.tables import calibration_table, list_left_out, ood_table, runtime_table
 from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.calibration import calibration
@@ -169,8 +169,8 @@ def test_tables_put_the_papers_numbers_beside_ours() -> None:
 
 def test_what_is_left_out_is_said_once() -> None:
     row = {"row": "left out", "out": "lsun", "why": "it is not there."}
-    assert left_out([row, row]) == "Left out:\n\n- lsun: it is not there."
-    assert left_out([]) == ""
+    assert list_left_out([row, row]) == "Left out:\n\n- lsun: it is not there."
+    assert list_left_out([]) == ""
 
 
 def test_the_sweeps_hold_the_limits_and_the_papers_values() -> None:

@@ -19,7 +19,13 @@ from qualms.models.language import LanguageModel, load_language_model
 from qualms.tasks import windows as windows_module
 from qualms.tasks.journal import Journal
 from qualms.tasks.text import errors_found, span_means, text, told_apart, with_baselines
-from qualms.tasks.windows import ScoredWindows, Windows, cut, score_windows, usable_for_tokens
+from qualms.tasks.windows import (
+    ScoredWindows,
+    Windows,
+    cut_windows,
+    score_windows,
+    usable_for_tokens,
+)
 
 pytest.importorskip("transformers")
 from tests.helpers.tiny_llama import LEARNT, llama, tokenizer
@@ -48,7 +54,7 @@ def some(name: str, count: int, seed: int) -> Windows:
 def test_a_window_lies_within_one_document_and_begins_as_texts_do(model: Any) -> None:
     both = [Document("a", LEARNT), Document("b", "Once upon a time"), Document("c", LEARNT[::-1])]
     made = tokenizer()
-    found = cut("both", both, LanguageModel("tiny", model, made), 10)
+    found = cut_windows("both", both, LanguageModel("tiny", model, made), 10)
     ids = [made(document.text, add_special_tokens=False).input_ids for document in both]
     assert len(ids[1]) < 10 <= min(len(ids[0]), len(ids[2]))
     assert found.ids[0].tolist() == [1, *ids[0][:10]]
@@ -62,20 +68,20 @@ def test_a_window_lies_within_one_document_and_begins_as_texts_do(model: Any) ->
 def test_without_a_first_token_of_its_own_a_window_opens_with_one_of_the_text(model: Any) -> None:
     made = tokenizer(bos=False)
     ids = made(LEARNT).input_ids
-    found = cut("one", [Document("a", LEARNT)], LanguageModel("tiny", model, made), 10)
+    found = cut_windows("one", [Document("a", LEARNT)], LanguageModel("tiny", model, made), 10)
     assert found.ids.tolist() == [ids[at : at + 11] for at in range(0, len(ids) - 10, 11)]
 
 
 def test_windows_that_no_text_fills_or_no_model_reads_are_refused(model: Any) -> None:
     language = LanguageModel("tiny", model, tokenizer())
     with pytest.raises(QualmsError, match="no document of short has 20 tokens"):
-        cut("short", [Document("a", "Once upon a time")], language, 20)
+        cut_windows("short", [Document("a", "Once upon a time")], language, 20)
     with pytest.raises(
         QualmsError, match="tiny reads 32 tokens at most, and a window has 33 with what opens it"
     ):
-        cut("long", [Document("a", LEARNT)], language, 32)
+        cut_windows("long", [Document("a", LEARNT)], language, 32)
     with pytest.raises(QualmsError, match="windows of 1 tokens have no next token"):
-        cut("long", [Document("a", LEARNT)], language, 1)
+        cut_windows("long", [Document("a", LEARNT)], language, 1)
 
 
 def test_what_opens_a_window_is_not_judged_however_long_it_is(model: Any) -> None:
@@ -253,7 +259,7 @@ def test_gradients_tell_a_book_from_stories_and_entropy_finds_wrong_next_tokens(
 
     def read(name: str) -> Windows:
         whole = " ".join((folder / "text" / f"{name}.txt").read_text(encoding="utf-8").split())
-        return cut(name, [Document(name, whole)], language, 128).subset(12)
+        return cut_windows(name, [Document(name, whole)], language, 128).subset(12)
 
     known, oz = read("tinystories_sample"), read("wizard_of_oz")
     rows = list(text(language.model, known, [oz], METHODS, Journal(None, {})))

@@ -1,4 +1,4 @@
-"""The command line: a thin door onto the library."""
+"""The `qualms` command, a thin layer over the library."""
 
 import atexit
 import signal
@@ -8,18 +8,19 @@ from qualms.cli.signals import at_sigterm, leave
 
 
 def main() -> None:
-    """The command `qualms`, whose own needs are an extra."""
+    """Run the `qualms` command, or explain how to install what it needs."""
     with at_sigterm(leave):
         try:
             from qualms.cli.main import run
         except ModuleNotFoundError as missing:
             print(
-                f"qualms: the command line needs {missing.name}; pip install '.[app]' in a clone of qualms.",
+                f"qualms: the command line needs {missing.name}; "
+                "pip install '.[app]' in a clone of qualms.",
                 file=sys.stderr,
             )
             sys.exit(1)
         try:
             run()
-        # what is done is done, but Python takes its time to end: the exit code is the command's own
+        # Python takes a while to exit. A signal in that time must not change the exit code.
         finally:
             atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)

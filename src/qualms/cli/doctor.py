@@ -1,4 +1,4 @@
-"""`qualms doctor`: what is installed, what is missing, and what would fail for it."""
+"""`qualms doctor`: what is installed, and whether it works."""
 
 import importlib
 import json
@@ -7,19 +7,20 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
 
 from qualms.cli.options import Json, Root, resolve_device
 from qualms.data import DATASETS, load
-from qualms.errors import QualmsError, reason
+from qualms.errors import QualmsError, explain_failure, reason
 from qualms.functional import score
 from qualms.models.cnn import mnist_cnn
 from qualms.report.tables import markdown
 from qualms.version import __version__
 
-# Import name, package, and what needs it.
+# Module, package, and what it is needed for.
 PACKAGES = (
     ("torch", "torch", "everything"),
     ("numpy", "numpy", "everything"),
@@ -34,75 +35,79 @@ PACKAGES = (
     ("transformers", "transformers", "hf: networks"),
     ("timm", "timm", "timm: networks (it needs torchvision)"),
 )
+WORKS = "works"
 
 
 def doctor(root: Root = None, json_lines: Json = False) -> None:
-    """Say what is installed, which device is used, which datasets are there, and what would fail.
+    """Check the installation: packages, device, datasets, and whether a score can be computed.
 
-    Exit code 0 if scores can be computed, 1 if not.
+    The exit code is 0 if scores can be computed, 1 if not.
     """
-    packages = [
-        {"package": package, "state": _state(module, package), "for": use}
-        for module, package, use in PACKAGES
-    ]
-    works = _works()
+    trial = _try_score()
     facts = {
         "qualms": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "device": resolve_device("auto"),
         "threads": torch.get_num_threads(),
         "data folder": str(root or "data"),
-        "a score": works,
+        "a score": trial,
     }
-    data = [{"dataset": name, "state": _dataset(name, root)} for name in DATASETS]
+    packages = []
+    for module, package, use in PACKAGES:
+        state = _package_version(module, package)
+        packages.append({"package": package, "state": state, "for": use})
+    datasets = [{"dataset": name, "state": _count_images(name, root)} for name in DATASETS]
     if json_lines:
-        typer.echo(json.dumps({**facts, "packages": packages, "datasets": data}))
+        typer.echo(json.dumps({**facts, "packages": packages, "datasets": datasets}))
     else:
-        typer.echo("\n".join(f"{name}: {value}" for name, value in facts.items()) + "\n")
-        typer.echo(
-            markdown(
-                ["package", "version", "for"], [[str(v) for v in p.values()] for p in packages]
-            )
-            + "\n"
-        )
-        typer.echo(
-            markdown(["dataset", "test images"], [[str(v) for v in d.values()] for d in data])
-        )
-    sys.exit(0 if works == "works" else 1)
+        for name, value in facts.items():
+            typer.echo(f"{name}: {value}")
+        _print_table(["package", "version", "for"], packages)
+        _print_table(["dataset", "test images"], datasets)
+    sys.exit(0 if trial == WORKS else 1)
 
 
-def _state(module: str, package: str) -> str:
+def _print_table(head: list[str], rows: list[dict[str, Any]]) -> None:
+    lines = [list(row.values()) for row in rows]
+    typer.echo(f"\n{markdown(head, lines)}")
+
+
+def _package_version(module: str, package: str) -> str:
+    """Return the version of a package, or why it cannot be imported."""
     try:
-        importlib.import_module(module)
+        with explain_failure(_explain_import, let_through=(ModuleNotFoundError,)):
+            importlib.import_module(module)
         return version(package)
     except PackageNotFoundError:
         return "installed"
-    except Exception as error:  # a package that is there may still fail to import, whatever way
-        there = (
-            "fails to import: " + reason(error)
-            if not isinstance(error, ModuleNotFoundError)
-            else "missing"
-        )
-        return there
+    except ModuleNotFoundError:
+        return "missing"
+    except QualmsError as error:
+        return str(error)
 
 
-def _works() -> str:
+def _explain_import(error: Exception) -> QualmsError:
+    return QualmsError(f"fails to import: {reason(error)}")
+
+
+def _try_score() -> str:
+    """Score two random images; return `works`, or what goes wrong."""
+    device = resolve_device("auto")
+    torch.manual_seed(0)
     try:
-        torch.manual_seed(0)
-        found = score(
-            mnist_cnn().to(resolve_device("auto")),
-            torch.rand(2, 1, 28, 28, device=resolve_device("auto")),
-        )
-        return "works" if bool(torch.isfinite(found).all()) else "is not finite"
-    except Exception as error:  # that is what a doctor is for
+        with explain_failure(lambda error: QualmsError(reason(error))):
+            scores = score(mnist_cnn().to(device), torch.rand(2, 1, 28, 28, device=device))
+    except QualmsError as error:
         return f"fails: {reason(error)}"
+    return WORKS if bool(torch.isfinite(scores).all()) else "is not finite"
 
 
-def _dataset(name: str, root: Path | None) -> str:
-    # Without its files the folder is not read: a whole dataset would take long.
+def _count_images(name: str, root: Path | None) -> str:
+    """Return the number of test images of a dataset, or why they cannot be counted."""
+    # Without a folder to read, do not search ./data: reading a whole dataset takes long.
     if root is None and "QUALMS_DATA" not in os.environ and DATASETS[name].package is None:
-        return "no folder named"
+        return "pass --root"
     try:
         return str(len(load(f"data:{name}", root)))
     except QualmsError:
-        return "not there"
+        return "not found"

@@ -1,5 +1,6 @@
-"""Commands that are imported when they run, so that neither help nor a mistyped name waits for
-torch.
+"""Command groups that import a command when it runs.
+
+Importing torch takes seconds, for which neither `--help` nor a mistyped name should wait.
 """
 
 from difflib import get_close_matches
@@ -15,59 +16,73 @@ from qualms.errors import QualmsError
 
 
 class LazyGroup(TyperGroup):
-    """Commands by a table. A module of the table holds the command, a function or a typer app,
-    under its own name.
+    """A group whose commands are listed in a table.
+
+    Attributes:
+        what: What errors call a command of the group.
+        table: By name, the module that holds the command under the same name (a function or a typer
+            app), and its line in the list of commands.
     """
 
     what: ClassVar[str] = "command"
-    table: ClassVar[dict[str, tuple[str, str]]]  # name: module, and what the list of commands says
+    table: ClassVar[dict[str, tuple[str, str]]]
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = {name: LazyCommand(name, *entry) for name, entry in self.table.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names; if there is none, exit with the nearest name or a
-        list of all.
+        """Return the command that the first word names.
+
+        Raises:
+            typer.Exit: If there is none, after printing the closest name or all names.
         """
         name = args[0]
-        if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
-            near = get_close_matches(name, self.commands, n=1)
-            advice = (
-                f"did you mean {near[0]}?" if near else f"choose one of {', '.join(self.commands)}."
-            )
-            typer.echo(f"qualms: there is no {self.what} {name!r}; {advice}", err=True)
-            raise typer.Exit(2)
-        return super().resolve_command(ctx, args)
+        is_option = name.startswith("-")
+        if name in self.commands or is_option or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        matches = get_close_matches(name, self.commands, n=1)
+        advice = f"choose one of {', '.join(self.commands)}."
+        if matches:
+            advice = f"did you mean {matches[0]}?"
+        typer.echo(f"qualms: there is no {self.what} {name!r}; {advice}", err=True)
+        raise typer.Exit(2)
 
 
 class LazyCommand(TyperCommand):
-    """What the list of commands shows of a command, until somebody asks for the command itself."""
+    """The entry of a command in the list of commands, which loads the command when it is run.
+
+    Args:
+        name: The name of the command.
+        module: The module to import it from.
+        help: Its line in the list of commands.
+    """
 
     def __init__(self, name: str, module: str, help: str) -> None:
         super().__init__(name, help=help)
         self.module = module
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
-        """A context of the command itself."""
-        return self.loaded().make_context(info_name, args, *rest, **extra)
+        """Return a context of the command itself, which is imported for it."""
+        return self.load().make_context(info_name, args, *rest, **extra)
 
-    def loaded(self) -> Any:
-        """The command itself."""
-        status_line("starting …")  # torch takes seconds to import
+    def load(self) -> Any:
+        """Import the command itself."""
+        status_line("starting …")
         try:
             with at_sigterm(leave):
-                found = getattr(import_module(self.module), str(self.name))
+                command = getattr(import_module(self.module), str(self.name))
         except ModuleNotFoundError as missing:
             raise QualmsError(
-                f"`qualms {self.name}` needs {missing.name}; pip install '.[app]' in a clone of qualms."
+                f"`qualms {self.name}` needs {missing.name}; "
+                "pip install '.[app]' in a clone of qualms."
             ) from missing
         finally:
             status_line("")
-        if isinstance(found, typer.Typer):
-            return typer.main.get_command(found)
-        alone = typer.Typer(
+        if isinstance(command, typer.Typer):
+            return typer.main.get_command(command)
+        app = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
         )
-        alone.command(self.name)(found)
-        return typer.main.get_command(alone)
+        app.command(self.name)(command)
+        return typer.main.get_command(app)

@@ -1,4 +1,4 @@
-"""The network that a command is about: its weights, and how images become its inputs."""
+"""The network that a command evaluates: its weights, and how images become its inputs."""
 
 import sys
 from dataclasses import replace
@@ -23,7 +23,7 @@ PUBLISHED = {
 
 
 def published_network(data: str, root: Path | None) -> str:
-    """The network whose published weights know a dataset; empty where there is none."""
+    """Return the network whose published weights know a dataset; empty if there is none."""
     return PUBLISHED.get(dataset_name(data, root) or "", "")
 
 
@@ -39,12 +39,24 @@ def load_network(
     random: bool,
     classes: int | None = None,
 ) -> Network:
-    """The network by its name.
+    """Load a network by its name, with the preprocessing of its images.
 
-    Weights are those given, else the published file in ROOT/weights, else that of the package that
-    carries it; without any that is an error, unless random ones will do. The normalization is the
-    one given, else that of the training that wrote the weights, else what the network's publisher
-    says, else the dataset's usual one. The size is the one given, else what the publisher says.
+    Args:
+        data: The dataset that the network knows, by name or path.
+        name: As for `qualms.models.load_model`.
+        weights: The checkpoint. By default the published file in ROOT/weights, else that of the
+            installed package that contains it.
+        root: The folder with the datasets.
+        mean: --mean; by default that of the training that wrote the checkpoint, else the
+            publisher's, else the dataset's usual one.
+        std: --std, as `mean`.
+        size: --size; by default the publisher's.
+        device: Where the network runs.
+        random: Whether random weights will do where no others are found.
+        classes: The number of classes, for networks that can have any.
+
+    Raises:
+        QualmsError: If weights or the normalization are not found.
     """
     if not name:
         raise QualmsError(f"there is no published network for {data!r}; name one with --model.")
@@ -52,29 +64,30 @@ def load_network(
     if entry is not None and weights is None:
         weights = _published_weights(name, entry, Path(root or "data") / "weights", random)
     if ":" in name:
-        sys.path.insert(
-            0, ""
-        )  # an import path may start in the working directory, which an installed command forgets
+        # An import path may start in the working directory, which installed commands do not search.
+        sys.path.insert(0, "")
     if classes is None and entry is not None and entry.file is None and dataset is not None:
-        known = DATASETS[dataset]
-        # Images of another shape are not what it was trained on: they say nothing of its classes.
-        classes = (
-            known.classes if (known.channels, known.size) == (entry.channels, entry.size) else None
-        )
+        classes = _dataset_classes(dataset, entry)
     if entry is not None and weights is None:
         model = entry.build(classes or entry.classes).eval().to(device)
     else:
         model = load_model(name, weights, classes=classes).to(device)
-    said = preprocessing_of(name, model)
-    normalization = _normalization(dataset, name, said, weights, mean, std)
-    return Network(
-        name, model, normalization, _fit(said, size, normalization), class_names=said.class_names
-    )
+    published = preprocessing_of(name, model)
+    normalization = _parse_normalization(name, published, mean, std)
+    if normalization is None:
+        normalization = _known_normalization(name, published, weights, dataset)
+    transform = _image_transform(published, size, len(normalization.mean))
+    return Network(name, model, normalization, transform, class_names=published.class_names)
 
 
 def _published_weights(name: str, entry: Entry, folder: Path, random: bool) -> Path | None:
-    """The published file, from the folder or from its installed package; without either None if
-    random ones will do.
+    """Return the file with the published weights of a network.
+
+    Args:
+        name: The network.
+        entry: Its entry in the zoo.
+        folder: Where to look first; then in the installed package that contains them.
+        random: Whether to return None, rather than raise an error, where there are none.
     """
     file = folder / (entry.file or "")
     if entry.file is not None and file.is_file():
@@ -89,47 +102,78 @@ def _published_weights(name: str, entry: Entry, folder: Path, random: bool) -> P
     )
 
 
-def _normalization(
-    dataset: str | None,
-    name: str,
-    said: Preprocessing,
-    weights: Path | None,
-    mean: str | None,
-    std: str | None,
-) -> Normalization:
-    if (mean is None) != (std is None):
-        raise QualmsError("--mean and --std belong together; give both, or neither.")
-    channels = None if said.fit is None else said.fit.channels
-    if mean is not None and std is not None:
-        try:
-            given = Normalization(
-                tuple(map(float, split_list(mean))), tuple(map(float, split_list(std)))
-            )
-        except ValueError as error:
-            raise QualmsError(
-                f"--mean {mean} and --std {std} are not comma-separated numbers: {error}"
-            ) from None
-        if channels not in (None, len(given.mean)):
-            raise QualmsError(
-                f"--mean {mean} has {len(given.mean)} numbers, and {name} takes {channels} channels; give one for each."
-            )
-        return given
-    known = trained_with(weights) if weights is not None else None
-    known = known or said.normalization
-    if known is None and dataset is not None and channels in (None, DATASETS[dataset].channels):
-        known = DATASETS[dataset].normalization
-    if known is None:
+def _dataset_classes(dataset: str, entry: Entry) -> int | None:
+    """Return the number of classes of a dataset whose images have the shape of the network's."""
+    known = DATASETS[dataset]
+    has_same_shape = (known.channels, known.size) == (entry.channels, entry.size)
+    return known.classes if has_same_shape else None
+
+
+def _parse_normalization(
+    name: str, published: Preprocessing, mean: str | None, std: str | None
+) -> Normalization | None:
+    """Parse --mean and --std; None if neither is given.
+
+    Args:
+        name: The network.
+        published: Its publisher's preprocessing, which knows the number of channels.
+        mean: The value of --mean.
+        std: The value of --std.
+    """
+    if mean is None and std is None:
+        return None
+    if mean is None or std is None:
+        raise QualmsError("--mean and --std belong together; pass both, or neither.")
+    try:
+        means = tuple(map(float, split_list(mean)))
+        stds = tuple(map(float, split_list(std)))
+        normalization = Normalization(means, stds)
+    except ValueError as error:
         raise QualmsError(
-            f"the normalization of {name}'s inputs is not known; pass --mean and --std."
+            f"--mean {mean} and --std {std} are not comma-separated numbers: {error}"
+        ) from None
+    channels = _channels(published)
+    if channels not in (None, len(means)):
+        raise QualmsError(
+            f"--mean {mean} has {len(means)} numbers, but {name} takes {channels} channels; "
+            "pass one number for each."
         )
-    return known
+    return normalization
 
 
-def _fit(
-    said: Preprocessing, size: int | None, normalization: Normalization
+def _known_normalization(
+    name: str, published: Preprocessing, weights: Path | None, dataset: str | None
+) -> Normalization:
+    """Return the normalization that a network was trained with.
+
+    Args:
+        name: The network.
+        published: Its publisher's preprocessing.
+        weights: Its checkpoint, which may say.
+        dataset: The dataset that it knows, whose usual normalization comes last.
+    """
+    if weights is not None:
+        recorded = trained_with(weights)
+        if recorded is not None:
+            return recorded
+    if published.normalization is not None:
+        return published.normalization
+    if dataset is not None and _channels(published) in (None, DATASETS[dataset].channels):
+        return DATASETS[dataset].normalization
+    raise QualmsError(f"the normalization of {name}'s inputs is not known; pass --mean and --std.")
+
+
+def _channels(published: Preprocessing) -> int | None:
+    return None if published.fit is None else published.fit.channels
+
+
+def _image_transform(
+    published: Preprocessing, size: int | None, channels: int
 ) -> ImageTransform | None:
-    channels = len(normalization.mean)
+    """Return how images are resized for a network; None takes them as they are."""
     if size is not None:
-        way = said.fit.interpolation if said.fit is not None else "bilinear"
-        return ImageTransform((size, size), None, way, channels, by="as --size says")
-    return None if said.fit is None else replace(said.fit, channels=channels)
+        interpolation = "bilinear" if published.fit is None else published.fit.interpolation
+        return ImageTransform((size, size), None, interpolation, channels, by="as --size says")
+    if published.fit is None:
+        return None
+    return replace(published.fit, channels=channels)

@@ -1,6 +1,7 @@
-"""`qualms`: the commands, and how errors are told."""
+"""The `qualms` command group, and how its errors and warnings are reported."""
 
 import errno
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,60 +12,67 @@ import typer
 
 from qualms.cli.lazy import LazyGroup
 from qualms.cli.signals import TERMINATED, at_sigterm, begin, is_terminated, stop
-from qualms.cli.status import GOES_ON, NOTHING, echo, stopped
-from qualms.cli.wording import in_options
-from qualms.errors import ProbabilitiesWarning, QualmsError, SlowWarning, UnitsWarning, reason
+from qualms.cli.status import GOES_ON, NOTHING, echo, interruption
+from qualms.errors import (
+    ProbabilitiesWarning,
+    QualmsError,
+    SlowWarning,
+    UnitsWarning,
+    explain_failure,
+    reason,
+)
 from qualms.version import __version__
 
-STOPPED = {  # what is left of a command that is stopped
+# What is left of a command that is interrupted.
+LEFTOVERS = {
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
     **dict.fromkeys(("score", "threshold", "demo"), NOTHING),
 }
-FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or somebody's share of it
-OURS = (SlowWarning, ProbabilitiesWarning, UnitsWarning)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+OUR_WARNINGS = (SlowWarning, ProbabilitiesWarning, UnitsWarning)
+# Keywords of the library that are options of commands.
+KEYWORDS = ("classes", "size", "threshold", "train", "weights")
+KEYWORD = re.compile(rf"\b({'|'.join(KEYWORDS)})=(['\"]?)")
 
 
 class Commands(LazyGroup):
-    """What there is to do, and where it is told how."""
+    """The commands, and the modules that hold them."""
 
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
         "demo": (
             "qualms.cli.demo",
-            "Train a network on digits, and write a page about what it does not know.",
+            "Train a network on digits, and report what it does not know.",
         ),
         "score": (
             "qualms.cli.score",
-            "Score images, or the tokens of texts: a table with the uncertainty of each.",
+            "Score the uncertainty of images, or of the tokens of texts.",
         ),
         "threshold": (
             "qualms.cli.threshold",
-            "Set the score up to which a network is trusted, or show it.",
+            "Calibrate the score up to which a network is trusted.",
         ),
         "serve": (
             "qualms.cli.serve",
-            "Serve a network over HTTP: predictions, scores, and whether to trust them.",
+            "Serve predictions, scores and decisions over HTTP.",
         ),
-        "methods": (
-            "qualms.cli.methods",
-            "List every method: its needs, its cost, and where it comes from.",
+        "methods": ("qualms.cli.methods", "List the methods, with their needs and costs."),
+        "bench": ("qualms.cli.bench", "Evaluate methods on a network."),
+        "report": (
+            "qualms.cli.report",
+            "Write an HTML report about a network, its data and the methods.",
         ),
-        "bench": ("qualms.cli.bench", "Judge methods on a network: five tasks."),
-        "report": ("qualms.cli.report", "Write a page about a network, its data and the methods."),
         "train": ("qualms.cli.train", "Train a network by the paper's recipe."),
         "reproduce": ("qualms.cli.reproduce", "Reproduce a table of the paper."),
-        "doctor": (
-            "qualms.cli.doctor",
-            "Say what is installed, which datasets are there, and what would fail.",
-        ),
+        "doctor": ("qualms.cli.doctor", "Check the installation and the datasets."),
     }
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. Ctrl-C is told here: one step further out, typer takes it for its own."""
+        """Run a command; Ctrl-C is reported here, before typer handles it."""
         try:
             with at_sigterm(stop):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise stopped(STOPPED.get(ctx.invoked_subcommand)) from None
+            raise interruption(LEFTOVERS.get(ctx.invoked_subcommand)) from None
 
 
 app = typer.Typer(
@@ -72,7 +80,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> bool:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
@@ -84,24 +92,77 @@ def qualms(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
     """Know what your pre-trained model does not know.
 
-    Errors are one sentence; `--debug` before or after a command shows where they come from. Exit
-    codes: 0 done, 1 an error that you can put right, 2 a command or option that does not exist, 3 a
-    defect of qualms, 4 done but for inputs that could not be read, 130 stopped by Ctrl-C, 143 by
-    SIGTERM.
+    Errors are one sentence; add `--debug` to any command for a traceback. Exit codes: 0 success, 1
+    an error that you can fix, 2 an unknown command or option, 3 an unexpected error, 4 success
+    except for inputs that could not be read, 130 interrupted by Ctrl-C, 143 terminated by SIGTERM.
     """
 
 
+class UnexpectedError(QualmsError):
+    """An error that no part of the library foresees."""
+
+
+def run() -> None:
+    """Run the command line. Errors are printed in one sentence; `--debug` shows the traceback."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    begin()
+    try:
+        with short_warnings():
+            _run_app(debug)
+    except (SystemExit, KeyboardInterrupt) as end:
+        if is_terminated() and getattr(end, "code", None) != 0:
+            sys.exit(TERMINATED)
+        raise
+
+
+def _run_app(debug: bool) -> None:
+    """Run the command, and exit with a sentence if it fails."""
+    try:
+        with explain_failure(_explain):
+            app()
+    except QualmsError as error:
+        if is_terminated():  # whatever SIGTERM has become on its way here
+            sys.exit(TERMINATED)
+        if debug:
+            raise
+        echo(f"qualms: {use_option_names(str(error))}")
+        sys.exit(3 if isinstance(error, UnexpectedError) else 1)
+
+
+def _explain(error: Exception) -> QualmsError:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return QualmsError(
+            f"{error.filename or 'what the command prints'} cannot be written "
+            f"({error.strerror}); free some space, and run it again."
+        )
+    return UnexpectedError(
+        f"something went wrong, {type(error).__name__}: {reason(error)}; --debug shows where."
+    )
+
+
+def use_option_names(text: str) -> str:
+    """Replace keywords of the library, such as `classes=`, by options, such as `--classes`."""
+
+    def replace(match: re.Match[str]) -> str:
+        keyword, quote = match.groups()
+        return f"--{keyword} {quote}" if quote else f"--{keyword}"
+
+    return KEYWORD.sub(replace, text)
+
+
 @contextmanager
-def warnings_in_words() -> Iterator[None]:
-    """Our own warnings as a sentence each, once, without the line of code that gives them."""
-    said: set[str] = set()
-    others = warnings.showwarning
+def short_warnings() -> Iterator[None]:
+    """Print the warnings of qualms as one sentence each, once, without a line of code."""
+    printed: set[str] = set()
+    show_others = warnings.showwarning
 
     def show(
         message: Warning | str,
@@ -111,45 +172,24 @@ def warnings_in_words() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if not issubclass(category, OURS):
-            others(message, category, filename, lineno, file, line)
-        elif str(message) not in said:
-            said.add(str(message))
+        """Replace `warnings.showwarning`.
+
+        Args:
+            message: The warning.
+            category: Its class.
+            filename: Where it was given.
+            lineno: The line there.
+            file: Where to print it.
+            line: The source of that line.
+        """
+        if not issubclass(category, OUR_WARNINGS):
+            show_others(message, category, filename, lineno, file, line)
+        elif str(message) not in printed:
+            printed.add(str(message))
             echo(f"qualms: {message}")
 
     with warnings.catch_warnings():
-        for kind in OURS:
-            warnings.simplefilter("always", kind)
+        for category in OUR_WARNINGS:
+            warnings.simplefilter("always", category)
         warnings.showwarning = show
         yield
-
-
-def run() -> None:
-    """Run a command, and tell what goes wrong in one sentence; `--debug` shows where. The help
-    lists the exit codes.
-    """
-    debug = "--debug" in sys.argv
-    if debug:
-        sys.argv.remove("--debug")
-    begin()
-    try:
-        with warnings_in_words():
-            app()
-    except BaseException as error:
-        if (
-            is_terminated() and getattr(error, "code", None) != 0
-        ):  # whatever has become of it on its way here
-            sys.exit(TERMINATED)
-        if debug or not isinstance(error, Exception):
-            raise
-        if isinstance(error, OSError) and error.errno in FULL:
-            error = QualmsError(
-                f"{error.filename or 'what the command prints'} cannot be written ({error.strerror}); put that right, "
-                "and run it again."
-            )
-        known = isinstance(error, QualmsError)
-        unknown = (
-            f"something went wrong, {type(error).__name__}: {reason(error)}; --debug shows where."
-        )
-        echo(f"qualms: {in_options(str(error)) if known else unknown}")
-        sys.exit(1 if known else 3)

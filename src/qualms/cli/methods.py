@@ -1,4 +1,4 @@
-"""`qualms methods`: what there is to choose from."""
+"""`qualms methods`: the methods, with their needs and costs."""
 
 import json
 import textwrap
@@ -17,78 +17,84 @@ from qualms.methods.registry import DEFAULT, list_methods, parse
 from qualms.models import load_model, preprocessing_of
 from qualms.scorer import Scorer
 
-WIDTH = 80  # of a terminal that nobody has widened
+WIDTH = 80  # of a terminal of the usual size
 
 
 def methods(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A network, as for `score`: what each method costs with it on this machine, as counted."
+            help="A network, as for `score`: estimate what each method costs on this machine."
         ),
     ] = None,
     weights: Weights = None,
     json_lines: Json = False,
 ) -> None:
-    """List every method: what it needs, what it costs in forward passes, and where it comes from.
+    """List the methods: what each needs, its cost in forward passes, and the paper it comes from.
 
-    C is the number of classes, N of draws. A spec adds modifiers to gradient scores:
-    regrad+layers(0.3)+smooth(0.02,8). With --model: forward passes and seconds an image, each
-    method by itself, one image at a time.
+    C is the number of classes, N the number of draws. Specs add modifiers to gradient scores:
+    regrad+layers(0.3)+smooth(0.02,8). With --model: the forward passes and seconds that each method
+    takes for one image.
     """
     if model is not None:
-        _prices(model, weights, json_lines)
-        return
-    found = [
-        {"name": m.name, "needs": list(m.needs), "cost": m.cost, "paper": m.paper}
-        for m in list_methods()
-    ]
-    if json_lines:
-        for row in found:
+        _list_prices(model, weights, json_lines)
+    elif json_lines:
+        for method in list_methods():
+            row = {
+                "name": method.name,
+                "needs": list(method.needs),
+                "cost": method.cost,
+                "paper": method.paper,
+            }
             typer.echo(json.dumps(row))
-        return
-    names = max(len(method.name) for method in list_methods()) + 2
+    else:
+        _list_methods()
+
+
+def _list_methods() -> None:
+    """Print the methods in two columns: name, and facts wrapped to the width of a terminal."""
+    width = max(len(method.name) for method in list_methods()) + 2
+    indent = " " * width
     for method in list_methods():
         facts = f"needs {', '.join(method.needs)}; costs {method.cost}"
-        for text, indent in ((facts, method.name.ljust(names)), (method.paper, " " * names)):
-            typer.echo(
-                textwrap.fill(
-                    text,
-                    WIDTH,
-                    initial_indent=indent,
-                    subsequent_indent=" " * names,
-                    break_on_hyphens=False,
-                )
-            )
+        _print_wrapped(facts, method.name.ljust(width), indent)
+        _print_wrapped(method.paper, indent, indent)
 
 
-def _prices(model: str, weights: Path | None, json_lines: bool) -> None:
-    """A line for each method: its price for one image of the network's size."""
+def _print_wrapped(text: str, first: str, indent: str) -> None:
+    lines = textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
+    )
+    typer.echo(lines)
+
+
+def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
+    """Print what each method costs for one image of the network's size."""
     network = load_model(model, weights)
-    fit = preprocessing_of(model, network).fit
-    if fit is None:
+    transform = preprocessing_of(model, network).fit
+    if transform is None:
         raise QualmsError(
-            f"the image size of {model} is not known, so nothing can be counted; name another network."
+            f"the image size of {model} is not known, so costs cannot be estimated; "
+            "name another network."
         )
-    x = torch.zeros(1, fit.channels or 3, *fit.size)
-    specs = [DEFAULT, "regrad+layers", *(m.name for m in list_methods())]
-    for spec in specs:
-        row = _price(spec, network, x)
+    x = torch.zeros(1, transform.channels or 3, *transform.size)
+    for spec in (DEFAULT, "regrad+layers", *(method.name for method in list_methods())):
+        row = _estimate_price(spec, network, x)
         if json_lines:
             typer.echo(json.dumps(row))
         elif "why" in row:
             typer.echo(f"{spec:<24} {row['why']}")
         else:
-            typer.echo(
-                f"{spec:<24} {row['forward_passes']:>8,.1f} passes  {duration(row['seconds']):>8} an image"
-            )
+            passes = f"{row['forward_passes']:>8,.1f} passes"
+            typer.echo(f"{spec:<24} {passes}  {duration(row['seconds']):>8} an image")
 
 
-def _price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+def _estimate_price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+    """Return the row of a method: its price, or why it is not known."""
     method = parse(spec)
-    needs = [need for need in (TRAINING_DATA, MODELS) if need in method.needs]
-    if needs:
-        return {"method": spec, "why": f"needs {needs[0]}; {method.cost}"}
+    for need in (TRAINING_DATA, MODELS):
+        if need in method.needs:
+            return {"method": spec, "why": f"needs {need}; {method.cost}"}
     try:
         price = Scorer(network, {spec: method}).price(x)
     except QualmsError as error:

@@ -17,11 +17,9 @@ Options = TypeVar("Options")
 Own = ParamSpec("Own")
 
 
-def _require_share(tolerance: float | None) -> float | None:
+def _require_tolerance(tolerance: float | None) -> float | None:
     if tolerance is not None and not 0 <= tolerance < 1:
-        raise QualmsError(
-            f"--tolerance is {tolerance:g}; it is a share, from 0 (exact) to below 1."
-        )
+        raise QualmsError(f"--tolerance is {tolerance:g}; pass a number from 0 (exact) to below 1.")
     return tolerance
 
 
@@ -38,7 +36,7 @@ Published = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="A name, timm:…, hf:…, FILE.pt2 or module:factory.",
+        help="A network: a name, timm:NAME, hf:NAME, FILE.pt2 or module:factory.",
         show_default="a published network for the dataset",
     ),
 ]
@@ -49,49 +47,59 @@ Weights = Annotated[
 Chosen = Annotated[
     str, typer.Option("--methods", help="Comma-separated specs, or `paper`, or `all`.")
 ]
-Count = Annotated[int, typer.Option("--count", help="Test images of each dataset; 0 for all.")]
-Engine = Annotated[settings.Engine, typer.Option("--engine", help="Of the gradient scores.")]
+Count = Annotated[
+    int, typer.Option("--count", help="Number of test images of each dataset; 0 for all.")
+]
+Engine = Annotated[
+    settings.Engine, typer.Option("--engine", help="How gradient scores are computed.")
+]
 Tolerance = Annotated[
     float | None,
     typer.Option(
         "--tolerance",
-        callback=_require_share,
-        help="The standard error that a gradient score may have, as a share of its value; 0 is exact.",
+        callback=_require_tolerance,
+        help="Largest relative standard error of gradient scores; 0 for exact scores.",
     ),
 ]
 Size = Annotated[int | None, typer.Option("--size", help="Resize images to this many pixels.")]
 Mean = Annotated[
     str | None,
-    typer.Option("--mean", help="Normalization, one number a channel, pixels from 0 to 1."),
+    typer.Option(
+        "--mean", help="Mean of the normalization, one number per channel, for pixels from 0 to 1."
+    ),
 ]
-Std = Annotated[str | None, typer.Option("--std", help="As --mean.")]
+Std = Annotated[
+    str | None, typer.Option("--std", help="Standard deviation of the normalization, as --mean.")
+]
 Device = Annotated[
-    str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest there is.")
+    str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest available.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Decides every random draw.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the rows as JSON lines instead of tables.")
-]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random draws.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of tables.")]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the output if it is there already.")
+    bool, typer.Option("--overwrite", help="Replace the output if it already exists.")
 ]
 
 
 def resolve_device(name: str) -> str:
-    """The device that `auto` stands for."""
-    if name != "auto":
-        try:
-            torch.empty(0, device=name)
-        except (RuntimeError, AssertionError):
-            raise QualmsError(f"there is no device {name!r} here; use --device auto.") from None
-        return name
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    """Return the name of a device that is available; `auto` is the fastest one.
+
+    Raises:
+        QualmsError: If the named device is not available.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError):
+        raise QualmsError(f"device {name!r} is not available; use --device auto.") from None
+    return name
 
 
 def split_list(text: str) -> list[str]:
-    """`a,b(1,2),c` in its parts: commas inside brackets do not count."""
+    """Split `a,b(1,2),c` at its commas, except for those inside parentheses."""
     return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qualms.cli.status import NOTHING, echo, stopped
+from qualms.cli.status import NOTHING, echo, interruption
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.result import Scored
@@ -139,7 +139,7 @@ def stopping(path: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise stopped(_describe_kept(path)) from None
+        raise interruption(_describe_kept(path)) from None
 
 
 def _describe_kept(path: Path | None) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.bench.output import rows_file
+from qualms.cli.bench.task_output import rows_file
 from qualms.cli.image_options import tell_images, test_images, training_images
 from qualms.cli.load_network import load_network, published_network
 from qualms.cli.options import (
@@ -43,7 +43,7 @@ from qualms.methods.method import TRAINING_DATA
 from qualms.report.content import Content, Group
 from qualms.report.layer_chart import layers_of
 from qualms.report.page import write_page
-from qualms.report.tables import left_out
+from qualms.report.tables import list_left_out
 from qualms.tasks.journal import Journal, read
 from qualms.tasks.ood import alike
 from qualms.tasks.rows import LeftOutRow
@@ -236,7 +236,9 @@ def _tell(
         typer.echo(json.dumps({"page": str(page), **about}))
     else:
         typer.echo(
-            "\n\n".join(part for part in (left_out(reasons), f"The page: {page.resolve()}") if part)
+            "\n\n".join(
+                part for part in (list_left_out(reasons), f"The page: {page.resolve()}") if part
+            )
         )
     if open_page:
         webbrowser.open(page.resolve().as_uri())

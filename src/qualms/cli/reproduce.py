@@ -9,7 +9,7 @@ import typer
 from qualms.cli.options import Device, Json, Root, resolve_device
 from qualms.cli.progress_bar import show_progress
 from qualms.errors import QualmsError
-from qualms.report.tables import left_out, networks, paper_table
+from qualms.report.tables import list_left_out, list_networks, paper_table
 from qualms.tasks.presets import PRESETS
 from qualms.tasks.reproduce import TABLES, Workspace
 
@@ -17,28 +17,35 @@ from qualms.tasks.reproduce import TABLES, Workspace
 def reproduce(
     table: Annotated[str, typer.Argument(help=f"One of {', '.join(TABLES)}.")],
     preset: Annotated[
-        str, typer.Option(help="cpu, hours on two cores, or paper, the full protocol.")
+        str, typer.Option(help="cpu: hours on two cores; paper: the full protocol.")
     ] = "cpu",
     out: Annotated[
-        Path, typer.Option(help="The folder for networks and rows; a subfolder for each preset.")
+        Path, typer.Option(help="The folder for networks and rows, with a subfolder per preset.")
     ] = Path("runs"),
     root: Root = None,
     device: Device = "auto",
     json_lines: Json = False,
 ) -> None:
-    """Reproduce a table of the paper: train or load the networks, score, measure, print.
+    """Reproduce a table of the paper: train or load its networks, score, and print the numbers.
 
     table1: OOD detection. table2: calibration. table3: active learning. table4: the parts of
-    REGrad*. table5: λ and σ.
-    runtime: what each method costs. vit: a vision transformer. If it is stopped, the same command
-    resumes where it left off; tables share what they score. Example:
+    REGrad*. table5: λ and σ. runtime: the cost of each method. vit: a vision transformer. Run an
+    interrupted command again to resume it; tables share their scores. Example:
 
         qualms reproduce table1 --preset cpu --root data
+
+    \f
+
+    Args:
+        table: The name of the table.
+        preset: The size of the experiments.
+        out: The folder for networks and rows.
+        root: The folder with the datasets.
+        device: Where networks run.
+        json_lines: Whether to print JSON lines in place of the table.
     """
     if table not in TABLES:
-        raise QualmsError(
-            f"there is no table {table!r} to reproduce; choose one of {', '.join(TABLES)}."
-        )
+        raise QualmsError(f"there is no table {table!r}; choose one of {', '.join(TABLES)}.")
     if preset not in PRESETS:
         raise QualmsError(f"there is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
     chosen = PRESETS[preset]
@@ -52,8 +59,10 @@ def reproduce(
         for row in rows:
             typer.echo(json.dumps(row))
         return
-    numbers = paper_table(table, rows)
-    cuts = f"Preset {preset}. What it cuts: {chosen.cuts}."
-    typer.echo(
-        "\n\n".join(part for part in (numbers, networks(rows), left_out(rows), cuts) if part)
+    parts = (
+        paper_table(table, rows),
+        list_networks(rows),
+        list_left_out(rows),
+        f"Preset {preset}. What it cuts: {chosen.cuts}.",
     )
+    typer.echo("\n\n".join(filter(None, parts)))

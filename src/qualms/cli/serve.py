@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qualms.cli.main import warnings_in_words
+from qualms.cli.main import short_warnings
 from qualms.cli.options import with_options
 from qualms.cli.own_images import ScoreOptions, ready
 from qualms.cli.price import describe_price
@@ -142,7 +142,7 @@ class _Make:
         """Load the network, and score a first image with it."""
         from qualms.service.scoring import Served
 
-        with warnings_in_words():
+        with short_warnings():
             begin(f"loading {self.public}")
             prepared = ready("", self.model, self.methods, self.given)
             served = Served(

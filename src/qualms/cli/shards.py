@@ -11,7 +11,7 @@ import typer
 from qualms.cli.own_images import SOME_REJECTED, Ready, ScoreOptions
 from qualms.cli.price import say_price
 from qualms.cli.progress_bar import show_progress
-from qualms.cli.status import GOES_ON, echo, status_line, stopped
+from qualms.cli.status import GOES_ON, echo, interruption, status_line
 from qualms.cli.writing import ENDINGS, summary
 from qualms.errors import QualmsError
 from qualms.scale.batch import BatchScorer
@@ -99,7 +99,7 @@ def score_to_folder(
             with show_progress(f"images of {source.name} scored", before, source.count) as progress:
                 done = score_shards(batches.scored, source, out, about, rows, progress)
     except KeyboardInterrupt:
-        raise stopped(GOES_ON) from None
+        raise interruption(GOES_ON) from None
     typer.echo(
         summary(
             scorer, done.scored, done.accepted, by, f"{out}{os.sep}", done.rejected, out / REJECTED

@@ -1,6 +1,4 @@
-"""SIGTERM ends a command as Ctrl-C does: in order, with a word about what is left. Its exit code is
-another.
-"""
+"""SIGTERM ends a command as Ctrl-C does, in an orderly way, but with an exit code of its own."""
 
 import os
 import signal
@@ -9,56 +7,60 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TERMINATED = 128 + signal.SIGTERM  # the exit code
-PATIENCE = 5.0  # seconds for cleaning up, in which further signals are not heeded
+GRACE_PERIOD = 5.0  # seconds for cleaning up, in which further signals are ignored
 
 _since: float | None = None  # when the signal came
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came. Python ends by SIGINT if a plain KeyboardInterrupt has passed an `exec`, as
-    imports do.
+    """SIGTERM was received.
+
+    A class of its own, because Python exits by SIGINT if a plain KeyboardInterrupt has passed an
+    `exec`, as imports do.
     """
 
 
 def begin() -> None:
-    """Forget what came before the command that is run now."""
+    """Forget a signal that came before the command that is run now."""
     global _since
     _since = None
 
 
 @contextmanager
-def at_sigterm(heed: Callable[..., None]) -> Iterator[None]:
-    """What to do if it comes, unless whoever started this wants it ignored."""
+def at_sigterm(handler: Callable[..., None]) -> Iterator[None]:
+    """Handle SIGTERM inside the block, unless the parent process wants it ignored.
+
+    Args:
+        handler: Called at the signal, such as `leave`, `stop` or `interrupt`.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         if before is not signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, heed)
+            signal.signal(signal.SIGTERM, handler)
         yield
     finally:
-        if before is not None:  # of somebody who does not write Python
+        if before is not None:  # None: a handler that was not installed from Python
             signal.signal(signal.SIGTERM, before)
 
 
 def leave(*_: object) -> None:
-    """End at once, where nothing is to be cleaned up: modules that are being imported would garble
-    an exception.
-    """
+    """Exit at once. During imports, there is nothing to clean up, and exceptions get garbled."""
     os._exit(TERMINATED)
 
 
 def stop(*_: object) -> None:
-    """End as at Ctrl-C, wherever the command is."""
+    """Raise `Terminated`, as Ctrl-C raises KeyboardInterrupt; not twice within a grace period."""
     global _since
-    if _since is None or time.monotonic() - _since > PATIENCE:
+    if _since is None or time.monotonic() - _since > GRACE_PERIOD:
         _since = time.monotonic()
         raise Terminated
 
 
 def interrupt(*_: object) -> None:
-    """End with the exit code of Ctrl-C."""
+    """Raise `Terminated`, and exit with the exit code of Ctrl-C."""
     raise Terminated
 
 
 def is_terminated() -> bool:
-    """Whether `stop` was called."""
+    """Whether `stop` has been called."""
     return _since is not None

@@ -1,4 +1,4 @@
-"""The methods that a command line names."""
+"""The methods that --methods names."""
 
 from qualms.cli.options import split_list
 from qualms.errors import QualmsError
@@ -6,28 +6,32 @@ from qualms.methods.method import Method
 from qualms.methods.registry import METHODS, parse
 from qualms.tasks.paper import paper_methods
 
-INSTEAD = (
-    "energy",
-    "gen",
-    "heat",
-    "coherence",
-)  # what users would pick instead of the paper's methods, and ours
+# What users would choose in place of the paper's methods, and ours.
+ALTERNATIVES = ("energy", "gen", "heat", "coherence")
 
 
 def parse_methods(text: str, dataset: str) -> dict[str, Method]:
-    """Methods by specs with commas between, or by `paper` or `all`, with the paper's settings for a
-    dataset.
+    """Parse comma-separated specs, among which `paper` and `all` stand for several methods.
+
+    Args:
+        text: The value of --methods.
+        dataset: The dataset whose settings the paper's methods have.
+
+    Returns:
+        The methods by name.
     """
     found: dict[str, Method] = {}
     for spec in split_list(text):
-        if spec in ("paper", "all"):
-            found |= paper_methods(dataset)
-            found |= {name: parse(name) for name in INSTEAD}
-        if spec == "all":
-            known = {type(method) for method in found.values()}
-            found |= {kind.name: kind() for kind in METHODS if kind not in known}
         if spec not in ("paper", "all"):
             found[spec] = parse(spec)
+            continue
+        found |= paper_methods(dataset)
+        found |= {name: parse(name) for name in ALTERNATIVES}
+        if spec == "all":
+            classes = {type(method) for method in found.values()}
+            for method in METHODS:
+                if method not in classes:
+                    found[method.name] = method()
     if not found:
-        raise QualmsError("--methods names no method; give comma-separated specs, or `paper`.")
+        raise QualmsError("--methods names no method; pass comma-separated specs, or `paper`.")
     return found

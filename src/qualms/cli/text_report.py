@@ -5,7 +5,7 @@ from pathlib import Path
 from qualms.cli.options import resolve_device
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.specs import parse_methods
-from qualms.cli.status import NOTHING, status_line, stopped
+from qualms.cli.status import NOTHING, interruption, status_line
 from qualms.cli.tokens import tell_texts
 from qualms.data.texts import Texts, read_texts
 from qualms.errors import QualmsError
@@ -68,7 +68,7 @@ def report_texts(
                 )
             )
     except KeyboardInterrupt:
-        raise stopped(NOTHING) from None
+        raise interruption(NOTHING) from None
     about = {"Model": model, "Texts": read.source, "Seed": str(seed)}
     write_text_page(
         scored, out, f"What {Path(model.removeprefix(PREFIX)).name} does not know", about

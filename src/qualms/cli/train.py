@@ -1,20 +1,20 @@
 """`qualms train`: one of the paper's networks by the paper's recipe."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from qualms.cli.options import Device, Json, Root, Seed, resolve_device
+from qualms.cli.options import Device, Json, Root, Seed, resolve_device, with_options
 from qualms.cli.progress_bar import show_progress
 from qualms.data import DATASETS, load
 from qualms.errors import QualmsError
 from qualms.models import load_model
 from qualms.stream.network import Network
-from qualms.training import RECIPES, fit
+from qualms.training import RECIPES, Recipe, fit
 
 NETWORKS = {
     "mnist": "mnist-cnn",
@@ -25,68 +25,101 @@ NETWORKS = {
 }
 
 
-def train(
-    data: Annotated[str, typer.Argument(help=f"What to learn: {', '.join(NETWORKS)}.")],
-    model: Annotated[
-        str | None, typer.Option(help="A network, as for load_model; the paper's by default.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The checkpoint.", show_default="runs/DATA-MODEL-seedN.pt")
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="Fewer than the recipe's; its schedule is scaled to fit.")
-    ] = None,
-    count: Annotated[int | None, typer.Option(help="Train on this many images only.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Batch size, if not the recipe's.")] = None,
-    root: Root = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    json_lines: Json = False,
-) -> None:
-    """Train a network by the paper's recipe; the best epoch on validation images is kept.
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of `qualms train`."""
 
-    If it is stopped, the same command resumes after the last complete epoch. Example:
+    data: Annotated[str, typer.Argument(help=f"The dataset: {', '.join(NETWORKS)}.")]
+    model: Annotated[
+        str | None,
+        typer.Option(help="A network, as for `load_model`.", show_default="the paper's"),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the checkpoint to this file.", show_default="runs/DATA-MODEL-seedN.pt"
+        ),
+    ] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Train for fewer epochs than the recipe; its schedule is rescaled."),
+    ] = None
+    count: Annotated[int | None, typer.Option(help="Train on this many images only.")] = None
+    batch: Annotated[int | None, typer.Option(help="Batch size.", show_default="the recipe's")] = (
+        None
+    )
+    root: Root = None
+    seed: Seed = 0
+    device: Device = "auto"
+    json_lines: Json = False
+
+
+@with_options(TrainOptions)
+def train(options: TrainOptions) -> None:
+    """Train a network by the paper's recipe, and keep the epoch with the best validation accuracy.
+
+    An interrupted command resumes after the last complete epoch when it is run again. Example:
 
         qualms train digits --epochs 10
     """
+    data = options.data
     if data not in DATASETS or DATASETS[data].classes is None:
         raise QualmsError(f"there is no recipe for {data!r}; choose one of {', '.join(NETWORKS)}.")
-    name = model or NETWORKS.get(data)
+    name = options.model or NETWORKS.get(data)
     if name is None:
         raise QualmsError(f"the paper trains no network on {data}; name one with --model.")
-    recipe = RECIPES["vit" if name.startswith("vit") else data if data in RECIPES else "mnist"]
-    recipe = recipe if epochs is None else recipe.shortened(epochs)
-    recipe = recipe if batch is None else replace(recipe, batch=batch)
-    images, test = (load(f"data:{data}", root, split) for split in ("train", "test"))
-    images = images if count is None else images.subset(count)
-    file = out or Path("runs") / f"{data}-{name.replace(':', '-').replace('/', '-')}-seed{seed}.pt"
-    torch.manual_seed(seed)
-    network = load_model(name, classes=DATASETS[data].classes).to(resolve_device(device))
+    recipe = _recipe(data, name, options)
+    images = load(f"data:{data}", options.root, "train")
+    test = load(f"data:{data}", options.root, "test")
+    if options.count is not None:
+        images = images.subset(options.count)
+    file = options.out or _checkpoint(data, name, options.seed)
+    torch.manual_seed(options.seed)
+    model = load_model(name, classes=DATASETS[data].classes).to(resolve_device(options.device))
     normalization = DATASETS[data].normalization
-    about = {"network": name, "classes": DATASETS[data].classes}
     with show_progress() as progress:
         fitted = fit(
-            network,
+            model,
             images,
             recipe,
             normalization,
-            seed=seed,
+            seed=options.seed,
             checkpoint=file,
-            about=about,
+            about={"network": name, "classes": DATASETS[data].classes},
             progress=progress,
         )
-    share = Network(name, network, normalization).accuracy(test)
-    if json_lines:
+    accuracy = Network(name, model, normalization).accuracy(test)
+    if options.json_lines:
         row = {
             "network": name,
             "data": data,
-            "accuracy": share,
+            "accuracy": accuracy,
             "test_images": len(test),
             "weights": str(file),
+            "best_epoch": fitted.best_epoch,
+            "epochs": fitted.history,
         }
-        typer.echo(json.dumps({**row, "best_epoch": fitted.best_epoch, "epochs": fitted.history}))
+        typer.echo(json.dumps(row))
         return
     typer.echo(
-        f"{name} on {data}: {100 * share:.2f} % of {len(test)} test images right after epoch {fitted.best_epoch} of "
-        f"{recipe.epochs} (validation: {100 * fitted.validation_accuracy:.2f} %). Weights: {file}"
+        f"{name} on {data}: accuracy {100 * accuracy:.2f} % of {len(test)} test images "
+        f"after epoch {fitted.best_epoch} of {recipe.epochs} "
+        f"(validation: {100 * fitted.validation_accuracy:.2f} %). Weights: {file}"
     )
+
+
+def _recipe(data: str, name: str, options: TrainOptions) -> Recipe:
+    """Return the paper's recipe for a network, with the user's epochs and batch size."""
+    recipe = RECIPES.get(data, RECIPES["mnist"])
+    if name.startswith("vit"):
+        recipe = RECIPES["vit"]
+    if options.epochs is not None:
+        recipe = recipe.shortened(options.epochs)
+    if options.batch is not None:
+        recipe = replace(recipe, batch=options.batch)
+    return recipe
+
+
+def _checkpoint(data: str, name: str, seed: int) -> Path:
+    bare = name.replace(":", "-").replace("/", "-")
+    return Path("runs") / f"{data}-{bare}-seed{seed}.pt"

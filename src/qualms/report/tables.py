@@ -161,7 +161,7 @@ def glance_table(content: Content, resamples: int = 1000) -> str:
     return markdown(head, lines)
 
 
-def networks(rows: Iterable[Row]) -> str:
+def list_networks(rows: Iterable[Row]) -> str:
     """How good the networks are."""
     found = [row for row in rows if row["row"] == "accuracy"]
     lines = [
@@ -171,7 +171,7 @@ def networks(rows: Iterable[Row]) -> str:
     return "Networks:\n\n" + "\n".join(dict.fromkeys(lines)) if lines else ""
 
 
-def left_out(rows: Iterable[Row]) -> str:
+def list_left_out(rows: Iterable[Row]) -> str:
     """What could not be computed, and why: once for each reason."""
     lines = [
         f"- {row.get('method') or row.get('out')}: {row['why']}"

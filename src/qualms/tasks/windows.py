@@ -75,7 +75,9 @@ class Windows:
         return digest.hexdigest()[:16]
 
 
-def cut(name: str, documents: Iterable[Document], language: LanguageModel, length: int) -> Windows:
+def cut_windows(
+    name: str, documents: Iterable[Document], language: LanguageModel, length: int
+) -> Windows:
     """Every window of `length` tokens that fits into a document; what is left over at its end is
     left out.
     """

@@ -6,22 +6,25 @@ from qualms.cli.lazy import LazyGroup
 
 
 class Tasks(LazyGroup):
-    """What methods can be judged by."""
+    """The tasks that methods are judged by."""
 
     what = "task"
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
-        "ood": ("qualms.cli.bench.ood", "Do scores tell other datasets apart?"),
-        "calibration": ("qualms.cli.bench.calibration", "Are certain predictions right?"),
+        "ood": ("qualms.cli.bench.image_tasks", "Can scores detect images of other datasets?"),
+        "calibration": (
+            "qualms.cli.bench.image_tasks",
+            "Are the most certain predictions the correct ones?",
+        ),
         "ablation": (
-            "qualms.cli.bench.ablation",
-            "What do the parts of REGrad* add, and do λ and σ matter?",
+            "qualms.cli.bench.image_tasks",
+            "What does each part of REGrad* add, and how much do λ and σ matter?",
         ),
-        "runtime": ("qualms.cli.bench.runtime", "What does each method cost?"),
+        "runtime": ("qualms.cli.bench.image_tasks", "How long does each method take?"),
         "text": (
-            "qualms.cli.bench.text",
-            "Do scores of tokens tell other texts apart, and wrong next tokens?",
+            "qualms.cli.bench.token_task",
+            "Can token scores detect other texts, and wrong next tokens?",
         ),
-        "active": ("qualms.cli.bench.active", "Which images are worth a label?"),
+        "active": ("qualms.cli.bench.active_learning", "Which images are worth labeling?"),
     }
 
 
@@ -37,7 +40,7 @@ bench = typer.Typer(
 
 @bench.callback()
 def describe() -> None:
-    """Judge methods on a network. If it is stopped, the same command resumes where it left off.
+    """Evaluate methods on a network. Run an interrupted command again to resume it.
 
-    Each task has its own options and an example in `qualms bench TASK --help`.
+    `qualms bench TASK --help` lists the options of a task, with an example.
     """

@@ -1,4 +1,4 @@
-"""What all tasks are told, and what those that score a trained network are told besides."""
+"""The options of benchmark tasks, beside those of all commands."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +25,17 @@ from qualms.cli.options import (
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", help="The rows, as JSON lines.", show_default="runs/TASK-ID-MODEL-seedN.jsonl"
+        "--out",
+        help="Write the rows to this JSON lines file.",
+        show_default="runs/TASK-ID-MODEL-seedN.jsonl",
     ),
 ]
+Outside = Annotated[str, typer.Option("--ood", help="Other datasets or texts, comma-separated.")]
 
 
 @dataclass(frozen=True)
-class Common:
-    """What every task is told."""
+class TaskOptions:
+    """The options of every task on images."""
 
     inside: Inside
     model: Published = None
@@ -45,12 +48,13 @@ class Common:
 
 
 @dataclass(frozen=True)
-class Trained(Common):
-    """What a task is told that scores with a trained network."""
+class NetworkTaskOptions(TaskOptions):
+    """The options of a task that scores images with a trained network."""
 
     weights: Weights = None
     classes: Annotated[
-        int | None, typer.Option(help="How many, where the network leaves that open.")
+        int | None,
+        typer.Option(help="Number of classes, for networks that can have any number."),
     ] = None
     engine: Engine = "auto"
     tolerance: Tolerance = None

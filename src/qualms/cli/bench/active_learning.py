@@ -1,0 +1,141 @@
+"""`qualms bench active`: which images are worth labeling?"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from torch import nn
+
+from qualms.cli.bench.task_options import TaskOptions
+from qualms.cli.bench.task_output import print_rows, rows_file
+from qualms.cli.options import Chosen, resolve_device, split_list, with_options
+from qualms.cli.progress_bar import show_progress
+from qualms.cli.specs import parse_methods
+from qualms.data import DATASETS, Images, dataset_name, load
+from qualms.errors import QualmsError
+from qualms.methods.method import Method
+from qualms.models import load_model
+from qualms.report.tables import active_table
+from qualms.stream.network import Network
+from qualms.tasks import active as task
+from qualms.tasks.active import COLOR, NETWORKS, RANDOM, Plan
+from qualms.tasks.journal import Journal
+from qualms.tasks.rows import LeftOutRow, Row
+from qualms.tasks.scoring import BATCH, usable
+from qualms.training import RECIPES
+
+Pickers = dict[str, Method | None]  # by the name in rows; None picks at random
+EPOCHS = RECIPES["active"].epochs
+
+
+@dataclass(frozen=True)
+class ActiveOptions(TaskOptions):
+    """The options of `qualms bench active`."""
+
+    methods: Chosen = "paper"
+    start: Annotated[int, typer.Option(help="Number of labeled images to start with.")] = 20
+    more: Annotated[int, typer.Option(help="Number of images that each cycle adds.")] = 20
+    cycles: Annotated[int, typer.Option(help="Number of cycles.")] = 10
+    epochs: Annotated[int, typer.Option(help="Most epochs of each training run.")] = EPOCHS
+    pool: Annotated[int | None, typer.Option(help="Number of images to pick from.")] = None
+    validation: Annotated[
+        int | None, typer.Option(help="Number of images that select the best epoch.")
+    ] = None
+    diversity: Annotated[float | None, typer.Option(help="As in `qualms.select`.")] = None
+
+    def plan(self) -> Plan:
+        """Return the experiment that the options describe."""
+        recipe = RECIPES["active"].shortened(self.epochs)
+        return Plan(
+            self.start,
+            self.more,
+            recipe,
+            self.cycles,
+            self.pool,
+            self.validation,
+            self.diversity,
+        )
+
+
+@with_options(ActiveOptions)
+def active(options: ActiveOptions) -> None:
+    """Train on the images that a method picks, and measure how much they help.
+
+    A network is trained on a few images, requests labels for those with the highest scores, and is
+    trained again. The method `random` picks any. Run an interrupted command again to resume it.
+    Example:
+
+        qualms bench active --id digits --methods random,entropy --cycles 5
+    """
+    dataset = dataset_name(options.inside, options.root)
+    if dataset is None:
+        raise QualmsError(
+            f"bench active needs a known dataset with labels, and {options.inside!r} is not one;"
+            f" choose one of {', '.join(DATASETS)}."
+        )
+    model = options.model or NETWORKS.get(dataset, COLOR)
+    file = options.out or rows_file("active", options.inside, model, options.seed)
+    device = resolve_device(options.device)
+    plan = options.plan()
+    train = load(options.inside, options.root, "train")
+    test = load(options.inside, options.root, "test").subset(options.count or None)
+    normalization = DATASETS[dataset].normalization
+
+    def build() -> nn.Module:
+        return load_model(model, classes=DATASETS[dataset].classes).to(device)
+
+    wanted = parse_pickers(options.methods, dataset)
+    pickers, left_out = usable_pickers(Network(model, build(), normalization), train, wanted)
+    about = {
+        "task": "active",
+        "network": model,
+        "plan": repr(plan),
+        "train": train.fingerprint(),
+        "test": test.fingerprint(),
+    }
+    with show_progress() as progress, Journal(file, about) as journal:
+        cycle_rows = task.active(
+            build,
+            train,
+            test,
+            normalization,
+            pickers,
+            plan,
+            journal,
+            seed=options.seed,
+            progress=progress,
+        )
+        rows: list[Row] = [*left_out, *cycle_rows]
+    print_rows(rows, active_table, file, options.seed, options.json_lines)
+
+
+def parse_pickers(methods: str, dataset: str) -> Pickers:
+    """Parse --methods, of which `random` may be one; `paper` includes it.
+
+    Returns:
+        The methods by name, with None for random picks.
+    """
+    pickers: Pickers = {}
+    specs = split_list(methods)
+    if "random" in specs or methods == "paper":
+        pickers[RANDOM] = None
+    scored = ",".join(spec for spec in specs if spec != "random")
+    if scored:
+        pickers.update(parse_methods(scored, dataset))
+    return pickers
+
+
+def usable_pickers(
+    network: Network, train: Images, pickers: Pickers
+) -> tuple[Pickers, list[LeftOutRow]]:
+    """Return the pickers that the network supports, and a row that explains each other one."""
+    methods = {name: method for name, method in pickers.items() if method is not None}
+    if not methods:
+        return pickers, []
+    few = train.take(slice(0, 2 * BATCH))
+    good, left_out = usable(network, few, methods, few)
+    kept: Pickers = {}
+    for name, method in pickers.items():
+        if method is None or name in good:
+            kept[name] = method
+    return kept, left_out

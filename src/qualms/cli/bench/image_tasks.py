@@ -1,0 +1,219 @@
+"""`qualms bench ood`, `calibration`, `ablation` and `runtime`: tasks that score images.
+
+Each command loads the network and the images, leaves out the methods that cannot be used, and
+prints the rows of a task of `qualms.tasks`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from qualms.cli.bench.task_options import NetworkTaskOptions, Outside
+from qualms.cli.bench.task_output import print_rows, rows_file
+from qualms.cli.image_options import tell_images, test_images, training_images
+from qualms.cli.load_network import load_network, published_network
+from qualms.cli.options import Chosen, resolve_device, split_list, with_options
+from qualms.cli.price import say_price_of_groups
+from qualms.cli.progress_bar import show_progress
+from qualms.cli.specs import parse_methods
+from qualms.data import Images
+from qualms.errors import QualmsError
+from qualms.methods.method import TRAINING_DATA
+from qualms.report.tables import calibration_table, ood_table, runtime_table
+from qualms.stream.network import Network
+from qualms.tasks import calibration as calibration_task
+from qualms.tasks import ood as ood_task
+from qualms.tasks import runtime as runtime_task
+from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
+from qualms.tasks.journal import Journal
+from qualms.tasks.rows import AccuracyRow, Row
+from qualms.tasks.scoring import Methods, accuracy_row, usable
+
+
+@with_options(NetworkTaskOptions)
+def ood(options: NetworkTaskOptions, outside: Outside = "", methods: Chosen = "paper") -> None:
+    """Measure how well scores detect images of other datasets.
+
+    Noise levels in specs are for pixels from 0 to 1. Run an interrupted command again to resume it.
+    Example:
+
+        qualms bench ood --id cifar10 --ood svhn --model cifar10-resnet20 --methods
+        regrad+layers+smooth,entropy
+    """
+    others = parse_outside("ood", options.inside, outside)
+    choose = partial(parse_methods, methods)
+    run_task("ood", options, choose, _measure_ood, ood_table, others)
+
+
+@with_options(NetworkTaskOptions)
+def calibration(options: NetworkTaskOptions, methods: Chosen = "paper") -> None:
+    """Measure whether the predictions with the lowest scores are the correct ones.
+
+    Noise levels in specs are for pixels from 0 to 1. Run an interrupted command again to resume it.
+    Example:
+
+        qualms bench calibration --id cifar10 --methods regrad+layers+smooth,entropy --count 0
+    """
+    choose = partial(parse_methods, methods)
+    run_task("calibration", options, choose, _measure_calibration, calibration_table)
+
+
+@with_options(NetworkTaskOptions)
+def ablation(options: NetworkTaskOptions, outside: Outside = "") -> None:
+    """Measure what each part of REGrad* adds, and how much λ and σ matter.
+
+    The measure is how well images of other datasets are detected. Run an interrupted command again
+    to resume it. Example:
+
+        qualms bench ablation --id svhn --ood cifar10
+    """
+    others = parse_outside("ablation", options.inside, outside)
+    run_task("ablation", options, ablation_methods, _measure_ood, ood_table, others)
+
+
+@with_options(NetworkTaskOptions)
+def runtime(options: NetworkTaskOptions, methods: Chosen = "paper") -> None:
+    """Measure the time that each method takes, in units of Entropy's.
+
+    A network without weights will do. Run an interrupted command again to resume it. Example:
+
+        qualms bench runtime --id cifar10 --model resnet18 --count 64
+    """
+    choose = partial(parse_methods, methods)
+    run_task("runtime", options, choose, _measure_runtime, runtime_table, random=True)
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """The arguments of a task, loaded.
+
+    Args:
+        network: The network to evaluate.
+        images: Test images of the dataset that it knows.
+        others: Test images of other datasets.
+        methods: The methods that can be used, by name.
+        journal: Keeps the rows.
+        settings: The keyword arguments that all tasks share: seed, engine, tolerance, train and
+            progress.
+    """
+
+    network: Network
+    images: Images
+    others: list[Images]
+    methods: Methods
+    journal: Journal
+    settings: dict[str, Any]
+
+    def accuracy(self) -> Iterator[AccuracyRow]:
+        """Yield the accuracy of the network on the images, if they have labels."""
+        if self.images.labels is not None:
+            row = accuracy_row(self.network, self.images, self.journal)
+            yield {**row, "network": self.network.name}
+
+
+def run_task(
+    name: str,
+    options: NetworkTaskOptions,
+    choose: Callable[[str], Methods],
+    measure: Callable[[ImageTask], Iterator[Row]],
+    table: Callable[[Iterable[Row]], str],
+    outside: Iterable[str] = (),
+    random: bool = False,
+) -> None:
+    """Load network and images, measure, and print the rows.
+
+    Args:
+        name: The name of the task, in files.
+        options: The options of the command.
+        choose: Returns the methods to judge, given the name of the dataset.
+        measure: Runs the task.
+        table: Formats its rows.
+        outside: Names of the other datasets.
+        random: Whether a network with random weights will do.
+    """
+    model = options.model or published_network(options.inside, options.root)
+    file = options.out or rows_file(name, options.inside, model, options.seed)
+    with show_progress() as progress:
+        network = load_network(
+            options.inside,
+            model,
+            options.weights,
+            options.root,
+            options.mean,
+            options.std,
+            options.size,
+            resolve_device(options.device),
+            random=random,
+            classes=options.classes,
+        )
+        every = test_images(
+            [options.inside, *outside], options.root, network.transform, strict=False
+        )
+        images, *others = (found.subset(options.count or None) for found in every)
+        wanted = choose(images.name)
+        tell_images(network, images, *others)
+        network.require_input_size(images)
+        images = network.relabel(images)
+        train = None
+        if any(TRAINING_DATA in method.needs for method in wanted.values()):
+            train = training_images(options.inside, options.root, network.transform, every[0])
+        methods, left_out = usable(network, images, wanted, train)
+        groups = [images, *others]
+        say_price_of_groups(network, groups, methods, options.engine, options.tolerance)
+        settings = {
+            "seed": options.seed,
+            "engine": options.engine,
+            "tolerance": options.tolerance,
+            "train": train,
+            "progress": progress,
+        }
+        with Journal(file, {"task": name, **network.about}) as journal:
+            task = ImageTask(network, images, others, methods, journal, settings)
+            rows: list[Row] = [*left_out, *measure(task)]
+    print_rows(rows, table, file, options.seed, options.json_lines)
+
+
+def parse_outside(task: str, inside: str, outside: str) -> list[str]:
+    """Split the value of --ood into the names of datasets, without repetitions.
+
+    Args:
+        task: The name of the task, for errors.
+        inside: The dataset that the network knows, which may not be among the others.
+        outside: The value of the option.
+    """
+    names = split_list(outside)
+    if not names:
+        raise QualmsError(
+            f"bench {task} needs --ood, the datasets to distinguish from {inside}, comma-separated."
+        )
+    if inside in names:
+        raise QualmsError(
+            f"--ood names {inside}, which is what the network knows; name other datasets."
+        )
+    return list(dict.fromkeys(names))
+
+
+def ablation_methods(dataset: str) -> Methods:
+    """Return REGrad*, its variants without each part, and its sweeps over λ and σ."""
+    return {**components(dataset), **lambda_sweep(), **sigma_sweep(dataset)}
+
+
+def _measure_ood(task: ImageTask) -> Iterator[Row]:
+    yield from task.accuracy()
+    yield from ood_task.ood(
+        task.network, task.images, task.others, task.methods, task.journal, **task.settings
+    )
+
+
+def _measure_calibration(task: ImageTask) -> Iterator[Row]:
+    yield from task.accuracy()
+    yield from calibration_task.calibration(
+        task.network, task.images, task.methods, task.journal, **task.settings
+    )
+
+
+def _measure_runtime(task: ImageTask) -> Iterator[Row]:
+    yield from runtime_task.runtime(
+        task.network, task.images, task.methods, task.journal, **task.settings
+    )

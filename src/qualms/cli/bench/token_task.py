@@ -1,0 +1,104 @@
+"""`qualms bench text`: can token scores detect texts that a language model does not know?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.cli.bench.image_tasks import parse_outside
+from qualms.cli.bench.task_options import Out, Outside
+from qualms.cli.bench.task_output import print_rows, rows_file
+from qualms.cli.options import Device, Json, Root, Seed, resolve_device, split_list, with_options
+from qualms.cli.progress_bar import show_progress
+from qualms.data.texts import read_texts
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Sketch
+from qualms.methods.registry import parse
+from qualms.models.language import load_language_model
+from qualms.report.text_tables import text_table
+from qualms.tasks import text as task
+from qualms.tasks.journal import Journal
+from qualms.tasks.rows import Row
+from qualms.tasks.windows import about, cut_windows, usable_for_tokens
+
+METHODS = "regrad,exgrad,fisher,isotropic,entropy,msp,energy,gen"
+
+
+@dataclass(frozen=True)
+class TokenTaskOptions:
+    """The options of `qualms bench text`."""
+
+    inside: Annotated[
+        str,
+        typer.Option(
+            "--id", help="Text that the model knows: a .txt, .jsonl or .parquet file, or a folder."
+        ),
+    ]
+    model: Annotated[str, typer.Option("--model", help="A language model: hf:FOLDER or hf:NAME.")]
+    outside: Outside = ""
+    methods: Annotated[str, typer.Option("--methods", help="Comma-separated specs.")] = METHODS
+    count: Annotated[
+        int, typer.Option("--count", min=0, help="Number of windows of each text; 0 for all.")
+    ] = 100
+    window: Annotated[
+        int, typer.Option("--window", min=2, help="Number of tokens in a window.")
+    ] = 128
+    tangents: Annotated[
+        int, typer.Option("--tangents", min=2, help="Number of tangents of the gradient sketch.")
+    ] = 16
+    root: Root = None
+    out: Out = None
+    seed: Seed = 0
+    device: Device = "auto"
+    json_lines: Json = False
+
+
+@with_options(TokenTaskOptions)
+def text(options: TokenTaskOptions) -> None:
+    """Measure how well token scores detect other texts, and wrong next tokens.
+
+    Texts are cut into windows, each from within one document. Two baselines that use only the
+    tokens read so far, `surprise` and `perplexity`, are always included. Run an interrupted command
+    again to resume it. Example:
+
+        qualms bench text --model hf:my/model --id known.txt --ood other.txt,more.jsonl --methods
+        regrad,entropy
+    """
+    names = [options.inside, *parse_outside("text", options.inside, options.outside)]
+    wanted = {spec: parse(spec) for spec in split_list(options.methods)}
+    if not wanted:
+        raise QualmsError("--methods names no method; pass comma-separated specs.")
+    file = options.out or rows_file("text", Path(options.inside).stem, options.model, options.seed)
+    place = resolve_device(options.device)
+    documents = {}
+    for name, title in zip(names, _titles(names), strict=True):
+        documents[title] = read_texts(name, options.root).documents
+    with show_progress() as progress:
+        language = load_language_model(options.model)
+        language.model.to(place)
+        texts = []
+        for title, found in documents.items():
+            windows = cut_windows(title, found, language, options.window)
+            texts.append(windows.subset(options.count or None))
+        good, left_out = usable_for_tokens(language.model, texts[0], wanted)
+        with Journal(file, {"task": "text", **about(language)}) as journal:
+            measured = task.text(
+                language.model,
+                texts[0],
+                texts[1:],
+                good,
+                journal,
+                seed=options.seed,
+                engine=Sketch(options.tangents),
+                progress=progress,
+            )
+            rows: list[Row] = [*left_out, *measured]
+    print_rows(rows, text_table, file, options.seed, options.json_lines)
+
+
+def _titles(names: list[str]) -> list[str]:
+    """Return the stems of file names, or the whole names where two stems are equal."""
+    stems = [Path(name).stem for name in names]
+    has_distinct_stems = len(set(stems)) == len(names)
+    return stems if has_distinct_stems else names
