@@ -140,7 +140,7 @@ def build_imagenet(name: str, inputs: int) -> Built:
     model = load_model(name)
     preprocessing = preprocessing_of(name, model)
     assert preprocessing.normalization is not None
-    images = load(str(root() / "imagenet" / "val"), None, "test", fit=preprocessing.fit)
+    images = load(str(root() / "imagenet" / "val"), None, "test", transform=preprocessing.transform)
     chosen = range(0, len(images), len(images) // inputs)[:inputs]
     return model, preprocessing.normalization.apply(images.pixels[list(chosen)])
 

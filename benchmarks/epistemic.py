@@ -248,7 +248,7 @@ def ambiguous(every: Images, test: Images, seed: int, out: Path) -> dict[str, Ro
 def unknown() -> list[Images]:
     """Images of other datasets."""
     return [
-        load(f"data:{name}", root()).subset(COUNT).fitted(1, 28)
+        load(f"data:{name}", root()).subset(COUNT).convert(1, 28)
         for name in ("omniglot", "fashion-mnist")
     ]
 

@@ -68,7 +68,7 @@ class Subject:
         """Images of a dataset in the size and the channels of this network."""
         entry = ZOO[self.network]
         source = str(root() / dataset) if dataset == TINY_IMAGENET else f"data:{dataset}"
-        return load(source, root(), split).fitted(entry.channels, entry.size)
+        return load(source, root(), split).convert(entry.channels, entry.size)
 
 
 DIGITS = (("omniglot", "fashion-mnist"), ("cifar10", "svhn"))

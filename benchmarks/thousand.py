@@ -69,7 +69,7 @@ def images_of(name: str, model: nn.Module) -> tuple[list[str], Tensor]:
         ("val", (EVERY // 2, BETWEEN)),
         ("ood", (0, EVERY_OTHER)),
     ):
-        found = load(str(root / folder), None, "test", fit=said.fit)
+        found = load(str(root / folder), None, "test", transform=said.transform)
         chosen = list(range(places[0], len(found), places[1]))
         ids += [found.ids[i] for i in chosen]
         pixels.append(said.normalization.apply(found.pixels[chosen]))

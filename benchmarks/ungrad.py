@@ -175,7 +175,7 @@ def images_of(network: Network, dataset: str, count: int) -> Images:
     images = load(
         str(root() / dataset) if dataset.startswith("tiny") else f"data:{dataset}", root()
     ).subset(count)
-    return images.fitted(
+    return images.convert(
         len(network.normalization.mean), 28 if network.name.startswith("mnist") else 32
     )
 

@@ -19,7 +19,7 @@ from qualms.training import RECIPES, fit
 KNOWN = 7
 torch.manual_seed(0)
 digits, normalization = (
-    load("digits", split="train").fitted(1, 16),
+    load("digits", split="train").convert(1, 16),
     DATASETS["digits"].normalization,
 )
 

@@ -46,7 +46,7 @@ class Scene:
 
 def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
     """Train the network and gather the images."""
-    train, test = (load("data:digits", split=split).fitted(1, SIZE) for split in ("train", "test"))
+    train, test = (load("data:digits", split=split).convert(1, SIZE) for split in ("train", "test"))
     learnt, known = (_classes(images, range(KNOWN), "digits 0 to 6") for images in (train, test))
     # Digits 7 to 9 were held back from training altogether, so those of both splits are unknown.
     held_back = _classes(_joined(train, test), range(KNOWN, 10), "digits 7 to 9")
@@ -66,7 +66,7 @@ def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
             progress("networks trained", number + 1, TRAININGS)
     network = Network("the paper's CNN", models[0], NORMALIZATION, members=tuple(models[1:]))
     others = [held_back, load("data:letters"), load("data:photos")]
-    shown = [images.fitted(1, SIZE).subset(EACH, seed) for images in others]
+    shown = [images.convert(1, SIZE).subset(EACH, seed) for images in others]
     return Scene(network, learnt, known.subset(2 * EACH, seed), shown)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qualms.disk import atomic_write, explain_write_failure
 from qualms.errors import QualmsError, warn_renamed
-from qualms.metrics.binomial import few_or_fewer, least_inputs
+from qualms.metrics.binomial import binomial_cdf, least_inputs
 from qualms.provenance import Provenance, finite_float
 
 REFERENCE_SCORES = 1001  # that a threshold keeps, for percentiles to a tenth of a percent
@@ -315,7 +315,7 @@ def _certified_limit(
         wrong = int(mistakes[accepted - 1]) if accepted else 0
         candidates.append(_Candidate(float(s[rank - 1]), accepted, wrong))
     for candidate in candidates:
-        if few_or_fewer(candidate.wrong, candidate.accepted, risk) <= chance:
+        if binomial_cdf(candidate.wrong, candidate.accepted, risk) <= chance:
             return candidate.limit
     raise QualmsError(f"{promise} {_explain_missing_labels(candidates, n, risk, chance)}")
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 import qualms
 from qualms.data import Normalization, load
-from qualms.data.decode import Unreadable, decoded
+from qualms.data.decode import Unreadable, decode_image
 from qualms.data.texts import read_texts
 from qualms.models import read_state
 from qualms.scale.batch import rejected_in
@@ -56,11 +56,11 @@ def png(rows: bytes, wide: int, high: int, interlaced: int = 0) -> bytes:
 
 def test_a_png_without_its_last_rows_is_not_read_as_black() -> None:
     row = b"\0" + bytes([200] * 8)
-    assert decoded(png(row * 6, 8, 6), "a.png")[0].getextrema() == ((200, 200),) * 3
+    assert decode_image(png(row * 6, 8, 6), "a.png")[0].getextrema() == ((200, 200),) * 3
     with pytest.raises(Unreadable, match="cut or not an image"):
-        decoded(png(row * 4, 8, 6), "a.png")
+        decode_image(png(row * 4, 8, 6), "a.png")
     black = b"\0" + bytes(8)
-    assert decoded(png(row * 5 + black, 8, 6), "a.png")[0].getpixel((0, 5)) == (0, 0, 0), (
+    assert decode_image(png(row * 5 + black, 8, 6), "a.png")[0].getpixel((0, 5)) == (0, 0, 0), (
         "black rows that are there"
     )
 
@@ -68,17 +68,17 @@ def test_a_png_without_its_last_rows_is_not_read_as_black() -> None:
 def test_an_interlaced_png_has_all_its_passes() -> None:
     # Of 3 x 2 pixels, the passes that are not empty have rows of 1, 1, 1 and 3.
     whole = b"\0\x0a" + b"\0\x0b" + b"\0\x0c" + b"\0\x14\x15\x16"
-    image, _ = decoded(png(whole, 3, 2, interlaced=1), "a.png")
+    image, _ = decode_image(png(whole, 3, 2, interlaced=1), "a.png")
     assert np.asarray(image)[..., 0].tolist() == [[10, 12, 11], [20, 21, 22]]
     with pytest.raises(Unreadable):
-        decoded(png(whole[:-4], 3, 2, interlaced=1), "a.png")
+        decode_image(png(whole[:-4], 3, 2, interlaced=1), "a.png")
 
 
 def test_pixels_of_a_png_that_were_changed_on_the_way_are_not_read() -> None:
     content = bytearray(layouts.png(layouts.GRAY[1]))
     content[content.index(b"IDAT") + 200] ^= 1
     with pytest.raises(Unreadable):
-        decoded(bytes(content), "a.png")
+        decode_image(bytes(content), "a.png")
 
 
 def test_a_npz_file_cannot_claim_more_than_it_holds(tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_an_image_cannot_claim_more_pixels_than_its_bytes_can_hold(kind: str, pl
     with pytest.raises(
         Unreadable, match="a is too large for its length: its header claims 144,000,000 pixels in "
     ):
-        decoded(bytes(content), "a")
+        decode_image(bytes(content), "a")
 
 
 def test_a_large_image_of_one_color_is_read() -> None:
     stream = io.BytesIO()
     Image.new("1", (5000, 5000)).save(stream, "PNG")
-    assert decoded(stream.getvalue(), "blank.png")[0].size == (5000, 5000)
+    assert decode_image(stream.getvalue(), "blank.png")[0].size == (5000, 5000)
 
 
 def test_a_tar_file_that_is_compressed_by_xz_is_refused_and_by_gzip_read(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ def test_memory_and_files_are_fitted_alike(way: str, resize: int | tuple[int, in
     some, fit = images(32, 48), ImageTransform((20, 16), resize, way)  # type: ignore[arg-type]
     in_memory = fit.apply(some).pixels.int()
     for pixels, fitted in zip(some.pixels, in_memory, strict=True):
-        one = np.asarray(fit.image(Image.fromarray(pixels.permute(1, 2, 0).numpy()))).astype(int)
+        one = np.asarray(
+            fit.apply_to_image(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
+        ).astype(int)
         assert np.abs(one.transpose(2, 0, 1) - fitted.numpy()).max() <= 1
 
 
@@ -42,23 +44,23 @@ def test_a_size_that_is_right_already_is_left_alone() -> None:
     some = images(16, 16)
     assert ImageTransform((16, 16), resize=20, interpolation="bicubic").apply(some) is some
     gray = ImageTransform((16, 16), resize=20, channels=1).apply(some)
-    assert torch.equal(gray.pixels, some.fitted(1, 16).pixels)
-    assert ImageTransform((16, 16)).told([(16, 16)]) == ""
+    assert torch.equal(gray.pixels, some.convert(1, 16).pixels)
+    assert ImageTransform((16, 16)).describe([(16, 16)]) == ""
 
 
 def test_sizes_that_are_not_square() -> None:
     assert ImageTransform((12, 20)).apply(images(32, 32)).pixels.shape == (2, 3, 12, 20)
     assert ImageTransform((12, 20), resize=14).apply(images(50, 20)).pixels.shape == (2, 3, 12, 20)
-    assert images(8, 8).fitted(1, (4, 6)).pixels.shape == (2, 1, 4, 6)
+    assert images(8, 8).convert(1, (4, 6)).pixels.shape == (2, 1, 4, 6)
 
 
 def test_it_is_told_in_one_sentence() -> None:
     fit = ImageTransform((224, 224), 256, "bicubic")
-    assert fit.told([(480, 640)] * 3 + [(224, 224)]) == (
+    assert fit.describe([(480, 640)] * 3 + [(224, 224)]) == (
         "3 images of 640 x 480 pixels were resized to 256 on the shorter side and cropped to 224 x 224 (bicubic), "
         "as the network's settings say"
     )
-    assert ImageTransform((8, 8), by="as --size says").told([(2, 3), (9, 9)]) == (
+    assert ImageTransform((8, 8), by="as --size says").describe([(2, 3), (9, 9)]) == (
         "2 images of 3 x 2 to 9 x 9 pixels were resized to 8 x 8 (bilinear), as --size says"
     )
 
@@ -77,7 +79,9 @@ def test_an_image_that_is_long_and_thin_is_not_made_large(
     ramp = np.linspace(0, 255, max(shape), dtype=np.uint8).reshape(-1, 1)
     pixels = np.broadcast_to(ramp if shape[0] > shape[1] else ramp.T, shape)
     found = np.asarray(
-        ImageTransform((224, 224), resize=256).image(Image.fromarray(np.ascontiguousarray(pixels)))
+        ImageTransform((224, 224), resize=256).apply_to_image(
+            Image.fromarray(np.ascontiguousarray(pixels))
+        )
     )
     assert found.shape == (224, 224)
     assert np.abs(found.astype(int) - 127).max() <= 1, "the middle"
@@ -97,7 +101,7 @@ def test_a_crop_is_the_same_whether_or_not_the_ends_are_cut_first(shape: tuple[i
 def test_a_long_network_gets_a_long_middle() -> None:
     ramp = np.arange(8_000, dtype=np.uint32)[None].repeat(2, 0)
     pixels = (ramp * 255 // 7_999).astype(np.uint8)
-    found = np.asarray(ImageTransform((2, 400), resize=2).image(Image.fromarray(pixels)))
+    found = np.asarray(ImageTransform((2, 400), resize=2).apply_to_image(Image.fromarray(pixels)))
     assert np.array_equal(found, pixels[:, 3_800:4_200])
 
 

@@ -49,30 +49,30 @@ def test_a_subset_of_all_is_shuffled_too() -> None:
 def test_images_without_labels_stay_so() -> None:
     bare = Images("bare", images().pixels, None)
     assert bare.subset(3).labels is None
-    assert bare.fitted(1, 4).labels is None
+    assert bare.convert(1, 4).labels is None
 
 
 def test_nothing_to_fit_is_the_same_object() -> None:
     all_ = images()
-    assert all_.fitted(3, 8) is all_
+    assert all_.convert(3, 8) is all_
 
 
 def test_gray_weighs_colors_as_they_look() -> None:
     pure = torch.zeros(3, 3, 2, 2, dtype=torch.uint8)
     for channel in range(3):
         pure[channel, channel] = 255
-    assert Images("pure", pure, None).fitted(1, 2).pixels[:, 0, 0, 0].tolist() == [76, 150, 29]
+    assert Images("pure", pure, None).convert(1, 2).pixels[:, 0, 0, 0].tolist() == [76, 150, 29]
 
 
 def test_gray_becomes_color_of_equal_channels() -> None:
     gray = images(channels=1)
-    assert torch.equal(gray.fitted(3, 8).pixels, gray.pixels.expand(-1, 3, -1, -1))
+    assert torch.equal(gray.convert(3, 8).pixels, gray.pixels.expand(-1, 3, -1, -1))
 
 
 def test_shrinking_averages_and_does_not_skip_pixels() -> None:
     stripes = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     stripes[..., ::2] = 200
-    small = Images("stripes", stripes, None).fitted(1, 2).pixels.int()
+    small = Images("stripes", stripes, None).convert(1, 2).pixels.int()
     assert small.shape == (1, 1, 2, 2)
     assert ((small - 100).abs() < 15).all()
 
@@ -80,7 +80,7 @@ def test_shrinking_averages_and_does_not_skip_pixels() -> None:
 def test_resizing_keeps_the_orientation_and_many_images_in_order() -> None:
     pixels = torch.zeros(2500, 1, 8, 8, dtype=torch.uint8)
     pixels[:, :, :4, 4:] = (torch.arange(2500) % 256).to(torch.uint8)[:, None, None, None]
-    corner = Images("corner", pixels, None).fitted(1, 4).pixels
+    corner = Images("corner", pixels, None).convert(1, 4).pixels
     assert torch.equal(corner[:, 0, 0, 3].long(), torch.arange(2500) % 256)
     assert not corner[:, 0, 3].any()
     assert not corner[:, 0, :, 0].any()
@@ -106,9 +106,9 @@ def test_errors() -> None:
     with pytest.raises(qualms.QualmsError, match="a subset of 0 images of some"):
         images().subset(0)
     with pytest.raises(qualms.QualmsError, match="some cannot go from 3 channels to 2"):
-        images().fitted(2, 8)
+        images().convert(2, 8)
     with pytest.raises(qualms.QualmsError, match="resized to 0 pixels"):
-        images().fitted(3, 0)
+        images().convert(3, 0)
 
 
 def test_files_keep_their_names_through_every_choice(tmp_path: Path) -> None:

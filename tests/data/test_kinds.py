@@ -17,7 +17,7 @@ from PIL import Image, TiffImagePlugin
 import qualms
 from qualms.data import ImageTransform, Rejected, load
 from qualms.data import folder as folder_module
-from qualms.data.decode import decoded
+from qualms.data.decode import decode_image
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_of_an_image_that_is_long_and_thin_the_middle_is_read(here: Path) -> Non
     thin = np.zeros((1, 20_001), np.uint8)
     thin[:, 10_000] = 255
     saved(here / "thin.png", thin)
-    found = load("mine", fit=ImageTransform((16, 16), resize=256))
+    found = load("mine", transform=ImageTransform((16, 16), resize=256))
     assert (found.pixels > 240).all()
 
 
@@ -251,7 +251,7 @@ def pages(*sizes: int, broken: bool = False) -> bytes:
 
 
 def test_a_damaged_page_does_not_lead_to_another_one() -> None:
-    image, done = decoded(pages(8, 600, 8, broken=True), "some.tif", most=100)
+    image, done = decode_image(pages(8, 600, 8, broken=True), "some.tif", most=100)
     assert image.size == (8, 8)
     assert image.getextrema() == ((0, 0),) * 3, "the first page is black"
     assert done == ["frames", "grayscale"]
@@ -265,7 +265,7 @@ def test_pages_that_are_not_read_are_not_visited(monkeypatch: pytest.MonkeyPatch
         "_seek",
         lambda image, page: visited.append(page) or real(image, page),
     )
-    assert decoded(content, "some.tif")[1] == ["frames", "grayscale"]
+    assert decode_image(content, "some.tif")[1] == ["frames", "grayscale"]
     assert set(visited) == {0}
 
 
@@ -275,7 +275,7 @@ def test_several_frames_are_told_in_every_format(kind: str) -> None:
         file = BytesIO()
         first, *others = [Image.new("L", (8, 8), 80 * i) for i in range(count)]
         first.save(file, kind, **({"save_all": True, "append_images": others} if others else {}))
-        assert ("frames" in decoded(file.getvalue(), "some")[1]) == (count > 1)
+        assert ("frames" in decode_image(file.getvalue(), "some")[1]) == (count > 1)
 
 
 def test_a_single_image_is_a_valid_input(here: Path) -> None:
@@ -297,7 +297,7 @@ def test_images_are_fitted_as_they_are_read(here: Path) -> None:
     big[:, 20:60] = 200
     saved(here / "a.png", big)
     saved(here / "b.png", np.full((16, 16), 7, np.uint8))
-    found = load("mine", fit=ImageTransform((16, 16), resize=20, channels=1))
+    found = load("mine", transform=ImageTransform((16, 16), resize=20, channels=1))
     assert found.pixels.shape == (2, 1, 16, 16)
     assert found.pixels[0].unique().tolist() == [200], "the middle of the image, in its shape"
     assert found.pixels[1].unique().tolist() == [7]

@@ -3,7 +3,7 @@
 import pytest
 from scipy.stats import beta, binom
 
-from qualms.metrics.binomial import few_or_fewer, least_inputs, upper_limit
+from qualms.metrics.binomial import binomial_cdf, least_inputs, upper_limit
 
 
 @pytest.mark.parametrize("rate", [1e-6, 0.01, 0.3, 0.999])
@@ -11,14 +11,14 @@ from qualms.metrics.binomial import few_or_fewer, least_inputs, upper_limit
     ("wrong", "inputs"), [(0, 1), (0, 7), (1, 7), (3, 50), (49, 50), (3, 900), (40, 5000)]
 )
 def test_few_or_fewer_is_the_binomial_distribution(wrong: int, inputs: int, rate: float) -> None:
-    assert few_or_fewer(wrong, inputs, rate) == pytest.approx(
+    assert binomial_cdf(wrong, inputs, rate) == pytest.approx(
         binom.cdf(wrong, inputs, rate), rel=1e-9, abs=1e-300
     )
 
 
 def test_a_probability_is_never_more_than_one() -> None:
-    assert few_or_fewer(7, 7, 0.3) == few_or_fewer(8, 7, 0.3) == few_or_fewer(2, 7, 0.0) == 1
-    assert few_or_fewer(500, 1000, 1e-3) <= 1
+    assert binomial_cdf(7, 7, 0.3) == binomial_cdf(8, 7, 0.3) == binomial_cdf(2, 7, 0.0) == 1
+    assert binomial_cdf(500, 1000, 1e-3) <= 1
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])

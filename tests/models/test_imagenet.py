@@ -174,7 +174,7 @@ def test_torchvisions_networks_of_a_thousand_classes_know_imagenets() -> None:
 
 
 def test_images_are_resized_and_cropped_as_the_weights_were_tested() -> None:
-    fits = [preprocessing_of(name, ZOO[name].build(1000)).fit for name in NETWORKS]
+    fits = [preprocessing_of(name, ZOO[name].build(1000)).transform for name in NETWORKS]
     assert fits == [
         ImageTransform((224, 224), 256, "bicubic", 3),
         ImageTransform((240, 240), 272, "bicubic", 3),
@@ -201,7 +201,7 @@ def test_as_many_images_are_right_as_was_published(name: str) -> None:
     need_weights(name)
     model = load_model(name)
     said = preprocessing_of(name, model)
-    assert said.fit is not None
+    assert said.transform is not None
     assert said.normalization is not None
     folders = sorted((Path(os.environ["QUALMS_DATA"]) / "imagenet" / "val").iterdir())
     labels = range(0, 1000, 4)
@@ -209,7 +209,7 @@ def test_as_many_images_are_right_as_was_published(name: str) -> None:
     for label in labels:
         (file,) = folders[label].iterdir()
         with Image.open(file) as photo:
-            pixels = np.array(said.fit.image(photo.convert("RGB")))
+            pixels = np.array(said.transform.apply_to_image(photo.convert("RGB")))
         x = said.normalization.apply(torch.from_numpy(pixels).permute(2, 0, 1)[None])
         with torch.no_grad():
             right += int(model(x).argmax()) == label

@@ -20,7 +20,7 @@ HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 @pytest.mark.parametrize("name", ZOO)
 def test_a_network_of_the_zoo_takes_the_size_it_says(name: str) -> None:
     model = ZOO[name].build(ZOO[name].classes).eval()
-    fit = preprocessing_of(name, model).fit
+    fit = preprocessing_of(name, model).transform
     assert fit is not None
     with torch.no_grad():
         assert model(torch.rand(1, fit.channels or 0, *fit.size)).shape == (1, ZOO[name].classes)
@@ -77,7 +77,7 @@ class Timm(nn.Linear):
 )
 def test_timms_settings(settings: dict[str, Any], fit: ImageTransform | None) -> None:
     said = preprocessing_of("timm:some", Timm(**settings))
-    assert said.fit == fit
+    assert said.transform == fit
     assert said.normalization == Normalization((0.4,) * 3, (0.2,) * 3)
 
 
@@ -158,7 +158,7 @@ def test_hugging_faces_image_processor(
 ) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(HALVES | settings))
     said = preprocessing_of(f"hf:{tmp_path}", Configured())
-    assert said.fit == fit
+    assert said.transform == fit
     assert said.normalization == Normalization((0.5,) * 3, (0.5,) * 3)
 
 
@@ -184,9 +184,9 @@ def test_images_are_fitted_as_hugging_face_does(kind: str, tmp_path: Path) -> No
     pixels = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
     photo = Image.fromarray(pixels).resize((640, 480), Image.Resampling.BICUBIC)
     said = preprocessing_of(f"hf:{tmp_path}", Configured())
-    assert said.fit is not None
+    assert said.transform is not None
     assert said.normalization is not None
-    fitted = torch.from_numpy(np.array(said.fit.image(photo))).permute(2, 0, 1)[None]
+    fitted = torch.from_numpy(np.array(said.transform.apply_to_image(photo))).permute(2, 0, 1)[None]
     expected = np.asarray(processor(photo, return_tensors="np")["pixel_values"][0])
     np.testing.assert_allclose(said.normalization.apply(fitted)[0], expected, atol=1e-5)
 
@@ -218,7 +218,7 @@ def test_an_exported_network_knows_the_shape_it_was_exported_with(
     torch.export.save(program, tmp_path / "m.pt2")
     assert preprocessing_of(
         tmp_path / "m.pt2", load_model(tmp_path / "m.pt2")
-    ).fit == ImageTransform((16, 24), channels=3)
+    ).transform == ImageTransform((16, 24), channels=3)
 
 
 def test_an_exported_network_of_open_size_says_nothing(tmp_path: Path) -> None:

@@ -190,12 +190,12 @@ def test_class_names_of_imagenet_are_known_of_timms_networks() -> None:
 def test_images_are_fitted_as_timm_does(name: str) -> None:
     model = timm.create_model(name)
     said = preprocessing_of(f"timm:{name}", model)
-    assert said.fit is not None
+    assert said.transform is not None
     assert said.normalization is not None
     pixels = torch.randint(0, 256, (9, 12, 3), generator=torch.Generator().manual_seed(0)).to(
         torch.uint8
     )
     photo = Image.fromarray(pixels.numpy()).resize((640, 480), Image.Resampling.BICUBIC)
     expected = timm.data.create_transform(**timm.data.resolve_data_config({}, model=model))(photo)
-    fitted = torch.from_numpy(np.array(said.fit.image(photo))).permute(2, 0, 1)[None]
+    fitted = torch.from_numpy(np.array(said.transform.apply_to_image(photo))).permute(2, 0, 1)[None]
     torch.testing.assert_close(said.normalization.apply(fitted)[0], expected, rtol=0, atol=1e-5)

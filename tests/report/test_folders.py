@@ -31,7 +31,7 @@ def saved(images: Images, folder: Path, classes: bool = False) -> None:
 
 @pytest.fixture
 def here(weights_here: Path) -> Path:
-    digits, letters = load("digits").take(slice(0, 40)), load("letters").subset(12).fitted(1, 8)
+    digits, letters = load("digits").take(slice(0, 40)), load("letters").subset(12).convert(1, 8)
     saved(digits, weights_here / "sorted", classes=True)
     saved(digits, weights_here / "flat")
     saved(letters, weights_here / "others")

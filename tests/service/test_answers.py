@@ -128,7 +128,7 @@ def test_a_photograph_is_fitted_as_the_command_fits_it(tmp_path: Path) -> None:
     big = np.random.default_rng(0).integers(0, 256, (50, 30, 3), dtype=np.uint8)
     Image.fromarray(big).save(tmp_path / "big.png")
     net = network()
-    x, own = net.numbered_inputs(load(str(tmp_path), fit=net.transform))
+    x, own = net.numbered_inputs(load(str(tmp_path), transform=net.transform))
     want = Scorer(net.model, REGRAD, pixel_std=0.5)(x, numbers=own).scores[REGRAD]
     (found,) = (
         client().post("/v1/score", files=[("images", ("big.png", png(big)))]).json()["results"]

@@ -53,7 +53,7 @@ def _read(
     if dataset_name(name, root) is not None:
         return load(name, root, split)
     fit = ImageTransform((fit, fit), by="as --size says") if isinstance(fit, int) else fit
-    return load(name, root, split, fit=fit, strict=strict)
+    return load(name, root, split, transform=fit, strict=strict)
 
 
 def tell_images(network: Network, *found: Images) -> None:

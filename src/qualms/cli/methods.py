@@ -71,7 +71,7 @@ def _print_wrapped(text: str, first: str, indent: str) -> None:
 def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
     """Print what each method costs for one image of the network's size."""
     network = load_model(model, weights)
-    transform = preprocessing_of(model, network).fit
+    transform = preprocessing_of(model, network).transform
     if transform is None:
         raise QualmsError(
             f"the image size of {model} is not known, so costs cannot be estimated; "

@@ -232,7 +232,7 @@ def ready(images: str, model: str, methods: dict[str, Method], given: ScoreOptio
 
 def _read(name: str, network: Network, given: ScoreOptions, split: str) -> Images:
     status_line(f"reading {name} …")
-    found = load(name, given.root, split, fit=network.transform, strict=given.strict)
+    found = load(name, given.root, split, transform=network.transform, strict=given.strict)
     tell_images(network, found)
     return found
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from qualms.data.images import Images, images_of
+from qualms.data.images import Images, build_images
 from qualms.data.pickles import read_pickle
-from qualms.data.places import first_of
+from qualms.data.places import find_first
 from qualms.errors import QualmsError
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -35,10 +35,10 @@ def read_cifar100(root: Path, split: str) -> Images:
 def _read(
     root: Path, folder: str, files: list[str], key: str, name: str, classes: tuple[str, ...]
 ) -> Images:
-    paths = [first_of([root / folder / file], file) for file in files]
+    paths = [find_first([root / folder / file], file) for file in files]
     batches = [_batch(path, key, name, classes) for path in paths]
     pixels, labels = (np.concatenate(part) for part in zip(*batches, strict=True))
-    return images_of(name, root / folder, pixels, labels, classes)
+    return build_images(name, root / folder, pixels, labels, classes)
 
 
 def _batch(
@@ -67,6 +67,6 @@ def _batch(
             f"{path} has no list of whole numbers under '{key}', as CIFAR's files have; get it again."
         )
     # Each row is all the reds of an image, then all the greens, then all the blues.
-    batch = images_of(name, path, data.reshape(-1, 3, 32, 32), labels, classes)
+    batch = build_images(name, path, data.reshape(-1, 3, 32, 32), labels, classes)
     assert batch.labels is not None
     return batch.pixels.numpy(), batch.labels.numpy()

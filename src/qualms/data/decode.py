@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qualms.data.places import extra
+from qualms.data.places import import_extra
 from qualms.data.png import require_whole
 from qualms.errors import QualmsError
 
@@ -46,7 +46,7 @@ class TooLarge(Unreadable):
     """An image of more pixels than are read; nothing of it was decoded."""
 
 
-def decoded(
+def decode_image(
     content: bytes, where: str, *, formats: Sequence[str] | None = None, most: int | None = None
 ) -> tuple[Any, list[str]]:
     """The first frame of an image file as Pillow's image in mode RGB, upright, and what was done:
@@ -83,14 +83,14 @@ DONE = {
 }
 
 
-def opened(content: bytes, where: str) -> Any:
+def open_image(content: bytes, where: str) -> Any:
     """One image as Pillow has it, with all the pixels of its first frame read."""
     return _read(content, where)[0]
 
 
 def pillow() -> Any:
     """Pillow's Image module, or an error that says how to install it."""
-    return extra("PIL.Image", "pillow", "images")
+    return import_extra("PIL.Image", "pillow", "images")
 
 
 def _read(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from qualms.data.decode import Unreadable, pillow
 from qualms.data.image_transform import ImageTransform
-from qualms.data.images import Images, images_of
-from qualms.data.places import first_of
+from qualms.data.images import Images, build_images
+from qualms.data.places import find_first
 from qualms.data.reading import File, Read, read_images
 from qualms.errors import QualmsError
 
@@ -33,7 +33,7 @@ def read_lsun(root: Path, split: str) -> Images:
     """Rooms and buildings, 32x32: images that a network for CIFAR does not know. Its folders are
     its classes.
     """
-    path = first_of(
+    path = find_first(
         (root / folder for folder in LSUN_FOLDERS), f"folder {' or '.join(LSUN_FOLDERS)}"
     )
     return read_folder(path, split, "lsun", ImageTransform((32, 32), by="as CIFAR's are"))
@@ -124,7 +124,7 @@ def _images(
 ) -> Images:
     kept = [files[place] for place in read.kept]
     alone = files == [path]
-    return images_of(
+    return build_images(
         name,
         path,
         read.pixels,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qualms.data.images import Images, images_of
-from qualms.data.places import content_of, first_of
+from qualms.data.images import Images, build_images
+from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError
 
 DIGITS = tuple("0123456789")
@@ -48,21 +48,21 @@ def _read(
     images = _find(root, folders, f"{PREFIX[split]}-images", 3)
     labels = _find(root, folders, f"{PREFIX[split]}-labels", 1)
     pixels = read_idx(images, axes=3)[:, None]
-    return images_of(
+    return build_images(
         name, f"{images} with {labels.name}", pixels, read_idx(labels, axes=1), classes
     )
 
 
 def _find(root: Path, folders: tuple[str, ...], stem: str, axes: int) -> Path:
     spellings = [f"{stem}{joint}idx{axes}-ubyte{end}" for joint in "-." for end in (".gz", "")]
-    return first_of(
+    return find_first(
         (root / f / s for f in folders for s in spellings), f"{stem}-idx{axes}-ubyte[.gz]"
     )
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
     """The bytes of one idx file, in its shape."""
-    content = content_of(path)
+    content = read_file_bytes(path)
     if path.suffix == ".gz":
         try:
             content = gzip.decompress(content)

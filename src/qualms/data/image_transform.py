@@ -9,7 +9,7 @@ import torch
 from jaxtyping import UInt8
 
 from qualms.data.images import Images
-from qualms.data.places import extra
+from qualms.data.places import import_extra
 from qualms.errors import QualmsError
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
@@ -41,7 +41,7 @@ class ImageTransform:
         photos = Images("photos", torch.zeros(2, 3, 48, 64, dtype=torch.uint8), None)
         fit = ImageTransform((28, 28), resize=32, interpolation="bicubic", channels=1)
         assert fit.apply(photos).pixels.shape == (2, 1, 28, 28)
-        print(fit.told([(48, 64)] * 2))
+        print(fit.describe([(48, 64)] * 2))
         ```
     """
 
@@ -75,13 +75,15 @@ class ImageTransform:
     def _before(self) -> tuple[int, int] | None:
         return (self.resize, self.resize) if isinstance(self.resize, int) else self.resize
 
-    def image(self, image: Any) -> Any:
+    def apply_to_image(self, image: Any) -> Any:
         """One image of Pillow's, in mode L or RGB."""
         height, width = self.size
         if image.size != (width, height):
             image = self._without_ends(image)
             wide, high = self._resized(*image.size)
-            way = extra("PIL.Image", "pillow", "images").Resampling[self.interpolation.upper()]
+            way = import_extra("PIL.Image", "pillow", "images").Resampling[
+                self.interpolation.upper()
+            ]
             image = image.resize((wide, high), way)
             # As torchvision and timm round: to the nearest pixel, halves to the even one.
             left, top = round((wide - width) / 2), round((high - height) / 2)
@@ -122,16 +124,16 @@ class ImageTransform:
         if (
             plain or (height, width) == self.size or channels not in (1, 3)
         ):  # which says why others cannot be
-            return images.fitted(wanted, self.size)
-        pillow = extra("PIL.Image", "pillow", "images")
+            return images.convert(wanted, self.size)
+        pillow = import_extra("PIL.Image", "pillow", "images")
         pixels = torch.empty(len(images), wanted, *self.size, dtype=torch.uint8)
         for i, pixel in enumerate(images.pixels):
             array = pixel.permute(1, 2, 0).contiguous().numpy()
             image = pillow.fromarray(array[..., 0] if channels == 1 else array)
-            pixels[i] = torch.from_numpy(channels_first(self.image(image)))
+            pixels[i] = torch.from_numpy(channels_first(self.apply_to_image(image)))
         return replace(images, pixels=pixels)
 
-    def told(self, sizes: Iterable[tuple[int, int]]) -> str:
+    def describe(self, sizes: Iterable[tuple[int, int]]) -> str:
         """What happens to images of these heights and widths, in one sentence; nothing if they have
         the right size.
         """

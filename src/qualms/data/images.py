@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, warn_renamed
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601: how bright red, green and blue look
 CHUNK = 1000  # images that are held as floats at a time
@@ -98,7 +98,7 @@ class Images:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[:count])
 
-    def fitted(self, channels: int, size: int | tuple[int, int]) -> "Images":
+    def convert(self, channels: int, size: int | tuple[int, int]) -> "Images":
         """In gray (1 channel) or color (3), resized; the same object if nothing is to be done.
 
         `size` is height and width, or one number for both.
@@ -116,6 +116,11 @@ class Images:
             return self
         parts = [_fit(part, channels, height, width) for part in self.pixels.split(CHUNK)]
         return replace(self, pixels=torch.cat(parts))
+
+    def fitted(self, channels: int, size: int | tuple[int, int]) -> "Images":
+        """The deprecated name of `convert`."""
+        warn_renamed("Images.fitted", "Images.convert")
+        return self.convert(channels, size)
 
     def fingerprint(self) -> str:
         """Sixteen hex digits that change with any pixel, label or shape."""
@@ -153,7 +158,7 @@ def _fit(
     return x.round().clamp(0, 255).to(torch.uint8).expand(-1, channels, -1, -1)
 
 
-def images_of(
+def build_images(
     name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), **more: Any
 ) -> Images:
     """Images from a reader's arrays, once they are consistent; `where` names the files in an error.

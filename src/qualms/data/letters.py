@@ -7,8 +7,8 @@ from string import ascii_letters
 
 import numpy as np
 
-from qualms.data.images import Images, images_of
-from qualms.data.places import extra
+from qualms.data.images import Images, build_images
+from qualms.data.places import import_extra
 
 SIZE = 28
 HEIGHTS = {
@@ -19,10 +19,10 @@ HEIGHTS = {
 
 def read_letters(root: Path, split: str) -> Images:
     """A to z and A to Z, bright on dark, each in four sizes and in the middle of its image."""
-    draw = extra("PIL.ImageDraw", "pillow", "letters")
+    draw = import_extra("PIL.ImageDraw", "pillow", "letters")
     image, font = (
-        extra("PIL.Image", "pillow", "letters"),
-        extra("PIL.ImageFont", "pillow", "letters"),
+        import_extra("PIL.Image", "pillow", "letters"),
+        import_extra("PIL.ImageFont", "pillow", "letters"),
     )
     pixels, labels = [], []
     for height in HEIGHTS[split]:
@@ -32,6 +32,6 @@ def read_letters(root: Path, split: str) -> Images:
             draw.Draw(canvas).text((SIZE / 2, SIZE / 2), letter, 255, shape, anchor="mm")
             pixels.append(np.asarray(canvas)[None])
             labels.append(label)
-    return images_of(
+    return build_images(
         "letters", "Pillow's font", np.stack(pixels), np.array(labels), tuple(ascii_letters)
     )

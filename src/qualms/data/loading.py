@@ -12,7 +12,7 @@ from qualms.data.images import Images
 from qualms.data.npz import read_npz
 from qualms.data.parquet import read_parquet
 from qualms.data.places import NotFound
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, warn_renamed
 
 SPLITS = ("train", "test")
 PREFIX = "data:"
@@ -31,8 +31,9 @@ def load(
     split: str = "test",
     *,
     size: int | None = None,
-    fit: ImageTransform | None = None,
+    transform: ImageTransform | None = None,
     strict: bool = True,
+    fit: ImageTransform | None = None,
 ) -> Images:
     """The images of a dataset, a folder or a file.
 
@@ -44,9 +45,10 @@ def load(
             QUALMS_DATA, else `data`.
         split: train or test.
         size: resize all images to size x size.
-        fit: fit them as a network says, whatever `size` is.
+        transform: resize and crop all images so, whatever `size` is.
         strict: whether an image that cannot be read is an error. If not, it is left out and among
             `Images.rejected`.
+        fit: the deprecated name of `transform`.
 
     Example:
         ```python
@@ -62,16 +64,19 @@ def load(
         raise QualmsError(
             f"images cannot be {size} pixels wide; give a size of at least 1, or none."
         )
-    if fit is None and size is not None:
-        fit = ImageTransform((size, size), by="as asked for")
+    if fit is not None:
+        warn_renamed("load(fit=)", "load(transform=)")
+        transform = fit
+    if transform is None and size is not None:
+        transform = ImageTransform((size, size), by="as asked for")
     folder, dataset = root_of(root), dataset_name(name, root)
     if dataset is not None:
-        return _fitted(_named(dataset, folder, split), fit)
+        return _fitted(_named(dataset, folder, split), transform)
     place = place_of(str(name), folder)
     if place is None:
         raise _unknown(str(name), folder)
     try:
-        return _at(place, str(name), folder, split, fit, strict)
+        return _at(place, str(name), folder, split, transform, strict)
     except QualmsError as error:
         if str(name) in DATASETS:
             raise QualmsError(
@@ -157,7 +162,7 @@ def _at(
 def _fitted(images: Images, fit: ImageTransform | None) -> Images:
     if fit is None:
         return images
-    told = fit.told([images.size] * len(images))
+    told = fit.describe([images.size] * len(images))
     return replace(fit.apply(images), notes=(*images.notes, *([told] if told else [])))
 
 

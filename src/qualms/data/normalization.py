@@ -49,7 +49,7 @@ class Normalization:
         if pixels.shape[1] != len(self.mean):
             raise QualmsError(
                 f"the images have {pixels.shape[1]} channels and the normalization {len(self.mean)}; "
-                f"fit the images with fitted({len(self.mean)}, size), or pass another normalization."
+                f"convert the images with convert({len(self.mean)}, size), or pass another normalization."
             )
         mean, std = (
             torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (self.mean, self.std)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import UInt8
 
-from qualms.data.images import Images, images_of
+from qualms.data.images import Images, build_images
 from qualms.errors import QualmsError
 
 IMAGES, LABELS = ("x", "images", "data"), ("y", "labels")
@@ -54,7 +54,7 @@ def read_npz(path: Path, split: str, name: str) -> Images:
         images = _array(file.read(f"{key}.npy"))
         labels = None if labels_key is None else _array(file.read(f"{labels_key}.npy"))
     where = f"{key} in {path}"
-    return images_of(name, path, _bytes(_channels_first(images, where), where), labels)
+    return build_images(name, path, _bytes(_channels_first(images, where), where), labels)
 
 
 def npz_count(path: Path, split: str) -> int:

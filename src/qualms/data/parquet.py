@@ -11,8 +11,8 @@ from typing import Any
 
 from qualms.data.decode import Unreadable
 from qualms.data.image_transform import ImageTransform
-from qualms.data.images import Images, images_of
-from qualms.data.places import content_of, extra
+from qualms.data.images import Images, build_images
+from qualms.data.places import import_extra, read_file_bytes
 from qualms.data.reading import File, read_images
 from qualms.errors import QualmsError
 
@@ -51,8 +51,8 @@ class ParquetImages:
 
 def open_parquet(path: Path, content: Any) -> ParquetImages:
     """The file with these bytes, or in that place; an error if it has no images."""
-    parquet = extra("pyarrow.parquet", "pyarrow", ".parquet files")
-    with readable(path):
+    parquet = import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
+    with explain_parquet_errors(path):
         file = parquet.ParquetFile(content)
         kept, metadata = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
     image_key, label_key = (
@@ -69,10 +69,10 @@ def read_parquet(
     path: Path, name: str, fit: ImageTransform | None = None, strict: bool = True
 ) -> Images:
     """The images of one file in color, with labels and names of classes if it has them."""
-    arrow = extra("pyarrow", "pyarrow", ".parquet files")
-    opened = open_parquet(path, arrow.BufferReader(content_of(path)))
+    arrow = import_extra("pyarrow", "pyarrow", ".parquet files")
+    opened = open_parquet(path, arrow.BufferReader(read_file_bytes(path)))
     columns = [key for key in (opened.image_key, opened.label_key) if key is not None]
-    with readable(path):
+    with explain_parquet_errors(path):
         rows = opened.file.read(columns=columns).to_pydict()
     labels = None if opened.label_key is None else rows[opened.label_key]
     if labels is not None and not all(type(label) is int for label in labels):
@@ -80,7 +80,7 @@ def read_parquet(
             f"the column {opened.label_key} of {path} is not all whole numbers; each must be the row's class."
         )
     read = read_images(opened.files(rows[opened.image_key]), path, fit, strict)
-    return images_of(
+    return build_images(
         name,
         path,
         read.pixels,
@@ -103,7 +103,7 @@ def parquet_outline(path: Path) -> tuple[list[int], tuple[str, ...]]:
 def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Iterator[list[File]]:
     """The images from row `start` on, some at a time, without reading what comes before or after."""
     opened = open_parquet(path, path)
-    with opened.file, readable(path):
+    with opened.file, explain_parquet_errors(path):
         ends = list(accumulate(opened.groups))
         skipped = sum(end <= start for end in ends)
         row = ends[skipped - 1] if skipped else 0
@@ -117,7 +117,7 @@ def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Ite
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def explain_parquet_errors(path: Path) -> Iterator[None]:
     """Whatever is raised as a file is read becomes an error that names it."""
     try:
         yield

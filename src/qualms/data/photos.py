@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qualms.data.images import Images, images_of
-from qualms.data.places import extra
+from qualms.data.images import Images, build_images
+from qualms.data.places import import_extra
 
 SIZE = 32
 NAMES = ("china", "flower")
@@ -15,7 +15,7 @@ def read_photos(root: Path, split: str) -> Images:
     """Every patch of 32x32 pixels on a chessboard: its dark fields for training, its light ones for
     testing.
     """
-    load = extra("sklearn.datasets", "scikit-learn", "its photographs").load_sample_image
+    load = import_extra("sklearn.datasets", "scikit-learn", "its photographs").load_sample_image
     pixels, labels = [], []
     for label, name in enumerate(NAMES):
         photo = np.asarray(load(f"{name}.jpg"))
@@ -26,4 +26,4 @@ def read_photos(root: Path, split: str) -> Images:
                     patch = photo[i * SIZE : (i + 1) * SIZE, j * SIZE : (j + 1) * SIZE]
                     pixels.append(patch.transpose(2, 0, 1))
                     labels.append(label)
-    return images_of("photos", "scikit-learn", np.stack(pixels), np.array(labels), NAMES)
+    return build_images("photos", "scikit-learn", np.stack(pixels), np.array(labels), NAMES)

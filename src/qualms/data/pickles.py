@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from qualms.data.places import content_of
+from qualms.data.places import read_file_bytes
 from qualms.errors import QualmsError
 
 NUMBER = re.compile(
@@ -31,7 +31,7 @@ class _Refused(Exception):
 
 def read_pickle(path: Path) -> Any:
     """What a pickle by Python 3, or by Python 2 in binary, holds; text of Python 2 comes as bytes."""
-    content = content_of(path)
+    content = read_file_bytes(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about text of Python 2 with strange escapes

@@ -12,7 +12,7 @@ class NotFound(QualmsError):
     """A dataset's file is in none of its places; `load` adds how to get it."""
 
 
-def first_of(places: Iterable[Path], what: str) -> Path:
+def find_first(places: Iterable[Path], what: str) -> Path:
     """The first of these files or folders that is there."""
     tried = list(places)
     for place in tried:
@@ -22,7 +22,7 @@ def first_of(places: Iterable[Path], what: str) -> Path:
     raise NotFound(f"there is no {what} in {', '.join(folders)}")
 
 
-def content_of(path: Path) -> bytes:
+def read_file_bytes(path: Path) -> bytes:
     """The bytes of a file."""
     try:
         return path.read_bytes()
@@ -32,7 +32,7 @@ def content_of(path: Path) -> bytes:
         ) from None
 
 
-def extra(module: str, package: str, what: str, group: str = "app") -> Any:
+def import_extra(module: str, package: str, what: str, group: str = "app") -> Any:
     """A module that only some readers need, of an optional group of packages."""
     try:
         return import_module(module)

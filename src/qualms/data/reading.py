@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import UInt8
 
-from qualms.data.decode import Unreadable, decoded, told
+from qualms.data.decode import Unreadable, decode_image, told
 from qualms.data.image_transform import ImageTransform, channels_first
 from qualms.data.images import Rejected
 from qualms.errors import QualmsError
@@ -44,13 +44,13 @@ def read_images(
     """All of `files` in color, or as `fit` says; the first that cannot be read is an error if
     `strict`.
     """
-    read = read_some(files, where, fit, strict)
+    read = read_available(files, where, fit, strict)
     if not read.kept:
         raise _nothing(where, read.rejected)
     return read
 
 
-def read_some(
+def read_available(
     files: Sequence[File], where: object, fit: ImageTransform | None, strict: bool
 ) -> Read:
     """The same, where it is no error that none can be read: there are others."""
@@ -61,8 +61,8 @@ def read_some(
     done: Counter[str] = Counter()
     for place, file in enumerate(files):
         try:
-            image, what = decoded(file.content(), file.where)
-            found = channels_first(image if fit is None else fit.image(image))
+            image, what = decode_image(file.content(), file.where)
+            found = channels_first(image if fit is None else fit.apply_to_image(image))
         except Unreadable as error:
             if strict:
                 raise
@@ -84,7 +84,7 @@ def read_some(
         pixels = np.empty((0, 3, 1, 1), np.uint8)
     if fit is not None and fit.channels == 1:
         del done["grayscale"]
-    notes = [*told(done.items()), *([] if fit is None else [fit.told(sizes)])]
+    notes = [*told(done.items()), *([] if fit is None else [fit.describe(sizes)])]
     return Read(pixels[: len(kept)], kept, tuple(note for note in notes if note), tuple(rejected))
 
 

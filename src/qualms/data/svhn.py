@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from qualms.data.images import Images, images_of
+from qualms.data.images import Images, build_images
 from qualms.data.mat import read_mat
-from qualms.data.places import content_of, first_of
+from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError, reason
 
 DIGITS = tuple("0123456789")
@@ -18,7 +18,7 @@ def read_svhn(root: Path, split: str) -> Images:
     10.
     """
     file = f"{split}_32x32.mat"
-    path = first_of((root / folder / file for folder in (".", "svhn", "SVHN")), file)
+    path = find_first((root / folder / file for folder in (".", "svhn", "SVHN")), file)
     found = _variables(path)
     pixels, labels = found["X"], found["y"].ravel()
     if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != "uint8":
@@ -33,13 +33,13 @@ def read_svhn(root: Path, split: str) -> Images:
             f"the labels in {path} are not all classes from 1 to 10, as SVHN counts them; get it again."
         )
     # [height, width, channel, n] in the file.
-    return images_of(
+    return build_images(
         "svhn", path, pixels.transpose(3, 2, 0, 1), labels.astype("int64") % 10, DIGITS
     )
 
 
 def _variables(path: Path) -> dict[str, np.ndarray]:
-    content = content_of(path)
+    content = read_file_bytes(path)
     try:
         found = read_mat(content)
     except (ValueError, zlib.error) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from qualms.data.decode import Unreadable
 from qualms.data.folder import endings
-from qualms.data.places import extra
+from qualms.data.places import import_extra
 from qualms.data.reading import File
 from qualms.errors import QualmsError
 
@@ -22,7 +22,7 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
     """The image of each sample in the order of the file; what is no image, such as labels, is
     passed over.
     """
-    library = extra("webdataset.tariterators", "webdataset", ".tar files", "scale")
+    library = import_extra("webdataset.tariterators", "webdataset", ".tar files", "scale")
     seen: set[str] = set()
     try:
         _require_whole(path)

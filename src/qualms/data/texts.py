@@ -10,8 +10,8 @@ from typing import Any
 from qualms.data.decode import Unreadable
 from qualms.data.images import Rejected
 from qualms.data.loading import place_of, root_of
-from qualms.data.parquet import readable
-from qualms.data.places import content_of, extra
+from qualms.data.parquet import explain_parquet_errors
+from qualms.data.places import import_extra, read_file_bytes
 from qualms.errors import QualmsError
 
 TEXT, NAMES = (
@@ -119,7 +119,7 @@ def _content(path: Path) -> tuple[None, str]:
 
 
 def _lines(path: Path) -> Iterator[Entry]:
-    for number, line in enumerate(content_of(path).split(b"\n"), 1):
+    for number, line in enumerate(read_file_bytes(path).split(b"\n"), 1):
         if line.strip():
             where = f"line {number} of {path}"
             yield Entry(f"line {number}", where, partial(_of_line, line, where))
@@ -138,10 +138,10 @@ def _of_line(line: bytes, where: str) -> tuple[str | None, str]:
 
 
 def _rows(path: Path) -> Iterator[Entry]:
-    arrow = extra("pyarrow", "pyarrow", ".parquet files")
-    parquet = extra("pyarrow.parquet", "pyarrow", ".parquet files")
-    with readable(path):
-        file = parquet.ParquetFile(arrow.BufferReader(content_of(path)))
+    arrow = import_extra("pyarrow", "pyarrow", ".parquet files")
+    parquet = import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
+    with explain_parquet_errors(path):
+        file = parquet.ParquetFile(arrow.BufferReader(read_file_bytes(path)))
         kept: Sequence[str] = file.schema_arrow.names
         if TEXT not in kept:
             raise QualmsError(

@@ -10,7 +10,7 @@ import math
 import torch
 
 
-def few_or_fewer(wrong: int, inputs: int, rate: float) -> float:
+def binomial_cdf(wrong: int, inputs: int, rate: float) -> float:
     """P(Bin(inputs, rate) <= wrong)."""
     if wrong >= inputs or rate <= 0:
         return 1.0
@@ -29,7 +29,7 @@ def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
         middle = (low + high) / 2
         low, high = (
             (low, middle)
-            if few_or_fewer(wrong, inputs, middle) <= 1 - confidence
+            if binomial_cdf(wrong, inputs, middle) <= 1 - confidence
             else (middle, high)
         )
     return high

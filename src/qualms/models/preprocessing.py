@@ -12,7 +12,7 @@ from torch import nn
 
 from qualms.data import ImageTransform, Normalization
 from qualms.data.image_transform import Interpolation
-from qualms.errors import QualmsError, reason
+from qualms.errors import QualmsError, reason, warn_renamed
 from qualms.models.imagenet import imagenet_classes
 from qualms.models.zoo import ZOO
 
@@ -51,8 +51,14 @@ class Preprocessing:
     """
 
     normalization: Normalization | None = None
-    fit: ImageTransform | None = None
+    transform: ImageTransform | None = None
     class_names: tuple[str, ...] = ()
+
+    @property
+    def fit(self) -> ImageTransform | None:
+        """The deprecated name of `transform`."""
+        warn_renamed("Preprocessing.fit", "Preprocessing.transform")
+        return self.transform
 
 
 def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
@@ -68,7 +74,7 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
         from qualms.models import load_model, preprocessing_of
 
         said = preprocessing_of("cifar10-resnet20", load_model("cifar10-resnet20"))
-        assert said.fit.size == (32, 32)
+        assert said.transform.size == (32, 32)
         assert said.class_names[0] == "airplane"
         print(said.normalization)
         ```
@@ -83,7 +89,7 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
     if name.startswith("hf:"):
         return _of_hugging_face(name.removeprefix("hf:"), getattr(model, "config", None))
     if name.endswith(".pt2"):
-        return Preprocessing(fit=_exported_with(model))
+        return Preprocessing(transform=_exported_with(model))
     if name.startswith("torchvision.models") and _outputs(model) == len(imagenet_classes()):
         return Preprocessing(class_names=imagenet_classes())
     return Preprocessing()

@@ -12,7 +12,7 @@ import torch
 
 from qualms.data import Images, Rejected
 from qualms.data.decode import Unreadable
-from qualms.data.reading import File, read_some
+from qualms.data.reading import File, read_available
 from qualms.errors import QualmsError
 from qualms.result import Scored
 from qualms.scale.shard_folder import column, write_rejected
@@ -60,7 +60,7 @@ class BatchScorer:
             File(name, f"{name} in {self.name}", partial(_content, name, content, reason))
             for name, content, reason in zip(batch["id"], batch["content"], reasons, strict=True)
         ]
-        read = read_some(files, self.name, self.network.transform, self.strict)
+        read = read_available(files, self.name, self.network.transform, self.strict)
         if read.rejected and self.rejected is not None:
             _list(self.rejected, read.rejected)
         ids = tuple(files[place].id for place in read.kept)

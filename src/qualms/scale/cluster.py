@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from qualms.data import Rejected
 from qualms.data.decode import Unreadable
-from qualms.data.parquet import readable
-from qualms.data.places import extra
+from qualms.data.parquet import explain_parquet_errors
+from qualms.data.places import import_extra
 from qualms.errors import QualmsError, reason
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
 from qualms.scale.shard_folder import Done, arrow, begun, column, count_rows, finish, shards_in
@@ -124,7 +124,7 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
 def require_once(folder: Path) -> None:
     """An error if an image has two rows; in a count of all, it could stand for one that is lost."""
     tables = [arrow().table({"id": column(shard, "id")}) for shard in shards_in(folder)]
-    with readable(folder):
+    with explain_parquet_errors(folder):
         ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
         doubled = len(ids) - len(ids.unique())
     if doubled:
@@ -140,8 +140,8 @@ def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
     os.environ.setdefault(
         "RAY_BACKEND_LOG_LEVEL", "fatal"
     )  # what goes wrong is raised here, and is in Ray's own files
-    ray = extra("ray", "ray", "a cluster", "ray")
-    extra("ray.data", "ray[data]", "a cluster", "ray")
+    ray = import_extra("ray", "ray", "a cluster", "ray")
+    import_extra("ray.data", "ray[data]", "a cluster", "ray")
     if ray.is_initialized():
         yield ray
         return
@@ -164,7 +164,7 @@ class Worker:
     """What each process that scores is made of: the scorer, from the store that all of them share."""
 
     def __init__(self, stored: list[Any]) -> None:
-        ray = extra("ray", "ray", "a cluster", "ray")
+        ray = import_extra("ray", "ray", "a cluster", "ray")
         self.scorer: BatchScorer = ray.get(stored[0])
 
     def __call__(self, batch: Columns) -> Columns:

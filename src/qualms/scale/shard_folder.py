@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from qualms.data import Rejected
-from qualms.data.parquet import readable
-from qualms.data.places import extra
+from qualms.data.parquet import explain_parquet_errors
+from qualms.data.places import import_extra
 from qualms.disk import atomic_write, explain_write_failure, lock_file
 from qualms.errors import QualmsError
 
@@ -75,7 +75,7 @@ def finish(
     """List what could not be read, and write into the manifest how many there are."""
     shards, accepted, listed = list(shards), None, list(rejected)
     for shard in shards:
-        with readable(shard), parquet().ParquetFile(shard) as file:
+        with explain_parquet_errors(shard), parquet().ParquetFile(shard) as file:
             if "accepted" in file.schema_arrow.names:
                 accepted = (accepted or 0) + _count_true(shard, file.read(["accepted"]).column(0))
     write_rejected(folder / REJECTED, listed)
@@ -108,14 +108,14 @@ def count_rows(shards: Iterable[Path]) -> int:
 
 def column(shard: Path, name: str) -> Any:
     """One column of a file, as pyarrow has it; what is text in it is text."""
-    with readable(shard):
+    with explain_parquet_errors(shard):
         found = parquet().read_table(shard, columns=[name]).column(name)
         found.validate(full=True)
         return found
 
 
 def _rows(shard: Path) -> int:
-    with readable(shard):
+    with explain_parquet_errors(shard):
         return parquet().read_metadata(shard).num_rows
 
 
@@ -136,12 +136,12 @@ def write(path: Path, table: Any) -> None:
 
 def arrow() -> Any:
     """The package pyarrow."""
-    return extra("pyarrow", "pyarrow", ".parquet files")
+    return import_extra("pyarrow", "pyarrow", ".parquet files")
 
 
 def parquet() -> Any:
     """Its part for .parquet files."""
-    return extra("pyarrow.parquet", "pyarrow", ".parquet files")
+    return import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
 
 
 def _of_the_same(folder: Path, about: dict[str, Any]) -> Done | None:

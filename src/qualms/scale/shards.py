@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qualms.data import Images, Rejected
-from qualms.data.parquet import readable
+from qualms.data.parquet import explain_parquet_errors
 from qualms.errors import QualmsError
 from qualms.progress import ProgressFn
 from qualms.result import Scored
@@ -104,7 +104,7 @@ def _write_shard(
 
 
 def _left_out(shard: Path) -> list[Rejected]:
-    with readable(shard), parquet().ParquetFile(shard) as file:
+    with explain_parquet_errors(shard), parquet().ParquetFile(shard) as file:
         return [
             Rejected(str(one["id"]), str(one["reason"]))
             for one in json.loads(file.schema_arrow.metadata[LEFT_OUT])

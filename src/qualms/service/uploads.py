@@ -1,5 +1,5 @@
 """What a request holds, files or numbers, to pixels: nothing larger than the limits is ever
-decoded.
+decode_image.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from fastapi import HTTPException
 from jaxtyping import UInt8
 
 from qualms.data import ImageTransform
-from qualms.data.decode import TooLarge, Unreadable, decoded, pillow
+from qualms.data.decode import TooLarge, Unreadable, decode_image, pillow
 from qualms.data.image_transform import channels_first
 from qualms.service.settings import Settings
 
@@ -34,7 +34,7 @@ class Intake:
         left, found = self.settings.pixels, []
         for name, content in files:
             try:
-                image, _ = decoded(content, name, formats=FORMATS, most=left)
+                image, _ = decode_image(content, name, formats=FORMATS, most=left)
             except TooLarge:
                 raise self._too_many_pixels() from None
             except Unreadable as error:
@@ -63,7 +63,7 @@ class Intake:
 
     def _fitted(self, image: Any) -> Pixels:
         """An image of Pillow's, as the network takes it."""
-        return channels_first(image if self.fit is None else self.fit.image(image))
+        return channels_first(image if self.fit is None else self.fit.apply_to_image(image))
 
     def require_count(self, images: int) -> None:
         """An error if a request has no image, or too many."""

@@ -74,7 +74,7 @@ class Network:
 
     def _fitted(self, images: Images) -> Images:
         own = images if self.transform is None else self.transform.apply(images)
-        return own.fitted(len(self.normalization.mean), own.size)  # files are read in color
+        return own.convert(len(self.normalization.mean), own.size)  # files are read in color
 
     def _normalized(self, own: Images) -> Float[Tensor, "n c h w"]:
         return self.normalization.apply(own.pixels).to(next(self.model.parameters()).device)
@@ -92,7 +92,7 @@ class Network:
 
     def describe_preprocessing(self, images: Images) -> tuple[str, ...]:
         """What was done to images as they were read, and what is done to them here, in sentences."""
-        more = "" if self.transform is None else self.transform.told([images.size] * len(images))
+        more = "" if self.transform is None else self.transform.describe([images.size] * len(images))
         return (*images.notes, *([more] if more else []))
 
     def require_input_size(self, images: Images) -> None:

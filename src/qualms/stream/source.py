@@ -22,7 +22,7 @@ from qualms.data.folder import Listing, list_folder
 from qualms.data.loading import dataset_name, place_of, root_of
 from qualms.data.npz import npz_count, npz_parts
 from qualms.data.parquet import parquet_files, parquet_outline
-from qualms.data.reading import File, read_some
+from qualms.data.reading import File, read_available
 from qualms.data.tar import tar_files
 from qualms.errors import QualmsError
 from qualms.progress import batch_sizes
@@ -102,7 +102,7 @@ def open_source(
     """
     files = _files(data, root)
     if not files:
-        return _in_memory(data, load(data, root, fit=fit, strict=strict))
+        return _in_memory(data, load(data, root, transform=fit, strict=strict))
     kinds = {file.suffix.lower() for file in files}
     if kinds == {".npz"} and len(files) == 1:
         return _of_arrays(data, files[0], fit)
@@ -132,7 +132,7 @@ def open_source(
     if len(files) == 1 and files[0].is_dir():
         return _of_folder(data, list_folder(files[0], "test"), fit, strict)
     if len(files) == 1:
-        return _in_memory(data, load(data, root, fit=fit, strict=strict))
+        return _in_memory(data, load(data, root, transform=fit, strict=strict))
     raise QualmsError(
         f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern must match only .parquet or only .tar "
         "files."
@@ -208,7 +208,7 @@ def _names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
 
 
 def _read(files: tuple[File, ...], where: str, fit: ImageTransform | None, strict: bool) -> Part:
-    read = read_some(files, where, fit, strict)
+    read = read_available(files, where, fit, strict)
     ids = tuple(files[place].id for place in read.kept)
     return Part(
         len(files), Images(where, torch.from_numpy(read.pixels), None, ids=ids), read.rejected

@@ -83,7 +83,7 @@ def alike(network: Network, inside: Images, other: Images) -> Images:
     these too.
     """
     if network.transform is None:
-        return other.fitted(inside.pixels.shape[1], inside.size)
+        return other.convert(inside.pixels.shape[1], inside.size)
     return network.transform.apply(other) if inside.size == network.transform.size else other
 
 

@@ -273,7 +273,7 @@ def _missing(at: Workspace, dataset: str) -> LeftOutRow | None:
 def _fitted(at: Workspace, dataset: str, setup: Setup, split: str) -> Images:
     """Images in the size and channels of the network."""
     entry = ZOO[setup.network]
-    return _load(dataset, at.root, split).fitted(entry.channels, entry.size)
+    return _load(dataset, at.root, split).convert(entry.channels, entry.size)
 
 
 def _network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
