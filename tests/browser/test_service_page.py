@@ -179,7 +179,9 @@ def test_what_is_refused_is_told(
     (tmp_path / "text.png").write_text("not an image")
     page.set_input_files("#file", tmp_path / "text.png")
     page.get_by_role("alert").wait_for(state="visible")
-    assert "text.png is cut or not an image" in page.get_by_role("alert").text_content().lower()
+    assert (
+        "text.png is truncated or not an image" in page.get_by_role("alert").text_content().lower()
+    )
     assert page.locator("#found").is_hidden()
     scored(page, files[1])
     assert page.get_by_role("alert").is_hidden()

@@ -210,7 +210,10 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
     assert run(monkeypatch, *command, "--methods", "msp") == 0
     err = capsys.readouterr().err
     assert "mine: 5 images, mine/ (folder)" in err
-    assert "1 could not be read (broken.png is cut or not an image (UnidentifiedImageError))" in err
+    assert (
+        "1 could not be read (broken.png is truncated or not an image (UnidentifiedImageError))"
+        in err
+    )
     assert "5 images of 30 x 20 pixels were resized to 8 x 8" in err
 
 

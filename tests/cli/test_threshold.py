@@ -120,7 +120,7 @@ def test_labels_are_folders_by_the_names_of_the_classes(
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     saved = np.load(here / "right.npz")
     for i, (image, label) in enumerate(zip(saved["x"][:40], saved["y"][:40], strict=True)):
-        folder = here / "val" / names[label]  # which sort otherwise than the classes are counted
+        folder = here / "val" / names[label]  # which sort otherwise than the classes are numbered
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / f"{i}.png")
     words = (

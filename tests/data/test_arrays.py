@@ -109,7 +109,7 @@ def test_a_compressed_file(tmp_path: Path) -> None:
         ({"x": IMAGES, "y": [1, 2]}, "3 images and 2 labels"),
         ({"x": IMAGES, "y": 1}, "3 images and 1 labels"),
         ({"x": IMAGES, "y": [-1, 2, 3]}, "go from -1 to 3"),
-        ({"x": IMAGES, "y": np.array([2**63, 2, 3], np.uint64)}, "classes are counted 0 and up"),
+        ({"x": IMAGES, "y": np.array([2**63, 2, 3], np.uint64)}, "classes are numbered from 0"),
         ({"x": IMAGES, "y": [0.5, 2, 3]}, r"are float64 of shape \(3,\)"),
         (
             {"x": IMAGES, "y": np.eye(3, dtype=int)},
@@ -135,7 +135,7 @@ def test_a_file_that_python_2_wrote_is_read_without_a_word(tmp_path: Path) -> No
 
 def test_objects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        qualms.QualmsError, match=r"set\.npz is cut or not a \.npz file of plain numbers"
+        qualms.QualmsError, match=r"set\.npz is truncated or not a \.npz file of plain numbers"
     ):
         npz(tmp_path, x=np.array([{"a": 1}], object))
 
@@ -145,7 +145,7 @@ def test_cut_and_false_files(tmp_path: Path) -> None:
     whole = (tmp_path / "set.npz").read_bytes()
     for content in (whole[:-10], whole[:100], b"", b"hello"):
         (tmp_path / "set.npz").write_bytes(content)
-        with pytest.raises(qualms.QualmsError, match=r"set\.npz is cut or not"):
+        with pytest.raises(qualms.QualmsError, match=r"set\.npz is truncated or not"):
             load("set.npz", tmp_path)
 
 
@@ -155,5 +155,5 @@ def test_a_header_that_promises_the_world_costs_nothing(tmp_path: Path) -> None:
     np.lib.format.write_array_header_1_0(header, described)
     with zipfile.ZipFile(tmp_path / "set.npz", "w") as file:
         file.writestr("x.npy", header.getvalue() + bytes(100))
-    with pytest.raises(qualms.QualmsError, match=r"set\.npz is cut or not"):
+    with pytest.raises(qualms.QualmsError, match=r"set\.npz is truncated or not"):
         load("set.npz", tmp_path)

@@ -255,7 +255,7 @@ def test_a_pickle_cannot_change_what_it_is_given(
 )
 def test_a_pickle_that_promises_the_world_costs_nothing(content: bytes, tmp_path: Path) -> None:
     path = write_cifar10(tmp_path, content)
-    with pytest.raises(qualms.QualmsError, match=rf"{path} is (cut|refused)"):
+    with pytest.raises(qualms.QualmsError, match=rf"{path} is (truncated|refused)"):
         load("cifar10", tmp_path)
 
 
@@ -268,9 +268,9 @@ def test_what_is_not_cifar_is_named(tmp_path: Path) -> None:
         return str(error.value)
 
     rows = IMAGES.reshape(COUNT, -1)
-    assert "cut or not a pickle" in message(pickle.dumps(cifar_dict())[:-30])
-    assert "cut or not a pickle" in message(b"")
-    assert "cut or not a pickle" in message(b"hello")
+    assert "truncated or not a pickle" in message(pickle.dumps(cifar_dict())[:-30])
+    assert "truncated or not a pickle" in message(b"")
+    assert "truncated or not a pickle" in message(b"hello")
     assert "holds no dictionary" in message([1])
     assert "no bytes of shape (n, 3072)" in message(cifar_dict() | {"data": rows[:, 1:]})
     assert "no bytes of shape (n, 3072)" in message(cifar_dict() | {"data": rows.astype(float)})
@@ -280,7 +280,7 @@ def test_what_is_not_cifar_is_named(tmp_path: Path) -> None:
     assert "under 'labels'" in message(cifar_dict() | {"labels": [2**70, 1, 1]})
     assert "float64 of shape (3,)" in message(cifar_dict() | {"labels": np.array([0.0, 1.0, 2.0])})
     assert "3 images and 2 labels" in message(cifar_dict() | {"labels": [1, 2]})
-    assert "from 0 to 10, and classes are counted 0 to 9" in message(
+    assert "from 0 to 10, and classes are numbered 0 to 9" in message(
         cifar_dict() | {"labels": [0, 10, 1]}
     )
     assert "from -1 to 2" in message(cifar_dict() | {"labels": [0, -1, 2]})

@@ -57,7 +57,7 @@ def png(rows: bytes, wide: int, high: int, interlaced: int = 0) -> bytes:
 def test_a_png_without_its_last_rows_is_not_read_as_black() -> None:
     row = b"\0" + bytes([200] * 8)
     assert decode_image(png(row * 6, 8, 6), "a.png")[0].getextrema() == ((200, 200),) * 3
-    with pytest.raises(Unreadable, match="cut or not an image"):
+    with pytest.raises(Unreadable, match="truncated or not an image"):
         decode_image(png(row * 4, 8, 6), "a.png")
     black = b"\0" + bytes(8)
     assert decode_image(png(row * 5 + black, 8, 6), "a.png")[0].getpixel((0, 5)) == (0, 0, 0), (
@@ -92,7 +92,8 @@ def test_a_npz_file_cannot_claim_more_than_it_holds(tmp_path: Path) -> None:
         lambda: open_source(str(path), None, None).first(),
     ):
         with pytest.raises(
-            qualms.QualmsError, match=r"cut or not a \.npz file of plain numbers \(BadZipFile\)"
+            qualms.QualmsError,
+            match=r"truncated or not a \.npz file of plain numbers \(BadZipFile\)",
         ):
             read_it()
 
@@ -269,7 +270,7 @@ def test_shards_that_are_damaged_are_named(tmp_path: Path) -> None:
         rejected_in,
     ):
         with pytest.raises(
-            qualms.QualmsError, match=r"shard-00000\.parquet is cut or not a parquet file"
+            qualms.QualmsError, match=r"shard-00000\.parquet is truncated or not a parquet file"
         ):
             read_it(tmp_path)
     _write(shard, {"id": ["a"], "accepted": ["yes"]})

@@ -111,7 +111,9 @@ def test_errors(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"not an image"):
         file.write_bytes(content)
-        with pytest.raises(qualms.QualmsError, match=r"class3/picture\.png is cut or not an image"):
+        with pytest.raises(
+            qualms.QualmsError, match=r"class3/picture\.png is truncated or not an image"
+        ):
             load("things", tmp_path)
     file.unlink()
     with pytest.raises(qualms.QualmsError, match=r"class folder .*class3 holds no images"):

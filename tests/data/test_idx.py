@@ -64,7 +64,7 @@ def test_a_cut_gzip_file(tmp_path: Path) -> None:
     path = write_mnist(tmp_path)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(
-        qualms.QualmsError, match=r"t10k-images-idx3-ubyte\.gz is cut or not a gzip file"
+        qualms.QualmsError, match=r"t10k-images-idx3-ubyte\.gz is truncated or not a gzip file"
     ):
         load("mnist", tmp_path)
 
@@ -107,7 +107,9 @@ def test_labels_that_do_not_fit_the_images(tmp_path: Path) -> None:
     ):
         load("mnist", tmp_path)
     labels.write_bytes(gzip.compress(idx_bytes(np.array([1, 2, 10]))))
-    with pytest.raises(qualms.QualmsError, match="go from 1 to 10, and classes are counted 0 to 9"):
+    with pytest.raises(
+        qualms.QualmsError, match="go from 1 to 10, and classes are numbered 0 to 9"
+    ):
         load("mnist", tmp_path)
 
 

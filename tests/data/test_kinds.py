@@ -115,7 +115,7 @@ def test_conversions_are_counted_and_told(here: Path) -> None:
         "1 image with a palette was converted to color",
         "1 image was transparent in places, which was dropped",
         "1 CMYK image was converted to RGB",
-        "2 files that are not images were passed over (list.csv, notes.txt)",
+        "2 files that are not images were skipped (list.csv, notes.txt)",
     }
     for i in (0, 3, 4):
         assert np.array_equal(gray(found.pixels[i]), gradient()), found.ids[i]
@@ -148,7 +148,8 @@ def test_unreadable_files_are_left_out_with_the_reason(here: Path) -> None:
     (here / "phone.heic").write_bytes(b"....ftypheic")
     (here / "gone.png").symlink_to("nowhere.png")
     with pytest.raises(
-        qualms.QualmsError, match=r"mine/cut\.png is cut or not an image .*; replace or remove it"
+        qualms.QualmsError,
+        match=r"mine/cut\.png is truncated or not an image .*; replace or remove it",
     ):
         load("mine")
     found = load("mine", strict=False)
@@ -156,11 +157,11 @@ def test_unreadable_files_are_left_out_with_the_reason(here: Path) -> None:
     reasons = {one.id: one.reason for one in found.rejected}
     assert reasons["phone.heic"] == "a .heic file, which needs the package pillow-heif"
     assert "No such file" in reasons["gone.png"]
-    assert "cut or not an image" in reasons["cut.png"]
-    assert "cut or not an image" in reasons["text.jpg"]
+    assert "truncated or not an image" in reasons["cut.png"]
+    assert "truncated or not an image" in reasons["text.jpg"]
     (here / "good.png").unlink()
     with pytest.raises(
-        qualms.QualmsError, match=r"none of the 4 images in mine can be read: cut\.png is cut"
+        qualms.QualmsError, match=r"none of the 4 images in mine can be read: cut\.png is truncated"
     ):
         load("mine", strict=False)
 

@@ -57,7 +57,7 @@ def test_errors(tmp_path: Path) -> None:
     file = write_omniglot(tmp_path)
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(
-        qualms.QualmsError, match=r"character01/0001_01\.png is cut or not an image"
+        qualms.QualmsError, match=r"character01/0001_01\.png is truncated or not an image"
     ):
         load("omniglot", tmp_path)
     (tmp_path / "images_background").mkdir()

@@ -73,7 +73,9 @@ def test_a_size_is_taken_while_reading(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match=r"set\.parquet has the columns a and no images"):
         table(tmp_path, a=[1])
-    with pytest.raises(qualms.QualmsError, match=r"row 1 of .*set\.parquet is cut or not an image"):
+    with pytest.raises(
+        qualms.QualmsError, match=r"row 1 of .*set\.parquet is truncated or not an image"
+    ):
         table(tmp_path, image=[FILES[0], b"hello"])
     for column in (["a.png"], [1], [None], [{"path": "a.png"}], [{"bytes": None}]):
         with pytest.raises(
@@ -90,12 +92,12 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match="go from -1 to 1"):
         table(tmp_path, image=FILES, label=[0, 1, -1])
     notes = json.dumps({"info": {"features": {"label": {"names": ["a", "b"]}}}})
-    with pytest.raises(qualms.QualmsError, match="go from 0 to 9, and classes are counted 0 to 1"):
+    with pytest.raises(qualms.QualmsError, match="go from 0 to 9, and classes are numbered 0 to 1"):
         table(tmp_path, {"huggingface": notes}, image=FILES, label=LABELS)
     whole = write_parquet(tmp_path).read_bytes()
     for content in (whole[:-5], whole[:100], b"", b"PAR1"):
         (tmp_path / "things.parquet").write_bytes(content)
         with pytest.raises(
-            qualms.QualmsError, match=r"things\.parquet is cut or not a parquet file"
+            qualms.QualmsError, match=r"things\.parquet is truncated or not a parquet file"
         ):
             load("things.parquet", tmp_path)

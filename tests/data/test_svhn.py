@@ -81,7 +81,7 @@ def test_errors(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (whole[:3000], whole[:50], b"", b"MATLAB 7.3 MAT-file" + bytes(600)):
         path.write_bytes(content)
-        with pytest.raises(qualms.QualmsError, match=r"test_32x32\.mat is cut or not"):
+        with pytest.raises(qualms.QualmsError, match=r"test_32x32\.mat is truncated or not"):
             load("svhn", tmp_path)
     write_svhn(tmp_path, X=IMAGES)
     with pytest.raises(

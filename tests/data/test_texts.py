@@ -160,7 +160,7 @@ def test_what_holds_no_text_is_told(here: Path) -> None:
     assert refused("nowhere.txt").startswith(
         "there is no nowhere.txt in the working directory or data; give a .txt"
     )
-    assert "cut.parquet is cut or not a parquet file" in refused("cut.parquet")
+    assert "cut.parquet is truncated or not a parquet file" in refused("cut.parquet")
     assert "texts.parquet has the columns image, label and no text; name" in refused(
         table(image=[1], label=[2])
     )

@@ -174,7 +174,7 @@ def test_a_source_of_which_nothing_can_be_read_is_an_error(
     (tmp_path / "data" / "b.png").symlink_to("nowhere")
     source = open_source(str(tmp_path / "data"), None, None)
     with pytest.raises(
-        qualms.QualmsError, match=r"no image of .* can be read: a.png is cut or not"
+        qualms.QualmsError, match=r"no image of .* can be read: a.png is truncated or not"
     ):
         score_shards(score, source, tmp_path / "out", {}, 20)
 
@@ -311,12 +311,15 @@ def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("write", "told"),
     [
-        (lambda p: (p / "a.tar").write_bytes(b"nothing" * 200), "a.tar is cut, not a .tar file"),
+        (
+            lambda p: (p / "a.tar").write_bytes(b"nothing" * 200),
+            "a.tar is truncated, not a .tar file",
+        ),
         (
             lambda p: (p / "a.parquet").write_bytes(b"PAR1 no"),
-            "a.parquet is cut or not a parquet file",
+            "a.parquet is truncated or not a parquet file",
         ),
-        (lambda p: (p / "a.npz").write_bytes(b"no"), "a.npz is cut or not a .npz file"),
+        (lambda p: (p / "a.npz").write_bytes(b"no"), "a.npz is truncated or not a .npz file"),
         (
             lambda p: parquet.write_table(pyarrow.table({"y": [1]}), p / "a.parquet"),
             "the columns y and no images",
@@ -385,7 +388,7 @@ def test_a_tar_file_that_seems_to_end_early_is_an_error(damage: str, tmp_path: P
     else:
         del content[second + (0 if damage == "cut between samples" else 100) :]
     place.write_bytes(content)
-    with pytest.raises(qualms.QualmsError, match=r"is cut, not a \.tar file"):
+    with pytest.raises(qualms.QualmsError, match=r"is truncated, not a \.tar file"):
         list(open_source(str(place), None, None).parts(0, 10))
 
 

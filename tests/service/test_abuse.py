@@ -582,7 +582,7 @@ def test_nobody_is_sent_elsewhere(path: str) -> None:
 @pytest.mark.parametrize("content", [b"not an image", png(pixels(0))[:60], b"\x89PNG\r\n\x1a\n"])
 def test_what_pillow_calls_its_errors_is_not_told(content: bytes) -> None:
     found = client().post("/v1/score", files=[("images", ("a.png", content))])
-    assert "a.png is cut or not an image; send PNG" in sentence(
+    assert "a.png is truncated or not an image; send PNG" in sentence(
         (found.status_code, found.text), 422
     )
     assert not TOLD.search(found.text)

@@ -33,7 +33,7 @@ def test_what_is_not_an_image_is_refused_by_name() -> None:
         answer = client().post(
             "/v1/score", files=[("images", ("good.png", whole)), ("images", (name, content))]
         )
-        refused(answer, 422, f"{name} is cut or not an image")
+        refused(answer, 422, f"{name} is truncated or not an image")
 
 
 def test_formats_that_start_other_programs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_an_error_repeats_no_more_than_a_few_words(length: int) -> None:
         (ask.post("/v1/score", json={"images": [[[0]]], name: 0}), " is not as it should be"),
         (
             ask.post("/v1/score", files=[("images", (name, b"not an image"))]),
-            " is cut or not an image",
+            " is truncated or not an image",
         ),
         (ask.post("/v2/models/digits/infer", json=wrong), "'; choose from"),
     ):

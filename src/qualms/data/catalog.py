@@ -4,15 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from qualms.data.bundled import read_digits, read_letters, read_photos
 from qualms.data.cifar import read_cifar10, read_cifar100
-from qualms.data.digits import read_digits
 from qualms.data.folder import read_lsun
 from qualms.data.idx import read_fashion_mnist, read_mnist
 from qualms.data.images import Images
-from qualms.data.letters import read_letters
 from qualms.data.normalization import Normalization
 from qualms.data.omniglot import read_omniglot
-from qualms.data.photos import read_photos
 from qualms.data.svhn import read_svhn
 
 
@@ -20,8 +18,14 @@ from qualms.data.svhn import read_svhn
 class Dataset:
     """How a dataset is read, what comes out, and where it is published.
 
-    `classes` is None where the files decide it. `normalization` is the usual one: networks differ
-    in theirs. `package` is where it comes from if it needs no file.
+    Args:
+        read: the folder of datasets and a split in, the images out.
+        classes: how many there are; None where the files decide it.
+        channels: of the images.
+        size: of the images, in pixels.
+        normalization: the usual one; networks differ in theirs.
+        get: what to do to have the files.
+        package: where the images come from if they need no file.
     """
 
     read: Callable[[Path, str], Images]
@@ -43,37 +47,46 @@ DIGITS = Normalization((0.3053,), (0.3760,))
 DATASETS: dict[str, Dataset] = {
     "mnist": Dataset(
         read_mnist, 10, 1, 28, MNIST,
-        "get the four files from https://github.com/cvdfoundation/mnist and put them into MNIST/raw",
+        "get the four files from https://github.com/cvdfoundation/mnist "
+        "and put them into MNIST/raw",
     ),
     "fashion-mnist": Dataset(
         read_fashion_mnist, 10, 1, 28, FASHION,
-        "get the four files from https://github.com/zalandoresearch/fashion-mnist and put them into FashionMNIST/raw",
+        "get the four files from https://github.com/zalandoresearch/fashion-mnist "
+        "and put them into FashionMNIST/raw",
     ),
     "cifar10": Dataset(
         read_cifar10, 10, 3, 32, CIFAR10,
-        "get the Python version from https://www.cs.toronto.edu/~kriz/cifar.html and unpack it to cifar-10-batches-py",
+        "get the Python version from https://www.cs.toronto.edu/~kriz/cifar.html "
+        "and unpack it to cifar-10-batches-py",
     ),
     "cifar100": Dataset(
         read_cifar100, 100, 3, 32, CIFAR100,
-        "get the Python version from https://www.cs.toronto.edu/~kriz/cifar.html and unpack it to cifar-100-python",
+        "get the Python version from https://www.cs.toronto.edu/~kriz/cifar.html "
+        "and unpack it to cifar-100-python",
     ),
     "svhn": Dataset(
         read_svhn, 10, 3, 32, HALF,
-        "get train_32x32.mat and test_32x32.mat from http://ufldl.stanford.edu/housenumbers and put them into svhn",
+        "get train_32x32.mat and test_32x32.mat from http://ufldl.stanford.edu/housenumbers "
+        "and put them into svhn",
     ),
     "omniglot": Dataset(
         read_omniglot, None, 1, 28, MNIST,
-        "get images_background.zip and images_evaluation.zip from https://github.com/brendenlake/omniglot and unpack "
-        "them to omniglot-py",
+        "get images_background.zip and images_evaluation.zip from "
+        "https://github.com/brendenlake/omniglot and unpack them to omniglot-py",
     ),
     "lsun": Dataset(
         read_lsun, None, 3, 32, CIFAR10,
-        "get LSUN (resize) from https://github.com/facebookresearch/odin, or any images of https://www.yf.io/p/lsun, "
-        "and unpack them to LSUN_resize",
+        "get LSUN (resize) from https://github.com/facebookresearch/odin, or any images of "
+        "https://www.yf.io/p/lsun, and unpack them to LSUN_resize",
     ),
-    "digits": Dataset(read_digits, 10, 1, 8, DIGITS, "they come with scikit-learn", "scikit-learn"),
+    "digits": Dataset(
+        read_digits, 10, 1, 8, DIGITS, "they come with scikit-learn", "scikit-learn"
+    ),
     "letters": Dataset(read_letters, 52, 1, 28, MNIST, "they come with Pillow", "Pillow"),
-    "photos": Dataset(read_photos, 2, 3, 32, CIFAR10, "they come with scikit-learn", "scikit-learn"),
+    "photos": Dataset(
+        read_photos, 2, 3, 32, CIFAR10, "they come with scikit-learn", "scikit-learn"
+    ),
 }  # fmt: skip
 """The datasets that `load` knows by name.
 

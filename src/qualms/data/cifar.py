@@ -1,72 +1,127 @@
-"""CIFAR-10 and CIFAR-100: the Python version of the published files, which is pickles."""
+"""CIFAR-10 and CIFAR-100: the Python version of the published files.
 
+Each file is a pickle of a dictionary. Under `data` it has the images as bytes [n, 3072], each row
+all reds of an image, then all greens, then all blues; the labels are a list under `labels`
+(CIFAR-10) or `fine_labels` (CIFAR-100). Keys are bytes in pickles that Python 2 wrote.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from qualms.data.class_names import CIFAR10, CIFAR100
 from qualms.data.images import Images, build_images
 from qualms.data.pickles import read_pickle
 from qualms.data.places import find_first
 from qualms.errors import QualmsError
 
-CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CIFAR100 = tuple(
-    """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
-    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
-    motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
-    poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
-    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
-    wardrobe whale willow_tree wolf woman worm""".split()  # noqa: SIM905 (a hundred quotes are no easier to read)
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a dataset's images and labels are."""
+
+    name: str
+    folder: str
+    files: dict[str, list[str]]  # by split
+    label_key: str
+    classes: tuple[str, ...]
+
+
+_CIFAR10 = _Layout(
+    "cifar10",
+    "cifar-10-batches-py",
+    {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]},
+    "labels",
+    CIFAR10,
 )
-BATCHES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
+_CIFAR100 = _Layout(
+    "cifar100",
+    "cifar-100-python",
+    {"train": ["train"], "test": ["test"]},
+    "fine_labels",
+    CIFAR100,
+)
 
 
 def read_cifar10(root: Path, split: str) -> Images:
-    """Ten kinds of things; the training images are in five files."""
-    return _read(root, "cifar-10-batches-py", BATCHES[split], "labels", "cifar10", CIFAR10)
+    """CIFAR-10, ten kinds of things; the training images are in five files.
+
+    Args:
+        root: the folder that holds `cifar-10-batches-py`.
+        split: "train" or "test".
+
+    Returns:
+        Color images [n, 3, 32, 32].
+    """
+    return _read(root, split, _CIFAR10)
 
 
 def read_cifar100(root: Path, split: str) -> Images:
-    """A hundred kinds of things, the fine labels."""
-    return _read(root, "cifar-100-python", [split], "fine_labels", "cifar100", CIFAR100)
+    """CIFAR-100, a hundred kinds of things, with the fine labels.
+
+    Args:
+        root: the folder that holds `cifar-100-python`.
+        split: "train" or "test".
+
+    Returns:
+        Color images [n, 3, 32, 32].
+    """
+    return _read(root, split, _CIFAR100)
 
 
-def _read(
-    root: Path, folder: str, files: list[str], key: str, name: str, classes: tuple[str, ...]
-) -> Images:
-    paths = [find_first([root / folder / file], file) for file in files]
-    batches = [_batch(path, key, name, classes) for path in paths]
-    pixels, labels = (np.concatenate(part) for part in zip(*batches, strict=True))
-    return build_images(name, root / folder, pixels, labels, classes)
+def _read(root: Path, split: str, layout: _Layout) -> Images:
+    folder = root / layout.folder
+    # All files are looked for before the first is read.
+    paths = [find_first([folder / file], file) for file in layout.files[split]]
+    pixels, labels = [], []
+    for path in paths:
+        batch = _read_batch(path, layout)
+        assert batch.labels is not None
+        pixels.append(batch.pixels.numpy())
+        labels.append(batch.labels.numpy())
+    every_pixel, every_label = np.concatenate(pixels), np.concatenate(labels)
+    return build_images(layout.name, folder, every_pixel, every_label, layout.classes)
 
 
-def _batch(
-    path: Path, key: str, name: str, classes: tuple[str, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    found = read_pickle(path)
-    if not isinstance(found, dict):
-        raise QualmsError(f"{path} holds no dictionary, and CIFAR's files do; get it again.")
-    by_name = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in found.items()}
-    data, labels = by_name.get("data"), by_name.get(key)
-    if (
-        not isinstance(data, np.ndarray)
-        or data.ndim != 2
-        or data.shape[1] != 3072
-        or data.dtype != np.uint8
-    ):
+def _read_batch(path: Path, layout: _Layout) -> Images:
+    """The images of one file."""
+    content = read_pickle(path)
+    if not isinstance(content, dict):
+        raise QualmsError(f"{path} holds no dictionary, as CIFAR's files do; download it again.")
+    entries = {_decode_key(key): value for key, value in content.items()}
+    data: Any = entries.get("data")
+    if not _is_byte_table(data):
         raise QualmsError(
-            f"{path} has no bytes of shape (n, 3072) under 'data', as CIFAR's files have; get it again."
+            f"{path} has no bytes of shape (n, 3072) under 'data', as CIFAR's files have; "
+            "download it again."
         )
-    if isinstance(labels, list) and all(
-        type(label) is int and abs(label) < 2**63 for label in labels
-    ):
+    labels = entries.get(layout.label_key)
+    if _is_integer_list(labels):
         labels = np.array(labels, np.int64)
     if not isinstance(labels, np.ndarray):
         raise QualmsError(
-            f"{path} has no list of whole numbers under '{key}', as CIFAR's files have; get it again."
+            f"{path} has no list of whole numbers under '{layout.label_key}', as CIFAR's files "
+            "have; download it again."
         )
-    # Each row is all the reds of an image, then all the greens, then all the blues.
-    batch = build_images(name, path, data.reshape(-1, 3, 32, 32), labels, classes)
-    assert batch.labels is not None
-    return batch.pixels.numpy(), batch.labels.numpy()
+    pixels = data.reshape(-1, 3, 32, 32)
+    return build_images(layout.name, path, pixels, labels, layout.classes)
+
+
+def _decode_key(key: Any) -> Any:
+    return key.decode("latin1") if isinstance(key, bytes) else key
+
+
+def _is_byte_table(data: Any) -> bool:
+    """Whether these are bytes of shape [n, 3072]."""
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
+        return False
+    return data.ndim == 2 and data.shape[1] == 3072
+
+
+def _is_integer_list(labels: Any) -> bool:
+    """Whether this is a list of whole numbers of 64 bits."""
+    if not isinstance(labels, list):
+        return False
+    return all(type(label) is int and abs(label) < 2**63 for label in labels)

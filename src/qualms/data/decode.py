@@ -1,77 +1,31 @@
-"""The bytes of one image file to pixels in color, and what was done on the way."""
+"""The bytes of one image file to pixels in color, and what was changed on the way."""
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from qualms.data.places import import_extra
-from qualms.data.png import require_whole
-from qualms.errors import QualmsError
+from qualms.data.png import require_complete_png
+from qualms.errors import QualmsError, explain_failure
+
+T = TypeVar("T")
 
 ORIENTATION = 0x0112  # the number of that tag in EXIF
-UPRIGHT = {  # what undoes each orientation, by Pillow's names
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
+TURNED = range(2, 9)  # the values of it that are not upright
 
+# Room is made for as many pixels as a header claims, so it is believed only up to what a file of
+# its length can hold: so many pixels in any file, and so many for each byte. PNG can have 8,000 of
+# one bit in a byte. Blank pages as WEBP or TIFF can have more, and are refused if they are large.
+MIN_BELIEVED_PIXELS = 2**25
+BELIEVED_PIXELS_PER_BYTE = 10_000
+SCALE_BLOCK = 2**20  # numbers that are scaled together
 
-# Pixels that a file may claim, whatever its length, and for each byte of it: PNG can have 8,000 of
-# one bit in a byte. Blank pages as WEBP or TIFF can have more, and are refused where they are
-# large: room would be made for any claim.
-ANYWAY, A_BYTE = 2**25, 10_000
-AT_ONCE = 2**20  # numbers that are scaled together
-
-
-class Unreadable(QualmsError):
-    """An image or text that cannot be read; `reason` goes on from "it is", and `plain` leaves out
-    what was raised.
-    """
-
-    def __init__(self, where: str, reason: str, raised: Exception | None = None) -> None:
-        self.plain = reason
-        self.reason = reason if raised is None else f"{reason} ({type(raised).__name__})"
-        super().__init__(f"{where} is {self.reason}; replace or remove it.")
-
-
-class TooLarge(Unreadable):
-    """An image of more pixels than are read; nothing of it was decoded."""
-
-
-def decode_image(
-    content: bytes, where: str, *, formats: Sequence[str] | None = None, most: int | None = None
-) -> tuple[Any, list[str]]:
-    """The first frame of an image file as Pillow's image in mode RGB, upright, and what was done:
-    keys of `DONE`.
-
-    Args:
-        content: the file's bytes.
-        where: what errors call it.
-        formats: the file formats that are read, by Pillow's names; all by default.
-        most: the number of pixels that are read, if it is lower than Pillow's own limit.
-    """
-    image, done = _read(content, where, formats, most)
-    turn = UPRIGHT.get(_orientation(image))
-    if turn is not None:
-        image = image.transpose(pillow().Transpose[turn])
-        done.append("orientation")
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-        image = _scaled(image, where)
-        done.append("more bits")
-    image = _in_color(image, where, done)
-    return image, list(dict.fromkeys(done))
-
-
-# What can be done to an image, and how it is told of so many of them.
-DONE = {
+# What can be changed in an image, and the sentence about so many of them.
+CHANGES = {
     "frames": "{n} {images} {have} several frames, of which the first was read",
     "orientation": "{n} {images} {were} turned upright, as the EXIF orientation says",
     "more bits": "{n} {images} {were} scaled from more than 8 bits to 8",
@@ -83,9 +37,27 @@ DONE = {
 }
 
 
-def open_image(content: bytes, where: str) -> Any:
-    """One image as Pillow has it, with all the pixels of its first frame read."""
-    return _read(content, where)[0]
+class Unreadable(QualmsError):
+    """An image or text that cannot be read.
+
+    Args:
+        where: what the error calls it.
+        reason: why, so that it completes the sentence "it is …".
+        error: what a library raised, if anything.
+
+    Attributes:
+        plain: the reason alone.
+        reason: the reason, with the name of what was raised.
+    """
+
+    def __init__(self, where: str, reason: str, error: Exception | None = None) -> None:
+        self.plain = reason
+        self.reason = reason if error is None else f"{reason} ({type(error).__name__})"
+        super().__init__(f"{where} is {self.reason}; replace or remove it.")
+
+
+class TooLarge(Unreadable):
+    """An image of more pixels than are read; nothing of it was decoded."""
 
 
 def pillow() -> Any:
@@ -93,42 +65,118 @@ def pillow() -> Any:
     return import_extra("PIL.Image", "pillow", "images")
 
 
-def _read(
-    content: bytes, where: str, formats: Sequence[str] | None = None, most: int | None = None
+def decode_image(
+    content: bytes, where: str, *, formats: Sequence[str] | None = None, most: int | None = None
 ) -> tuple[Any, list[str]]:
+    """The first frame of an image file, upright and in color.
+
+    Args:
+        content: the file's bytes.
+        where: what errors call it.
+        formats: the file formats that are read, by Pillow's names; all by default.
+        most: the number of pixels that are read, if it is lower than Pillow's own limit.
+
+    Returns:
+        Pillow's image in mode RGB, and what was changed: keys of `CHANGES`.
+
+    Raises:
+        Unreadable: if the file is truncated, damaged or no image.
+        TooLarge: if its header claims too many pixels.
+    """
+    image, changes = _open(content, where, formats, most)
+    orientation = _read_metadata(lambda: int(image.getexif().get(ORIENTATION, 1)), 1)
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        image = _scale_to_bytes(image, where)
+        changes.append("more bits")
+    image = _convert_to_rgb(image, where, changes)
+    if orientation in TURNED:
+        _turn_upright(image, orientation)
+        changes.append("orientation")
+    return image, list(dict.fromkeys(changes))
+
+
+def open_image(content: bytes, where: str) -> Any:
+    """An image in Pillow's own mode, with all pixels of its first frame read.
+
+    Args:
+        content: the file's bytes.
+        where: what errors call it.
+    """
+    image, _ = _open(content, where, None, None)
+    return image
+
+
+def describe_changes(counts: Mapping[str, int]) -> list[str]:
+    """Sentences about what was changed.
+
+    Args:
+        counts: for keys of `CHANGES`, the number of images.
+    """
+    sentences = []
+    for change, template in CHANGES.items():
+        count = counts.get(change, 0)
+        if count == 1:
+            sentences.append(template.format(n=1, images="image", were="was", have="has"))
+        elif count:
+            sentences.append(template.format(n=count, images="images", were="were", have="have"))
+    return sentences
+
+
+def _open(
+    content: bytes, where: str, formats: Sequence[str] | None, most: int | None
+) -> tuple[Any, list[str]]:
+    """Pillow's image with its pixels read, and the changes that the pixels no longer show.
+
+    Args:
+        content: the file's bytes.
+        where: what errors call it.
+        formats: the file formats that are read, by Pillow's names; None for all.
+        most: the number of pixels that are read; None for Pillow's own limit.
+    """
     library = pillow()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about sizes below the limit, and notes inside the file that are damaged
-            image = library.open(BytesIO(content), formats=formats)
-            # Once the pixels are there, both can no longer be told.
-            done = ["frames"] if _has_frames(image) else []
-            done += (
-                ["more bits"]
-                if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ()))
-                else []
-            )
-            if most is not None and image.width * image.height > most:
-                raise _too_large(where, image.width * image.height, most)
-            believed = max(ANYWAY, A_BYTE * len(content))
-            if image.width * image.height > believed:
-                claim = f"its header claims {image.width * image.height:,} pixels in {len(content):,} bytes"
-                raise Unreadable(
-                    where, f"too large for its length: {claim}, and at most {believed:,} are read"
-                )
-            image.load()
-            if image.format == "PNG":
-                require_whole(content, image)
-    except library.DecompressionBombError as error:
-        claimed, limit = (int(number) for number in re.findall(r"\d+", str(error))[:2])
-        raise _too_large(where, claimed, limit) from None
-    except (Unreadable, MemoryError):  # that memory runs out says nothing of the file
-        raise
-    except Exception as error:  # Pillow raises whatever comes up
-        raise Unreadable(where, "cut or not an image", error) from None
-    return image, done
+
+    def explain(error: Exception) -> Unreadable:
+        if isinstance(error, library.DecompressionBombError):
+            claimed, limit = re.findall(r"\d+", str(error))[:2]
+            return _too_large(where, int(claimed), int(limit))
+        return Unreadable(where, "truncated or not an image", error)
+
+    # That memory runs out says nothing about the file.
+    with warnings.catch_warnings(), explain_failure(explain, let_through=(MemoryError,)):
+        # About sizes below the limit, and metadata that is damaged.
+        warnings.simplefilter("ignore")
+        image = library.open(BytesIO(content), formats=formats)
+        changes = []
+        if _has_frames(image):
+            changes.append("frames")
+        if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())):
+            changes.append("more bits")
+        _require_size(image, where, len(content), most)
+        image.load()
+        if image.format == "PNG":
+            require_complete_png(content, image)
+    return image, changes
+
+
+def _require_size(image: Any, where: str, length: int, most: int | None) -> None:
+    """Raise if a header claims more pixels than are read, or than its file can hold.
+
+    Args:
+        image: Pillow's, of which only the header was read.
+        where: what errors call it.
+        length: of the file, in bytes.
+        most: the number of pixels that are read.
+    """
+    claimed = image.width * image.height
+    if most is not None and claimed > most:
+        raise _too_large(where, claimed, most)
+    believed = max(MIN_BELIEVED_PIXELS, BELIEVED_PIXELS_PER_BYTE * length)
+    if claimed > believed:
+        raise Unreadable(
+            where,
+            f"too large for its length: its header claims {claimed:,} pixels in {length:,} bytes, "
+            f"and at most {believed:,} are read",
+        )
 
 
 def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
@@ -137,80 +185,87 @@ def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
     )
 
 
-def many(count: int, template: str) -> str:
-    """A sentence of `DONE` about so many images."""
-    one = count == 1
-    words = {
-        "images": "image" if one else "images",
-        "were": "was" if one else "were",
-        "have": "has" if one else "have",
-    }
-    return template.format(n=count, **words)
-
-
-def told(done: Iterable[tuple[str, int]]) -> list[str]:
-    """What was done, each with the number of images, in sentences."""
-    counts = dict(done)
-    return [many(counts[what], template) for what, template in DONE.items() if counts.get(what)]
+def _read_metadata(read: Callable[[], T], default: T) -> T:
+    """What a file's metadata says; the default where it is damaged, which the pixels survive."""
+    try:
+        return read()
+    except Exception:  # Pillow raises whatever damaged bytes lead to
+        return default
 
 
 def _has_frames(image: Any) -> bool:
-    """Whether there is a second frame; their number is not asked for, since to count them all of
-    them are visited.
-    """
+    """Whether there is a second frame. To count frames, all of them would be visited."""
     first = image.tell()
-    try:
-        return bool(getattr(image, "is_animated", False))
-    except Exception:  # of frames that nobody asked for
-        return False
-    finally:
-        if image.tell() != first:  # else another frame would be read, of another size
-            image.seek(first)
+    is_animated = _read_metadata(lambda: bool(getattr(image, "is_animated", False)), False)
+    if image.tell() != first:  # else another frame would be read, of another size
+        image.seek(first)
+    return is_animated
 
 
-def _orientation(image: Any) -> int:
-    try:
-        return int(image.getexif().get(ORIENTATION, 1))
-    except Exception:  # damaged notes do not make the pixels worse
-        return 1
+def _turn_upright(image: Any, orientation: int) -> None:
+    """Rotate and mirror an image in place.
+
+    Args:
+        image: Pillow's, whose metadata is no longer needed.
+        orientation: EXIF's.
+    """
+    # Nothing else stays in the metadata: Pillow would write it anew, and fail where it is damaged.
+    image.info.clear()
+    image.getexif()[ORIENTATION] = orientation
+    import_extra("PIL.ImageOps", "pillow", "images").exif_transpose(image, in_place=True)
 
 
-def _scaled(image: Any, where: str) -> Any:
-    """Gray of more than 8 bits, scaled to 8 and not cut off: 16 bits by 257, so that white stays
-    white.
+def _scale_to_bytes(image: Any, where: str) -> Any:
+    """Gray of more than 8 bits, scaled to 8: 16 bits are divided by 257, so that white stays white.
+
+    Args:
+        image: Pillow's, of one channel.
+        where: what errors call it.
     """
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
-    most = 1.0 if image.mode == "F" else 65535.0
-    if not (low >= 0 and high <= most):
+    white = 1.0 if image.mode == "F" else 65535.0
+    if not (low >= 0 and high <= white):
         raise Unreadable(
             where,
-            f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {most:g} can be scaled to bytes",
+            f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {white:g} can be "
+            "scaled to bytes",
         )
     scaled = np.empty(values.size, np.uint8)
-    for start in range(0, values.size, AT_ONCE):
-        some = values.reshape(-1)[start : start + AT_ONCE].astype(np.float64)
-        scaled[start : start + AT_ONCE] = np.rint(some * (255 / most))
+    flat = values.reshape(-1)
+    for start in range(0, values.size, SCALE_BLOCK):  # so that no copy in float64 is large
+        block = slice(start, start + SCALE_BLOCK)
+        scaled[block] = np.rint(flat[block].astype(np.float64) * (255 / white))
     return pillow().fromarray(scaled.reshape(values.shape))
 
 
-def _in_color(image: Any, where: str, done: list[str]) -> Any:
+def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
+    """The image in mode RGB.
+
+    Args:
+        image: Pillow's, of at most 8 bits.
+        where: what errors call it.
+        changes: where what is changed is added.
+    """
     mode = image.mode
     if mode in ("P", "PA"):
-        done.append("palette")
-        image = image.convert(
-            "RGBA"
-        )  # a palette may hold transparency, which RGB alone warns about
+        changes.append("palette")
+        # A palette may hold transparency, which a conversion to RGB alone would warn about.
+        image = image.convert("RGBA")
     elif mode in ("1", "L", "LA", "La"):
-        done.append("grayscale")
+        changes.append("grayscale")
+    elif mode == "CMYK":
+        changes.append("CMYK")
     elif not mode.startswith("RGB"):
-        done.append("CMYK" if mode == "CMYK" else "colors")
+        changes.append("colors")
     if mode in ("La", "RGBa"):
         image = image.convert(f"{mode[:-1]}A")
     if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] < 255:
-        done.append("transparency")
+        changes.append("transparency")
     image.info.pop("transparency", None)  # one color that stands for none: it stays that color
+    if image.mode == "RGB":
+        return image
     try:
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return image.convert("RGB")
     except ValueError:
         raise Unreadable(where, f"an image in colors that cannot become RGB ({mode})") from None

@@ -1,8 +1,12 @@
-"""Image files: one alone, a flat folder, or one folder for each class."""
+"""Image files: one alone, a flat folder, or one folder for each class.
+
+A folder may have folders for splits, `train` and `test` (or `val`, `validation`), around all that.
+Classes are the folders' sorted names. Hidden files are skipped.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from itertools import islice
@@ -12,180 +16,246 @@ from qualms.data.decode import Unreadable, pillow
 from qualms.data.image_transform import ImageTransform
 from qualms.data.images import Images, build_images
 from qualms.data.places import find_first
-from qualms.data.reading import File, Read, read_images
+from qualms.data.reading import File, read_images
 from qualms.errors import QualmsError
 
 SPLIT_FOLDERS = {"train": ("train",), "test": ("test", "val", "validation")}
 LSUN_FOLDERS = ("lsun", "LSUN", "LSUN_resize", "lsun_resize", "LSUN_test")
 NO_IMAGES = {"BUFR", "GRIB", "HDF5", "MPEG"}  # formats that Pillow recognizes and cannot decode
-# Images that Pillow does not read by itself, and the package that teaches it to.
+# Images that Pillow does not read by itself, and the package that teaches it to, if there is one.
 FOREIGN = {
-    **dict.fromkeys((".heic", ".heif"), "pillow-heif"),
+    ".heic": "pillow-heif",
+    ".heif": "pillow-heif",
     ".avif": "pillow-avif-plugin",
     ".jxl": "pillow-jxl-plugin",
-    **dict.fromkeys(
-        (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2", ".svg", ".exr"), ""
-    ),
+    **dict.fromkeys((".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2"), ""),
+    ".svg": "",
+    ".exr": "",
 }
-
-
-def read_lsun(root: Path, split: str) -> Images:
-    """Rooms and buildings, 32x32: images that a network for CIFAR does not know. Its folders are
-    its classes.
-    """
-    path = find_first(
-        (root / folder for folder in LSUN_FOLDERS), f"folder {' or '.join(LSUN_FOLDERS)}"
-    )
-    return read_folder(path, split, "lsun", ImageTransform((32, 32), by="as CIFAR's are"))
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The image files of a folder in order, with the class of each if there is a folder for each
-    class.
+    """The image files of a folder, in order.
+
+    Args:
+        path: the folder.
+        files: the images in it.
+        labels: the class of each image; None if there are no folders for classes.
+        classes: their names.
+        others: the files that are no images.
     """
 
     path: Path
     files: list[Path]
     labels: list[int] | None
     classes: tuple[str, ...]
-    passed: list[Path]  # what is no image
+    others: list[Path]
 
     def to_read(self, start: int = 0) -> Iterator[File]:
-        """The files as a reader takes them, from a place on."""
-        return (_file(self.path, file) for file in islice(self.files, start, None))
+        """The files as a reader takes them, from a position on."""
+        for file in islice(self.files, start, None):
+            yield _as_file(self.path, file)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """What is directly in a folder, without what is hidden."""
+
+    folders: list[Path]
+    images: list[Path]
+    others: list[Path]
+
+
+def read_lsun(root: Path, split: str) -> Images:
+    """LSUN, rooms and buildings: images that a network for CIFAR does not know.
+
+    Args:
+        root: the folder of datasets; the images are in one of `LSUN_FOLDERS`.
+        split: "train" or "test", if there are folders for splits.
+
+    Returns:
+        Color images [n, 3, 32, 32]; its folders are its classes.
+    """
+    places = [root / folder for folder in LSUN_FOLDERS]
+    path = find_first(places, f"folder {' or '.join(LSUN_FOLDERS)}")
+    return read_folder(path, split, "lsun", ImageTransform((32, 32), by="as CIFAR's are"))
 
 
 def read_folder(
-    path: Path, split: str, name: str, fit: ImageTransform | None = None, strict: bool = True
-) -> Images:
-    """All the images in a folder, by their sorted names; in its folder for the split, if it has
-    one.
-    """
-    found = list_folder(path, split)
-    read = read_images(list(found.to_read()), found.path, fit, strict)
-    return _images(name, found.path, found.files, found.labels, found.classes, found.passed, read)
-
-
-def list_folder(path: Path, split: str) -> Listing:
-    """The image files of a folder by their sorted names; in its folder for the split, if it has
-    one.
-    """
-    path = _of_split(path, split)
-    folders, loose, passed = _entries(path)
-    if not folders:
-        return Listing(path, loose, None, (), passed)
-    if loose:
-        raise QualmsError(
-            f"{path} holds images both loose ({loose[0].name}) and in folders ({folders[0].name}); keep one of the two."
-        )
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, folder in enumerate(folders):
-        inside, more = _below(folder)
-        if not inside:
-            # Leaving it out would count the classes after it differently from a split where it has
-            # images.
-            raise QualmsError(f"the class folder {folder} holds no images; fill it, or remove it.")
-        files += inside
-        labels += [label] * len(inside)
-        passed += more
-    return Listing(path, files, labels, tuple(folder.name for folder in folders), passed)
-
-
-def read_file(path: Path, name: str, fit: ImageTransform | None = None) -> Images:
-    """One image."""
-    return _images(
-        name,
-        path,
-        [path],
-        None,
-        (),
-        [],
-        read_images([_file(path.parent, path)], path, fit, strict=True),
-    )
-
-
-def is_image(path: Path) -> bool:
-    """Whether a file is an image by the ending of its name, whether or not it can be read here."""
-    return path.suffix.lower() in endings() | FOREIGN.keys() and (
-        path.is_file() or path.is_symlink()
-    )
-
-
-def _images(
-    name: str,
     path: Path,
-    files: list[Path],
-    labels: list[int] | None,
-    classes: tuple[str, ...],
-    passed: list[Path],
-    read: Read,
+    split: str,
+    name: str,
+    transform: ImageTransform | None = None,
+    strict: bool = True,
 ) -> Images:
-    kept = [files[place] for place in read.kept]
-    alone = files == [path]
+    """All images in a folder, by their sorted names.
+
+    Args:
+        path: the folder; if it has one for the split, that is read.
+        split: "train" or "test".
+        name: of the images.
+        transform: how each image is resized; None leaves them in one size.
+        strict: whether an image that cannot be read is an error.
+    """
+    listing = list_folder(path, split)
+    return _read_listing(listing, name, transform, strict)
+
+
+def read_file(path: Path, name: str, transform: ImageTransform | None = None) -> Images:
+    """One image.
+
+    Args:
+        path: of the file.
+        name: of the images.
+        transform: how it is resized.
+    """
+    read = read_images([_as_file(path.parent, path)], path, transform, strict=True)
+    images = build_images(name, path, read.pixels, None)
+    source = f"{path} (image file)"
+    return replace(images, ids=(path.name,), source=source, notes=read.notes)
+
+
+def _read_listing(
+    listing: Listing, name: str, transform: ImageTransform | None, strict: bool
+) -> Images:
+    """The images of a folder.
+
+    Args:
+        listing: its files.
+        name: of the images.
+        transform: how each image is resized.
+        strict: whether an image that cannot be read is an error.
+    """
+    path = listing.path
+    read = read_images(list(listing.to_read()), path, transform, strict)
+    labels = None
+    if listing.labels is not None:
+        labels = [listing.labels[i] for i in read.kept]
+    ids = [listing.files[i].relative_to(path).as_posix() for i in read.kept]
     return build_images(
         name,
         path,
         read.pixels,
-        None if labels is None else [labels[place] for place in read.kept],
-        classes,
-        ids=tuple(file.name if alone else file.relative_to(path).as_posix() for file in kept),
-        source=f"{path} (image file)" if alone else f"{path}/ (folder)",
-        notes=(*read.notes, *_passed_over(passed)),
+        labels,
+        listing.classes,
+        ids=tuple(ids),
+        source=f"{path}/ (folder)",
+        notes=(*read.notes, *_skipped_note(listing.others)),
         rejected=read.rejected,
     )
 
 
-def _of_split(path: Path, split: str) -> Path:
-    for folder in SPLIT_FOLDERS[split]:
-        if (path / folder).is_dir():
-            return path / folder
-    every = {name for names in SPLIT_FOLDERS.values() for name in names}
-    folders, _, _ = _entries(path)
-    if folders and all(folder.name in every for folder in folders):
-        # As classes they would be a surprise: this folder holds the other split alone.
-        there = ", ".join(folder.name for folder in folders)
+def list_folder(path: Path, split: str) -> Listing:
+    """The image files of a folder by their sorted names.
+
+    Args:
+        path: the folder; if it has one for the split, that is listed.
+        split: "train" or "test".
+    """
+    path = _split_folder(path, split)
+    entries = _list_entries(path)
+    if not entries.folders:
+        return Listing(path, entries.images, None, (), entries.others)
+    if entries.images:
         raise QualmsError(
-            f"{path} has the folders {there} and none for the split {split}; ask for another split."
+            f"{path} holds images both loose ({entries.images[0].name}) and in folders "
+            f"({entries.folders[0].name}); keep one of the two."
+        )
+    files: list[Path] = []
+    labels: list[int] = []
+    others = entries.others
+    for label, folder in enumerate(entries.folders):
+        inside, more = _list_below(folder)
+        if not inside:
+            # Without it, classes after it would have other numbers than in a split where it has
+            # images.
+            raise QualmsError(f"the class folder {folder} holds no images; fill it, or remove it.")
+        files += inside
+        labels += [label] * len(inside)
+        others += more
+    classes = tuple(folder.name for folder in entries.folders)
+    return Listing(path, files, labels, classes, others)
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file is an image by the ending of its name, whether or not it can be read here."""
+    ending = path.suffix.lower()
+    if ending not in endings() and ending not in FOREIGN:
+        return False
+    return path.is_file() or path.is_symlink()
+
+
+@cache
+def endings() -> frozenset[str]:
+    """The endings of the files that Pillow reads here."""
+    library = pillow()
+    with suppress(ImportError):
+        import_module("pillow_heif").register_heif_opener()
+    readable = set()
+    for ending, kind in library.registered_extensions().items():
+        if kind in library.OPEN and kind not in NO_IMAGES:
+            readable.add(ending)
+    return frozenset(readable)
+
+
+def _split_folder(path: Path, split: str) -> Path:
+    """The folder of a split inside a folder, or the folder itself."""
+    for name in SPLIT_FOLDERS[split]:
+        if (path / name).is_dir():
+            return path / name
+    split_names = {name for names in SPLIT_FOLDERS.values() for name in names}
+    folders = [folder.name for folder in _list_entries(path).folders]
+    if folders and split_names.issuperset(folders):
+        # As classes they would be a surprise: this folder holds the other split alone.
+        raise QualmsError(
+            f"{path} has the folders {', '.join(folders)} and none for the split {split}; "
+            "ask for another split."
         )
     return path
 
 
-def _entries(path: Path) -> tuple[list[Path], list[Path], list[Path]]:
-    """Folders, images and all else, but for what is hidden."""
+def _list_entries(path: Path) -> _Entries:
+    """What is directly in a folder, sorted by name."""
+    entries = _Entries([], [], [])
     try:
-        visible = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+        for entry in sorted(path.iterdir()):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                entries.folders.append(entry)
+            elif is_image(entry):
+                entries.images.append(entry)
+            else:
+                entries.others.append(entry)
     except OSError as error:
         raise QualmsError(
             f"{path} cannot be read ({error.strerror}); check that it is a folder you may read."
         ) from None
-    folders = [entry for entry in visible if entry.is_dir()]
-    images = [entry for entry in visible if entry not in set(folders) and is_image(entry)]
-    known = {*folders, *images}
-    return folders, images, [entry for entry in visible if entry not in known]
+    return entries
 
 
-def _below(folder: Path) -> tuple[list[Path], list[Path]]:
-    # Some sets keep a class's images a folder further down.
-    folders, images, passed = _entries(folder)
-    for inside in folders:
-        more, others = _below(inside)
-        images += more
-        passed += others
-    return images, passed
+def _list_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """All images below a folder, and all other files: some sets have folders inside a class."""
+    entries = _list_entries(folder)
+    images, others = entries.images, entries.others
+    for inside in entries.folders:
+        more_images, more_others = _list_below(inside)
+        images += more_images
+        others += more_others
+    return images, others
 
 
-def _file(path: Path, file: Path) -> File:
-    return File(file.relative_to(path).as_posix(), str(file), partial(_content, file))
+def _as_file(folder: Path, file: Path) -> File:
+    """A file as a reader takes it, by its path inside a folder."""
+    return File(file.relative_to(folder).as_posix(), str(file), partial(_read_content, file))
 
 
-def _content(file: Path) -> bytes:
+def _read_content(file: Path) -> bytes:
     ending = file.suffix.lower()
     if ending not in endings():
-        needs = (
-            f"needs the package {FOREIGN[ending]}" if FOREIGN[ending] else "Pillow does not read"
-        )
+        package = FOREIGN[ending]
+        needs = f"needs the package {package}" if package else "Pillow does not read"
         raise Unreadable(str(file), f"a {ending} file, which {needs}")
     try:
         return file.read_bytes()
@@ -193,24 +263,13 @@ def _content(file: Path) -> bytes:
         raise Unreadable(str(file), f"no file that can be read ({error.strerror})") from None
 
 
-@cache
-def endings() -> frozenset[str]:
-    """Those of the files that Pillow reads here."""
-    library = pillow()
-    with suppress(ImportError):
-        import_module("pillow_heif").register_heif_opener()
-    known = library.registered_extensions()
-    return frozenset(
-        ending for ending, kind in known.items() if kind in library.OPEN and kind not in NO_IMAGES
-    )
-
-
-def _passed_over(files: list[Path]) -> list[str]:
+def _skipped_note(files: list[Path]) -> list[str]:
+    """A sentence about the files that are no images."""
     if not files:
         return []
-    names = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
-    one = len(files) == 1
-    return [
-        f"{len(files)} {'file that is not an image was' if one else 'files that are not images were'} "
-        f"passed over ({names})"
-    ]
+    names = ", ".join(file.name for file in files[:3])
+    if len(files) > 3:
+        names += ", …"
+    if len(files) == 1:
+        return [f"1 file that is not an image was skipped ({names})"]
+    return [f"{len(files)} files that are not images were skipped ({names})"]

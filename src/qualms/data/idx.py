@@ -1,7 +1,8 @@
-"""MNIST and Fashion-MNIST: idx files, as they are or gzipped.
+"""MNIST and Fashion-MNIST: idx files, plain or gzipped.
 
 An idx file is two zero bytes, the type of the numbers (8: bytes), the number of axes, the length of
-each axis in four bytes with the highest first, and then the numbers.
+each axis in four bytes with the highest first, and then the numbers. A split is a file of images
+with three axes, [n, height, width], and one of labels with one axis.
 """
 
 import gzip
@@ -11,72 +12,107 @@ from pathlib import Path
 
 import numpy as np
 
+from qualms.data.class_names import DIGITS, FASHION_MNIST
 from qualms.data.images import Images, build_images
 from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError
 
-DIGITS = tuple("0123456789")
-CLOTHES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
-PREFIX = {"train": "train", "test": "t10k"}
+PREFIX = {"train": "train", "test": "t10k"}  # of the files of a split
+MNIST_FOLDERS = ("MNIST/raw", "MNIST", "mnist/raw", "mnist", ".")
+FASHION_FOLDERS = ("FashionMNIST/raw", "FashionMNIST", "fashion-mnist/raw", "fashion-mnist", ".")
 
 
 def read_mnist(root: Path, split: str) -> Images:
-    """Handwritten digits."""
-    return _read(root, ("MNIST/raw", "MNIST", "mnist/raw", "mnist", "."), split, "mnist", DIGITS)
+    """MNIST, handwritten digits.
+
+    Args:
+        root: the folder of datasets; the files are in it or in one of `MNIST_FOLDERS`.
+        split: "train" or "test".
+
+    Returns:
+        Gray images [n, 1, 28, 28] with ten classes.
+    """
+    images, labels = _find_files(root, MNIST_FOLDERS, split)
+    return _read("mnist", images, labels, DIGITS)
 
 
 def read_fashion_mnist(root: Path, split: str) -> Images:
-    """Pictures of clothes."""
-    folders = ("FashionMNIST/raw", "FashionMNIST", "fashion-mnist/raw", "fashion-mnist", ".")
-    return _read(root, folders, split, "fashion-mnist", CLOTHES)
+    """Fashion-MNIST, pictures of clothes.
+
+    Args:
+        root: the folder of datasets; the files are in it or in one of `FASHION_FOLDERS`.
+        split: "train" or "test".
+
+    Returns:
+        Gray images [n, 1, 28, 28] with ten classes.
+    """
+    images, labels = _find_files(root, FASHION_FOLDERS, split)
+    return _read("fashion-mnist", images, labels, FASHION_MNIST)
 
 
-def _read(
-    root: Path, folders: tuple[str, ...], split: str, name: str, classes: tuple[str, ...]
-) -> Images:
-    images = _find(root, folders, f"{PREFIX[split]}-images", 3)
-    labels = _find(root, folders, f"{PREFIX[split]}-labels", 1)
+def _find_files(root: Path, folders: tuple[str, ...], split: str) -> tuple[Path, Path]:
+    """The file of images and the file of labels."""
+    places = [root / folder for folder in folders]
+    images = _find(places, f"{PREFIX[split]}-images", "idx3-ubyte")
+    labels = _find(places, f"{PREFIX[split]}-labels", "idx1-ubyte")
+    return images, labels
+
+
+def _find(folders: list[Path], stem: str, ending: str) -> Path:
+    """The first file that is there: joined with a hyphen or a dot, gzipped or not."""
+    candidates = []
+    for folder in folders:
+        for joint in "-.":
+            candidates.append(folder / f"{stem}{joint}{ending}.gz")
+            candidates.append(folder / f"{stem}{joint}{ending}")
+    return find_first(candidates, f"{stem}-{ending}[.gz]")
+
+
+def _read(name: str, images: Path, labels: Path, classes: tuple[str, ...]) -> Images:
+    """The images of one split.
+
+    Args:
+        name: of the dataset.
+        images: the file with three axes.
+        labels: the file with one.
+        classes: their names.
+    """
     pixels = read_idx(images, axes=3)[:, None]
-    return build_images(
-        name, f"{images} with {labels.name}", pixels, read_idx(labels, axes=1), classes
-    )
-
-
-def _find(root: Path, folders: tuple[str, ...], stem: str, axes: int) -> Path:
-    spellings = [f"{stem}{joint}idx{axes}-ubyte{end}" for joint in "-." for end in (".gz", "")]
-    return find_first(
-        (root / f / s for f in folders for s in spellings), f"{stem}-idx{axes}-ubyte[.gz]"
-    )
+    where = f"{images} with {labels.name}"
+    return build_images(name, where, pixels, read_idx(labels, axes=1), classes)
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """The bytes of one idx file, in its shape."""
+    """The bytes of one idx file.
+
+    Args:
+        path: of the file; one that ends in `.gz` is decompressed.
+        axes: how many axes it must have.
+
+    Returns:
+        Bytes in the shape that the header gives.
+    """
     content = read_file_bytes(path)
     if path.suffix == ".gz":
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error):
-            raise QualmsError(f"{path} is cut or not a gzip file; get it again.") from None
+            raise QualmsError(
+                f"{path} is truncated or not a gzip file; download it again."
+            ) from None
     if content[:4] != bytes((0, 0, 8, axes)):
         raise QualmsError(
-            f"{path} starts with {content[:4].hex(' ') or 'nothing'}, and an idx file of bytes with {axes} axes with "
-            f"00 00 08 0{axes}; get it again."
+            f"{path} starts with {content[:4].hex(' ') or 'nothing'}, and an idx file of bytes "
+            f"with {axes} axes starts with 00 00 08 0{axes}; download it again."
         )
     start = 4 + 4 * axes
-    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
-    if len(content) != start + math.prod(shape):
+    shape = []
+    for at in range(4, start, 4):
+        shape.append(int.from_bytes(content[at : at + 4], "big"))
+    length = start + math.prod(shape)
+    if len(content) != length:
         raise QualmsError(
-            f"{path} should be {start + math.prod(shape)} bytes long by its header and is {len(content)}; get it again."
+            f"{path} should be {length} bytes long by its header and is {len(content)}; "
+            "download it again."
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

@@ -18,7 +18,11 @@ CHUNK = 1000  # images that are held as floats at a time
 
 @dataclass(frozen=True)
 class Rejected:
-    """An image or text that could not be read: its id, and a reason that goes on from "it is".
+    """An image or text that could not be read.
+
+    Args:
+        id: its name.
+        reason: why, so that it completes the sentence "it is …".
 
     Example:
         ```python
@@ -42,12 +46,17 @@ class Rejected:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Pixels, and where they are known the classes.
+    """Images with their labels, where these are known.
 
-    `classes` names the classes that `labels` counts; it is empty where the files do not name them.
-    `ids` are the names of the image files, in the same way. `source` says where they come from,
-    `notes` what was done to them as they were read, in sentences, and `rejected` what could not be
-    read.
+    Args:
+        name: what tables and errors call them.
+        pixels: bytes [n, channels, height, width].
+        labels: the class of each image [n]; None if it is not known.
+        classes: the names of the classes that `labels` numbers; empty if the files have none.
+        ids: the names of the image files; empty if they have none.
+        source: where the images come from.
+        notes: what was changed as they were read, in sentences.
+        rejected: what could not be read.
 
     Example:
         ```python
@@ -56,7 +65,7 @@ class Images:
 
         pixels = torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
         images = Images("mine", pixels, labels=torch.tensor([0, 1, 0, 1, 0, 1]))
-        some = images.subset(4, seed=1).fitted(channels=3, size=16)
+        some = images.subset(4, seed=1).convert(channels=3, size=16)
         print(len(some), some.pixels.shape, some.labels)
         ```
     """
@@ -79,34 +88,51 @@ class Images:
         return self.pixels.shape[2], self.pixels.shape[3]
 
     def take(self, index: slice | Int64[Tensor, " k"]) -> "Images":
-        """The images at these places, in this order."""
-        places = range(len(self))[index] if isinstance(index, slice) else index.tolist()
-        ids = tuple(self.ids[i] for i in places) if self.ids else ()
+        """The images at some positions, with their labels and ids.
+
+        Args:
+            index: a slice, or positions in any order.
+        """
+        ids = self.ids
+        if isinstance(index, slice):
+            ids = ids[index]
+        elif ids:
+            ids = tuple(ids[i] for i in index.tolist())
         labels = None if self.labels is None else self.labels[index]
         return replace(self, pixels=self.pixels[index], labels=labels, ids=ids)
 
     def subset(self, count: int | None, seed: int = 0) -> "Images":
-        """`count` images in a random order that the seed alone decides; all of them if None or more
-        than there are.
+        """Images in a random order that the seed alone decides.
 
         The order is always the shuffled one, so the first k images of a subset are the subset of k.
+
+        Args:
+            count: how many; all of them if None or more than there are.
+            seed: decides the order.
         """
         if count is not None and count < 1:
             raise QualmsError(
-                f"a subset of {count} images of {self.name} was asked for; ask for at least 1, or None."
+                f"a subset of {count} images of {self.name} was asked for; ask for at least 1, "
+                "or None."
             )
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[:count])
 
     def convert(self, channels: int, size: int | tuple[int, int]) -> "Images":
-        """In gray (1 channel) or color (3), resized; the same object if nothing is to be done.
+        """The images in gray or color, resized by bilinear interpolation with antialiasing.
 
-        `size` is height and width, or one number for both.
+        Args:
+            channels: 1 for gray, 3 for color.
+            size: height and width, or one number for both.
+
+        Returns:
+            Images [n, channels, height, width]; the same object if nothing has to be done.
         """
         height, width = (size, size) if isinstance(size, int) else size
         if channels not in (1, 3) or self.pixels.shape[1] not in (1, 3):
             raise QualmsError(
-                f"{self.name} cannot go from {self.pixels.shape[1]} channels to {channels}; use 1 or 3."
+                f"{self.name} cannot go from {self.pixels.shape[1]} channels to {channels}; "
+                "use 1 or 3."
             )
         if min(height, width) < 1:
             raise QualmsError(
@@ -114,7 +140,9 @@ class Images:
             )
         if tuple(self.pixels.shape[1:]) == (channels, height, width):
             return self
-        parts = [_fit(part, channels, height, width) for part in self.pixels.split(CHUNK)]
+        parts = []
+        for chunk in self.pixels.split(CHUNK):
+            parts.append(_resize(chunk, channels, height, width))
         return replace(self, pixels=torch.cat(parts))
 
     def fitted(self, channels: int, size: int | tuple[int, int]) -> "Images":
@@ -132,23 +160,32 @@ class Images:
         return digest.hexdigest()[:16]
 
     def numbers(self) -> list[int]:
-        """A whole number of 63 bits for each image, which changes with any of its pixels."""
-        return [number_of(one.contiguous().numpy()) for one in self.pixels]
+        """For each image a whole number of 63 bits that changes with any of its pixels."""
+        return [number_of(image.contiguous().numpy()) for image in self.pixels]
 
 
 def number_of(values: np.ndarray) -> int:
-    """A whole number of 63 bits that changes with any of some numbers, so that draws can follow
-    them.
+    """A hash of an array's content as a number of 63 bits, so that random draws can follow it.
+
+    Args:
+        values: an array of any shape and type.
     """
-    return (
-        int.from_bytes(hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=8).digest())
-        >> 1
-    )
+    content = np.ascontiguousarray(values).data
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
-def _fit(
+def _resize(
     pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: int
 ) -> UInt8[Tensor, "n d k l"]:
+    """Images of another size, and gray instead of color or color instead of gray.
+
+    Args:
+        pixels: with 1 or 3 channels.
+        channels: of what is returned.
+        height: of what is returned.
+        width: of what is returned.
+    """
     x: Float[Tensor, "n c h w"] = pixels.float()
     if channels < pixels.shape[1]:
         x = torch.einsum("nchw,c->nhw", x, torch.tensor(LUMA))[:, None]
@@ -161,33 +198,56 @@ def _fit(
 def build_images(
     name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), **more: Any
 ) -> Images:
-    """Images from a reader's arrays, once they are consistent; `where` names the files in an error.
+    """`Images` from a reader's arrays, once they are consistent.
 
-    `more` are the other fields of `Images`.
+    Args:
+        name: of the images.
+        where: the files, for errors.
+        pixels: bytes, or whole numbers from 0 to 255, [n, channels, height, width].
+        labels: whole numbers [n]; None if there are none.
+        classes: the names of the classes.
+        more: other fields of `Images`.
+
+    Raises:
+        QualmsError: if there are no images, or if the labels are not one class for each image.
     """
     if len(pixels) == 0:
         raise QualmsError(
-            f"{where} holds no images; check that it is the file you meant, and whole."
+            f"{where} holds no images; check that it is the file you meant, and complete."
         )
-    # A copy where need be: arrays over a file's bytes cannot be written to, and torch wants the
+    # A copy only if needed: arrays over a file's bytes cannot be written to, and torch wants the
     # order of the axes.
     x = torch.from_numpy(np.require(pixels, np.uint8, ["C", "W"]))
-    if labels is None:
-        return Images(name, x, None, classes, **more)
+    y = None if labels is None else _check_labels(labels, where, len(x), len(classes))
+    return Images(name, x, y, classes, **more)
+
+
+def _check_labels(labels: Any, where: object, count: int, classes: int) -> Int64[Tensor, " n"]:
+    """Labels as a tensor.
+
+    Args:
+        labels: as a reader found them.
+        where: the files, for errors.
+        count: the number of images.
+        classes: the number of classes; 0 if it is not known.
+    """
     y = np.asarray(labels)
-    if y.ndim == 0 or len(y) != len(x):
-        count = 1 if y.ndim == 0 else len(y)
+    length = len(y) if y.ndim else 1
+    if y.ndim == 0 or length != count:
         raise QualmsError(
-            f"{where} holds {len(x)} images and {count} labels; there must be one label for each image."
+            f"{where} holds {count} images and {length} labels; there must be one label for each "
+            "image."
         )
-    if y.size != len(x) or y.dtype.kind not in "iu":
+    if y.size != count or y.dtype.kind not in "iu":
         raise QualmsError(
-            f"the labels in {where} are {y.dtype} of shape {y.shape}; each must be one whole number, its class."
+            f"the labels in {where} are {y.dtype} of shape {y.shape}; each must be one whole "
+            "number, its class."
         )
     low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= (len(classes) or 2**63):
-        allowed = f"0 to {len(classes) - 1}" if classes else "0 and up"
+    if low < 0 or high >= (classes or 2**63):
+        allowed = f"0 to {classes - 1}" if classes else "from 0"
         raise QualmsError(
-            f"the labels in {where} go from {low} to {high}, and classes are counted {allowed}; correct them."
+            f"the labels in {where} go from {low} to {high}, and classes are numbered {allowed}; "
+            "correct them."
         )
-    return Images(name, x, torch.from_numpy(y.reshape(-1).astype(np.int64)), classes, **more)
+    return torch.from_numpy(y.reshape(-1).astype(np.int64))

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qualms.data.catalog import DATASETS
@@ -16,13 +16,25 @@ from qualms.errors import QualmsError, warn_renamed
 
 SPLITS = ("train", "test")
 PREFIX = "data:"
-AT_HOME = (
-    "mnist",
-    "fashion-mnist",
-    "svhn",
-    "omniglot",
-    "lsun",
-)  # ROOT/name is one of the places of their files
+# Datasets of which ROOT/name is one of the folders where their files are looked for.
+NAMED_FOLDERS = ("mnist", "fashion-mnist", "svhn", "omniglot", "lsun")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How images are read.
+
+    Args:
+        root: the folder of datasets.
+        split: "train" or "test".
+        transform: how each image is resized.
+        strict: whether an image that cannot be read is an error.
+    """
+
+    root: Path
+    split: str
+    transform: ImageTransform | None
+    strict: bool
 
 
 def load(
@@ -50,11 +62,14 @@ def load(
             `Images.rejected`.
         fit: the deprecated name of `transform`.
 
+    Returns:
+        The images, in the order of their file or of the sorted names of their files.
+
     Example:
         ```python
         from qualms.data import load
 
-        digits = load("digits")  # comes with scikit-learn; other names need files of their own
+        digits = load("digits")  # comes with scikit-learn; most others need their files
         print(len(digits), digits.pixels.shape, digits.classes, digits.source)
         ```
     """
@@ -69,25 +84,22 @@ def load(
         transform = fit
     if transform is None and size is not None:
         transform = ImageTransform((size, size), by="as asked for")
-    folder, dataset = root_of(root), dataset_name(name, root)
+    options = _Options(root_of(root), split, transform, strict)
+    dataset = dataset_name(name, root)
     if dataset is not None:
-        return _fitted(_named(dataset, folder, split), transform)
-    place = place_of(str(name), folder)
-    if place is None:
-        raise _unknown(str(name), folder)
-    try:
-        return _at(place, str(name), folder, split, transform, strict)
-    except QualmsError as error:
-        if str(name) in DATASETS:
-            raise QualmsError(
-                f"{str(error).rstrip('.')}; the dataset of that name is {PREFIX}{name}."
-            ) from error
-        raise
+        return _transform(_read_dataset(dataset, options), transform)
+    return _load_path(str(name), options)
 
 
 def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None:
-    """The name in `DATASETS` that `load` takes this for; None for a path, also for one that is
-    called like a dataset.
+    """The dataset that `load` takes a name for.
+
+    Args:
+        name: as `load` takes it.
+        root: as `load` takes it.
+
+    Returns:
+        The name in `DATASETS`; None for a path, also for one that is called like a dataset.
 
     Example:
         ```python
@@ -106,71 +118,114 @@ def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None
         if known not in DATASETS:
             raise QualmsError(f"there is no dataset {known!r}; there are {', '.join(DATASETS)}.")
         return known
-    return text if text in DATASETS and place_of(text, root_of(root)) is None else None
-
-
-def root_of(root: str | Path | None) -> Path:
-    """The folder of datasets: this one, or that of the environment, or `data`."""
-    return Path(root if root is not None else os.environ.get("QUALMS_DATA", "data"))
-
-
-def place_of(name: str, root: Path) -> Path | None:
-    """What exists by this path in the working directory or else in the folder of datasets."""
-    for place in (Path(name), root / name):  # an absolute path stays itself
-        if os.path.exists(place):  # unlike Path's, False for what cannot be a path
-            own = (
-                name in AT_HOME
-                and os.path.exists(root / name)
-                and os.path.samefile(place, root / name)
-            )
-            return None if own else place
+    if text in DATASETS and place_of(text, root_of(root)) is None:
+        return text
     return None
 
 
-def _named(name: str, root: Path, split: str) -> Images:
-    dataset = DATASETS[name]
+def root_of(root: str | Path | None) -> Path:
+    """The folder of datasets: the one given, else that of the environment, else `data`."""
+    if root is None:
+        root = os.environ.get("QUALMS_DATA", "data")
+    return Path(root)
+
+
+def place_of(name: str, root: Path) -> Path | None:
+    """What exists by a path in the working directory, or else in the folder of datasets.
+
+    Args:
+        name: the path; an absolute one stays itself.
+        root: the folder of datasets.
+
+    Returns:
+        The path; None if nothing exists, or if it is where a dataset of that name has its files.
+    """
+    for place in (Path(name), root / name):
+        if os.path.exists(place):  # unlike Path's, False for what cannot be a path
+            return None if _is_dataset_folder(place, name, root) else place
+    return None
+
+
+def _is_dataset_folder(place: Path, name: str, root: Path) -> bool:
+    """Whether a folder is where the dataset of that name has its files."""
+    folder = root / name
+    if name not in NAMED_FOLDERS or not os.path.exists(folder):
+        return False
+    return os.path.samefile(place, folder)
+
+
+def _read_dataset(name: str, options: _Options) -> Images:
+    """The images of a dataset, which must have its shape."""
+    dataset, root = DATASETS[name], options.root
     try:
-        images = dataset.read(root, split)
+        images = dataset.read(root, options.split)
     except NotFound as missing:
         raise QualmsError(f"{missing}; {dataset.get}, in the folder of datasets {root}.") from None
-    found, due = tuple(images.pixels.shape[1:]), (dataset.channels, dataset.size, dataset.size)
-    if found != due:
+    shape = tuple(images.pixels.shape[1:])
+    expected = (dataset.channels, dataset.size, dataset.size)
+    if shape != expected:
         raise QualmsError(
-            f"the images of {name} in {root} have the shape {found} and not {due}; {dataset.get}."
+            f"the images of {name} in {root} have the shape {shape} and not {expected}; "
+            f"{dataset.get}."
         )
     source = f"bundled with {dataset.package}" if dataset.package else f"{root}/ (dataset {name})"
     return replace(images, source=source)
 
 
-def _at(
-    place: Path, typed: str, root: Path, split: str, fit: ImageTransform | None, strict: bool
-) -> Images:
-    # What is called like a dataset goes by its path, so that nobody takes it for the dataset.
-    short, whole = place.stem if place.is_file() else Path(os.path.abspath(place)).name, str(place)
-    name = short if short not in DATASETS else whole if whole not in DATASETS else f"./{whole}"
-    if place.is_dir():
-        return read_folder(place, split, name, fit, strict)
-    if place.suffix.lower() == ".npz":
-        return _fitted(replace(read_npz(place, split, name), source=whole), fit)
-    if place.suffix.lower() == ".parquet":
-        return read_parquet(place, name, fit, strict)
-    if is_image(place):
-        return read_file(place, name, fit)
-    raise _unknown(typed, root)
+def _load_path(name: str, options: _Options) -> Images:
+    """The images of a file or folder; an error names the dataset that is called like it."""
+    try:
+        return _read_path(name, options)
+    except QualmsError as error:
+        if name not in DATASETS or place_of(name, options.root) is None:
+            raise
+        raise QualmsError(
+            f"{str(error).rstrip('.')}; the dataset of that name is {PREFIX}{name}."
+        ) from error
 
 
-def _fitted(images: Images, fit: ImageTransform | None) -> Images:
-    if fit is None:
+def _read_path(name: str, options: _Options) -> Images:
+    """The images of a file or folder, by the reader for its kind."""
+    path, split, transform = place_of(name, options.root), options.split, options.transform
+    if path is None:
+        raise _unknown_name(name, options.root)
+    shown, ending = _display_name(path), path.suffix.lower()
+    if path.is_dir():
+        return read_folder(path, split, shown, transform, options.strict)
+    if ending == ".npz":
+        images = replace(read_npz(path, split, shown), source=str(path))
+        return _transform(images, transform)
+    if ending == ".parquet":
+        return read_parquet(path, shown, transform, options.strict)
+    if is_image(path):
+        return read_file(path, shown, transform)
+    raise _unknown_name(name, options.root)
+
+
+def _display_name(place: Path) -> str:
+    """What images are called by their path: nobody may take them for a dataset."""
+    short = place.stem if place.is_file() else Path(os.path.abspath(place)).name
+    if short not in DATASETS:
+        return short
+    return str(place) if str(place) not in DATASETS else f"./{place}"
+
+
+def _transform(images: Images, transform: ImageTransform | None) -> Images:
+    """Images in memory, transformed, with a note."""
+    if transform is None:
         return images
-    told = fit.describe([images.size] * len(images))
-    return replace(fit.apply(images), notes=(*images.notes, *([told] if told else [])))
+    note = transform.describe([images.size] * len(images))
+    notes = (*images.notes, note) if note else images.notes
+    return replace(transform.apply(images), notes=notes)
 
 
-def _unknown(name: str, root: Path) -> QualmsError:
-    beside = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    close = difflib.get_close_matches(name, [*DATASETS, *beside], cutoff=0.5)
+def _unknown_name(name: str, root: Path) -> QualmsError:
+    names = list(DATASETS)
+    if root.is_dir():
+        names += [entry.name for entry in root.iterdir()]
+    close = difflib.get_close_matches(name, names, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "give a path that exists, or a name."
     return QualmsError(
-        f"{name} is neither a dataset ({', '.join(DATASETS)}) nor an image, an image folder, a .npz or a .parquet file "
-        f"in the working directory or {root}; {hint}"
+        f"{name} is neither a dataset ({', '.join(DATASETS)}) nor an image, an image folder, "
+        f"a .npz or a .parquet file in the working directory or {root}; {hint}"
     )

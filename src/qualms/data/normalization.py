@@ -13,6 +13,10 @@ from qualms.errors import QualmsError
 class Normalization:
     """(x / 255 - mean) / std, for each channel.
 
+    Args:
+        mean: one number for each channel, for pixels from 0 to 1.
+        std: one number above 0 for each channel.
+
     Example:
         ```python
         import torch
@@ -37,42 +41,57 @@ class Normalization:
             raise QualmsError(
                 f"the normalization divides by {self.std}; every deviation must be above 0."
             )
-        mean, std = (torch.tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
-        if not bool(torch.stack([mean, std, -mean / std, (1 - mean) / std]).isfinite().all()):
+        mean = torch.tensor(self.mean, dtype=torch.float32)
+        std = torch.tensor(self.std, dtype=torch.float32)
+        black, white = -mean / std, (1 - mean) / std
+        if not bool(torch.stack([mean, std, black, white]).isfinite().all()):
             raise QualmsError(
-                f"the normalization by the means {self.mean} and the deviations {self.std} gives numbers that are not "
-                "finite; correct them."
+                f"the normalization by the means {self.mean} and the deviations {self.std} gives "
+                "numbers that are not finite; correct them."
             )
 
     def apply(self, pixels: UInt8[Tensor, "n c h w"]) -> Float32[Tensor, "n c h w"]:
-        """Bytes to the numbers that the network receives."""
+        """The numbers that the network receives.
+
+        Args:
+            pixels: bytes [n, channels, height, width].
+        """
         if pixels.shape[1] != len(self.mean):
             raise QualmsError(
-                f"the images have {pixels.shape[1]} channels and the normalization {len(self.mean)}; "
-                f"convert the images with convert({len(self.mean)}, size), or pass another normalization."
+                f"the images have {pixels.shape[1]} channels and the normalization "
+                f"{len(self.mean)}; use images.convert({len(self.mean)}, size), or pass another "
+                "normalization."
             )
-        mean, std = (
-            torch.tensor(v, dtype=torch.float32)[:, None, None] for v in (self.mean, self.std)
-        )
+        mean = torch.tensor(self.mean, dtype=torch.float32)[:, None, None]
+        std = torch.tensor(self.std, dtype=torch.float32)[:, None, None]
         return (pixels.float() / 255 - mean) / std
 
     def in_model_units(self, value: float) -> float | tuple[float, ...]:
-        """A noise level given in pixels from 0 to 1, as large as the network sees it; one for each
-        of many channels.
+        """A noise level as large as the network sees it, value / std.
+
+        Args:
+            value: the level for pixels from 0 to 1.
+
+        Returns:
+            One number for one channel, a number for each of several channels.
         """
         levels = tuple(value / s for s in self.std)
         return levels if len(levels) > 1 else levels[0]
 
     def of_channels(self, channels: int) -> "Normalization":
-        """For images whose one channel is repeated; the same object if there are as many channels
-        already.
+        """The normalization of images whose one channel is repeated.
+
+        Args:
+            channels: how many there are.
+
+        Returns:
+            The same object if it has as many channels already.
         """
-        if len(self.mean) in (channels, 1):
-            return (
-                self
-                if len(self.mean) == channels
-                else Normalization(self.mean * channels, self.std * channels)
-            )
+        if len(self.mean) == channels:
+            return self
+        if len(self.mean) == 1:
+            return Normalization(self.mean * channels, self.std * channels)
         raise QualmsError(
-            f"a normalization of {len(self.mean)} channels does not fit {channels} channels; give one for each."
+            f"a normalization of {len(self.mean)} channels does not fit {channels} channels; "
+            "give one for each."
         )

@@ -1,4 +1,11 @@
-"""Images in a .npz file."""
+"""Images in a .npz file: a zip archive with an .npy file for each array.
+
+Names of arrays for a split are preferred: x_SPLIT with y_SPLIT, SPLIT_images with SPLIT_labels;
+else x, images or data with y or labels. Images are [n, h, w], [n, h, w, c] or [n, c, h, w], bytes,
+or floats from 0 to 1 that are rounded to bytes.
+
+numpy.load makes room for as many numbers as a header claims; here the length is compared first.
+"""
 
 import io
 import math
@@ -8,169 +15,200 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 
 from qualms.data.images import Images, build_images
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, explain_failure
 
-IMAGES, LABELS = ("x", "images", "data"), ("y", "labels")
+LABELS = ("y", "labels")
 
 
 @dataclass(frozen=True)
-class Header:
-    """What the first bytes of an array say of it."""
+class _Header:
+    """What the first bytes of an .npy file say about its array.
+
+    Args:
+        shape: of the array.
+        by_column: whether the first axis changes fastest, as in Fortran.
+        dtype: of its numbers.
+        start: where they begin in the file.
+    """
 
     shape: tuple[int, ...]
     by_column: bool
-    kind: np.dtype[Any]
-    start: int  # where its numbers begin
+    dtype: np.dtype[Any]
+    start: int
 
     @classmethod
-    def read(cls, stream: Any) -> "Header":
-        """From the beginning of a .npy file."""
+    def read(cls, stream: Any) -> "_Header":
+        """The header at the beginning of an .npy file."""
         version = np.lib.format.read_magic(stream)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
+        read = np.lib.format.read_array_header_2_0
+        if version == (1, 0):
+            read = np.lib.format.read_array_header_1_0
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about a header that Python 2 wrote, or names of types from then
+            # About a header that Python 2 wrote, or names of types from then.
+            warnings.simplefilter("ignore")
             return cls(*read(stream), stream.tell())
+
+    def require_length(self, length: int) -> None:
+        """Raise a ValueError unless a file of this length holds exactly the array's numbers."""
+        if self.dtype.hasobject:
+            raise ValueError("objects")
+        if length - self.start != math.prod(self.shape) * self.dtype.itemsize:
+            raise ValueError("not as long as its header says")
 
 
 def read_npz(path: Path, split: str, name: str) -> Images:
-    """Images with their labels, if there are any; arrays named after the split are preferred.
+    """The images of a file, with their labels if there are any.
 
-    Images are bytes, or floats from 0 to 1 that are rounded to bytes.
+    Args:
+        path: of the file.
+        split: "train" or "test"; arrays named after it are preferred.
+        name: of the images.
     """
-    with _opened(path) as file:
-        key, labels_key = _keys(path, _kept(file), split)
-        images = _array(file.read(f"{key}.npy"))
-        labels = None if labels_key is None else _array(file.read(f"{labels_key}.npy"))
+    with _open(path) as file:
+        key, labels_key = _find_keys(path, file, split)
+        array = _parse_array(file.read(f"{key}.npy"))
+        labels = None if labels_key is None else _parse_array(file.read(f"{labels_key}.npy"))
     where = f"{key} in {path}"
-    return build_images(name, path, _bytes(_channels_first(images, where), where), labels)
+    return build_images(name, path, _to_bytes(_channels_first(array, where), where), labels)
 
 
 def npz_count(path: Path, split: str) -> int:
-    """How many images there are, as the file says."""
-    with _opened(path) as file:
-        key, _ = _keys(path, _kept(file), split)
+    """How many images there are, as the header says.
+
+    Args:
+        path: of the file.
+        split: "train" or "test".
+    """
+    with _open(path) as file:
+        key, _ = _find_keys(path, file, split)
         with file.open(f"{key}.npy") as stream:
-            return (Header.read(stream).shape or (0,))[0]
+            shape = _Header.read(stream).shape
+    return shape[0] if shape else 0
 
 
 def npz_parts(
     path: Path, split: str, start: int, sizes: Iterator[int]
 ) -> Iterator[UInt8[np.ndarray, "n c h w"]]:
-    """The images from number `start` on, so many at a time, without the others in memory."""
-    with _opened(path) as file:
-        key, _ = _keys(path, _kept(file), split)
+    """The images of a file, a part at a time, without the others in memory.
+
+    Args:
+        path: of the file.
+        split: "train" or "test".
+        start: the position of the first image.
+        sizes: how many images each part has.
+
+    Yields:
+        Bytes [n, channels, height, width].
+    """
+    with _open(path) as file:
+        key, _ = _find_keys(path, file, split)
         entry, where = file.getinfo(f"{key}.npy"), f"{key} in {path}"
         with file.open(entry) as stream:
-            header = Header.read(stream)
-            size = math.prod(header.shape[1:]) * header.kind.itemsize
-            if (
-                header.kind.hasobject
-                or entry.file_size - header.start != size * (header.shape or (1,))[0]
-            ):
-                raise ValueError("objects, or not as long as its header says")
+            header = _Header.read(stream)
+            header.require_length(entry.file_size)
+            whole = None
             if header.by_column:  # its images are not one after the other
-                images = _array(file.read(entry))
+                whole = _parse_array(file.read(entry))
             else:
-                images = None
+                size = math.prod(header.shape[1:]) * header.dtype.itemsize
                 stream.seek(start * size, io.SEEK_CUR)
             while start < header.shape[0]:
                 count = min(next(sizes), header.shape[0] - start)
-                if images is None:
-                    some = np.frombuffer(stream.read(count * size), header.kind).reshape(
-                        count, *header.shape[1:]
-                    )
+                if whole is None:
+                    shape = (count, *header.shape[1:])
+                    part = np.frombuffer(stream.read(count * size), header.dtype).reshape(shape)
                 else:
-                    some = images[start : start + count]
-                yield _images(some, where)
+                    part = whole[start : start + count]
+                images = _to_bytes(_channels_first(part, where), where)
+                yield np.require(images, np.uint8, ["C", "W"])
                 start += count
 
 
-def _images(array: np.ndarray, where: str) -> UInt8[np.ndarray, "n c h w"]:
-    return np.require(_bytes(_channels_first(array, where), where), np.uint8, ["C", "W"])
-
-
 @contextmanager
-def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    try:
-        with zipfile.ZipFile(path) as file:
-            if any(entry.compress_size > path.stat().st_size for entry in file.infolist()):
-                raise zipfile.BadZipFile  # room would be made for as much as it says
-            yield file
-    except (QualmsError, GeneratorExit):
-        raise
-    except Exception as error:  # a broken zip raises whatever comes up
-        raise QualmsError(
-            f"{path} is cut or not a .npz file of plain numbers ({type(error).__name__}); "
+def _open(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The zip archive; whatever goes wrong with it becomes an error that names it."""
+
+    def explain(error: Exception) -> QualmsError:
+        return QualmsError(
+            f"{path} is truncated or not a .npz file of plain numbers ({type(error).__name__}); "
             "write it again with numpy.savez."
-        ) from None
+        )
+
+    with explain_failure(explain), zipfile.ZipFile(path) as file:
+        for entry in file.infolist():
+            if entry.compress_size > path.stat().st_size:
+                # Room would be made for as much as it claims.
+                raise zipfile.BadZipFile
+        yield file
 
 
-def _kept(file: zipfile.ZipFile) -> set[str]:
-    return {entry.removesuffix(".npy") for entry in file.namelist()}
+def _find_keys(path: Path, file: zipfile.ZipFile, split: str) -> tuple[str, str | None]:
+    """The names of the image array and of its label array, if there is one.
 
-
-def _keys(path: Path, kept: set[str], split: str) -> tuple[str, str | None]:
-    """The names of the image array and of its label array, if there is one, out of those in the
-    file.
+    Args:
+        path: of the file, for errors.
+        file: the archive.
+        split: "train" or "test".
     """
-    pairs = [
-        (f"x_{split}", (f"y_{split}",)),
-        (f"{split}_images", (f"{split}_labels",)),
-        *((k, LABELS) for k in IMAGES),
-    ]
-    for key, labels in pairs:
-        if key in kept:
-            return key, next((label for label in labels if label in kept), None)
-    names = ", ".join(key for key, _ in pairs)
+    arrays = {entry.removesuffix(".npy") for entry in file.namelist()}
+    pairs: dict[str, tuple[str, ...]] = {
+        f"x_{split}": (f"y_{split}",),
+        f"{split}_images": (f"{split}_labels",),
+        "x": LABELS,
+        "images": LABELS,
+        "data": LABELS,
+    }
+    for key, label_keys in pairs.items():
+        if key not in arrays:
+            continue
+        for label_key in label_keys:
+            if label_key in arrays:
+                return key, label_key
+        return key, None
     raise QualmsError(
-        f"{path} holds {', '.join(sorted(kept)) or 'nothing'} and no images; name them one of {names}."
+        f"{path} holds {', '.join(sorted(arrays)) or 'nothing'} and no images; name them one of "
+        f"{', '.join(pairs)}."
     )
 
 
-def _array(content: bytes) -> np.ndarray:
-    # numpy.load makes room for as many numbers as the header says, whether or not they are there.
-    stream = io.BytesIO(content)
-    header = Header.read(stream)
-    if (
-        header.kind.hasobject
-        or len(content) - header.start != math.prod(header.shape) * header.kind.itemsize
-    ):
-        raise ValueError("objects, or not as long as its header says")
-    order: Literal["F", "C"] = "F" if header.by_column else "C"
-    return np.frombuffer(content, header.kind, offset=header.start).reshape(
-        header.shape, order=order
-    )
+def _parse_array(content: bytes) -> np.ndarray:
+    """The array of an .npy file's bytes."""
+    header = _Header.read(io.BytesIO(content))
+    header.require_length(len(content))
+    numbers = np.frombuffer(content, header.dtype, offset=header.start)
+    return numbers.reshape(header.shape, order="F" if header.by_column else "C")
 
 
 def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
+    """Images as [n, c, h, w], whichever axis has the channels."""
     if images.ndim == 3:
         return images[:, None]
-    first, last = (images.ndim == 4 and images.shape[axis] in (1, 3) for axis in (1, 3))
-    if first and last:
+    is_first = images.ndim == 4 and images.shape[1] in (1, 3)
+    is_last = images.ndim == 4 and images.shape[3] in (1, 3)
+    if is_first and is_last:
         raise QualmsError(
-            f"{where} has the shape {images.shape}, and either its second or its last axis could be the channels; "
-            "leave the axis of one channel out, or make the images larger than 3 pixels."
+            f"{where} has the shape {images.shape}, and either its second or its last axis could "
+            "be the channels; leave the axis of one channel out, or make the images larger than "
+            "3 pixels."
         )
-    if not first and not last:
-        raise QualmsError(
-            f"{where} has the shape {images.shape}; give [n, h, w], [n, h, w, c] or [n, c, h, w], c 1 or 3."
-        )
-    return images if first else images.transpose(0, 3, 1, 2)
+    if is_first:
+        return images
+    if is_last:
+        return images.transpose(0, 3, 1, 2)
+    raise QualmsError(
+        f"{where} has the shape {images.shape}; give [n, h, w], [n, h, w, c] or [n, c, h, w], "
+        "c 1 or 3."
+    )
 
 
-def _bytes(images: np.ndarray, where: str) -> np.ndarray:
+def _to_bytes(images: np.ndarray, where: str) -> np.ndarray:
+    """Images as whole numbers from 0 to 255."""
     if images.dtype == np.uint8 or not images.size:
         return images
     if images.dtype.kind != "f":

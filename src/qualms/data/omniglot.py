@@ -1,4 +1,7 @@
-"""Omniglot: characters of fifty alphabets, one small image file for each drawing."""
+"""Omniglot: characters of fifty alphabets.
+
+Each drawing is a file ALPHABET/characterNN/*.png, dark ink on white, 28x28 or the original 105x105.
+"""
 
 from pathlib import Path
 
@@ -9,28 +12,41 @@ from qualms.data.images import Images, build_images
 from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError
 
-SIZE = 28  # MNIST's, whose networks meet these images
+SIZE = 28  # MNIST's, whose networks score these images
 FOLDER = {"train": "images_background", "test": "images_evaluation"}
 
 
 def read_omniglot(root: Path, split: str) -> Images:
-    """Bright ink on black as in MNIST, 28x28; the files have it dark on white, 28x28 or the
-    original 105x105.
+    """Omniglot with bright ink on black, as MNIST has it.
+
+    Args:
+        root: the folder of datasets; the drawings are in it, in `omniglot` or in `omniglot-py`.
+        split: "train" for the background set, "test" for the evaluation set.
+
+    Returns:
+        Gray images [n, 1, 28, 28]; each character is a class.
     """
     folder = FOLDER[split]
-    path = find_first((root / outer / folder for outer in ("omniglot-py", "omniglot", ".")), folder)
-    characters = sorted(c for c in path.glob("*/*") if c.is_dir() and not c.name.startswith("."))
-    files = [sorted(f for f in c.glob("*.png") if not f.name.startswith(".")) for c in characters]
-    if not any(files):
+    places = [root / outer / folder for outer in ("omniglot-py", "omniglot", ".")]
+    path = find_first(places, folder)
+    pixels: list[np.ndarray] = []
+    labels: list[int] = []
+    classes: list[str] = []
+    for character in sorted(path.glob("*/*")):
+        if not character.is_dir() or character.name.startswith("."):
+            continue
+        for file in sorted(character.glob("*.png")):
+            if file.name.startswith("."):
+                continue
+            pixels.append(_read_drawing(file)[None])
+            labels.append(len(classes))
+        classes.append(f"{character.parent.name}/{character.name}")
+    if not pixels:
         raise QualmsError(f"{path} holds no ALPHABET/characterNN/*.png; unpack {folder}.zip there.")
-    pixels = np.stack([_drawing(file) for drawings in files for file in drawings])[:, None]
-    labels = [label for label, drawings in enumerate(files) for _ in drawings]
-    return build_images(
-        "omniglot", path, pixels, labels, tuple(f"{c.parent.name}/{c.name}" for c in characters)
-    )
+    return build_images("omniglot", path, np.stack(pixels), labels, tuple(classes))
 
 
-def _drawing(file: Path) -> np.ndarray:
+def _read_drawing(file: Path) -> np.ndarray:
     """One drawing in gray, bright ink on black, resized to 28x28."""
     image = open_image(read_file_bytes(file), str(file)).convert("L")
     if image.size != (SIZE, SIZE):

@@ -1,11 +1,15 @@
-"""Images in a .parquet file, as Hugging Face keeps its datasets."""
+"""Images in a .parquet file, as Hugging Face keeps its datasets.
+
+A column of images holds the bytes of an image file in each row, or a struct with them in `bytes`; a
+column of labels holds whole numbers. The names of the classes are in the schema's metadata, where
+Hugging Face writes them. Rows are stored in groups.
+"""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +18,23 @@ from qualms.data.image_transform import ImageTransform
 from qualms.data.images import Images, build_images
 from qualms.data.places import import_extra, read_file_bytes
 from qualms.data.reading import File, read_images
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, explain_failure
 
-IMAGES, LABELS = ("image", "img", "images"), ("label", "labels", "fine_label")
+IMAGES = ("image", "img", "images")
+LABELS = ("label", "labels", "fine_label")
 
 
 @dataclass(frozen=True)
 class ParquetImages:
-    """An open file with a column of images, and perhaps one of labels."""
+    """An open file with a column of images, and perhaps one of labels.
+
+    Args:
+        path: of the file.
+        file: pyarrow's ParquetFile.
+        image_key: the column of images.
+        label_key: the column of labels; None if there is none.
+        classes: the names of the classes; empty if the file has none.
+    """
 
     path: Path
     file: Any
@@ -31,61 +44,86 @@ class ParquetImages:
 
     @property
     def groups(self) -> list[int]:
-        """How many rows each group has, which are stored together."""
-        return [
-            self.file.metadata.row_group(group).num_rows
-            for group in range(self.file.num_row_groups)
-        ]
+        """The number of rows in each group."""
+        metadata = self.file.metadata
+        return [metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)]
 
     def files(self, values: Iterable[Any], first: int = 0, prefix: str = "") -> list[File]:
-        """Images of consecutive rows as a reader takes them."""
-        return [
-            File(
-                f"{prefix}row {row}",
-                f"row {row} of {self.path}",
-                partial(_content, self.path, row, value),
-            )
-            for row, value in enumerate(values, first)
-        ]
+        """Images of consecutive rows as a reader takes them.
+
+        Args:
+            values: of the column of images.
+            first: the number of the first row.
+            prefix: what ids begin with.
+        """
+        files = []
+        for row, value in enumerate(values, first):
+            where = f"row {row} of {self.path}"
+            files.append(File(f"{prefix}row {row}", where, partial(_read_value, where, value)))
+        return files
 
 
 def open_parquet(path: Path, content: Any) -> ParquetImages:
-    """The file with these bytes, or in that place; an error if it has no images."""
+    """Open a file that has images.
+
+    Args:
+        path: of the file, for errors.
+        content: the path, or pyarrow's buffer with the file's bytes.
+    """
     parquet = import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
     with explain_parquet_errors(path):
         file = parquet.ParquetFile(content)
-        kept, metadata = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
-    image_key, label_key = (
-        next((key for key in keys if key in kept), None) for keys in (IMAGES, LABELS)
-    )
+        columns, metadata = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
+    image_key = _first_of(IMAGES, columns)
+    label_key = _first_of(LABELS, columns)
     if image_key is None:
         raise QualmsError(
-            f"{path} has the columns {', '.join(kept) or 'none'} and no images; name that column {', '.join(IMAGES)}."
+            f"{path} has the columns {', '.join(columns) or 'none'} and no images; name that "
+            f"column {', '.join(IMAGES)}."
         )
     return ParquetImages(path, file, image_key, label_key, _class_names(metadata, label_key))
 
 
+def _first_of(keys: Sequence[str], columns: Sequence[str]) -> str | None:
+    for key in keys:
+        if key in columns:
+            return key
+    return None
+
+
 def read_parquet(
-    path: Path, name: str, fit: ImageTransform | None = None, strict: bool = True
+    path: Path, name: str, transform: ImageTransform | None = None, strict: bool = True
 ) -> Images:
-    """The images of one file in color, with labels and names of classes if it has them."""
+    """The images of one file in color, with labels and names of classes if it has them.
+
+    Args:
+        path: of the file.
+        name: of the images.
+        transform: how each image is resized; None leaves them in one size.
+        strict: whether an image that cannot be read is an error.
+    """
     arrow = import_extra("pyarrow", "pyarrow", ".parquet files")
-    opened = open_parquet(path, arrow.BufferReader(read_file_bytes(path)))
-    columns = [key for key in (opened.image_key, opened.label_key) if key is not None]
+    table = open_parquet(path, arrow.BufferReader(read_file_bytes(path)))
+    columns = [table.image_key]
+    if table.label_key is not None:
+        columns.append(table.label_key)
     with explain_parquet_errors(path):
-        rows = opened.file.read(columns=columns).to_pydict()
-    labels = None if opened.label_key is None else rows[opened.label_key]
+        values = table.file.read(columns=columns).to_pydict()
+    labels = None if table.label_key is None else values[table.label_key]
     if labels is not None and not all(type(label) is int for label in labels):
         raise QualmsError(
-            f"the column {opened.label_key} of {path} is not all whole numbers; each must be the row's class."
+            f"the column {table.label_key} of {path} is not all whole numbers; each must be the "
+            "row's class."
         )
-    read = read_images(opened.files(rows[opened.image_key]), path, fit, strict)
+    read = read_images(table.files(values[table.image_key]), path, transform, strict)
+    if labels is not None:
+        labels = [labels[row] for row in read.kept]
     return build_images(
         name,
         path,
         read.pixels,
-        None if labels is None else [labels[row] for row in read.kept],
-        opened.classes,
+        labels,
+        table.classes,
         ids=tuple(f"row {row}" for row in read.kept),
         source=str(path),
         notes=read.notes,
@@ -94,23 +132,34 @@ def read_parquet(
 
 
 def parquet_outline(path: Path) -> tuple[list[int], tuple[str, ...]]:
-    """How many rows each of a file's groups has, and the names of its classes."""
-    opened = open_parquet(path, path)
-    with opened.file:
-        return opened.groups, opened.classes
+    """The number of rows in each group of a file, and the names of its classes."""
+    table = open_parquet(path, path)
+    with table.file:
+        return table.groups, table.classes
 
 
 def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Iterator[list[File]]:
-    """The images from row `start` on, some at a time, without reading what comes before or after."""
-    opened = open_parquet(path, path)
-    with opened.file, explain_parquet_errors(path):
-        ends = list(accumulate(opened.groups))
-        skipped = sum(end <= start for end in ends)
-        row = ends[skipped - 1] if skipped else 0
-        rest = list(range(skipped, len(ends)))
-        for batch in opened.file.iter_batches(at_once, rest, [opened.image_key]) if rest else ():
+    """The images from a row on, some at a time, without reading what comes before or after.
+
+    Args:
+        path: of the file.
+        start: the number of the first row.
+        at_once: how many images are read at a time.
+        prefix: what ids begin with.
+    """
+    table = open_parquet(path, path)
+    with table.file, explain_parquet_errors(path):
+        groups = table.groups
+        skipped, row = 0, 0
+        while skipped < len(groups) and row + groups[skipped] <= start:
+            row += groups[skipped]
+            skipped += 1
+        rest = list(range(skipped, len(groups)))
+        if not rest:
+            return
+        for batch in table.file.iter_batches(at_once, rest, [table.image_key]):
             values = batch.column(0).to_pylist()
-            files = opened.files(values, row, prefix)[max(0, start - row) :]
+            files = table.files(values, row, prefix)[max(0, start - row) :]
             row += len(values)
             if files:
                 yield files
@@ -118,37 +167,33 @@ def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Ite
 
 @contextmanager
 def explain_parquet_errors(path: Path) -> Iterator[None]:
-    """Whatever is raised as a file is read becomes an error that names it."""
-    try:
+    """Turn whatever is raised inside the block into an error that names the file."""
+
+    def explain(error: Exception) -> QualmsError:
+        # pyarrow raises an OSError of its own for a damaged file, without a reason of the system.
+        if isinstance(error, OSError) and error.strerror is not None:
+            return QualmsError(
+                f"{path} cannot be read ({error.strerror}); check that it is a file you may read."
+            )
+        return QualmsError(
+            f"{path} is truncated or not a parquet file ({type(error).__name__}); "
+            "download it again."
+        )
+
+    with explain_failure(explain):
         yield
-    except (QualmsError, GeneratorExit):
-        raise
-    except OSError as error:
-        if error.strerror is None:  # pyarrow's own, of a broken file
-            raise _broken(path, error) from None
-        raise QualmsError(
-            f"{path} cannot be read ({error.strerror}); check that it is a file you may read."
-        ) from None
-    except Exception as error:  # a broken file raises whatever comes up
-        raise _broken(path, error) from None
 
 
-def _broken(path: Path, error: Exception) -> QualmsError:
-    return QualmsError(
-        f"{path} is cut or not a parquet file ({type(error).__name__}); get it again."
-    )
-
-
-def _content(path: Path, row: int, value: Any) -> bytes:
+def _read_value(where: str, value: Any) -> bytes:
+    """The bytes of an image file in a row."""
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
-        raise Unreadable(f"row {row} of {path}", "no image file's bytes")
+        raise Unreadable(where, "no image file's bytes")
     return content
 
 
 def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[str, ...]:
-    # Hugging Face writes them beside the schema; a file without them, or with others' notes there,
-    # is as good.
+    """The names of the classes; none where the metadata is missing, or somebody else's."""
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][label_key]["names"]
         return tuple(names) if all(isinstance(name, str) for name in names) else ()

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from qualms.data.places import read_file_bytes
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, explain_failure
 
-NUMBER = re.compile(
-    r"[<>|=]?[biuf][1248]"
-)  # the types of numbers an array may have: no objects, no fields
+# The types of numbers that an array may have: no objects, no fields.
+NUMBER = re.compile(r"[<>|=]?[biuf][1248]")
 
 
 class _Refused(Exception):
@@ -30,28 +29,41 @@ class _Refused(Exception):
 
 
 def read_pickle(path: Path) -> Any:
-    """What a pickle by Python 3, or by Python 2 in binary, holds; text of Python 2 comes as bytes."""
+    """What a pickle holds.
+
+    Args:
+        path: of a pickle by Python 3, or by Python 2 in binary.
+
+    Returns:
+        The object, with numpy arrays; text of Python 2 comes as bytes.
+
+    Raises:
+        QualmsError: if the pickle is damaged, or asks for more than arrays, numbers and text.
+    """
     content = read_file_bytes(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about text of Python 2 with strange escapes
-            _bounded(content)
-            return _plain(_ArraysOnly(io.BytesIO(content), encoding="bytes").load())
-    except _Refused as refused:
-        raise QualmsError(
-            f"{path} is refused: {refused}, and a pickle with more than arrays, numbers and text in it can run any "
-            "code; get it again from where it is published."
-        ) from None
-    except Exception as error:  # a broken pickle raises whatever comes up
-        raise QualmsError(
-            f"{path} is cut or not a pickle ({type(error).__name__}); get it again."
-        ) from None
+
+    def explain(error: Exception) -> QualmsError:
+        if isinstance(error, _Refused):
+            return QualmsError(
+                f"{path} is refused: {error}, and a pickle with more than arrays, numbers and "
+                "text in it can run any code; download it again from where it is published."
+            )
+        return QualmsError(
+            f"{path} is truncated or not a pickle ({type(error).__name__}); download it again."
+        )
+
+    with warnings.catch_warnings(), explain_failure(explain):
+        warnings.simplefilter("ignore")  # about text of Python 2 with strange escapes
+        _require_bounds(content)
+        return _unwrap_arrays(_ArraysOnly(io.BytesIO(content), encoding="bytes").load())
 
 
-def _bounded(content: bytes) -> None:
-    # The reader makes room for as many remembered objects, and as many bytes, as the pickle says
-    # that there are. Walking over it first, which runs nothing, shows that each length is within
-    # the file.
+def _require_bounds(content: bytes) -> None:
+    """Raise if a length in a pickle goes beyond the file.
+
+    The reader makes room for as many remembered objects, and as many bytes, as the pickle claims.
+    Walking over it first runs nothing, and finds lengths of bytes that are not there.
+    """
     for code, argument, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and int(argument or 0) > len(content):
             raise _Refused(
@@ -59,17 +71,22 @@ def _bounded(content: bytes) -> None:
             )
 
 
-def _plain(found: Any) -> Any:
-    # Only the arrays right in the dictionary: going further down could take for ever in a pickle
-    # made for that.
-    return (
-        {k: v.numbers if isinstance(v, _Array) else v for k, v in found.items()}
-        if isinstance(found, dict)
-        else found
-    )
+def _unwrap_arrays(content: Any) -> Any:
+    """Arrays in place of their stand-ins, right in the dictionary.
+
+    Going further down could take forever in a pickle made for that.
+    """
+    if not isinstance(content, dict):
+        return content
+    entries = {}
+    for key, value in content.items():
+        entries[key] = value.numbers if isinstance(value, _Array) else value
+    return entries
 
 
 class _ArraysOnly(pickle.Unpickler):
+    """A reader to which only the stand-ins exist."""
+
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for what a pickle asks for by name."""
         asked = f"{module}.{name}"
@@ -87,10 +104,11 @@ class _Type:
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
-        order = _text(state[1])
+        """Take the order of bytes from a numpy.dtype's state."""
+        order = _decode(state[1])
         if any(part is not None for part in state[2:5]):
             raise _Refused("it has an array of a type with fields")
-        self.code = _number(order + self.code.lstrip("<>|="))
+        self.code = _require_number(order + self.code.lstrip("<>|="))
 
 
 class _Array:
@@ -102,30 +120,43 @@ class _Array:
         self.numbers = numbers
 
     def __setstate__(self, state: Any) -> None:
+        """Take the numbers from a numpy.ndarray's state."""
         _, shape, kind, by_column, content = state
-        self.numbers = _array(content, kind, shape, "F" if by_column else "C")
+        self.numbers = _parse_array(content, kind, shape, "F" if by_column else "C")
 
 
-def _array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
+def _parse_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
+    """An array as a pickle writes it, each part of which may be anything.
+
+    Args:
+        content: the bytes of its numbers.
+        kind: the stand-in for its type.
+        shape: a tuple of lengths.
+        order: "F" if the first axis changes fastest.
+    """
     if not isinstance(kind, _Type) or not isinstance(content, bytes | bytearray):
         raise _Refused("it has an array of something other than numbers")
-    if not isinstance(shape, tuple) or not all(
-        type(length) is int and length >= 0 for length in shape
-    ):
+    if not isinstance(shape, tuple) or not all(map(_is_length, shape)):
         raise ValueError("not a shape")
     numbers = np.frombuffer(bytes(content), kind.code)
     if math.prod(shape) != len(numbers):
         raise ValueError("the array's shape disagrees with its length")
-    return numbers.reshape(shape, order="F" if _text(order) == "F" else "C")
+    return numbers.reshape(shape, order="F" if _decode(order) == "F" else "C")
 
 
-def _text(value: Any) -> str:
+def _is_length(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _decode(value: Any) -> str:
+    """Text, which Python 2 wrote as bytes."""
     if not isinstance(value, str | bytes):
         raise _Refused(f"it has {type(value).__name__} where an array's description is text")
     return value.decode("latin1") if isinstance(value, bytes) else value
 
 
-def _number(code: str) -> str:
+def _require_number(code: str) -> str:
+    """The code of a type, if it is one of plain numbers."""
     if not NUMBER.fullmatch(code):
         raise _Refused(f"it has an array of type {code!r}")
     return code
@@ -142,10 +173,12 @@ class _Named:
 
 
 class _MakeType:
+    """Stands in for numpy.dtype."""
+
     __slots__ = ()
 
     def __call__(self, code: Any, align: Any = False, copy: Any = False) -> _Type:
-        return _Type(_number(_text(code)))
+        return _Type(_require_number(_decode(code)))
 
 
 class _MakeArray:
@@ -162,18 +195,31 @@ class _MakeArray:
 
 
 class _MakeArrayFromBuffer:
+    """Stands in for numpy's _frombuffer."""
+
     __slots__ = ()
 
     def __call__(self, content: Any, kind: Any, shape: Any, order: Any, axes: Any = None) -> _Array:
-        numbers = _array(content, kind, shape, order)
+        """An array in one piece.
+
+        Args:
+            content: the bytes of its numbers.
+            kind: the stand-in for its type.
+            shape: a tuple of lengths.
+            order: "F" if the first axis changes fastest.
+            axes: the order in which its axes are transposed.
+        """
+        numbers = _parse_array(content, kind, shape, order)
         return _Array(numbers if axes is None else numbers.transpose(axes))
 
 
 class _MakeNumber:
+    """Stands in for numpy's scalar."""
+
     __slots__ = ()
 
     def __call__(self, kind: Any, content: Any) -> Any:
-        return _array(content, kind, (), "C").item()
+        return _parse_array(content, kind, (), "C").item()
 
 
 class _Encode:
@@ -197,18 +243,14 @@ class _NoBytes:
 
 
 ARRAY = _Named()
-STAND_INS = {
+STAND_INS: dict[str, Any] = {
     "numpy.ndarray": ARRAY,
     "numpy.dtype": _MakeType(),
     "_codecs.encode": _Encode(),
     "__builtin__.bytes": _NoBytes(),
     "builtins.bytes": _NoBytes(),
-} | {
-    f"numpy.{core}.{name}": maker
-    for core in ("core", "_core")
-    for name, maker in (
-        ("multiarray._reconstruct", _MakeArray()),
-        ("multiarray.scalar", _MakeNumber()),
-        ("numeric._frombuffer", _MakeArrayFromBuffer()),
-    )
 }
+for _core in ("numpy.core", "numpy._core"):  # before and since numpy 2
+    STAND_INS[f"{_core}.multiarray._reconstruct"] = _MakeArray()
+    STAND_INS[f"{_core}.multiarray.scalar"] = _MakeNumber()
+    STAND_INS[f"{_core}.numeric._frombuffer"] = _MakeArrayFromBuffer()

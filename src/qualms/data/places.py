@@ -13,17 +13,25 @@ class NotFound(QualmsError):
 
 
 def find_first(places: Iterable[Path], what: str) -> Path:
-    """The first of these files or folders that is there."""
-    tried = list(places)
-    for place in tried:
+    """The first of these files or folders that exists.
+
+    Args:
+        places: in the order in which they are tried.
+        what: what the error calls the file.
+
+    Raises:
+        NotFound: if none of them exists.
+    """
+    folders = []
+    for place in places:
         if place.exists():
             return place
-    folders = dict.fromkeys(str(place.parent) for place in tried)
-    raise NotFound(f"there is no {what} in {', '.join(folders)}")
+        folders.append(str(place.parent))
+    raise NotFound(f"there is no {what} in {', '.join(dict.fromkeys(folders))}")
 
 
 def read_file_bytes(path: Path) -> bytes:
-    """The bytes of a file."""
+    """The bytes of a file; a `QualmsError` names the file if they cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -33,7 +41,20 @@ def read_file_bytes(path: Path) -> bytes:
 
 
 def import_extra(module: str, package: str, what: str, group: str = "app") -> Any:
-    """A module that only some readers need, of an optional group of packages."""
+    """Import a module of an optional package.
+
+    Args:
+        module: the module's import path.
+        package: what pip calls the package that has it.
+        what: what needs it, for the error.
+        group: the extra of qualms that brings it.
+
+    Returns:
+        The module.
+
+    Raises:
+        QualmsError: if the package is not installed.
+    """
     try:
         return import_module(module)
     except ImportError:

@@ -1,12 +1,15 @@
-"""Whether a PNG file has all that it says: Pillow checks no sums over pixels, and leaves missing
-rows black.
+"""Whether a PNG file is complete.
+
+Pillow checks no sums over pixels, and leaves missing rows black, so that a truncated file would be
+scored as if it were whole.
 """
 
 import struct
 import zlib
 from typing import Any
 
-SIGNATURE = 8  # bytes before the first part
+SIGNATURE = 8  # bytes before the first chunk
+AROUND = 12  # bytes of a chunk beside its data: length, type and sum
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by the type of color
 # Where an interlaced image's passes begin, and how far apart their pixels are, across and down.
 PASSES = (
@@ -18,23 +21,45 @@ PASSES = (
     (1, 0, 2, 2),
     (0, 1, 1, 2),
 )
+ONE_PASS = ((0, 0, 1, 1),)
 
 
-def require_whole(content: bytes, image: Any) -> None:
-    """An OSError if a part of the file that matters is damaged, or if rows are missing.
+def require_complete_png(content: bytes, image: Any) -> None:
+    """Raise an OSError if a chunk that matters is damaged, or if rows are missing.
 
-    `image` is what Pillow made of the content. Only if its last row is empty can rows be missing,
-    so others are not unpacked a second time; where pixels are interlaced, or of 16 bits, all are.
+    Rows can be missing only where the last one is empty, so other images are not decompressed a
+    second time; interlaced ones and those of 16 bits always are.
+
+    Args:
+        content: the file's bytes.
+        image: what Pillow made of them.
     """
+    header, pixels = _read_chunks(content)
+    wide, high, depth, color, _, _, is_interlaced = struct.unpack(">IIBBBBB", header)
+    last_row = (0, image.height - 1, image.width, image.height)
+    is_deep = image.mode.startswith("I")
+    if not (is_interlaced or is_deep or image.crop(last_row).getbbox() is None):
+        return
+    expected = 0
+    for x, y, across, down in PASSES if is_interlaced else ONE_PASS:
+        columns, rows = _ceil_div(wide - x, across), _ceil_div(high - y, down)
+        if columns > 0 and rows > 0:
+            bits = columns * depth * CHANNELS[color]
+            expected += rows * (1 + _ceil_div(bits, 8))  # a row starts with the type of its filter
+    if len(zlib.decompressobj().decompress(pixels, expected)) < expected:
+        raise OSError("rows are missing")
+
+
+def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
+    """The header and the compressed pixels; an OSError if the sum of one of them is wrong."""
     header, pixels, at = b"", [], SIGNATURE
-    while at + 12 <= len(content):
+    while at + AROUND <= len(content):
         (length,) = struct.unpack_from(">I", content, at)
         kind, end = content[at + 4 : at + 8], at + 8 + length
-        if kind[:1].isupper():  # those in small letters are notes
-            if zlib.crc32(memoryview(content)[at + 4 : end]) != int.from_bytes(
-                content[end : end + 4]
-            ):
-                raise OSError(f"the part {kind!r} is damaged")
+        if kind[:1].isupper():  # chunks in lowercase are metadata
+            found = int.from_bytes(content[end : end + 4])
+            if zlib.crc32(memoryview(content)[at + 4 : end]) != found:
+                raise OSError(f"the chunk {kind!r} is damaged")
             if kind == b"IHDR":
                 header = content[at + 8 : end]
             elif kind == b"IDAT":
@@ -42,13 +67,8 @@ def require_whole(content: bytes, image: Any) -> None:
             elif kind == b"IEND":
                 break
         at = end + 4
-    wide, high, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", header)
-    last = (0, image.height - 1, image.width, image.height)
-    if interlaced or image.mode.startswith("I") or image.crop(last).getbbox() is None:
-        places = PASSES if interlaced else ((0, 0, 1, 1),)
-        sizes = [(-((x - wide) // across), -((y - high) // down)) for x, y, across, down in places]
-        due = sum(
-            (1 + (w * depth * CHANNELS[color] + 7) // 8) * h for w, h in sizes if w > 0 and h > 0
-        )
-        if len(zlib.decompressobj().decompress(b"".join(pixels), due)) < due:
-            raise OSError("rows are missing")
+    return header, b"".join(pixels)
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)

@@ -1,5 +1,6 @@
-"""Many image files to one array: fitted as they are read, so that no more than one is ever there in
-full size.
+"""Many image files to one array.
+
+Images are transformed as they are read, so that never more than one is there in full size.
 """
 
 from collections import Counter
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import UInt8
 
-from qualms.data.decode import Unreadable, decode_image, told
+from qualms.data.decode import Unreadable, decode_image, describe_changes
 from qualms.data.image_transform import ImageTransform, channels_first
 from qualms.data.images import Rejected
 from qualms.errors import QualmsError
@@ -17,8 +18,12 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class File:
-    """An image to be read: its id, what an error calls it, and its bytes, which may raise
-    `Unreadable`.
+    """An image to be read.
+
+    Args:
+        id: its name.
+        where: what an error calls it.
+        content: returns its bytes, or raises `Unreadable`.
     """
 
     id: str
@@ -28,8 +33,13 @@ class File:
 
 @dataclass(frozen=True)
 class Read:
-    """The images that could be read, their places among the files, what was done to them, and the
-    others.
+    """The images that could be read, and the others.
+
+    Args:
+        pixels: bytes [n, channels, height, width].
+        kept: the positions of these images among the files.
+        notes: what was changed, in sentences.
+        rejected: the other files.
     """
 
     pixels: UInt8[np.ndarray, "n c h w"]
@@ -39,56 +49,96 @@ class Read:
 
 
 def read_images(
-    files: Sequence[File], where: object, fit: ImageTransform | None, strict: bool
+    files: Sequence[File], where: object, transform: ImageTransform | None, strict: bool
 ) -> Read:
-    """All of `files` in color, or as `fit` says; the first that cannot be read is an error if
-    `strict`.
+    """Read images, of which there must be at least one.
+
+    Args:
+        files: the images.
+        where: what an error calls all of them.
+        transform: how each image is resized; None leaves them in color and in one size.
+        strict: whether the first image that cannot be read is an error.
     """
-    read = read_available(files, where, fit, strict)
+    read = read_available(files, where, transform, strict)
     if not read.kept:
-        raise _nothing(where, read.rejected)
+        raise _nothing_read(where, read.rejected)
     return read
 
 
 def read_available(
-    files: Sequence[File], where: object, fit: ImageTransform | None, strict: bool
+    files: Sequence[File], where: object, transform: ImageTransform | None, strict: bool
 ) -> Read:
-    """The same, where it is no error that none can be read: there are others."""
+    """Read images, where it is no error that none of them can be read: there are others.
+
+    Args:
+        files: the images.
+        where: what an error calls all of them.
+        transform: how each image is resized; None leaves them in color and in one size.
+        strict: whether the first image that cannot be read is an error.
+    """
     pixels: np.ndarray | None = None
     kept: list[int] = []
     rejected: list[Rejected] = []
     sizes: list[tuple[int, int]] = []
-    done: Counter[str] = Counter()
-    for place, file in enumerate(files):
+    changes: Counter[str] = Counter()
+    for position, file in enumerate(files):
         try:
-            image, what = decode_image(file.content(), file.where)
-            found = channels_first(image if fit is None else fit.apply_to_image(image))
+            image, changed = decode_image(file.content(), file.where)
         except Unreadable as error:
             if strict:
                 raise
             rejected.append(Rejected(file.id, error.reason))
             continue
         sizes.append((image.height, image.width))
+        if transform is not None:
+            image = transform.apply_to_image(image)
+        array = channels_first(image)
         if pixels is None:
-            pixels = np.empty((len(files), *found.shape), np.uint8)
-        if found.shape != pixels.shape[1:]:
-            first, (h, w), (h2, w2) = files[kept[0]].id, sizes[0], sizes[-1]
-            raise QualmsError(
-                f"the images in {where} differ in size: {first} is {w} x {h} and {file.id} is {w2} x {h2}; "
-                "pass size= to resize them while reading."
-            )
-        pixels[len(kept)] = found
-        kept.append(place)
-        done.update(what)
+            pixels = np.empty((len(files), *array.shape), np.uint8)
+        if array.shape != pixels.shape[1:]:
+            raise _other_size(where, files[kept[0]], sizes[0], file, sizes[-1])
+        pixels[len(kept)] = array
+        kept.append(position)
+        changes.update(changed)
     if pixels is None:
         pixels = np.empty((0, 3, 1, 1), np.uint8)
-    if fit is not None and fit.channels == 1:
-        del done["grayscale"]
-    notes = [*told(done.items()), *([] if fit is None else [fit.describe(sizes)])]
-    return Read(pixels[: len(kept)], kept, tuple(note for note in notes if note), tuple(rejected))
+    notes = _describe(changes, transform, sizes)
+    return Read(pixels[: len(kept)], kept, notes, tuple(rejected))
 
 
-def _nothing(where: object, rejected: Sequence[Rejected]) -> QualmsError:
+def _describe(
+    changes: Counter[str], transform: ImageTransform | None, sizes: list[tuple[int, int]]
+) -> tuple[str, ...]:
+    """What was changed, in sentences."""
+    if transform is None:
+        return tuple(describe_changes(changes))
+    if transform.channels == 1:
+        del changes["grayscale"]  # gray images stayed gray
+    resized = transform.describe(sizes)
+    return (*describe_changes(changes), *([resized] if resized else []))
+
+
+def _other_size(
+    where: object, first: File, size: tuple[int, int], other: File, other_size: tuple[int, int]
+) -> QualmsError:
+    """The error that two images differ in size.
+
+    Args:
+        where: what it calls all images.
+        first: one of the two.
+        size: its height and width.
+        other: the other one.
+        other_size: its height and width.
+    """
+    (high, wide), (other_high, other_wide) = size, other_size
+    return QualmsError(
+        f"the images in {where} differ in size: {first.id} is {wide} x {high} and {other.id} is "
+        f"{other_wide} x {other_high}; pass size= to resize them while reading."
+    )
+
+
+def _nothing_read(where: object, rejected: Sequence[Rejected]) -> QualmsError:
+    """The error that no image could be read."""
     if not rejected:
         return QualmsError(f"{where} holds no images; check that it is the one you meant.")
     first = rejected[0]
@@ -97,5 +147,6 @@ def _nothing(where: object, rejected: Sequence[Rejected]) -> QualmsError:
             f"no image can be read from {where}: {first.id} is {first.reason}; replace it."
         )
     return QualmsError(
-        f"none of the {len(rejected)} images in {where} can be read: {first.id} is {first.reason}; replace them."
+        f"none of the {len(rejected)} images in {where} can be read: {first.id} is "
+        f"{first.reason}; replace them."
     )

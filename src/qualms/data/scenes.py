@@ -1,9 +1,9 @@
-"""Scenes for segmentation, made from what comes with scikit-learn and Pillow: several digits, and
-things unknown.
+"""Scenes for segmentation, made from what comes with scikit-learn and Pillow.
 
-A network learns background and the digits 0 to 7. What it has never seen is pasted into test
-scenes: the digits 8 and 9, letters, or patches of photographs. All objects are shrunk to the 8x8
-pixels that the digits have and enlarged alike, so that nothing is told by its sharpness.
+A scene has several digits, and perhaps one unknown object. A network learns background and the
+digits 0 to 7. What it has never seen is pasted into test scenes: the digits 8 and 9, letters, or
+patches of photographs. All objects are shrunk to the 8x8 pixels that the digits have and enlarged
+alike, so that sharpness gives nothing away.
 """
 
 from dataclasses import dataclass
@@ -14,33 +14,33 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from qualms.data.digits import read_digits
-from qualms.data.letters import read_letters
+from qualms.data.bundled import read_digits, read_letters, read_photos
 from qualms.data.normalization import Normalization
-from qualms.data.photos import read_photos
 from qualms.errors import QualmsError
 from qualms.random import generator
 
-SIZE = 48
+SIZE = 48  # pixels a side
 CLASSES = ("background", *"01234567")
 UNKNOWN, IGNORED = 254, 255  # labels of pixels that are of no class
 KINDS = ("digits", "letters", "photos")  # of unknown objects
 LIKE_DIGITS = "bDIilOoSsZz"  # letters that one may well call 6, 0, 1, 5 or 2
 NORMALIZATION = Normalization((0.3,), (0.3,))
-OBJECT = 8  # pixels of an object before it is enlarged
-LEAST, MOST = 12, 20  # and after
-OBJECTS = (2, 4)  # known ones in a scene, if there is room
+OBJECT = 8  # pixels a side of an object before it is enlarged
+SIDES = (12, 20)  # and after, at least and at most
+OBJECTS = (2, 4)  # known ones in a scene, at least and at most, if there is room
 TRIES = 20  # places that are tried for each
-INK, PAPER = (
-    0.45,
-    0.15,
-)  # how opaque the pixels of an object are at least, and those of the background at most
+INK = 0.45  # the pixels of an object are at least so opaque
+PAPER = 0.15  # and those of the background at most
 
 
 @dataclass(frozen=True, eq=False)
 class Scenes:
-    """Gray images, and the class of each pixel: 0 to 8 of `CLASSES`, `UNKNOWN`, or `IGNORED` at the
-    edge of ink.
+    """Gray images, and the class of each pixel.
+
+    Args:
+        pixels: bytes [n, 1, height, width].
+        labels: 0 to 8, positions in `CLASSES`, or `UNKNOWN`, or `IGNORED` at the edge of ink,
+            [n, height, width].
     """
 
     pixels: UInt8[Tensor, "n 1 h w"]
@@ -50,128 +50,152 @@ class Scenes:
         return len(self.pixels)
 
 
-def scenes(count: int, split: str = "test", unknown: str | None = None, seed: int = 0) -> Scenes:
-    """Scenes of two to four known digits each, and of one unknown object if `unknown` names a kind
-    of `KINDS`.
+@dataclass(frozen=True, eq=False)
+class _Objects:
+    """What is pasted into scenes.
 
-    Scene i follows from its number and the arguments alone, not from how many are made. Digits,
-    letters and photographs are those of the split.
+    Args:
+        shapes: objects from 0 to 1, [n, 8, 8].
+        labels: of their pixels, [n].
+        is_ink: whether they are ink on nothing; else they cover all that is below.
+    """
+
+    shapes: Float[Tensor, "n 8 8"]
+    labels: Int64[Tensor, " n"]
+    is_ink: bool = True
+
+
+def scenes(count: int, split: str = "test", unknown: str | None = None, seed: int = 0) -> Scenes:
+    """Scenes of two to four known digits each, and of one unknown object if one is asked for.
+
+    Scene i follows from its number and the arguments alone, not from how many are made.
+
+    Args:
+        count: how many.
+        split: "train" or "test", for digits, letters and photographs.
+        unknown: a kind of `KINDS`, or None.
+        seed: decides the draws.
     """
     if count < 1 or split not in ("train", "test") or unknown not in (None, *KINDS):
         raise QualmsError(
-            f"{count} scenes of split {split!r} with unknown objects {unknown!r} cannot be made; ask for at least one, "
-            f"for train or test, and for None or one of {', '.join(KINDS)}."
+            f"{count} scenes of split {split!r} with unknown objects {unknown!r} cannot be made; "
+            "ask for at least one, for train or test, and for None or one of "
+            f"{', '.join(KINDS)}."
         )
-    digits = read_digits(Path(), split)
-    assert digits.labels is not None
-    known = digits.take((digits.labels < len(CLASSES) - 1).nonzero().flatten())
-    assert known.labels is not None
-    ink, others = _small(known.pixels), None if unknown is None else _objects(unknown, split)
-    purpose = (split == "test", 0 if unknown is None else 1 + KINDS.index(unknown))
-    made = [
-        _scene(ink, known.labels, others, generator(seed, *map(int, purpose), i))
-        for i in range(count)
-    ]
-    return Scenes(
-        torch.stack([image for image, _ in made]), torch.stack([labels for _, labels in made])
-    )
+    known, _ = _split_digits(split)
+    others = None if unknown is None else _unknown_objects(unknown, split)
+    kind = 0 if unknown is None else 1 + KINDS.index(unknown)
+    pixels, labels = [], []
+    for i in range(count):
+        draws = generator(seed, int(split == "test"), kind, i)
+        scene = _draw_scene(known, others, draws)
+        pixels.append(scene.pixels())
+        labels.append(scene.labels)
+    return Scenes(torch.stack(pixels), torch.stack(labels))
 
 
-def _small(pixels: UInt8[Tensor, "n c h w"]) -> Float[Tensor, "n 8 8"]:
-    """Of 0 to 1, in gray."""
+def _shrink(pixels: UInt8[Tensor, "n c h w"]) -> Float[Tensor, "n 8 8"]:
+    """Images in gray from 0 to 1, of the size of the digits."""
     gray = pixels.float().mean(1, keepdim=True) / 255
     return F.interpolate(gray, (OBJECT, OBJECT), mode="bilinear", antialias=True)[:, 0]
 
 
-def _cropped(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
-    """Without its margin: the digits have none."""
+def _enlarge(shape: Float[Tensor, "8 8"], size: int) -> Float[Tensor, "k k"]:
+    return F.interpolate(shape[None, None], (size, size), mode="bilinear")[0, 0]
+
+
+def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
+    """A letter without its margin: the digits have none."""
     _, rows, columns = letter.nonzero(as_tuple=True)
-    return letter[
-        :, int(rows.min()) : int(rows.max()) + 1, int(columns.min()) : int(columns.max()) + 1
-    ]
+    height = slice(int(rows.min()), int(rows.max()) + 1)
+    width = slice(int(columns.min()), int(columns.max()) + 1)
+    return letter[:, height, width]
 
 
-def _objects(kind: str, split: str) -> tuple[Float[Tensor, "n 8 8"], bool]:
-    """Unknown objects, and whether they are ink on nothing; else they cover all that is under them."""
-    if kind == "photos":
-        return _small(read_photos(Path(), split).pixels), False
-    if kind == "letters":
-        letters = read_letters(Path(), split)
-        assert letters.labels is not None
-        kept = [
-            i
-            for i, label in enumerate(letters.labels.tolist())
-            if letters.classes[label] not in LIKE_DIGITS
-        ]
-        ink = torch.cat([_small(_cropped(letters.pixels[i])[None]) for i in kept])
-        return ink / ink.amax(
-            (1, 2), keepdim=True
-        ), True  # thin lines, as dark as those of the digits
+def _split_digits(split: str) -> tuple[_Objects, _Objects]:
+    """The digits that are classes, and the others."""
     digits = read_digits(Path(), split)
     assert digits.labels is not None
-    return _small(digits.pixels[digits.labels >= len(CLASSES) - 1]), True
+    shapes, is_known = _shrink(digits.pixels), digits.labels < len(CLASSES) - 1
+    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)
+    return known, _as_unknown(shapes[~is_known])
 
 
-def _scene(
-    ink: Float[Tensor, "n 8 8"],
-    digits: Int64[Tensor, " n"],
-    others: tuple[Float[Tensor, "m 8 8"], bool] | None,
-    source: torch.Generator,
-) -> tuple[UInt8[Tensor, "1 h w"], Int64[Tensor, "h w"]]:
-    """The unknown object takes its place first, so that there is room for it."""
-    scene = _Canvas(source)
+def _as_unknown(shapes: Float[Tensor, "n 8 8"], is_ink: bool = True) -> _Objects:
+    return _Objects(shapes, torch.full((len(shapes),), UNKNOWN), is_ink)
+
+
+def _unknown_objects(kind: str, split: str) -> _Objects:
+    """Objects of a kind that no network learns."""
+    if kind == "photos":
+        return _as_unknown(_shrink(read_photos(Path(), split).pixels), is_ink=False)
+    if kind == "digits":
+        _, unknown = _split_digits(split)
+        return unknown
+    letters = read_letters(Path(), split)
+    assert letters.labels is not None
+    shapes = []
+    for pixels, label in zip(letters.pixels, letters.labels.tolist(), strict=True):
+        if letters.classes[label] not in LIKE_DIGITS:
+            shapes.append(_shrink(_crop_margin(pixels)[None]))
+    ink = torch.cat(shapes)
+    darkest = ink.amax((1, 2), keepdim=True)
+    return _as_unknown(ink / darkest)  # thin lines, as dark as those of the digits
+
+
+def _draw_scene(known: _Objects, others: _Objects | None, draws: torch.Generator) -> "_Canvas":
+    """One scene; the unknown object takes its place first, so that there is room for it."""
+    scene = _Canvas(draws)
     if others is not None:
-        shapes, is_ink = others
-        shape = shapes[scene.whole(len(shapes))]
-        scene.paste(shape if is_ink else torch.ones_like(shape), UNKNOWN, None if is_ink else shape)
-    for _ in range(OBJECTS[0] + scene.whole(OBJECTS[1] - OBJECTS[0] + 1)):
-        i = scene.whole(len(ink))
-        scene.paste(ink[i], int(digits[i]) + 1)
-    return scene.pixels(), scene.labels
+        scene.paste(others, scene.draw(len(others.shapes)))
+    low, high = OBJECTS
+    for _ in range(low + scene.draw(high - low + 1)):
+        scene.paste(known, scene.draw(len(known.shapes)))
+    return scene
 
 
 class _Canvas:
     """A background of slowly changing brightness, on which objects find free places."""
 
-    def __init__(self, source: torch.Generator) -> None:
-        self.source = source
-        corners = 0.4 * torch.rand(1, 1, 2, 2, generator=source)
+    def __init__(self, draws: torch.Generator) -> None:
+        self.draws = draws
+        corners = 0.4 * torch.rand(1, 1, 2, 2, generator=draws)
         self.image = F.interpolate(corners, (SIZE, SIZE), mode="bilinear", align_corners=True)[0, 0]
         self.labels = torch.zeros(SIZE, SIZE, dtype=torch.long)
         self.taken = torch.zeros(SIZE, SIZE, dtype=torch.bool)
 
-    def whole(self, end: int) -> int:
+    def draw(self, end: int) -> int:
         """A random number from 0 to below `end`."""
-        return int(torch.randint(end, (), generator=self.source))
+        return int(torch.randint(end, (), generator=self.draws))
 
-    def paste(
-        self, opaque: Float[Tensor, "8 8"], label: int, picture: Float[Tensor, "8 8"] | None = None
-    ) -> None:
-        """An object in a random size, at a place where there is none yet; left out if none is
-        found.
-        """
-        size = LEAST + self.whole(MOST - LEAST + 1)
-        brightness = 0.75 + 0.25 * torch.rand((), generator=self.source)
-        for _ in range(TRIES):
-            top, left = self.whole(SIZE - size + 1), self.whole(SIZE - size + 1)
-            place = slice(top, top + size), slice(left, left + size)
-            if not self.taken[place].any():
-                break
-        else:
+    def paste(self, objects: _Objects, i: int) -> None:
+        """Paste object i in a random size; it is left out if no free place is found."""
+        shape = objects.shapes[i]
+        low, high = SIDES
+        size = low + self.draw(high - low + 1)
+        brightness = 0.75 + 0.25 * torch.rand((), generator=self.draws)
+        place = self._find_place(size)
+        if place is None:
             return
-        alpha = _enlarged(opaque, size)
-        color = brightness if picture is None else _enlarged(picture, size)
+        if objects.is_ink:
+            alpha, color = _enlarge(shape, size), brightness
+        else:
+            alpha, color = _enlarge(torch.ones_like(shape), size), _enlarge(shape, size)
         self.image[place] = (1 - alpha) * self.image[place] + alpha * color
-        self.labels[place] = torch.where(
-            alpha >= INK, label, torch.where(alpha > PAPER, IGNORED, 0)
-        )
+        edge = torch.where(alpha > PAPER, IGNORED, 0)
+        self.labels[place] = torch.where(alpha >= INK, int(objects.labels[i]), edge)
         self.taken[place] = True
 
+    def _find_place(self, size: int) -> tuple[slice, slice] | None:
+        """A random square where there is no object yet; None if none is found."""
+        for _ in range(TRIES):
+            top, left = self.draw(SIZE - size + 1), self.draw(SIZE - size + 1)
+            place = slice(top, top + size), slice(left, left + size)
+            if not self.taken[place].any():
+                return place
+        return None
+
     def pixels(self) -> UInt8[Tensor, "1 h w"]:
-        """With noise."""
-        noisy = self.image + 0.04 * torch.randn(SIZE, SIZE, generator=self.source)
+        """The image in bytes, with noise."""
+        noisy = self.image + 0.04 * torch.randn(SIZE, SIZE, generator=self.draws)
         return (255 * noisy).round().clamp(0, 255).to(torch.uint8)[None]
-
-
-def _enlarged(shape: Float[Tensor, "8 8"], size: int) -> Float[Tensor, "k k"]:
-    return F.interpolate(shape[None, None], (size, size), mode="bilinear")[0, 0]

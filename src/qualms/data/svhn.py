@@ -1,55 +1,73 @@
-"""SVHN, the cropped digits: one .mat file a split."""
+"""SVHN, the cropped digits: one MATLAB file for each split.
+
+It has the images as `X`, bytes [height, width, channel, n], and the labels as `y`, whole numbers
+from 1 to 10; 10 is the digit 0.
+"""
 
 import zlib
 from pathlib import Path
 
 import numpy as np
 
+from qualms.data.class_names import DIGITS
 from qualms.data.images import Images, build_images
 from qualms.data.mat import read_mat
 from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError, reason
 
-DIGITS = tuple("0123456789")
-
 
 def read_svhn(root: Path, split: str) -> Images:
-    """House numbers, one digit in the middle of each image. The files count the digit 0 as class
-    10.
+    """SVHN: house numbers, one digit in the middle of each image.
+
+    Args:
+        root: the folder of datasets; the file is in it, in `svhn` or in `SVHN`.
+        split: "train" or "test".
+
+    Returns:
+        Color images [n, 3, 32, 32] with ten classes.
     """
     file = f"{split}_32x32.mat"
-    path = find_first((root / folder / file for folder in (".", "svhn", "SVHN")), file)
-    found = _variables(path)
-    pixels, labels = found["X"], found["y"].ravel()
+    path = find_first([root / folder / file for folder in (".", "svhn", "SVHN")], file)
+    variables = _read_variables(path)
+    pixels, labels = variables["X"], variables["y"].ravel()
     if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != "uint8":
         raise QualmsError(
-            f"X in {path} is {pixels.dtype} of shape {pixels.shape}, and SVHN's is uint8 of (32, 32, 3, n); "
-            "get it again."
+            f"X in {path} is {pixels.dtype} of shape {pixels.shape}, and SVHN's is uint8 of "
+            "(32, 32, 3, n); download it again."
         )
-    if labels.size and not (
-        labels.min() >= 1 and labels.max() <= 10 and (labels == labels.astype("int64")).all()
-    ):
+    if not _are_svhn_labels(labels):
         raise QualmsError(
-            f"the labels in {path} are not all classes from 1 to 10, as SVHN counts them; get it again."
+            f"the labels in {path} are not all classes from 1 to 10, as SVHN numbers them; "
+            "download it again."
         )
-    # [height, width, channel, n] in the file.
-    return build_images(
-        "svhn", path, pixels.transpose(3, 2, 0, 1), labels.astype("int64") % 10, DIGITS
-    )
+    digits = labels.astype("int64") % 10
+    return build_images("svhn", path, pixels.transpose(3, 2, 0, 1), digits, DIGITS)
 
 
-def _variables(path: Path) -> dict[str, np.ndarray]:
+def _are_svhn_labels(labels: np.ndarray) -> bool:
+    if labels.size == 0:
+        return True
+    in_range = labels.min() >= 1 and labels.max() <= 10
+    return bool(in_range and (labels == labels.astype("int64")).all())
+
+
+def _read_variables(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file by name, `X` and `y` among them."""
     content = read_file_bytes(path)
     try:
-        found = read_mat(content)
+        variables = read_mat(content)
     except (ValueError, zlib.error) as error:
         raise QualmsError(
-            f"{path} is cut or not a MATLAB 5 file ({reason(error)}); get it again."
+            f"{path} is truncated or not a MATLAB 5 file ({reason(error)}); download it again."
         ) from None
-    numbers = {name: one.numbers for name, one in found.items() if one.numbers is not None}
-    if not {"X", "y"} <= numbers.keys():
-        there = ", ".join(f"{name} ({one.kind})" for name, one in found.items()) or "nothing"
+    arrays = {}
+    for name, variable in variables.items():
+        if variable.numbers is not None:
+            arrays[name] = variable.numbers
+    if "X" not in arrays or "y" not in arrays:
+        kinds = [f"{name} ({variable.kind})" for name, variable in variables.items()]
         raise QualmsError(
-            f"{path} is cut or not SVHN's: it holds {there} and not numbers X and y; get it again."
+            f"{path} is truncated or not SVHN's: it holds {', '.join(kinds) or 'nothing'} and not "
+            "numbers X and y; download it again."
         )
-    return numbers
+    return arrays

@@ -1,5 +1,6 @@
-"""Images in .tar files, as WebDataset keeps them: files of one name and several endings are one
-sample.
+"""Images in .tar files, as WebDataset keeps them.
+
+Files of one name and several endings are one sample, such as 0001.jpg and 0001.cls.
 """
 
 import tarfile
@@ -13,51 +14,52 @@ from qualms.data.decode import Unreadable
 from qualms.data.folder import endings
 from qualms.data.places import import_extra
 from qualms.data.reading import File
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, explain_failure
 
 RECORD = 20 * 512  # bytes, the unit in which such files are filled up with zeros
 
 
 def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
-    """The image of each sample in the order of the file; what is no image, such as labels, is
-    passed over.
+    """The image of each sample in the order of the file; what is no image, as labels, is skipped.
+
+    Args:
+        path: of the file.
+        prefix: what ids begin with.
     """
     library = import_extra("webdataset.tariterators", "webdataset", ".tar files", "scale")
+
+    def explain(error: Exception) -> QualmsError:
+        if isinstance(error, OSError):
+            return QualmsError(
+                f"{path} cannot be read ({error.strerror or error}); check that it is complete."
+            )
+        return QualmsError(
+            f"{path} is truncated, not a .tar file, or names a sample twice "
+            f"({type(error).__name__}); download it again."
+        )
+
     seen: set[str] = set()
-    try:
-        _require_whole(path)
+    with explain_failure(explain):
+        _require_complete(path)
         with open(path, "rb") as stream:
-            for sample in library.group_by_keys(
-                library.tar_file_expander([{"url": str(path), "stream": stream}])
-            ):
+            source = [{"url": str(path), "stream": stream}]
+            for sample in library.group_by_keys(library.tar_file_expander(source)):
                 key = sample["__key__"]
                 if key in seen:
                     raise QualmsError(
                         f"{path} has two samples called {key}; give each a name of its own."
                     )
                 seen.add(key)
-                yield File(
-                    f"{prefix}{key}",
-                    f"{key} in {path}",
-                    partial(_content, sample, f"{key} in {path}"),
-                )
-    except (QualmsError, GeneratorExit):
-        raise
-    except OSError as error:
-        raise QualmsError(
-            f"{path} cannot be read ({error.strerror or error}); check that it is whole."
-        ) from None
-    except Exception as error:  # a broken file raises whatever comes up
-        raise QualmsError(
-            f"{path} is cut, not a .tar file, or names a sample twice ({type(error).__name__}); get it again."
-        ) from None
+                where = f"{key} in {path}"
+                yield File(f"{prefix}{key}", where, partial(_find_image, sample, where))
 
 
-def _require_whole(path: Path) -> None:
-    """An error if the headers of a file do not lead to its end, which readers take for the end of
-    the samples.
+def _require_complete(path: Path) -> None:
+    """Raise unless the headers of a file lead to its end.
+
+    Readers take a header that is cut off for the end of the samples.
     """
-    with _opened(path) as file:
+    with _open(path) as file:
         for _ in file:
             pass
         assert file.fileobj is not None
@@ -67,10 +69,8 @@ def _require_whole(path: Path) -> None:
             raise tarfile.ReadError
 
 
-def _opened(path: Path) -> tarfile.TarFile:
-    """As it is, or compressed; not by xz, whose header alone says how much memory is taken to read
-    it.
-    """
+def _open(path: Path) -> tarfile.TarFile:
+    """A file, plain or compressed; not by xz, whose header alone says how much memory it takes."""
     with suppress(tarfile.ReadError):
         return tarfile.open(path, "r:")
     with suppress(tarfile.ReadError):
@@ -78,16 +78,19 @@ def _opened(path: Path) -> tarfile.TarFile:
     return tarfile.open(path, "r:bz2")
 
 
-def _content(sample: dict[str, Any], where: str) -> bytes:
-    """The image of a sample: the one with a plain ending, as in x.jpg, where others have more, as
-    in x.mask.png.
+def _find_image(sample: dict[str, Any], where: str) -> bytes:
+    """The image of a sample: the one with a plain ending, as in x.jpg, if others have more, as in
+    x.mask.png.
     """
-    images = {
-        field: value
-        for field, value in sample.items()
-        if isinstance(value, bytes) and f".{field.rpartition('.')[2].lower()}" in endings()
-    }
-    plain = [value for field, value in images.items() if "." not in field] or list(images.values())
-    if len(plain) != 1:
-        raise Unreadable(where, f"a sample with {len(plain) or 'no'} images that Pillow reads")
-    return plain[0]
+    images, plain = [], []
+    for field, value in sample.items():
+        ending = field.rpartition(".")[2].lower()
+        if not isinstance(value, bytes) or f".{ending}" not in endings():
+            continue
+        images.append(value)
+        if "." not in field:
+            plain.append(value)
+    images = plain or images
+    if len(images) != 1:
+        raise Unreadable(where, f"a sample with {len(images) or 'no'} images that Pillow reads")
+    return images[0]

@@ -1,4 +1,9 @@
-"""Texts: a .txt file, a folder of them, or the lines or rows of a .jsonl or .parquet file."""
+"""Texts: a .txt file, a folder of them, or the lines or rows of a .jsonl or .parquet file.
+
+- `.txt`: one document in UTF-8, called by its path.
+- `.jsonl`: on each line an object with a string "text"; it may name the document in "id" or "name".
+- `.parquet`: a column of strings "text"; columns "id" and "name" may name the documents.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +19,8 @@ from qualms.data.parquet import explain_parquet_errors
 from qualms.data.places import import_extra, read_file_bytes
 from qualms.errors import QualmsError
 
-TEXT, NAMES = (
-    "text",
-    ("id", "name"),
-)  # keys of a line and columns of a table; of the names, the first that is there
+TEXT = "text"  # key of a line, and column of a table
+NAMES = ("id", "name")  # the first of these that is there names the document
 KINDS = "a .txt, .jsonl or .parquet file, or a folder of .txt files"
 
 
@@ -31,7 +34,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents, each of a name of its own, where they come from, and what could not be read."""
+    """Documents, each with a name of its own.
+
+    Args:
+        documents: in the order of their file or folder.
+        source: where they come from.
+        rejected: what could not be read.
+    """
 
     documents: tuple[Document, ...]
     source: str
@@ -40,8 +49,12 @@ class Texts:
 
 @dataclass(frozen=True)
 class Entry:
-    """A text to be read: its place, what an error calls it, and its own name, if any, and text:
-    maybe `Unreadable`.
+    """A text to be read.
+
+    Args:
+        id: its place in the file or folder.
+        where: what an error calls it.
+        content: returns its own name, if it has one, and the text, or raises `Unreadable`.
     """
 
     id: str
@@ -68,47 +81,65 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
         raise QualmsError(
             f"there is no {name} in the working directory or {root_of(root)}; give {KINDS}."
         )
-    read = _files if place.is_dir() else READERS.get(place.suffix.lower())
-    if read is None:
-        raise QualmsError(f"{place} is not among the texts that can be read; give {KINDS}.")
+    if place.is_dir():
+        return _read_documents(place, _list_files(place), f"{place}/ (folder)", strict)
+    ending = place.suffix.lower()
+    if ending == ".txt":
+        return _read_documents(place, [_as_entry(place, place.name)], str(place), strict=True)
+    if ending == ".jsonl":
+        return _read_documents(place, _list_lines(place), str(place), strict)
+    if ending == ".parquet":
+        return _read_documents(place, _list_rows(place), str(place), strict)
+    raise QualmsError(f"{place} is not among the texts that can be read; give {KINDS}.")
+
+
+def _read_documents(
+    place: Path, entries: Iterator[Entry] | Sequence[Entry], source: str, strict: bool
+) -> Texts:
+    """The texts that can be read, each with a name of its own.
+
+    Args:
+        place: the file or folder, for errors.
+        entries: the texts to be read.
+        source: where they come from.
+        strict: whether a text that cannot be read is an error.
+    """
     documents: dict[str, Document] = {}
     rejected: list[Rejected] = []
-    for entry in read(place):
+    for entry in entries:
         try:
-            own, text = entry.content()
+            own_name, text = entry.content()
             _require_text(text, entry.where)
-            _require_whole(own or "", entry.where, "called by")
+            _require_no_surrogates(own_name or "", entry.where, "called by")
         except Unreadable as error:
-            if strict or read is _file:
+            if strict:
                 raise
             rejected.append(Rejected(entry.id, error.reason))
             continue
-        called = own or entry.id
-        while called in documents:  # else a table could not tell them apart
-            called = f"{called} ({entry.id})"
-        documents[called] = Document(called, text)
+        name = own_name or entry.id
+        while name in documents:  # else a table could not tell them apart
+            name = f"{name} ({entry.id})"
+        documents[name] = Document(name, text)
     if not documents:
-        raise _nothing(place, rejected)
-    return Texts(
-        tuple(documents.values()),
-        f"{place}/ (folder)" if place.is_dir() else str(place),
-        tuple(rejected),
-    )
+        raise _nothing_read(place, rejected)
+    return Texts(tuple(documents.values()), source, tuple(rejected))
 
 
-def _file(path: Path) -> Iterator[Entry]:
-    yield Entry(path.name, str(path), partial(_content, path))
+def _as_entry(path: Path, name: str) -> Entry:
+    """A file as a text to be read."""
+    return Entry(name, str(path), partial(_read_file, path))
 
 
-def _files(folder: Path) -> Iterator[Entry]:
+def _list_files(folder: Path) -> Iterator[Entry]:
+    """The .txt files of a folder at any depth, without what is hidden."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if path.suffix.lower() == ".txt" and not hidden and not path.is_dir():
-            yield Entry(inside.as_posix(), str(path), partial(_content, path))
+        is_hidden = any(part.startswith(".") for part in inside.parts)
+        if path.suffix.lower() == ".txt" and not is_hidden and not path.is_dir():
+            yield _as_entry(path, inside.as_posix())
 
 
-def _content(path: Path) -> tuple[None, str]:
+def _read_file(path: Path) -> tuple[None, str]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -118,14 +149,15 @@ def _content(path: Path) -> tuple[None, str]:
     return None, text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _lines(path: Path) -> Iterator[Entry]:
+def _list_lines(path: Path) -> Iterator[Entry]:
+    """The lines of a .jsonl file that are not empty."""
     for number, line in enumerate(read_file_bytes(path).split(b"\n"), 1):
         if line.strip():
             where = f"line {number} of {path}"
-            yield Entry(f"line {number}", where, partial(_of_line, line, where))
+            yield Entry(f"line {number}", where, partial(_read_line, line, where))
 
 
-def _of_line(line: bytes, where: str) -> tuple[str | None, str]:
+def _read_line(line: bytes, where: str) -> tuple[str | None, str]:
     try:
         values = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -134,45 +166,49 @@ def _of_line(line: bytes, where: str) -> tuple[str | None, str]:
         raise Unreadable(where, f"not JSON ({type(error).__name__})") from None
     if not isinstance(values, dict):
         raise Unreadable(where, f'no object with a "{TEXT}"')
-    return _named(values, where)
+    return _name_and_text(values, where)
 
 
-def _rows(path: Path) -> Iterator[Entry]:
+def _list_rows(path: Path) -> Iterator[Entry]:
+    """The rows of a .parquet file."""
     arrow = import_extra("pyarrow", "pyarrow", ".parquet files")
     parquet = import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
     with explain_parquet_errors(path):
         file = parquet.ParquetFile(arrow.BufferReader(read_file_bytes(path)))
-        kept: Sequence[str] = file.schema_arrow.names
-        if TEXT not in kept:
+        columns: Sequence[str] = file.schema_arrow.names
+        if TEXT not in columns:
             raise QualmsError(
-                f"{path} has the columns {', '.join(kept) or 'none'} and no {TEXT}; name that column so."
+                f"{path} has the columns {', '.join(columns) or 'none'} and no {TEXT}; name that "
+                "column so."
             )
-        rows = file.read(columns=[key for key in (TEXT, *NAMES) if key in kept]).to_pylist()
+        wanted = [key for key in (TEXT, *NAMES) if key in columns]
+        rows = file.read(columns=wanted).to_pylist()
     for number, row in enumerate(rows):
         where = f"row {number} of {path}"
-        yield Entry(f"row {number}", where, partial(_named, row, where))
+        yield Entry(f"row {number}", where, partial(_name_and_text, row, where))
 
 
-def _named(values: Mapping[str, Any], where: str) -> tuple[str | None, str]:
-    """The name and the text of a line or row."""
-    if not isinstance(values.get(TEXT), str):
+def _name_and_text(values: Mapping[str, Any], where: str) -> tuple[str | None, str]:
+    """The name, if there is one, and the text of a line or row."""
+    text = values.get(TEXT)
+    if not isinstance(text, str):
         raise Unreadable(where, f'without a string "{TEXT}"')
-    names = (values.get(key) for key in NAMES)
-    return next(
-        (str(name) for name in names if isinstance(name, (str, int)) and str(name)), None
-    ), values[TEXT]
+    for key in NAMES:
+        name = values.get(key)
+        if isinstance(name, (str, int)) and str(name):
+            return str(name), text
+    return None, text
 
 
 def _require_text(text: str, where: str) -> None:
     if not text.strip():
         raise Unreadable(where, "empty")
-    _require_whole(text, where, "made of")
+    _require_no_surrogates(text, where, "made of")
 
 
-def _require_whole(text: str, where: str, how: str) -> None:
-    if any(
-        "\ud800" <= character <= "\udfff" for character in text
-    ):  # JSON can say this, and no text can hold it
+def _require_no_surrogates(text: str, where: str, how: str) -> None:
+    """Raise if a text has halves of characters: JSON can hold them, and UTF-8 cannot."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise Unreadable(where, f"{how} halves of characters (lone surrogates)")
 
 
@@ -180,14 +216,13 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"not in UTF-8 (byte {error.start})"
 
 
-def _nothing(where: Path, rejected: Sequence[Rejected]) -> QualmsError:
+def _nothing_read(where: Path, rejected: Sequence[Rejected]) -> QualmsError:
+    """The error that no text could be read."""
     if not rejected:
         return QualmsError(f"{where} holds no texts; give {KINDS}.")
     first = rejected[0]
+    more = "" if len(rejected) == 1 else f", and {len(rejected) - 1} more"
     return QualmsError(
-        f"no text can be read from {where}: {first.id} is {first.reason}"
-        f"{'' if len(rejected) == 1 else f', and {len(rejected) - 1} more'}; correct what is there."
+        f"no text can be read from {where}: {first.id} is {first.reason}{more}; correct what is "
+        "there."
     )
-
-
-READERS = {".txt": _file, ".jsonl": _lines, ".parquet": _rows}
