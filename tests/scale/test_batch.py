@@ -49,7 +49,7 @@ def test_a_batch_of_files_has_the_columns_of_the_table(
     for name in want.keys() - {"id"}:
         assert found[name].tolist() == want[name], name
     assert [(one.id, one.reason[:8]) for one in rejected_in(tmp_path / "rejected")] == [
-        ("2.png", "cut or n"),
+        ("2.png", "truncate"),
         ("4.png", "no image"),
     ]
 

@@ -158,9 +158,8 @@ class ImageTransform:
         """What is done to an image, in words."""
         if self.resize is None:
             return f"resized to {_by(self.size)}"
-        if isinstance(self.resize, int):
-            before = f"{self.resize} on the shorter side"
-        else:
+        before = f"{self.resize} on the shorter side"
+        if not isinstance(self.resize, int):
             before = _by(self.resize)
         return f"resized to {before} and cropped to {_by(self.size)}"
 

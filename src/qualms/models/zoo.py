@@ -7,6 +7,7 @@ from functools import partial
 from torch import nn
 
 from qualms.data import Normalization, class_names
+from qualms.data.class_names import DIGITS
 from qualms.data.image_transform import Interpolation
 from qualms.models.cifar_resnet import resnet20, resnet56
 from qualms.models.cnn import mnist_cnn, paper_cnn, svhn_cnn
@@ -85,8 +86,8 @@ def _efficientnet_lite(
 
 ZOO: dict[str, Entry] = {
     "mnist-cnn": Entry(mnist_cnn, 1, 28),
-    "svhn-cnn": Entry(svhn_cnn, 3, 32, class_names=class_names.DIGITS),
-    "digits-cnn": Entry(partial(paper_cnn, 1, 8), 1, 8, class_names=class_names.DIGITS),
+    "svhn-cnn": Entry(svhn_cnn, 3, 32, class_names=DIGITS),
+    "digits-cnn": Entry(partial(paper_cnn, 1, 8), 1, 8, class_names=DIGITS),
     "cnn-32": Entry(
         partial(paper_cnn, 3, 32), 3, 32
     ),  # the paper's active learning on color images
@@ -102,7 +103,7 @@ ZOO: dict[str, Entry] = {
         10,
         UNIT,
         "mnist_hendrycks_baseline_epoch_9.pt",
-        class_names=class_names.DIGITS,
+        class_names=DIGITS,
     ),
     # The author of the CIFAR-10 weights normalized with ImageNet's numbers.
     "cifar10-resnet20": Entry(
@@ -125,7 +126,7 @@ ZOO: dict[str, Entry] = {
         class_names=class_names.CIFAR100,
     ),
     "svhn-cnn-4": Entry(
-        svhn_cnn_4, 3, 32, 10, HALVES, "svhn_agrimakhanna_de_1.pth", class_names=class_names.DIGITS
+        svhn_cnn_4, 3, 32, 10, HALVES, "svhn_agrimakhanna_de_1.pth", class_names=DIGITS
     ),
     "svhn-cnn-4-dropout": Entry(
         svhn_cnn_4_dropout,
@@ -134,7 +135,7 @@ ZOO: dict[str, Entry] = {
         10,
         HALVES,
         "svhn_agrimakhanna_mcdo_4000.pth",
-        class_names=class_names.DIGITS,
+        class_names=DIGITS,
     ),
     "imagenet-efficientnet-lite0": _efficientnet_lite(
         0, efficientnet_lite0, 224, 256, "efficientnet-lite0-57934424.pth"

@@ -92,7 +92,9 @@ class Network:
 
     def describe_preprocessing(self, images: Images) -> tuple[str, ...]:
         """What was done to images as they were read, and what is done to them here, in sentences."""
-        more = "" if self.transform is None else self.transform.describe([images.size] * len(images))
+        more = (
+            "" if self.transform is None else self.transform.describe([images.size] * len(images))
+        )
         return (*images.notes, *([more] if more else []))
 
     def require_input_size(self, images: Images) -> None:
