@@ -164,7 +164,7 @@ def _known_normalization(
 
 
 def _channels(published: Preprocessing) -> int | None:
-    return None if published.fit is None else published.fit.channels
+    return None if published.transform is None else published.transform.channels
 
 
 def _image_transform(
@@ -172,8 +172,8 @@ def _image_transform(
 ) -> ImageTransform | None:
     """Return how images are resized for a network; None takes them as they are."""
     if size is not None:
-        interpolation = "bilinear" if published.fit is None else published.fit.interpolation
+        interpolation = "bilinear" if published.transform is None else published.transform.interpolation
         return ImageTransform((size, size), None, interpolation, channels, by="as --size says")
-    if published.fit is None:
+    if published.transform is None:
         return None
-    return replace(published.fit, channels=channels)
+    return replace(published.transform, channels=channels)
