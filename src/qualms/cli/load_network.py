@@ -172,7 +172,9 @@ def _image_transform(
 ) -> ImageTransform | None:
     """Return how images are resized for a network; None takes them as they are."""
     if size is not None:
-        interpolation = "bilinear" if published.transform is None else published.transform.interpolation
+        interpolation = (
+            "bilinear" if published.transform is None else published.transform.interpolation
+        )
         return ImageTransform((size, size), None, interpolation, channels, by="as --size says")
     if published.transform is None:
         return None
