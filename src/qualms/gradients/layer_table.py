@@ -73,12 +73,12 @@ def layer_table(
         else:
             late = None if gram else late_layers(job, lam, learnt)
             done.append(_exact(job, kind, learnt, regrouped, late))
-    whole = ClassNorms.joined(done)
+    whole = ClassNorms.concatenate(done)
     if errors:
         dtype = at_least_float32(whole.logits).dtype
         norms, error = (
             torch.stack(list(m.values.values()), dim=-1).to(dtype)
-            for m in (whole, ClassNorms.joined(errors))
+            for m in (whole, ClassNorms.concatenate(errors))
         )
         return LayerTable(norms, whole.logits, list(whole.values), [], error)
     groups = group_by_layer(job.model, list(whole.values), settings.granularity)

@@ -57,7 +57,7 @@ def plain_autograd(
         else:
             values = _norms(graphs, kind)
         done.append(ClassNorms(values, graphs.logits[:1], set(job.selected)))
-    return ClassNorms.joined(done)
+    return ClassNorms.concatenate(done)
 
 
 def graph_bytes(job: GradientRequest, row: ModelInput) -> int:

@@ -67,7 +67,7 @@ def exact(
     if isinstance(probe, Exception):
         learnt.warn_slow(probe)
         row_bytes = graph_bytes(job, job.rows(slice(0, 1)).take([0]))
-        whole = ClassNorms.joined(
+        whole = ClassNorms.concatenate(
             [
                 plain_autograd(job.along_own(one), job.rows(one), kind, row_bytes)
                 for one in _chunks(job.inputs, 1)
@@ -144,7 +144,7 @@ def _in_chunks(
         # Outside of the block, whose error holds the graph. If the model itself is at fault, plain
         # autograd says so.
         parts.append(part or plain_autograd(own, on, kind, probe.row_bytes))
-    return ClassNorms.joined(parts)
+    return ClassNorms.concatenate(parts)
 
 
 def _chunks(inputs: int, most: int) -> list[slice]:
