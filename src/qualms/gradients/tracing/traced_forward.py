@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
+from qualms.gradients.fallback import Fallback, attempt
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
-from qualms.gradients.fallback import Fallback, attempt
 from qualms.gradients.single_sample import NO_PATH
 from qualms.gradients.tracing.factors import merge_slices
 from qualms.gradients.tracing.param_use import TracePair, UseOrder
