@@ -67,12 +67,18 @@ def as_users_meet_it() -> Iterator[None]:
 
 
 @pytest.fixture
-def weights_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to run commands in, but for the weights of a network for digits."""
-    from qualms.models import load_model
-
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run commands in, where no datasets are known."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("QUALMS_DATA", raising=False)
-    torch.manual_seed(0)
-    torch.save(load_model("digits-cnn").state_dict(), tmp_path / "weights.pt")
     return tmp_path
+
+
+@pytest.fixture
+def weights_here(workdir: Path) -> Path:
+    """A folder to run commands in, with the weights of a network for digits."""
+    from qualms.models import load_model
+
+    torch.manual_seed(0)
+    torch.save(load_model("digits-cnn").state_dict(), workdir / "weights.pt")
+    return workdir

@@ -1,4 +1,4 @@
-"""A folder with a network for digits, and pictures of them."""
+"""Folders to run commands in, and commands that may not load a model."""
 
 from pathlib import Path
 
@@ -7,11 +7,51 @@ from PIL import Image
 
 from qualms.data import load
 
+STORY = "Once upon a time, there was a little girl."
+
 
 @pytest.fixture
 def here(weights_here: Path) -> Path:
+    """The weights of a network for digits, and two folders of pictures of digits."""
     for folder, first in (("pictures", 0), ("known", 6)):
         (weights_here / folder).mkdir()
         for i, image in enumerate(load("digits").pixels[first : first + 6]):
             Image.fromarray(image[0].numpy()).save(weights_here / folder / f"{i:02d}.png")
     return weights_here
+
+
+@pytest.fixture
+def data_here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to run commands in that is the folder of datasets as well."""
+    monkeypatch.setenv("QUALMS_DATA", str(workdir))
+    monkeypatch.setenv("COLUMNS", "200")
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny language model."""
+    from tests.helpers.tiny_llama import write_language_model
+
+    return write_language_model(tmp_path_factory.mktemp("model") / "lm")
+
+
+@pytest.fixture
+def story_here(workdir: Path, language_model: Path) -> Path:
+    """A language model and a text."""
+    (workdir / "lm").symlink_to(language_model)
+    (workdir / "story.txt").write_text(STORY)
+    return workdir
+
+
+@pytest.fixture
+def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that loads a model fails: what it refuses, it refuses before the work."""
+    from qualms.cli import own_images, text_report, tokens
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded first")
+
+    monkeypatch.setattr(own_images, "load_network", fail)
+    for command in (text_report, tokens):
+        monkeypatch.setattr(command, "load_language_model", fail)

@@ -16,17 +16,14 @@ OTHER = "Quarks, bosons & 3.14159: the gauge symmetry SU(2) x U(1) breaks at 246
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QUALMS_DATA", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
-    write_language_model(tmp_path / "lm")
-    (tmp_path / "known.txt").write_text(LEARNT * 8)
-    (tmp_path / "other.txt").write_text(OTHER * 4)
-    (tmp_path / "short.txt").write_text("Once upon a time")
+def texts_here(data_here: Path) -> Path:
+    write_language_model(data_here / "lm")
+    (data_here / "known.txt").write_text(LEARNT * 8)
+    (data_here / "other.txt").write_text(OTHER * 4)
+    (data_here / "short.txt").write_text("Once upon a time")
     lines = [json.dumps({"text": OTHER[i:] + LEARNT}) for i in range(12)]
-    (tmp_path / "more.jsonl").write_text("\n".join(lines))
-    return tmp_path
+    (data_here / "more.jsonl").write_text("\n".join(lines))
+    return data_here
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -42,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ("--window", "16", "--count", "6", "--tangents", "2", "--out", "rows.jsonl")
     command = (
@@ -65,11 +62,11 @@ def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
         assert len(re.findall(rf"^\| {name} +\| \d+\.\d \[", out, re.MULTILINE)) >= 2
     assert "- heat: " in out
     assert "Rows: rows.jsonl. Seed 0." in out
-    before = (here / "rows.jsonl").read_bytes()
+    before = (texts_here / "rows.jsonl").read_bytes()
     assert run(monkeypatch, *command, "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["out"] for row in rows if row["row"] == "text"] == 12 * ["other"] + 12 * ["more"]
-    assert (here / "rows.jsonl").read_bytes() == before
+    assert (texts_here / "rows.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -93,7 +90,7 @@ def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(
-    here: Path,
+    texts_here: Path,
     words: tuple[str, ...],
     said: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -17,14 +17,6 @@ from qualms.data import Images, load
 from tests.helpers.commands import run
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QUALMS_DATA", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("weights") / "digits.pt"
@@ -34,7 +26,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_training_prints_the_accuracy_and_writes_the_weights(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "train", "digits", "--epochs", "2", "--count", "300") == 0
     out = capsys.readouterr().out
@@ -42,16 +34,21 @@ def test_training_prints_the_accuracy_and_writes_the_weights(
         r"digits-cnn on digits: \d+\.\d\d % of 360 test images right after epoch [12] of 2", out
     )
     assert (
-        torch.load(here / "runs" / "digits-digits-cnn-seed0.pt", weights_only=True)["network"]
+        torch.load(data_here / "runs" / "digits-digits-cnn-seed0.pt", weights_only=True)["network"]
         == "digits-cnn"
     )
 
 
 def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
-    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data_here: Path,
+    weights: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     torch.manual_seed(0)
-    np.savez(here / "noise.npz", x=torch.randint(0, 256, (40, 8, 8), dtype=torch.uint8).numpy())
+    np.savez(
+        data_here / "noise.npz", x=torch.randint(0, 256, (40, 8, 8), dtype=torch.uint8).numpy()
+    )
     command = (
         "bench",
         "ood",
@@ -71,16 +68,19 @@ def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
     assert re.search(r"\| regrad\+layers\(0\.2\) \| \d+\.\d\d \[", out)
     assert "- digits-cnn: " in out
     assert "- mc-dropout: the model has no dropout layer" in out
-    before = (here / "rows.jsonl").read_bytes()
+    before = (data_here / "rows.jsonl").read_bytes()
     assert run(monkeypatch, *command, *more, "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["row"] for row in rows] == ["left out", "accuracy", "ood", "ood"]
-    assert (here / "rows.jsonl").read_bytes() == before
+    assert (data_here / "rows.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
 def test_bench_calibration_and_runtime_and_ablation_and_active_run(
-    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data_here: Path,
+    weights: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     few = ("--weights", weights, "--count", "40")
     assert (
@@ -104,7 +104,8 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
     )
     assert "| paper's, Entropy = 1 (ResNet-18, CIFAR-10) |" in capsys.readouterr().out
     np.savez(
-        here / "noise.npz", x=np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
+        data_here / "noise.npz",
+        x=np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8),
     )
     assert run(monkeypatch, "bench", "ablation", "--id", "digits", "--ood", "noise.npz", *few) == 0
     out = capsys.readouterr().out
@@ -175,7 +176,7 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
     ],
 )
 def test_what_a_user_can_put_right_is_told_in_one_sentence(
-    here: Path,
+    data_here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
@@ -198,7 +199,7 @@ def test_what_a_user_can_put_right_is_told_in_one_sentence(
     ],
 )
 def test_an_option_that_a_task_does_not_look_at_is_refused(
-    here: Path,
+    data_here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     task: str,
@@ -259,7 +260,10 @@ def test_a_command_without_its_packages_says_what_to_install(
 
 @pytest.mark.slow
 def test_test_images_are_never_learnt_from(
-    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data_here: Path,
+    weights: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     images = load("digits")
     assert images.labels is not None
@@ -268,7 +272,7 @@ def test_test_images_are_never_learnt_from(
         more = (
             {"x_train": load("digits", split="train").pixels.numpy()} if name == "both.npz" else {}
         )
-        np.savez(here / name, **arrays, **more)
+        np.savez(data_here / name, **arrays, **more)
     command = (
         "bench",
         "calibration",
@@ -287,7 +291,7 @@ def test_test_images_are_never_learnt_from(
 
 @pytest.mark.slow
 def test_training_images_are_read_only_for_methods_that_learn_from_them(
-    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+    data_here: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -304,11 +308,14 @@ def test_training_images_are_read_only_for_methods_that_learn_from_them(
 
 
 def test_datasets_whose_folders_have_one_name_are_told_apart(
-    here: Path, weights: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data_here: Path,
+    weights: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for value, folder in enumerate(("a", "b")):
-        (here / folder).mkdir()
-        np.savez(here / folder / "set.npz", x=np.full((20, 8, 8), 200 * value, np.uint8))
+        (data_here / folder).mkdir()
+        np.savez(data_here / folder / "set.npz", x=np.full((20, 8, 8), 200 * value, np.uint8))
     command = (
         "bench",
         "ood",
@@ -328,9 +335,9 @@ def test_datasets_whose_folders_have_one_name_are_told_apart(
 
 
 def test_a_network_of_other_classes_is_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "mine.py").write_text(
+    (data_here / "mine.py").write_text(
         "from qualms.models.cnn import paper_cnn\n\ndef hundred():\n    return paper_cnn(1, 8, 100)\n"
     )
     assert (
@@ -351,9 +358,9 @@ def test_a_network_of_other_classes_is_refused(
 
 
 def test_images_are_resized_to_what_the_network_takes(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "larger.py").write_text(
+    (data_here / "larger.py").write_text(
         "from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(3, 16)\n"
     )
     normal = (
@@ -375,7 +382,7 @@ def test_images_are_resized_to_what_the_network_takes(
     assert "40 images" in capsys.readouterr().out
 
 
-def test_debug_shows_where_it_happened(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_where_it_happened(data_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["qualms", "--debug", "reproduce", "table9"])
     with pytest.raises(ValueError, match="table9"):
         main()
@@ -486,7 +493,10 @@ def test_commas_inside_brackets_do_not_part_specs() -> None:
 
 @pytest.mark.slow
 def test_the_networks_own_normalization_is_used(
-    here: Path, monkeypatch: pytest.MonkeyPatch, weights: str, capsys: pytest.CaptureFixture[str]
+    data_here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = (
         "bench",
@@ -503,7 +513,7 @@ def test_the_networks_own_normalization_is_used(
     assert run(monkeypatch, *command, "--out", "own.jsonl") == 0
     assert run(monkeypatch, *command, "--out", "given.jsonl", "--mean", "0.1", "--std", "0.2") == 0
     about = [
-        json.loads((here / f"{name}.jsonl").read_text().splitlines()[0])
+        json.loads((data_here / f"{name}.jsonl").read_text().splitlines()[0])
         for name in ("own", "given")
     ]
     assert [(row["mean"], row["std"]) for row in about] == [([0.3053], [0.376]), ([0.1], [0.2])]

@@ -70,15 +70,15 @@ Tell = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def here(weights_here: Path) -> Path:
+def archive_here(weights_here: Path) -> Path:
     np.savez(weights_here / "many.npz", x=load("digits").pixels[:300, 0].numpy())
     return weights_here
 
 
 @pytest.fixture
-def disk(here: Path) -> Iterator[Path]:
+def disk(archive_here: Path) -> Iterator[Path]:
     """A disk of 256 kilobytes at `out`."""
-    out = here / "out"
+    out = archive_here / "out"
     out.mkdir()
     mounted = shutil.which("mount") and os.geteuid() == 0
     if (
@@ -177,18 +177,18 @@ def test_a_disk_that_may_not_be_written_is_told_and_not_touched(
 
 @each_command
 def test_a_place_below_a_file_is_told(
-    here: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+    archive_here: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
-    (here / "out").write_text("a file")
+    (archive_here / "out").write_text("a file")
     assert run(monkeypatch, *COMMANDS[name]) == 1
     refused(capsys.readouterr().err, "File exists")
-    assert (here / "out").read_text() == "a file"
+    assert (archive_here / "out").read_text() == "a file"
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @each_command
 def test_a_disk_that_refuses_the_last_step_is_told(
-    here: Path, name: str, call: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+    archive_here: Path, name: str, call: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -196,23 +196,23 @@ def test_a_disk_that_refuses_the_last_step_is_told(
     if (name, call) == ("bench", "replace"):
         pytest.skip("rows are put in no other's place")
     earlier(name, monkeypatch, capsys)
-    before = content(here / "out")
+    before = content(archive_here / "out")
     monkeypatch.setattr(f"qualms.disk.os.{call}", full)
     assert run(monkeypatch, *COMMANDS[name]) == 1
     refused(capsys.readouterr().err, "No space left on device")
-    assert tables(here / "out") == before
-    assert not list(here.rglob("*.part"))
+    assert tables(archive_here / "out") == before
+    assert not list(archive_here.rglob("*.part"))
 
 
 @each_command
 def test_a_file_that_may_not_grow_is_told_and_is_not_left_half_written(
-    here: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+    archive_here: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
     """As a full disk is, where nobody may mount one: the system lets no file grow beyond a
     kilobyte.
     """
     earlier(name, monkeypatch, capsys)
-    before = content(here / "out")
+    before = content(archive_here / "out")
     if name == "threshold":
         monkeypatch.setattr("qualms.threshold.Threshold.to_json", lambda _: "0" * 2000)
     largest = max([1024, *(len(kept) for kept in before.values() if name == "bench")])
@@ -224,19 +224,21 @@ def test_a_file_that_may_not_grow_is_told_and_is_not_left_half_written(
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert code == 1
     refused(capsys.readouterr().err, "File too large")
-    after = tables(here / "out")
+    after = tables(archive_here / "out")
     if name == "score to shards":
         after.pop("manifest.json", None)
     assert after == before
-    assert not list(here.rglob("*.part"))
+    assert not list(archive_here.rglob("*.part"))
 
 
 def test_a_table_that_is_there_has_its_list_of_what_could_not_be_read(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    archive_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "pictures").mkdir()
-    Image.fromarray(load("digits").pixels[0, 0].numpy()).save(here / "pictures" / "good.png")
-    (here / "pictures" / "bad.png").write_bytes(b"cut")
+    (archive_here / "pictures").mkdir()
+    Image.fromarray(load("digits").pixels[0, 0].numpy()).save(
+        archive_here / "pictures" / "good.png"
+    )
+    (archive_here / "pictures" / "bad.png").write_bytes(b"cut")
     usual, order = os.replace, list[str]()
 
     def watched(part: Path, path: Path) -> None:
@@ -250,7 +252,7 @@ def test_a_table_that_is_there_has_its_list_of_what_could_not_be_read(
     assert order == ["scores.rejected.csv", "scores.csv"]
 
 
-def test_an_output_that_takes_no_more_is_told(here: Path) -> None:
+def test_an_output_that_takes_no_more_is_told(archive_here: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
     env = {
@@ -282,33 +284,37 @@ def removing(what: Callable[..., Any], folder: Path, before_call: int) -> Callab
 
 @pytest.mark.parametrize("name", ["score to .csv", "score to .parquet", "threshold"])
 def test_a_folder_that_goes_during_the_work_is_made_again(
-    here: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    archive_here: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(monkeypatch, *COMMANDS[name]) == 0
-    before = content(here / "out")
-    gone = removing(own_images.scored_images, here / "out", 1)
+    before = content(archive_here / "out")
+    gone = removing(own_images.scored_images, archive_here / "out", 1)
     monkeypatch.setattr(own_images, "scored_images", gone)
     assert run(monkeypatch, *COMMANDS[name]) == 0
-    assert content(here / "out") == before
+    assert content(archive_here / "out") == before
 
 
 def test_a_folder_of_shards_that_goes_is_told_and_begun_again(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+    archive_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
     words = COMMANDS["score to shards"]
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "scored_images", removing(batch.scored_images, here / "out", 4))
+        patch.setattr(
+            batch, "scored_images", removing(batch.scored_images, archive_here / "out", 4)
+        )
         assert run(patch, *words) == 1
     refused(capsys.readouterr().err, "No such file or directory")
     assert run(monkeypatch, *words) == 0
-    assert sorted(content(here / "out"))[-3:] == [f"shard-0000{i}.parquet" for i in range(3)]
+    assert sorted(content(archive_here / "out"))[-3:] == [
+        f"shard-0000{i}.parquet" for i in range(3)
+    ]
 
 
 def test_shards_that_go_while_others_come_are_missed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+    archive_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
     usual, lost_one = batch.scored_images, False
-    first = here / "out" / "shard-00000.parquet"
+    first = archive_here / "out" / "shard-00000.parquet"
 
     def lost(*args: Any, **more: Any) -> Any:
         nonlocal lost_one
@@ -328,10 +334,10 @@ def test_shards_that_go_while_others_come_are_missed(
 
 
 def test_rows_whose_file_goes_are_told_and_not_lost_in_silence(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+    archive_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", removing(Journal.add, here / "out", 2))
+        patch.setattr(Journal, "add", removing(Journal.add, archive_here / "out", 2))
         assert run(patch, *COMMANDS["bench"]) == 1
     told = "out/rows.jsonl was removed while a run was writing to it; run the same command again."
     assert capsys.readouterr().err.splitlines()[-1] == f"qualms: {told}"
@@ -339,7 +345,7 @@ def test_rows_whose_file_goes_are_told_and_not_lost_in_silence(
 
 
 def test_a_training_whose_folder_goes_writes_its_next_epoch_there(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    archive_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = COMMANDS["train"]
     assert run(monkeypatch, *words) == 0
@@ -347,7 +353,9 @@ def test_a_training_whose_folder_goes_writes_its_next_epoch_there(
     shutil.rmtree("out")
     from qualms.training.fit import _Run
 
-    monkeypatch.setattr(_Run, "remember_if_best", removing(_Run.remember_if_best, here / "out", 2))
+    monkeypatch.setattr(
+        _Run, "remember_if_best", removing(_Run.remember_if_best, archive_here / "out", 2)
+    )
     assert run(monkeypatch, *words) == 0
     found = torch.load("out/weights.pt", weights_only=True)
     assert found["history"] == want["history"]
@@ -356,7 +364,9 @@ def test_a_training_whose_folder_goes_writes_its_next_epoch_there(
     )
 
 
-def test_a_training_that_is_complete_needs_no_place_to_write(here: Path, disk: Path) -> None:
+def test_a_training_that_is_complete_needs_no_place_to_write(
+    archive_here: Path, disk: Path
+) -> None:
     from qualms.data import DATASETS
     from qualms.models import load_model
 
@@ -375,9 +385,9 @@ def test_a_training_that_is_complete_needs_no_place_to_write(here: Path, disk: P
 
 
 def test_a_table_of_the_paper_goes_on_once_there_is_room(
-    disk: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
+    disk: Path, archive_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
-    write_datasets(here / "data", train=60, test=20)
+    write_datasets(archive_here / "data", train=60, test=20)
     short = RECIPES["mnist"].shortened(1)
     tiny = replace(CPU, setups={"svhn": Setup("svhn-cnn", short, images=10, seeds=(0,))})
     monkeypatch.setattr(reproduce_command, "PRESETS", {"cpu": tiny})

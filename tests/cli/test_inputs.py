@@ -19,11 +19,6 @@ from tests.helpers.commands import run
 NORMAL = ("--mean", "0.3", "--std", "0.4")
 
 
-@pytest.fixture
-def here(weights_here: Path) -> Path:
-    return weights_here
-
-
 def pictures(folder: Path, count: int, high: int = 8, wide: int = 8, value: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):
@@ -44,14 +39,14 @@ ZOO_NET = ("--model", "digits-cnn", "--weights", "weights.pt", *NORMAL)
 
 
 def test_the_folder_that_was_named_is_scored_and_said(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pictures(here / "mine", 10)
-    pictures(here / "data" / "mine", 3)
-    pictures(here / "photos", 2)
+    pictures(weights_here / "mine", 10)
+    pictures(weights_here / "data" / "mine", 3)
+    pictures(weights_here / "photos", 2)
     assert score(monkeypatch, "mine", *ZOO_NET) == 0
     assert "mine: 10 images, mine/ (folder)" in capsys.readouterr().err
-    assert len(ids(here / "scores.csv")) == 10
+    assert len(ids(weights_here / "scores.csv")) == 10
     assert score(monkeypatch, "photos", *ZOO_NET) == 0
     assert "./photos: 2 images, photos/ (folder)" in capsys.readouterr().err
     assert score(monkeypatch, "data:photos", *ZOO_NET) == 0
@@ -59,28 +54,28 @@ def test_the_folder_that_was_named_is_scored_and_said(
 
 
 def test_another_size_than_the_networks_is_fitted_and_told(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pictures(here / "mine", 2, 224, 224)
-    pictures(here / "mine", 1, 40, 60)
+    pictures(weights_here / "mine", 2, 224, 224)
+    pictures(weights_here / "mine", 1, 40, 60)
     assert score(monkeypatch, "mine", *ZOO_NET) == 0
     told = "3 images of 60 x 40 to 224 x 224 pixels were resized to 8 x 8 (bilinear), as digits-cnn takes them"
     assert told in capsys.readouterr().err
-    assert len(ids(here / "scores.csv")) == 3
+    assert len(ids(weights_here / "scores.csv")) == 3
 
 
-def factory(here: Path, name: str, code: str) -> tuple[str, ...]:
-    (here / f"{name}.py").write_text(
+def factory(weights_here: Path, name: str, code: str) -> tuple[str, ...]:
+    (weights_here / f"{name}.py").write_text(
         f"from torch import nn\nfrom qualms.models.cnn import paper_cnn\n\n{code}\n"
     )
     return ("--model", f"{name}:net", "--mean", "0.5,0.5,0.5", "--std", "0.2,0.2,0.2")
 
 
 def test_a_size_that_nobody_knows_is_refused_and_given_by_an_option(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fixed = factory(here, "fixed_size", "def net():\n    return paper_cnn(3, 16)")
-    pictures(here / "mine", 2, 24, 32)
+    fixed = factory(weights_here, "fixed_size", "def net():\n    return paper_cnn(3, 16)")
+    pictures(weights_here / "mine", 2, 24, 32)
     assert score(monkeypatch, "mine", *fixed) == 1
     err = capsys.readouterr().err
     assert "fixed_size:net does not take images of 32 x 24 pixels (" in err
@@ -93,24 +88,24 @@ def test_a_size_that_nobody_knows_is_refused_and_given_by_an_option(
 
 
 def test_images_of_several_sizes_are_refused_where_nobody_knows_one(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layers = "nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)"
     code = f"def net():\n    return nn.Sequential({layers})"
-    any_size = factory(here, "any_size", code)
-    pictures(here / "mine", 1, 24, 32)
-    pictures(here / "mine", 1, 20, 20)
+    any_size = factory(weights_here, "any_size", code)
+    pictures(weights_here / "mine", 1, 24, 32)
+    pictures(weights_here / "mine", 1, 20, 20)
     assert score(monkeypatch, "mine", *any_size) == 1
     assert (
         "20x20-0.png is 20 x 20 and 32x24-0.png is 32 x 24; pass --size" in capsys.readouterr().err
     )
 
 
-def test_class_names_are_the_networks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save(load_model("cifar10-resnet20").state_dict(), here / "w.pt")
-    pictures(here / "mine", 2, 32, 32)
+def test_class_names_are_the_networks(weights_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(load_model("cifar10-resnet20").state_dict(), weights_here / "w.pt")
+    pictures(weights_here / "mine", 2, 32, 32)
     assert score(monkeypatch, "mine", "--model", "cifar10-resnet20", "--weights", "w.pt") == 0
-    with open(here / "scores.csv") as lines:
+    with open(weights_here / "scores.csv") as lines:
         (name, _) = [row["prediction"] for row in csv.DictReader(lines)]
     assert name in (
         "airplane",
@@ -127,9 +122,9 @@ def test_class_names_are_the_networks(here: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_folder_called_like_a_dataset_has_no_published_network(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pictures(here / "digits" / "7", 3)
+    pictures(weights_here / "digits" / "7", 3)
     command = (
         "bench",
         "calibration",
@@ -167,7 +162,7 @@ def test_a_folder_called_like_a_dataset_has_no_published_network(
 
 @pytest.mark.slow
 def test_bench_shows_the_accuracy_on_the_images_it_scores(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = (
         "bench",
@@ -191,10 +186,10 @@ def test_bench_shows_the_accuracy_on_the_images_it_scores(
 
 
 def test_bench_leaves_unreadable_files_out_and_says_so(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pictures(here / "mine", 5, 20, 30)
-    (here / "mine" / "broken.png").write_bytes(b"no")
+    pictures(weights_here / "mine", 5, 20, 30)
+    (weights_here / "mine" / "broken.png").write_bytes(b"no")
     command = (
         "bench",
         "ood",
@@ -239,18 +234,18 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
     ],
 )
 def test_errors_speak_of_options_and_of_paths_as_typed(
-    here: Path,
+    weights_here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
     told: str,
 ) -> None:
-    pictures(here / "mine", 1)
-    torch.save({"epoch": 3, "stuff": [1]}, here / "other.pt")
+    pictures(weights_here / "mine", 1)
+    torch.save({"epoch": 3, "stuff": [1]}, weights_here / "other.pt")
     assert score(monkeypatch, "mine", *words) == 1
     err = capsys.readouterr().err
     assert told in err
-    assert str(here) not in err
+    assert str(weights_here) not in err
 
 
 def test_keywords_become_options() -> None:
@@ -262,9 +257,9 @@ def test_keywords_become_options() -> None:
 
 
 def test_a_dataset_is_trained_on_beside_a_folder_of_its_name(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    weights_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pictures(here / "digits", 1)
+    pictures(weights_here / "digits", 1)
     assert run(monkeypatch, "train", "digits", "--epochs", "1", "--count", "100") == 0
     assert f"of {len(load('data:digits'))} test images" in capsys.readouterr().out
 

@@ -25,7 +25,7 @@ Told = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def here(here: Path) -> Path:
+def archives_here(here: Path) -> Path:
     np.savez(here / "many.npz", x=load("digits").pixels[:60, 0].numpy())
     np.savez(here / "more.npz", x=load("digits").pixels[60:100, 0].numpy())
     return here
@@ -54,17 +54,17 @@ def stop(monkeypatch: pytest.MonkeyPatch, batch: int, *words: str) -> None:
         assert run(patch, *words) == 130
 
 
-def whole_table(here: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> bytes:
+def whole_table(archives_here: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> bytes:
     """The table of a run that nobody stops."""
     assert run(monkeypatch, *words) == 0
-    table = here / "out" / "scores.csv"
+    table = archives_here / "out" / "scores.csv"
     content = table.read_bytes()
     table.unlink()
     return content
 
 
 def test_the_first_batch_is_one_image_and_the_next_ones_grow(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(own_images, "scored_images", stopped_at(100, sizes))
@@ -74,10 +74,10 @@ def test_the_first_batch_is_one_image_and_the_next_ones_grow(
 
 @pytest.mark.parametrize("engine", ["exact", "sketch"])
 def test_a_run_that_is_stopped_goes_on_and_ends_with_the_same_table(
-    engine: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    engine: str, archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     words = command("--engine", engine)
-    want = whole_table(here, monkeypatch, *words)
+    want = whole_table(archives_here, monkeypatch, *words)
     stop(monkeypatch, 1, *words)
     told = f"qualms: stopped; 1 of 60 images are kept in {PARTIAL}; run the same command again to go on."
     assert capsys.readouterr().err.splitlines()[-1] == told
@@ -89,20 +89,20 @@ def test_a_run_that_is_stopped_goes_on_and_ends_with_the_same_table(
     assert run(monkeypatch, *words) == 0
     assert f"resuming: 16 of 60 images are done already, in {PARTIAL}\n" in capsys.readouterr().err
     assert sizes == [16, 28]
-    assert (here / "out" / "scores.csv").read_bytes() == want
-    assert [path.name for path in (here / "out").iterdir()] == ["scores.csv"]
+    assert (archives_here / "out" / "scores.csv").read_bytes() == want
+    assert [path.name for path in (archives_here / "out").iterdir()] == ["scores.csv"]
 
 
 def test_the_scores_of_a_reference_are_kept_too(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     words = command("--reference", "more.npz", "--coverage", "0.7")
-    want = whole_table(here, monkeypatch, *words)
+    want = whole_table(archives_here, monkeypatch, *words)
     stop(monkeypatch, 6, *words)
     told = f"stopped; 41 of 100 images, those of the reference among them, are kept in {PARTIAL};"
     assert told in capsys.readouterr().err
     assert run(monkeypatch, *words) == 0
-    assert (here / "out" / "scores.csv").read_bytes() == want
+    assert (archives_here / "out" / "scores.csv").read_bytes() == want
     stop(monkeypatch, 2, *words, "--overwrite")
     capsys.readouterr()
     assert (
@@ -110,33 +110,33 @@ def test_the_scores_of_a_reference_are_kept_too(
         == 0
     )
     assert "resuming" not in capsys.readouterr().err
-    assert (here / "out" / "scores.csv").read_bytes() != want
+    assert (archives_here / "out" / "scores.csv").read_bytes() != want
 
 
 def test_nothing_is_kept_of_a_run_that_is_stopped_before_its_first_image(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     stop(monkeypatch, 0, *command())
     assert capsys.readouterr().err.endswith(
         "qualms: stopped; nothing was kept, and no file was written.\n"
     )
-    assert list((here / "out").iterdir()) == []
+    assert list((archives_here / "out").iterdir()) == []
 
 
 def test_nothing_is_kept_of_a_table_that_goes_to_stdout(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
-    before = sorted(here.iterdir())
+    before = sorted(archives_here.iterdir())
     for words in (("--out", "-"), ("--json",)):
         stop(monkeypatch, 2, "score", "many.npz", *own(*METHODS, *words))
         assert capsys.readouterr().err.endswith(
             "qualms: stopped; nothing was kept, and no file was written.\n"
         )
-    assert sorted(here.iterdir()) == before
+    assert sorted(archives_here.iterdir()) == before
 
 
 def test_a_stop_while_the_network_is_loaded_again_says_what_is_still_kept(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -159,7 +159,11 @@ def test_a_stop_while_the_network_is_loaded_again_says_what_is_still_kept(
     ],
 )
 def test_a_file_that_was_made_otherwise_is_refused_unless_it_may_be_replaced(
-    change: tuple[str, ...], differs: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    change: tuple[str, ...],
+    differs: str,
+    archives_here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Told,
 ) -> None:
     stop(monkeypatch, 2, *command())
     kept = PARTIAL.read_bytes()
@@ -175,25 +179,25 @@ def test_a_file_that_was_made_otherwise_is_refused_unless_it_may_be_replaced(
 
 
 def test_other_images_are_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     stop(monkeypatch, 2, *command())
     pixels = load("digits").pixels[:60, 0].numpy().copy()
     pixels[50] += 1
-    np.savez(here / "many.npz", x=pixels)
+    np.savez(archives_here / "many.npz", x=pixels)
     assert run(monkeypatch, *command()) == 1
     assert "holds a run with other images (" in capsys.readouterr().err
 
 
 def test_a_line_that_was_cut_short_by_a_kill_is_dropped(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
-    want = whole_table(here, monkeypatch, *command())
+    want = whole_table(archives_here, monkeypatch, *command())
     stop(monkeypatch, 3, *command())
     PARTIAL.write_bytes(PARTIAL.read_bytes()[:-40])
     assert run(monkeypatch, *command()) == 0
     assert "resuming: 4 of 60 images are done already" in capsys.readouterr().err
-    assert (here / "out" / "scores.csv").read_bytes() == want
+    assert (archives_here / "out" / "scores.csv").read_bytes() == want
 
 
 @pytest.mark.parametrize(
@@ -207,7 +211,7 @@ def test_a_line_that_was_cut_short_by_a_kill_is_dropped(
     ],
 )
 def test_a_file_that_somebody_has_changed_is_told(
-    damage: dict[str, Any], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    damage: dict[str, Any], archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     stop(monkeypatch, 2, *command())
     about, first, second = (json.loads(line) for line in PARTIAL.read_text().splitlines())
@@ -221,7 +225,7 @@ def test_a_file_that_somebody_has_changed_is_told(
 
 
 def test_a_file_of_somebody_else_is_never_replaced(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     PARTIAL.parent.mkdir()
     PARTIAL.write_text("mine\n")
@@ -231,9 +235,9 @@ def test_a_file_of_somebody_else_is_never_replaced(
 
 
 def test_a_disk_that_takes_no_more_ends_no_run(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
-    want = whole_table(here, monkeypatch, *command())
+    want = whole_table(archives_here, monkeypatch, *command())
     usual, calls = Journal.add, 0
 
     def full(journal: Journal, row: Any) -> Any:
@@ -249,12 +253,12 @@ def test_a_disk_that_takes_no_more_ends_no_run(
         "the disk is full. Scoring goes on, but nothing more is kept until the table is written.\n"
     )
     assert capsys.readouterr().err.count(told) == 1
-    assert (here / "out" / "scores.csv").read_bytes() == want
+    assert (archives_here / "out" / "scores.csv").read_bytes() == want
     assert not PARTIAL.exists()
 
 
 def test_a_table_that_cannot_be_written_loses_no_score(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
+    archives_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
     def refuse(*_: object) -> None:
         raise QualmsError("the disk is full.")

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import qualms
-from qualms.cli import own_images
 from qualms.data import load
 from qualms.models import load_model
 from tests.helpers.commands import NORMAL, own, rows, run
@@ -30,16 +29,6 @@ def library(first: int, *methods: str) -> list[torch.Tensor]:
     )
     scorer = qualms.Scorer(model, methods, pixel_std=NORMAL.std[0])
     return list(scorer(NORMAL.apply(images.pixels), numbers=images.numbers()).scores.values())
-
-
-@pytest.fixture
-def unworked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is loaded: what is told is told before the work."""
-
-    def worked(*_: object, **__: object) -> None:
-        raise AssertionError("a network was loaded first")
-
-    monkeypatch.setattr(own_images, "load_network", worked)
 
 
 def test_scores_of_a_folder_are_those_of_the_library(
@@ -121,7 +110,7 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
     assert not (here / "scores.csv").exists()
 
 
-@pytest.mark.usefixtures("unworked")
+@pytest.mark.usefixtures("no_model_is_loaded")
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -174,7 +163,10 @@ def test_what_cannot_end_well_is_told_before_the_work(
 
 
 def test_without_its_package_parquet_is_refused_before_the_work(
-    here: Path, unworked: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path,
+    no_model_is_loaded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert run(monkeypatch, "score", "pictures", *own("--out", "scores.parquet")) == 1

@@ -15,38 +15,14 @@ from qualms.texts.scoring import scored_documents
 from qualms.texts.spans import worst_span_of
 from tests.helpers.commands import run
 from tests.helpers.pages import Page, unpacked
-from tests.helpers.tiny_llama import LEARNT, write_language_model
+from tests.helpers.tiny_llama import LEARNT
 
 STORY = "Once upon a time, there was a little girl."
 OWN = ("--model", "hf:./lm", "--tokens")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_language_model(tmp_path_factory.mktemp("model") / "lm")
-
-
-@pytest.fixture
-def here(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("QUALMS_DATA", raising=False)
-    (tmp_path / "lm").symlink_to(folder)
-    (tmp_path / "story.txt").write_text(STORY)
-    return tmp_path
-
-
-@pytest.fixture
-def unworked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is loaded: what is told is told before the work."""
-
-    def worked(*_: object, **__: object) -> None:
-        raise AssertionError("a model was loaded first")
-
-    monkeypatch.setattr(command, "load_language_model", worked)
-
-
 def test_the_page_has_the_scores_of_the_library(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    story_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
@@ -55,10 +31,10 @@ def test_the_page_has_the_scores_of_the_library(
         == 0
     )
     told = capsys.readouterr()
-    assert told.out == f"The page: {here.resolve() / 'page.html'}\n"
+    assert told.out == f"The page: {story_here.resolve() / 'page.html'}\n"
     assert "story.txt: 1 document\n" in told.err
-    assert opened == [(here.resolve() / "page.html").as_uri()]
-    page = Page((here / "page.html").read_text("utf-8"))
+    assert opened == [(story_here.resolve() / "page.html").as_uri()]
+    page = Page((story_here / "page.html").read_text("utf-8"))
     assert "What lm does not know" in page.words
     assert {"Model: hf:./lm", "Seed: 3"} <= set(page.words)
     methods = ["regrad", "entropy"]
@@ -76,15 +52,15 @@ def test_the_page_has_the_scores_of_the_library(
 
 
 def test_a_folder_with_a_text_that_cannot_be_read_is_a_page_about_the_others(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    story_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "many").mkdir()
+    (story_here / "many").mkdir()
     for name, content in {
         "a.txt": STORY.encode(),
         "b.txt": LEARNT.encode(),
         "c.txt": b"\xff\xff",
     }.items():
-        (here / "many" / name).write_bytes(content)
+        (story_here / "many" / name).write_bytes(content)
     words = ("report", "many", *OWN, "--methods", "entropy", "--json")
     assert run(monkeypatch, *words) == 4
     told = capsys.readouterr()
@@ -96,13 +72,13 @@ def test_a_folder_with_a_text_that_cannot_be_read_is_a_page_about_the_others(
         "methods": ["entropy"],
     }
     assert "1 could not be read (c.txt is not in UTF-8" in told.err
-    page = Page((here / "report.html").read_text("utf-8"))
+    page = Page((story_here / "report.html").read_text("utf-8"))
     assert [each["name"] for each in page.data["documents"]] == ["a.txt", "b.txt"]
     assert run(monkeypatch, *words, "--strict") == 1
     assert "c.txt is not in UTF-8" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("unworked")
+@pytest.mark.usefixtures("no_model_is_loaded")
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -139,7 +115,7 @@ def test_a_folder_with_a_text_that_cannot_be_read_is_a_page_about_the_others(
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(
-    here: Path,
+    story_here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
@@ -149,11 +125,11 @@ def test_what_cannot_end_well_is_told_before_the_work(
     err = capsys.readouterr().err
     assert told in err
     assert err.count("\n") == 1
-    assert not (here / "report.html").exists()
+    assert not (story_here / "report.html").exists()
 
 
 def test_a_run_that_is_stopped_says_that_nothing_was_kept(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    story_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -161,7 +137,7 @@ def test_a_run_that_is_stopped_says_that_nothing_was_kept(
     monkeypatch.setattr(command, "load_language_model", stop)
     assert run(monkeypatch, "report", "story.txt", *OWN) == 130
     assert "stopped; nothing was kept, and no file was written." in capsys.readouterr().err
-    assert not (here / "report.html").exists()
+    assert not (story_here / "report.html").exists()
 
 
 # A real model.

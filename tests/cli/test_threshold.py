@@ -19,7 +19,7 @@ NORMAL = DATASETS["digits"].normalization
 
 
 @pytest.fixture
-def here(weights_here: Path) -> Path:
+def labeled_here(weights_here: Path) -> Path:
     digits = load("digits")
     model = load_model("digits-cnn", weights_here / "weights.pt").eval()
     with torch.no_grad():
@@ -33,7 +33,7 @@ def here(weights_here: Path) -> Path:
 
 
 def test_by_coverage_it_is_that_of_the_library(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    labeled_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--method", "entropy", "--coverage", "0.9", "--out", "t.json")
     assert run(monkeypatch, "threshold", "bare.npz", *own(*words)) == 0
@@ -44,7 +44,7 @@ def test_by_coverage_it_is_that_of_the_library(
     model, x = load_model("digits-cnn", "weights.pt"), NORMAL.apply(load("digits").pixels[:40])
     scorer = qualms.Scorer(model, "entropy")
     want = Threshold.from_scores(scorer(x).scores["entropy"], 0.9)
-    found = Threshold.load(here / "t.json")
+    found = Threshold.load(labeled_here / "t.json")
     assert found.value == pytest.approx(want.value, rel=1e-5)
     assert (found.samples, found.rule, found.provenance) == (40, "coverage 0.9", scorer.provenance)
     assert run(monkeypatch, "threshold", "bare.npz", *own(*words)) == 1
@@ -52,7 +52,7 @@ def test_by_coverage_it_is_that_of_the_library(
 
 
 def test_by_risk_it_says_what_it_promises(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    labeled_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--method", "entropy", "--risk", "0.01", "--confidence", "0.95", "--out", "t.json")
     assert run(monkeypatch, "threshold", "right.npz", *own(*words)) == 0
@@ -72,7 +72,7 @@ def test_by_risk_it_says_what_it_promises(
 
 
 def test_a_file_is_shown_in_words(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    labeled_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         run(monkeypatch, "threshold", "bare.npz", *own("--method", "msp", "--out", "t.json")) == 0
@@ -85,7 +85,7 @@ def test_a_file_is_shown_in_words(
     assert re.search(r"  method: MSP\(\)\n  network: [0-9a-f]{16}\n", out)
     assert run(monkeypatch, "threshold", "t.json", "--json") == 0
     assert json.loads(capsys.readouterr().out)["provenance"]["method"] == "MSP()"
-    Threshold(1.5, 0, "given").save(here / "old.json")
+    Threshold(1.5, 0, "given").save(labeled_here / "old.json")
     assert run(monkeypatch, "threshold", "old.json") == 0
     assert "It does not say which method and network made them" in capsys.readouterr().out
 
@@ -102,7 +102,7 @@ def test_a_file_is_shown_in_words(
     ],
 )
 def test_mistakes_are_told_in_one_sentence(
-    here: Path,
+    labeled_here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
@@ -115,12 +115,14 @@ def test_mistakes_are_told_in_one_sentence(
 
 
 def test_labels_are_folders_by_the_names_of_the_classes(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    labeled_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    saved = np.load(here / "right.npz")
+    saved = np.load(labeled_here / "right.npz")
     for i, (image, label) in enumerate(zip(saved["x"][:40], saved["y"][:40], strict=True)):
-        folder = here / "val" / names[label]  # which sort otherwise than the classes are numbered
+        folder = (
+            labeled_here / "val" / names[label]
+        )  # which sort otherwise than the classes are numbered
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / f"{i}.png")
     words = (
@@ -139,7 +141,7 @@ def test_labels_are_folders_by_the_names_of_the_classes(
     assert run(monkeypatch, "threshold", "val", *own(*words)) == 1
     told = "'one', which digits-cnn does not know: its classes are called 0, 1, 2 …; give the folders their names"
     assert told in capsys.readouterr().err
-    (here / "nameless_net.py").write_text(
+    (labeled_here / "nameless_net.py").write_text(
         "from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(1, 8)\n"
     )
     nameless = ("--model", "nameless_net:net", "--mean", "0.3", "--std", "0.4")

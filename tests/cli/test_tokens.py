@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from qualms.cli import tokens as command
 from qualms.data.texts import Document
 from qualms.gradients.settings import Sketch
 from qualms.models.language import load_language_model
@@ -20,36 +19,17 @@ from qualms.texts.generation import generated
 from qualms.texts.scoring import scored_documents
 from qualms.texts.token_table import TokenTable
 from tests.helpers.commands import run
-from tests.helpers.tiny_llama import LEARNT, write_language_model
+from tests.helpers.tiny_llama import LEARNT
 
 STORY = "Once upon a time, there was a little girl."
 TEXTS = (Document("girl", STORY), Document("line 3", "She was sad – 🙂"))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_language_model(tmp_path_factory.mktemp("model") / "lm")
-
-
 @pytest.fixture
-def here(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("QUALMS_DATA", raising=False)
-    (tmp_path / "lm").symlink_to(folder)
-    (tmp_path / "story.txt").write_text(STORY)
+def texts_here(story_here: Path) -> Path:
     rows = [{"text": TEXTS[0].text, "id": "girl"}, {"no": "text"}, {"text": TEXTS[1].text}]
-    (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return tmp_path
-
-
-@pytest.fixture
-def unworked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is loaded: what is told is told before the work."""
-
-    def worked(*_: object, **__: object) -> None:
-        raise AssertionError("a model was loaded first")
-
-    monkeypatch.setattr(command, "load_language_model", worked)
+    (story_here / "texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return story_here
 
 
 def own(*more: str) -> tuple[str, ...]:
@@ -67,13 +47,13 @@ def library(methods: Any = "regrad", documents: Any = TEXTS, **how: Any) -> list
 
 
 def test_a_story_gets_a_row_for_each_token_with_the_scores_of_the_library(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "score", "story.txt", *own()) == 0
     told = capsys.readouterr()
     assert "Loading weights" not in told.err  # a bar of transformers
     (want,) = library(documents=[Document("story.txt", STORY)])
-    found = rows(here / "scores.csv")
+    found = rows(texts_here / "scores.csv")
     columns = TokenTable([want]).columns()
     assert list(found[0]) == list(columns)
     assert "score_regrad" in columns  # not the smoothed default of images
@@ -91,7 +71,7 @@ def test_a_story_gets_a_row_for_each_token_with_the_scores_of_the_library(
 
 
 def test_lines_that_cannot_be_read_are_listed_and_the_rest_is_scored(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import pyarrow.parquet
 
@@ -107,22 +87,22 @@ def test_lines_that_cannot_be_read_are_listed_and_the_rest_is_scored(
     )
     told = capsys.readouterr()
     want = TokenTable(library(["regrad", "entropy"])).columns()
-    found = pyarrow.parquet.read_table(here / "out" / "scores.parquet").to_pydict()
+    found = pyarrow.parquet.read_table(texts_here / "out" / "scores.parquet").to_pydict()
     assert list(found) == list(want)
     assert found["document"] == want["document"]
     assert found["score_entropy"] == pytest.approx(want["score_entropy"], rel=1e-4)
     assert "; 1 could not be read: out/scores.rejected.csv\nmost uncertain by regrad: " in told.out
     assert '  1 could not be read (line 2 is without a string "text")\n' in told.err
-    assert rows(here / "out" / "scores.rejected.csv") == [
+    assert rows(texts_here / "out" / "scores.rejected.csv") == [
         {"id": "line 2", "reason": 'without a string "text"'}
     ]
     assert run(monkeypatch, "score", "texts.jsonl", *own("--strict")) == 1
     assert "line 2 of texts.jsonl is without a string" in capsys.readouterr().err
-    assert not (here / "scores.csv").exists()
+    assert not (texts_here / "scores.csv").exists()
 
 
 def test_json_lines_hold_nothing_that_json_does_not_know(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_constant(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -140,7 +120,7 @@ def test_json_lines_hold_nothing_that_json_does_not_know(
         )
         == 0
     )
-    assert (here / "scores.jsonl").read_text() == out
+    assert (texts_here / "scores.jsonl").read_text() == out
     capsys.readouterr()
     assert run(monkeypatch, "score", "story.txt", *own("--methods", "entropy", "--out", "-")) == 0
     told = capsys.readouterr()
@@ -154,34 +134,34 @@ def test_json_lines_hold_nothing_that_json_does_not_know(
 
 
 def test_a_carriage_return_does_not_break_a_line_of_the_table(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "returns.jsonl").write_text(json.dumps({"text": 'One\r\nday,\r"she"\n'}))
+    (texts_here / "returns.jsonl").write_text(json.dumps({"text": 'One\r\nday,\r"she"\n'}))
     assert run(monkeypatch, "score", "returns.jsonl", *own("--methods", "entropy")) == 0
-    found = rows(here / "scores.csv")
+    found = rows(texts_here / "scores.csv")
     assert "".join(row["token"] for row in found) == 'One\r\nday,\r"she"\n'
     assert (
-        (here / "scores.csv")
+        (texts_here / "scores.csv")
         .read_bytes()
         .startswith(b"document,position,token,start,end,score_entropy,")
     )
-    assert b"likeliest_prob\nline 1,0," in (here / "scores.csv").read_bytes()
+    assert b"likeliest_prob\nline 1,0," in (texts_here / "scores.csv").read_bytes()
 
 
 @pytest.mark.slow
 def test_tangents_and_the_seed_decide_the_sketch(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "score", "story.txt", *own("--tangents", "4", "--seed", "2")) == 0
     (want,) = library(documents=[Document("story.txt", STORY)], engine=Sketch(4), seed=2)
     (other,) = library(documents=[Document("story.txt", STORY)], seed=2)
-    found = [float(row["score_regrad"]) for row in rows(here / "scores.csv")]
+    found = [float(row["score_regrad"]) for row in rows(texts_here / "scores.csv")]
     assert found == pytest.approx(want.scores["regrad"], rel=1e-4)
     assert found != pytest.approx(other.scores["regrad"], rel=1e-2)
 
 
 def test_the_model_can_write_first_and_what_it_wrote_is_marked(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         run(monkeypatch, "score", "story.txt", *own("--methods", "entropy", "--generate", "6")) == 0
@@ -189,7 +169,7 @@ def test_the_model_can_write_first_and_what_it_wrote_is_marked(
     (written,) = generated(load_language_model("hf:./lm"), [Document("story.txt", STORY)], 6)
     assert written.text.startswith(STORY)
     (want,) = library("entropy", [written])
-    found = rows(here / "scores.csv")
+    found = rows(texts_here / "scores.csv")
     assert [row["token"] for row in found] == want.tokens
     marked = [row["generated"] for row in found]
     assert marked == [str(start >= len(STORY)) for start, _ in want.offsets]
@@ -197,13 +177,15 @@ def test_the_model_can_write_first_and_what_it_wrote_is_marked(
 
 
 def test_the_worst_span_is_told_with_its_document(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "many").mkdir()
+    (texts_here / "many").mkdir()
     for name, text in {"a.txt": STORY, "b.txt": f"{LEARNT}\n{LEARNT}"}.items():
-        (here / "many" / name).write_text(text)
+        (texts_here / "many" / name).write_text(text)
     assert run(monkeypatch, "score", "many", *own("--methods", "msp")) == 0
-    documents = [Document(name, (here / "many" / name).read_text()) for name in ("a.txt", "b.txt")]
+    documents = [
+        Document(name, (texts_here / "many" / name).read_text()) for name in ("a.txt", "b.txt")
+    ]
     means = {
         (
             sum(one.scores["msp"][at : at + 8]) / 8,
@@ -219,7 +201,7 @@ def test_the_worst_span_is_told_with_its_document(
     assert told.startswith(f"most uncertain by msp: {name}, characters {start} to {end}: ")
 
 
-@pytest.mark.usefixtures("unworked")
+@pytest.mark.usefixtures("no_model_is_loaded")
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -250,23 +232,23 @@ def test_the_worst_span_is_told_with_its_document(
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(
-    here: Path,
+    texts_here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
     told: str,
 ) -> None:
-    (here / "story.csv").write_text("mine")
+    (texts_here / "story.csv").write_text("mine")
     assert run(monkeypatch, "score", "story.txt", *own(*words)) == 1
     err = capsys.readouterr().err
     assert told in err
     assert err.count("\n") == 1
-    assert not (here / "scores.csv").exists()
+    assert not (texts_here / "scores.csv").exists()
 
 
-@pytest.mark.usefixtures("unworked")
+@pytest.mark.usefixtures("no_model_is_loaded")
 def test_what_is_said_of_texts_needs_tokens(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (("--generate", "3"), ("--tangents", "8")):
         assert run(monkeypatch, "score", "photos", "--model", "digits-cnn", *words) == 1
@@ -276,7 +258,7 @@ def test_what_is_said_of_texts_needs_tokens(
 
 
 def test_models_and_texts_that_are_not_there_are_told(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    texts_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, told in {
         ("nowhere.txt", *own()): "there is no nowhere.txt in the working directory or data",
@@ -294,17 +276,17 @@ def test_models_and_texts_that_are_not_there_are_told(
     }.items():
         assert run(monkeypatch, "score", *words) == 1
         assert told in capsys.readouterr().err
-    assert not (here / "scores.csv").exists()
-    assert not list(here.glob(".*.part"))
+    assert not (texts_here / "scores.csv").exists()
+    assert not list(texts_here.glob(".*.part"))
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_says_that_nothing_was_kept(here: Path) -> None:
-    (here / "long.txt").write_text(f"{LEARNT} " * 2000)
+def test_a_run_that_is_stopped_says_that_nothing_was_kept(texts_here: Path) -> None:
+    (texts_here / "long.txt").write_text(f"{LEARNT} " * 2000)
     words = [sys.executable, "-m", "qualms", "score", "long.txt", *own()]
     env: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        words, env=env, cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        words, env=env, cwd=texts_here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "long.txt: 1 document\n"
@@ -312,7 +294,7 @@ def test_a_run_that_is_stopped_says_that_nothing_was_kept(here: Path) -> None:
         out, err = process.communicate(timeout=120)
     assert (out, process.returncode) == ("", 130)
     assert err.splitlines()[-1] == "qualms: stopped; nothing was kept, and no file was written."
-    assert not list(here.glob("*.csv")) + list(here.glob(".*.part"))
+    assert not list(texts_here.glob("*.csv")) + list(texts_here.glob(".*.part"))
 
 
 # A real model.

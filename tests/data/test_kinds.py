@@ -21,7 +21,7 @@ from qualms.data.decode import decode_image
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     return tmp_path / "mine"
@@ -42,31 +42,31 @@ def gray(pixels: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ending", ["tif", "gif", "ppm", "pgm", "tga", "ico", "jp2", "pcx"])
-def test_what_pillow_reads_is_read(here: Path, ending: str) -> None:
+def test_what_pillow_reads_is_read(folder: Path, ending: str) -> None:
     image = np.full((16, 16), 100, np.uint8)
-    saved(here / f"a.{ending}", image)
+    saved(folder / f"a.{ending}", image)
     assert int((load("mine").pixels.int() - 100).abs().max()) <= 2
 
 
-def test_sixteen_bits_are_scaled_and_not_cut_off(here: Path) -> None:
+def test_sixteen_bits_are_scaled_and_not_cut_off(folder: Path) -> None:
     values = np.array([[0, 257, 32896], [65535, 300, 128]], np.uint16)
     for name in ("a.png", "b.tif"):
-        saved(here / name, values)
-    (here / "c.pgm").write_bytes(b"P5 3 2 65535\n" + values.astype(">u2").tobytes())
+        saved(folder / name, values)
+    (folder / "c.pgm").write_bytes(b"P5 3 2 65535\n" + values.astype(">u2").tobytes())
     found = load("mine")
     for pixels in found.pixels:
         assert gray(pixels).tolist() == [[0, 1, 128], [255, 1, 0]]
     assert "3 images were scaled from more than 8 bits to 8" in found.notes
 
 
-def test_sixteen_bits_of_color_are_told(here: Path) -> None:
+def test_sixteen_bits_of_color_are_told(folder: Path) -> None:
     row = b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 257)
     parts = [
         (b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)),
         (b"IDAT", zlib.compress(row)),
         (b"IEND", b""),
     ]
-    (here / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
+    (folder / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
     found = load("mine")
     assert found.pixels[0, :, 0].T.tolist() == [[255, 0, 0], [0, 255, 1]]
     assert found.notes == ("1 image was scaled from more than 8 bits to 8",)
@@ -81,10 +81,10 @@ def chunk(kind: bytes, content: bytes) -> bytes:
     )
 
 
-def test_numbers_without_a_scale_are_refused_and_those_from_0_to_1_scaled(here: Path) -> None:
-    saved(here / "a.tif", np.array([[0.0, 0.5, 1.0]], np.float32))
-    saved(here / "b.tif", np.array([[0.0, 0.5, 90.0]], np.float32))
-    saved(here / "c.tif", np.array([[0, 5, 1_000_000]], np.int32))
+def test_numbers_without_a_scale_are_refused_and_those_from_0_to_1_scaled(folder: Path) -> None:
+    saved(folder / "a.tif", np.array([[0.0, 0.5, 1.0]], np.float32))
+    saved(folder / "b.tif", np.array([[0.0, 0.5, 90.0]], np.float32))
+    saved(folder / "c.tif", np.array([[0, 5, 1_000_000]], np.int32))
     found = load("mine", strict=False)
     assert gray(found.pixels[0]).tolist() == [[0, 128, 255]]
     assert [one.id for one in found.rejected] == ["b.tif", "c.tif"]
@@ -95,18 +95,18 @@ def test_numbers_without_a_scale_are_refused_and_those_from_0_to_1_scaled(here: 
     )
 
 
-def test_conversions_are_counted_and_told(here: Path) -> None:
-    saved(here / "a.png", gradient())
-    Image.fromarray(gradient()).convert("CMYK").save(here / "b.jpg")
-    Image.fromarray(gradient()).convert("P").save(here / "c.gif")
+def test_conversions_are_counted_and_told(folder: Path) -> None:
+    saved(folder / "a.png", gradient())
+    Image.fromarray(gradient()).convert("CMYK").save(folder / "b.jpg")
+    Image.fromarray(gradient()).convert("P").save(folder / "c.gif")
     alpha = np.dstack([gradient()] * 3 + [np.full((6, 8), 200, np.uint8)])
-    saved(here / "d.png", alpha)
+    saved(folder / "d.png", alpha)
     alpha[..., 3] = 255
-    saved(here / "e.png", alpha)  # transparent nowhere
+    saved(folder / "e.png", alpha)  # transparent nowhere
     frames = [Image.fromarray(gradient() + i) for i in (0, 40)]
-    frames[0].save(here / "f.webp", save_all=True, append_images=frames[1:], lossless=True)
-    (here / "notes.txt").write_text("not an image")
-    (here / "list.csv").write_text("a")
+    frames[0].save(folder / "f.webp", save_all=True, append_images=frames[1:], lossless=True)
+    (folder / "notes.txt").write_text("not an image")
+    (folder / "list.csv").write_text("a")
     found = load("mine")
     assert found.ids == ("a.png", "b.jpg", "c.gif", "d.png", "e.png", "f.webp")
     assert set(found.notes) == {
@@ -124,14 +124,14 @@ def test_conversions_are_counted_and_told(here: Path) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_are_turned_upright(here: Path, orientation: int) -> None:
+def test_images_are_turned_upright(folder: Path, orientation: int) -> None:
     from PIL import ImageOps
 
     image = Image.fromarray(gradient())
     exif = image.getexif()
     exif[0x0112] = orientation
-    image.save(here / "a.png", exif=exif)
-    with Image.open(here / "a.png") as file:
+    image.save(folder / "a.png", exif=exif)
+    with Image.open(folder / "a.png") as file:
         upright = np.asarray(ImageOps.exif_transpose(file))
     found = load("mine")
     assert np.array_equal(gray(found.pixels[0]), upright)
@@ -140,13 +140,13 @@ def test_images_are_turned_upright(here: Path, orientation: int) -> None:
     )
 
 
-def test_unreadable_files_are_left_out_with_the_reason(here: Path) -> None:
-    saved(here / "good.png", gradient())
-    whole = (here / "good.png").read_bytes()
-    (here / "cut.png").write_bytes(whole[:40])
-    (here / "text.jpg").write_text("hello")
-    (here / "phone.heic").write_bytes(b"....ftypheic")
-    (here / "gone.png").symlink_to("nowhere.png")
+def test_unreadable_files_are_left_out_with_the_reason(folder: Path) -> None:
+    saved(folder / "good.png", gradient())
+    whole = (folder / "good.png").read_bytes()
+    (folder / "cut.png").write_bytes(whole[:40])
+    (folder / "text.jpg").write_text("hello")
+    (folder / "phone.heic").write_bytes(b"....ftypheic")
+    (folder / "gone.png").symlink_to("nowhere.png")
     with pytest.raises(
         qualms.QualmsError,
         match=r"mine/cut\.png is truncated or not an image .*; replace or remove it",
@@ -159,18 +159,18 @@ def test_unreadable_files_are_left_out_with_the_reason(here: Path) -> None:
     assert "No such file" in reasons["gone.png"]
     assert "truncated or not an image" in reasons["cut.png"]
     assert "truncated or not an image" in reasons["text.jpg"]
-    (here / "good.png").unlink()
+    (folder / "good.png").unlink()
     with pytest.raises(
         qualms.QualmsError, match=r"none of the 4 images in mine can be read: cut\.png is truncated"
     ):
         load("mine", strict=False)
 
 
-def test_labels_stay_with_their_images_when_others_are_left_out(here: Path) -> None:
+def test_labels_stay_with_their_images_when_others_are_left_out(folder: Path) -> None:
     for label, name in enumerate(("cat", "dog")):
-        (here / name).mkdir()
-        (here / name / "0.png").write_bytes(b"broken")
-        saved(here / name / "1.png", np.full((4, 4), 100 * label, np.uint8))
+        (folder / name).mkdir()
+        (folder / name / "0.png").write_bytes(b"broken")
+        saved(folder / name / "1.png", np.full((4, 4), 100 * label, np.uint8))
     found = load("mine", strict=False)
     assert found.ids == ("cat/1.png", "dog/1.png")
     assert found.labels is not None
@@ -179,14 +179,14 @@ def test_labels_stay_with_their_images_when_others_are_left_out(here: Path) -> N
 
 
 def test_a_plugin_for_heic_is_used_where_it_is_installed(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[bool] = []
     plugin = types.ModuleType("pillow_heif")
     plugin.register_heif_opener = lambda: called.append(True)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pillow_heif", plugin)
     folder_module.endings.cache_clear()
-    saved(here / "a.png", gradient())
+    saved(folder / "a.png", gradient())
     load("mine")
     folder_module.endings.cache_clear()
     assert called
@@ -203,9 +203,9 @@ def header(wide: int, high: int) -> bytes:
     )
 
 
-def test_a_header_that_claims_too_much_is_told_as_too_large(here: Path) -> None:
-    saved(here / "a.png", gradient())
-    (here / "bomb.png").write_bytes(header(60_000, 60_000))
+def test_a_header_that_claims_too_much_is_told_as_too_large(folder: Path) -> None:
+    saved(folder / "a.png", gradient())
+    (folder / "bomb.png").write_bytes(header(60_000, 60_000))
     found = load("mine", strict=False)
     (rejected,) = found.rejected
     assert rejected == Rejected(
@@ -214,9 +214,11 @@ def test_a_header_that_claims_too_much_is_told_as_too_large(here: Path) -> None:
     )
 
 
-def test_an_image_that_pillow_only_warns_about_is_read_or_rejected_as_any_other(here: Path) -> None:
-    saved(here / "a.png", gradient())
-    (here / "large.png").write_bytes(
+def test_an_image_that_pillow_only_warns_about_is_read_or_rejected_as_any_other(
+    folder: Path,
+) -> None:
+    saved(folder / "a.png", gradient())
+    (folder / "large.png").write_bytes(
         header(10_000, 9_000)
     )  # above the size that Pillow warns about
     found = load("mine", strict=False)
@@ -224,10 +226,10 @@ def test_an_image_that_pillow_only_warns_about_is_read_or_rejected_as_any_other(
     assert reason.startswith("too large for its length: its header claims 90,000,000 pixels in ")
 
 
-def test_of_an_image_that_is_long_and_thin_the_middle_is_read(here: Path) -> None:
+def test_of_an_image_that_is_long_and_thin_the_middle_is_read(folder: Path) -> None:
     thin = np.zeros((1, 20_001), np.uint8)
     thin[:, 10_000] = 255
-    saved(here / "thin.png", thin)
+    saved(folder / "thin.png", thin)
     found = load("mine", transform=ImageTransform((16, 16), resize=256))
     assert (found.pixels > 240).all()
 
@@ -279,13 +281,13 @@ def test_several_frames_are_told_in_every_format(kind: str) -> None:
         assert ("frames" in decode_image(file.getvalue(), "some")[1]) == (count > 1)
 
 
-def test_a_single_image_is_a_valid_input(here: Path) -> None:
-    image = saved(here / "a.png", gradient())
+def test_a_single_image_is_a_valid_input(folder: Path) -> None:
+    image = saved(folder / "a.png", gradient())
     found = load("mine/a.png")
     assert (found.name, found.ids, len(found)) == ("a", ("a.png",), 1)
     assert found.source == "mine/a.png (image file)"
     assert np.array_equal(gray(found.pixels[0]), image)
-    (here / "b.heic").write_bytes(b"")
+    (folder / "b.heic").write_bytes(b"")
     with pytest.raises(
         qualms.QualmsError,
         match=r"mine/b\.heic is a \.heic file, which needs the package pillow-heif",
@@ -293,11 +295,11 @@ def test_a_single_image_is_a_valid_input(here: Path) -> None:
         load("mine/b.heic", strict=False)
 
 
-def test_images_are_fitted_as_they_are_read(here: Path) -> None:
+def test_images_are_fitted_as_they_are_read(folder: Path) -> None:
     big = np.zeros((40, 80), np.uint8)
     big[:, 20:60] = 200
-    saved(here / "a.png", big)
-    saved(here / "b.png", np.full((16, 16), 7, np.uint8))
+    saved(folder / "a.png", big)
+    saved(folder / "b.png", np.full((16, 16), 7, np.uint8))
     found = load("mine", transform=ImageTransform((16, 16), resize=20, channels=1))
     assert found.pixels.shape == (2, 1, 16, 16)
     assert found.pixels[0].unique().tolist() == [200], "the middle of the image, in its shape"

@@ -9,12 +9,7 @@ import pytest
 from qualms.data.texts import Document, read_texts
 from qualms.errors import QualmsError
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("QUALMS_DATA", raising=False)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("workdir")
 
 
 def lines(*rows: Any) -> Path:
@@ -40,22 +35,22 @@ def refused(*arguments: Any, **keywords: Any) -> str:
     return str(caught.value)
 
 
-def test_a_file_is_a_document_that_is_called_like_it(here: Path) -> None:
-    (here / "story.txt").write_bytes("\ufeffOnce …\r\nupon\ra time\n".encode())
+def test_a_file_is_a_document_that_is_called_like_it(workdir: Path) -> None:
+    (workdir / "story.txt").write_bytes("\ufeffOnce …\r\nupon\ra time\n".encode())
     found = read_texts("story.txt")
     # As open() reads it: without the mark of a byte order, and with one kind of line end.
     assert found.documents == (Document("story.txt", "Once …\nupon\na time\n"),)
     assert (found.source, found.rejected) == ("story.txt", ())
 
 
-def test_the_files_of_a_folder_are_read_in_the_order_of_their_names(here: Path) -> None:
+def test_the_files_of_a_folder_are_read_in_the_order_of_their_names(workdir: Path) -> None:
     for name in ("b.txt", "a/deep.TXT", "a/.hidden.txt", ".git/x.txt", "notes.md"):
-        (here / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / "mine" / name).write_text(name)
-    found = read_texts(here / "mine")
+        (workdir / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / "mine" / name).write_text(name)
+    found = read_texts(workdir / "mine")
     assert [one.name for one in found.documents] == ["a/deep.TXT", "b.txt"]
     assert [one.text for one in found.documents] == ["a/deep.TXT", "b.txt"]
-    assert found.source == f"{here / 'mine'}/ (folder)"
+    assert found.source == f"{workdir / 'mine'}/ (folder)"
 
 
 def test_lines_go_by_their_ids_else_their_names_else_their_numbers() -> None:
@@ -126,14 +121,14 @@ def test_by_default_the_first_bad_line_is_an_error(line: str, reason: str) -> No
     )
 
 
-def test_files_of_a_folder_that_are_no_texts_are_left_out(here: Path) -> None:
-    (here / "mine").mkdir()
-    (here / "mine" / "empty.txt").touch()
-    (here / "mine" / "latin.txt").write_bytes("café".encode("latin-1"))
+def test_files_of_a_folder_that_are_no_texts_are_left_out(workdir: Path) -> None:
+    (workdir / "mine").mkdir()
+    (workdir / "mine" / "empty.txt").touch()
+    (workdir / "mine" / "latin.txt").write_bytes("café".encode("latin-1"))
     assert "no text can be read from mine: empty.txt is empty, and 1 more" in refused(
         "mine", strict=False
     )
-    (here / "mine" / "real.txt").write_text("real")
+    (workdir / "mine" / "real.txt").write_text("real")
     found = read_texts("mine", strict=False)
     assert [one.name for one in found.documents] == ["real.txt"]
     assert [(one.id, one.reason) for one in found.rejected] == [
@@ -143,12 +138,12 @@ def test_files_of_a_folder_that_are_no_texts_are_left_out(here: Path) -> None:
     assert refused("mine") == "mine/empty.txt is empty; replace or remove it."
 
 
-def test_what_holds_no_text_is_told(here: Path) -> None:
-    (here / "empty.txt").write_text("  \n")
-    (here / "nothing").mkdir()
-    (here / "nothing.jsonl").touch()
-    (here / "page.md").write_text("A")
-    (here / "cut.parquet").write_bytes(b"PAR1")
+def test_what_holds_no_text_is_told(workdir: Path) -> None:
+    (workdir / "empty.txt").write_text("  \n")
+    (workdir / "nothing").mkdir()
+    (workdir / "nothing.jsonl").touch()
+    (workdir / "page.md").write_text("A")
+    (workdir / "cut.parquet").write_bytes(b"PAR1")
     assert refused("empty.txt", strict=False) == "empty.txt is empty; replace or remove it."
     assert refused("nothing").startswith(
         "nothing holds no texts; give a .txt, .jsonl or .parquet file, or a folder"
@@ -171,10 +166,10 @@ def test_what_holds_no_text_is_told(here: Path) -> None:
 
 
 def test_a_path_may_start_in_the_folder_of_datasets(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "sets").mkdir()
-    (here / "sets" / "story.txt").write_text("Once")
+    (workdir / "sets").mkdir()
+    (workdir / "sets" / "story.txt").write_text("Once")
     assert read_texts("story.txt", "sets").documents[0].text == "Once"
     monkeypatch.setenv("QUALMS_DATA", "sets")
     assert read_texts("story.txt").source == "sets/story.txt"

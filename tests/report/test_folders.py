@@ -30,7 +30,7 @@ def saved(images: Images, folder: Path, classes: bool = False) -> None:
 
 
 @pytest.fixture
-def here(weights_here: Path) -> Path:
+def folders_here(weights_here: Path) -> Path:
     digits, letters = load("digits").take(slice(0, 40)), load("letters").subset(12).convert(1, 8)
     saved(digits, weights_here / "sorted", classes=True)
     saved(digits, weights_here / "flat")
@@ -41,7 +41,7 @@ def here(weights_here: Path) -> Path:
 
 @pytest.mark.slow
 def test_folders_with_labels_and_unknown_groups(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    folders_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = (
         "--id",
@@ -52,7 +52,7 @@ def test_folders_with_labels_and_unknown_groups(
         "regrad+layers+smooth(0.02,2),entropy,negrad",
     )
     assert run(monkeypatch, "report", *asked, *OWN) == 0
-    page = Page((here / "page.html").read_text("utf-8"))
+    page = Page((folders_here / "page.html").read_text("utf-8"))
     sorted_, others, further = page.data["groups"]
     assert [group["name"] for group in (sorted_, others, further)] == [
         "sorted",
@@ -60,7 +60,7 @@ def test_folders_with_labels_and_unknown_groups(
         "further",
     ]
     assert set(sorted_["ids"]) == {
-        f"{path.parent.name}/{path.name}" for path in (here / "sorted").glob("*/*.png")
+        f"{path.parent.name}/{path.name}" for path in (folders_here / "sorted").glob("*/*.png")
     }
     assert set(others["ids"]) == {f"photo {i}.png" for i in range(12)}
     assert set(sorted_["labels"]["words"]) <= set("0123456789")
@@ -72,10 +72,10 @@ def test_folders_with_labels_and_unknown_groups(
 
 
 def test_a_folder_without_labels_or_unknown_images(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    folders_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(monkeypatch, "report", "--id", "flat", "--methods", "entropy,msp", *OWN) == 0
-    page = Page((here / "page.html").read_text("utf-8"))
+    page = Page((folders_here / "page.html").read_text("utf-8"))
     (only,) = page.data["groups"]
     assert (only["labels"], only["right"]) == (None, None)
     assert sorted(only["ids"]) == sorted(f"photo {i}.png" for i in range(40))
@@ -86,21 +86,21 @@ def test_a_folder_without_labels_or_unknown_images(
 
 
 def test_a_page_that_cannot_be_written_is_told_before_the_work(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folders_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "report", "--id", "flat", *OWN[:-1], "weights.pt/page.html") != 0
     assert "cannot be written" in capsys.readouterr().err
-    assert not (here / "runs").exists()
+    assert not (folders_here / "runs").exists()
 
 
-def test_scores_from_an_earlier_run_come_with_the_same_confidence(here: Path) -> None:
+def test_scores_from_an_earlier_run_come_with_the_same_confidence(folders_here: Path) -> None:
     network = Network(
         "digits-cnn", load_model("digits-cnn", "weights.pt"), DATASETS["digits"].normalization
     )
     images, methods = load("digits").take(slice(0, 40)), {"entropy": parse("entropy")}
-    with Journal(here / "rows.jsonl", {}) as journal:
+    with Journal(folders_here / "rows.jsonl", {}) as journal:
         first = score_images(network, images, methods, journal)
-    with Journal(here / "rows.jsonl", {}) as journal:
+    with Journal(folders_here / "rows.jsonl", {}) as journal:
         again = score_images(network, images, methods, journal)
     probs = network.logits(images).softmax(1).max(1)
     for found in (first, again):

@@ -26,7 +26,7 @@ Scores = dict[str, tuple[float, ...]]  # by the id of an image, one for each met
 
 
 @pytest.fixture
-def here(weights_here: Path) -> Path:
+def pictures_here(weights_here: Path) -> Path:
     """Six images, in two folders and orders: the second begins with images of its own."""
     digits = load("digits").pixels
     for folder, numbers in (("pictures", range(COUNT)), ("shuffled", [9, 8, 5, 3, 1, 0, 2, 4])):
@@ -80,34 +80,36 @@ def of_journal(path: Path, images: str) -> Scores:
 
 
 @pytest.mark.parametrize("folder", ["pictures", "shuffled"])
-def test_score_into_a_table(folder: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_into_a_table(
+    folder: str, pictures_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = own(*METHODS, "--seed", str(SEED), "--out", "scores.csv")
     assert run(monkeypatch, "score", f"{folder}/", *words) == 0
     assert_same(
         {
             row["id"]: (float(row[f"score_{SMOOTH}"]), float(row[f"score_{PERTURB}"]))
-            for row in rows(here / "scores.csv")
+            for row in rows(pictures_here / "scores.csv")
         }
     )
 
 
-def test_score_into_shards(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_into_shards(pictures_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = own(*METHODS, "--seed", str(SEED), "--out", "shards/", "--shard-size", "3")
     assert run(monkeypatch, "score", "shuffled/", *words) == 0
-    assert_same(of_shards(here / "shards"))
+    assert_same(of_shards(pictures_here / "shards"))
 
 
 @pytest.mark.ray
 @pytest.mark.xdist_group("ray")
 @pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\..*")
-def test_score_on_ray(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_on_ray(pictures_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="ray is not installed; run `make test-all`")
     words = own(*METHODS, "--seed", str(SEED), "--out", "shards/", "--runner", "ray")
     assert run(monkeypatch, "score", "shuffled/", *words, "--workers", "1") == 0
-    assert_same(of_shards(here / "shards"))
+    assert_same(of_shards(pictures_here / "shards"))
 
 
-def test_threshold(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threshold(pictures_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = own("--method", SMOOTH, "--seed", str(SEED), "--out", "limit.json")
     assert run(monkeypatch, "threshold", "pictures/", *words) == 0
     want = sorted(smooth for smooth, _ in expected().values())
@@ -115,18 +117,18 @@ def test_threshold(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("task", ["report", "bench"])
-def test_report_and_bench(task: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_and_bench(task: str, pictures_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = own("--id", "pictures", "--ood", "shuffled", *METHODS, "--seed", str(SEED))
     if task == "report":
         assert run(monkeypatch, "report", *words, "--rows", "rows.jsonl") == 0
     else:
         assert run(monkeypatch, "bench", "ood", *words, "--out", "rows.jsonl") == 0
     for folder in ("pictures", "shuffled"):
-        assert_same(of_journal(here / "rows.jsonl", folder))
+        assert_same(of_journal(pictures_here / "rows.jsonl", folder))
 
 
 @pytest.mark.serve
-def test_service(here: Path) -> None:
+def test_service(pictures_here: Path) -> None:
     if find_spec("litserve") is None and "QUALMS_NEEDS_SERVE" not in os.environ:
         pytest.skip("litserve is not installed; run `make test-serve`")
     from qualms.service.scoring import Served
@@ -136,7 +138,7 @@ def test_service(here: Path) -> None:
     network = Network("digits-cnn", model, DATASETS["digits"].normalization)
     scorer = qualms.Scorer(model, [SMOOTH, PERTURB], pixel_std=NORMAL.std[0], seed=SEED)
     files = []
-    for path in sorted((here / "shuffled").iterdir()):
+    for path in sorted((pictures_here / "shuffled").iterdir()):
         files.append(("images", (path.name, io.BytesIO(path.read_bytes()), "image/png")))
     answer = client(Served("digits", network, scorer)).post("/v1/score", files=files)
     assert answer.status_code == 200, answer.text
