@@ -1,7 +1,7 @@
 """Directions in logit space whose pull-back Jᵀv is a gradient that some score needs.
 
-A direction may differ from row to row of an input's perturbed copies; [b, r, c] are logits of
-inputs, rows, classes, and the weights p_c are always those of the input itself, row 0.
+A direction may differ from row to row of a sample's perturbed copies. Logits are [b, r, c]: samples,
+rows of a sample, classes. The weights p_c are always those of the sample itself, row 0.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +20,9 @@ CONTRASTS = 16  # at most
 Logits = Float[Tensor, "b r c"]
 
 
+# The sets of directions. Each function takes logits [b, r, c] and returns directions [m, b, r, c].
+
+
 def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
     """e_c - p for every class c, or for some: the gradient of log p_c with respect to the logits.
 
@@ -34,7 +37,7 @@ def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c
 
 
 def of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r c"]:
-    """e_c - p for one class c of each input."""
+    """e_c - p for one class c of each sample."""
     p = logits.double().softmax(-1)
     place = chosen[:, None, None].expand(*p.shape[:2], 1)
     return (-p).scatter(-1, place, sum_of_others(p).gather(-1, place))[None]
@@ -60,23 +63,23 @@ def logits(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"
 def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
     """(1/C) Σ_c (e_c - p) = 1/C - p: the mean over classes of the gradients of log p_c."""
     z = logits.double()
-    odds = (
-        z - z.amax(-1, keepdim=True)
-    ).expm1()  # less 1: what is left of them where all logits are nearly equal
-    return ((odds.mean(-1, keepdim=True) - odds) / (odds + 1).sum(-1, keepdim=True))[None]
+    # exp(z - max z) - 1: what is left where all logits are nearly equal
+    odds = (z - z.amax(-1, keepdim=True)).expm1()
+    total = (odds + 1).sum(-1, keepdim=True)
+    return ((odds.mean(-1, keepdim=True) - odds) / total)[None]
 
 
-def expected(logits: Logits) -> Float[Tensor, "1 b r c"]:
-    """Σ_c p_c (e_c - p'), p of the input itself and p' of a row, as p - p': exactly zero without
-    smoothing.
+def expectation(logits: Logits) -> Float[Tensor, "1 b r c"]:
+    """Σ_c p_c (e_c - p'), with p of the sample itself and p' of a row: p - p'.
 
-    Added up as written, rounding would be left: it grows with the gradients and so ranks inputs
-    much like them, a signal out of nothing. Probabilities next to 1 differ by what the others add
-    up to.
+    Exactly zero without smoothing. Summed as written, rounding would be left, which grows with the
+    gradients and so ranks samples much like them: a signal out of nothing. Probabilities next to 1
+    differ by what the others add up to.
     """
     p = logits.double().softmax(-1)
     p_0 = p[:, :1]
-    return torch.where(p + p_0 > 1, sum_of_others(p) - sum_of_others(p_0), p_0 - p)[None]
+    near_one = p + p_0 > 1
+    return torch.where(near_one, sum_of_others(p) - sum_of_others(p_0), p_0 - p)[None]
 
 
 def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
@@ -85,12 +88,11 @@ def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
 
 
 def contrasts(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
-    """Vectors v_m with Σ_m v_m v_mᵀ = P = I - 11ᵀ/C, on average if there are fewer than C - 1 of
-    them.
+    """Vectors v_m with Σ_m v_m v_mᵀ = P = I - 11ᵀ/C, on average if there are fewer than C - 1.
 
-    So Σ_m ‖Jᵀv_m‖² is tr(P J Jᵀ P), what the gradients of the logits amount to beyond a shift of
-    all logits. Up to 17 classes they are an orthonormal basis of all v with Σ_c v_c = 0, beyond
-    that 16 at random from one, the same always.
+    So Σ_m ‖Jᵀv_m‖² is tr(P J Jᵀ P), the size of the gradients of the logits beyond a shift of all
+    logits. Up to 17 classes they are an orthonormal basis of all v with Σ_c v_c = 0, beyond that 16
+    random vectors of one, always the same.
     """
     c = logits.shape[-1]
     basis = _zero_sum_basis(c, contrast_count(c))[some].to(logits.device)
@@ -104,10 +106,9 @@ def contrast_count(classes: int) -> int:
 
 @cache
 def _zero_sum_basis(classes: int, number: int) -> Float[Tensor, "m c"]:
-    drawn = torch.randn(
-        classes, number, generator=torch.Generator().manual_seed(classes), dtype=torch.double
-    )
-    orthonormal = torch.linalg.qr(drawn - drawn.mean(0)).Q
+    generator = torch.Generator().manual_seed(classes)
+    noise = torch.randn(classes, number, generator=generator, dtype=torch.double)
+    orthonormal = torch.linalg.qr(noise - noise.mean(0)).Q
     return orthonormal.T * ((classes - 1) / number) ** 0.5
 
 
@@ -115,49 +116,59 @@ DIRECTIONS: dict[str, Callable[..., Tensor]] = {
     "classes": classes,
     "logits": logits,
     "uniform": uniform,
-    "expected": expected,
+    "expected": expectation,
     "confounding": confounding,
     "contrasts": contrasts,
 }
-
-
 PER_CLASS = ("classes", "logits")  # sets with a direction for each class
 IN_BLOCKS = (*PER_CLASS, "contrasts")  # sets of many directions, of which some can be asked for
 
 
+# Several sets together, a block at a time.
+
+
 @dataclass(frozen=True)
 class Cotangents:
-    """Directions [m, rows, c] to be pulled back, made a block at a time, each input's part brought
-    to a size near 1.
+    """Directions [m, rows, c] to be pulled back, a block at a time, scaled to a size near 1.
 
     The square of a gradient of size 1e-26, that of a confident prediction, is zero in 32 bits. So a
-    block comes as (v, s), v [k, rows, c] and s [k, b] powers of two, and stands for the cotangents
+    block is a pair (v, s), v [k, rows, c] and s [k, b] powers of two, and stands for the cotangents
     s v.
+
+    Args:
+        number: m.
+        blocks: makes the pairs.
     """
 
     number: int
     blocks: Callable[[], Iterable[tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]]]
 
     @classmethod
-    def of(cls, cotangents: Float[Tensor, "m rows c"], inputs: int) -> "Cotangents":
-        """A few that exist already."""
-        return cls(len(cotangents), lambda: [scale_to_unit(cotangents, inputs)])
+    def of(cls, cotangents: Float[Tensor, "m rows c"], samples: int) -> "Cotangents":
+        """A few that exist already, scaled."""
+        return cls(len(cotangents), lambda: [scale_to_unit(cotangents, samples)])
 
 
 def scale_to_unit(
-    cotangents: Float[Tensor, "k rows c"], inputs: int
+    cotangents: Float[Tensor, "k rows c"], samples: int
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
-    """(v, s) with s v the cotangents; s, a power of two, brings an input's largest entry between
-    1/2 and 1.
+    """(v, s) with s v the cotangents, and the largest entry of a sample's v between 1/2 and 1.
+
+    s is a power of two, so that nothing is rounded.
     """
-    of_input = cotangents.unflatten(1, (inputs, -1))
-    size = power_of_two(torch.linalg.vector_norm(of_input.flatten(2).double(), torch.inf, dim=2))
-    return (of_input / size[:, :, None, None].to(cotangents)).flatten(1, 2), size
+    of_sample = cotangents.unflatten(1, (samples, -1))
+    largest = torch.linalg.vector_norm(of_sample.flatten(2).double(), torch.inf, dim=2)
+    size = power_of_two(largest)
+    return (of_sample / size[:, :, None, None].to(cotangents)).flatten(1, 2), size
 
 
 @dataclass(frozen=True)
 class Directions:
-    """Several sets of directions, one after the other."""
+    """Several sets of directions, one after the other.
+
+    Args:
+        names: of the sets, keys of `DIRECTIONS`.
+    """
 
     names: tuple[str, ...]
 
@@ -166,53 +177,71 @@ class Directions:
         return sum(_size(name, classes) for name in self.names)
 
     def columns(self, name: str, classes: int) -> slice:
-        """Where one set stands among them."""
+        """Which of them belong to one set."""
         place = self.names.index(name)
         start = Directions(self.names[:place]).size(classes)
-        return slice(start, start + Directions((name,)).size(classes))
+        return slice(start, start + _size(name, classes))
 
     def of_inputs(self, some: slice) -> "Directions":
-        """Those of some of the inputs: the same, unless inputs have directions of their own."""
+        """Those of some samples: the same, unless samples have directions of their own."""
         return self
 
     def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
-        """The directions of all sets, in the order of `names`, divided by r: what leads to mean
-        gradients.
+        """The directions of all sets, in the order of `names`, divided by r.
+
+        So a sum over rows is a mean of gradients.
+
+        Args:
+            logits: [b, r, c].
+            block_bytes: of directions that exist at once.
         """
-        return Cotangents(
-            self.size(logits.shape[-1]), partial(self._blocks, logits.detach(), block_bytes)
-        )
+        number = self.size(logits.shape[-1])
+        return Cotangents(number, partial(self._blocks, logits.detach(), block_bytes))
 
     def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        (inputs, rows_per_sample, classes), step = (
-            logits.shape,
-            max(1, block_bytes // (DOUBLE * logits.numel())),
-        )
+        samples, rows_per_sample, classes = logits.shape
+        step = max(1, block_bytes // (DOUBLE * logits.numel()))
         for name in self.names:
-            for start in range(0, Directions((name,)).size(classes), step):
+            for start in range(0, _size(name, classes), step):
                 some = (slice(start, start + step),) if name in IN_BLOCKS else ()
                 block: Tensor = DIRECTIONS[name](logits, *some)
-                yield scale_to_unit(block.flatten(1, 2).div_(rows_per_sample), inputs)
+                yield scale_to_unit(block.flatten(1, 2).div_(rows_per_sample), samples)
 
 
 def _size(name: str, classes: int) -> int:
-    return classes if name in PER_CLASS else contrast_count(classes) if name == "contrasts" else 1
+    if name in PER_CLASS:
+        return classes
+    return contrast_count(classes) if name == "contrasts" else 1
+
+
+# Projections on tangents, from J s.
 
 
 def project_directions(
     names: Sequence[str], logits: Float[Tensor, "b r c"], tangents: Float[Tensor, "b r c"]
 ) -> Float[Tensor, "b m"]:
-    """v·(J s) for every direction v, averaged over an input's rows: the projections of smoothed
-    gradients on s.
+    """v·(J s) for every direction v of several sets, averaged over a sample's rows.
+
+    These are the projections of smoothed gradients on s.
+
+    Args:
+        names: of the sets.
+        logits: of all rows.
+        tangents: J s of all rows.
     """
-    return torch.cat([project_one_set(name, logits, tangents).mean(1) for name in names], dim=-1)
+    each = [project_one_set(name, logits, tangents).mean(1) for name in names]
+    return torch.cat(each, dim=-1)
 
 
 def project_one_set(
     name: str, logits: Float[Tensor, "b _ c"], tangents: Float[Tensor, "b _ c"]
 ) -> Float[Tensor, "b _ m"]:
-    """v·y for every direction v of one set and each y = J s: of each row, or of one row and several
-    tangents.
+    """v·y for every direction v of one set and each y = J s.
+
+    Args:
+        name: of the set.
+        logits: of each row, or of one row for several tangents.
+        tangents: y.
     """
     y = tangents.double()
     if name == "logits":

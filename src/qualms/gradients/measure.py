@@ -1,6 +1,7 @@
-"""From cotangents and pieces to one number for each input, direction and parameter."""
+"""From cotangents and gradient factors to one number for each sample, direction and parameter."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,213 +18,341 @@ from qualms.gradients.tracing.weights import Weights, roots
 
 Kind = Literal["l2", "l1", "gram"]
 AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every edge
-Places = dict[GradientEdge, int]  # of an edge among the cotangents
+EdgeIndex = dict[GradientEdge, int]  # which of the cotangents belongs to an edge
 
 
 @torch.no_grad()
 def measure(
     logits: Float[Tensor, "rows c"],
     cotangents: Cotangents | Float[Tensor, "m rows c"],
-    pieces: Sequence[GradFactor],
+    factors: Sequence[GradFactor],
     weights: Weights,
-    inputs: int,
+    samples: int,
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m *m"]]:
-    """For each parameter ‖g‖ [b, m] (l2), Σ|g| [b, m] (l1) or the inner products ⟨g_m, g_n⟩ [b, m,
-    m] (gram).
+    """Measure each sample's gradients along several directions, parameter by parameter.
 
-    In double precision, in which small numbers are not zero. A plain tensor of cotangents is taken
-    as it is, for those that must not be brought to one size. Parameters that the logits do not
-    depend on are left out.
+    Args:
+        logits: with their graph.
+        cotangents: the directions. A plain tensor is used as it is, for those that must not be
+            scaled to one size.
+        factors: what the gradients are made of.
+        weights: the parameters, as leaves.
+        samples: number of samples, b.
+        kind: ‖g‖ (`l2`), Σ|g| (`l1`) or the inner products ⟨g_m, g_n⟩ (`gram`).
+
+    Returns:
+        For each parameter that the logits depend on [b, m], or [b, m, m] for `gram`; in double
+        precision, in which the square of a small number is not zero.
     """
-    if not pieces:
+    if not factors:
         return {}
     if isinstance(cotangents, Tensor):
-        given, as_they_are = (
-            cotangents,
-            torch.ones(len(cotangents), inputs, dtype=torch.double, device=logits.device),
-        )
-        cotangents = Cotangents(len(cotangents), lambda: [(given, as_they_are)])
-    edges, places = unique_edges(pieces)
-    alone, shared = group_by_parameter(pieces, weights)
-    table: Tensor | None = (
-        None  # [m, parameter, b], in place: small results between large ones break memory up
-    )
-    names: list[str] = []
-    kept: list[AtEdges] = []
-    sizes: list[Tensor] = []
-    number = 0
-    for block, size in cotangents.blocks():
-        start = number
-        for cotangent in block.to(logits.dtype):
-            interrupts.deliver()
-            at: AtEdges = torch.autograd.grad(
-                logits, edges, cotangent, retain_graph=True, allow_unused=True
-            )
-            if kind == "gram":
-                kept.append(at)
-                continue
-            values: dict[str, Tensor] = {}
-            for name, piece in alone.items():
-                deltas = cotangents_at(piece, at, places)
-                if deltas is not None:
-                    values[name] = _measured(piece, deltas, kind, cotangents.number)
-            for name, gradient in sum_shared_gradients(shared, at, places, weights, inputs).items():
-                values[name] = size_of(gradient, kind)
-            if table is None:
-                names = list(values)
-                table = logits.new_empty(cotangents.number, len(names), inputs, dtype=torch.double)
-            if names:
-                table[number] = torch.stack([values[name].double() for name in names])
-            number += 1
-        if table is not None:
-            done = table[start:number]
-            if kind == "l2":
-                done.sqrt_()
-            done *= size[:, None, :]
-        if kind == "gram":
-            sizes.append(size)
-    if table is not None:
-        return {name: table[:, i].T for i, name in enumerate(names)}
-    size = torch.cat(sizes).T
-    units = size[:, :, None] * size[:, None, :]
-    return {
-        n: v * units
-        for n, v in _inner_products(alone, shared, kept, places, weights, inputs).items()
-    }
-
-
-def unique_edges(pieces: Sequence[GradFactor]) -> tuple[list[GradientEdge], Places]:
-    """Weight and bias share their operation's cotangent: ask for each once."""
-    places: Places = {}
-    for piece in pieces:
-        for edge in piece.edges:
-            places.setdefault(edge, len(places))
-    return list(places), places
-
-
-def group_by_parameter(
-    pieces: Sequence[GradFactor], weights: Weights
-) -> tuple[dict[str, GradFactor], dict[str, list[GradFactor]]]:
-    """Parameters that one piece tells all about, and those whose gradient is a sum of pieces or
-    lies behind others.
-    """
-    uses: dict[str, list[GradFactor]] = {}
-    for piece in pieces:
-        for name in roots(piece.target, weights):
-            uses.setdefault(name, []).append(piece)
-    alone = {n: p[0] for n, p in uses.items() if len(p) == 1 and id(p[0].target) in weights.names}
-    return alone, {n: p for n, p in uses.items() if n not in alone}
-
-
-def cotangents_at(piece: GradFactor, at: AtEdges, places: Places) -> list[Tensor | None] | None:
-    """The cotangents of a piece, or None if the logits do not depend on it."""
-    deltas = [at[places[edge]] for edge in piece.edges]
-    return None if all(d is None for d in deltas) else deltas
-
-
-def _measured(
-    piece: GradFactor, deltas: list[Tensor | None], kind: Kind, cotangents: int
-) -> Float[Tensor, " b"]:
-    if kind == "l2" and isinstance(piece.gradient, Outer):
-        return piece.gradient.squared_norm(deltas, cotangents)
-    if isinstance(piece.gradient, Outer) and piece.gradient.sizes[0] == 1:
-        return piece.gradient.l1_norm(deltas)
-    return size_of(piece.gradient.write(deltas), kind)
-
-
-def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Σ|g| (l1) or Σg² of each input's gradient, without a copy of it."""
-    flat = _flat(gradient)
-    return torch.linalg.vector_norm(flat, 1, dim=1) if kind == "l1" else sum_of_squares(flat)
-
-
-def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Σ|g| (l1) or ‖g‖ of each input's gradient."""
-    size = size_of(gradient, kind)
-    return size if kind == "l1" else size.sqrt()
+        cotangents = _unscaled(cotangents, samples)
+    pullback = _Pullback.of(logits, factors, weights, samples)
+    if kind == "gram":
+        return _measure_inner_products(pullback, cotangents)
+    return _measure_norms(pullback, cotangents, kind)
 
 
 @torch.no_grad()
 def full_gradients(
     logits: Float[Tensor, "rows c"],
     cotangent: Float[Tensor, "rows c"],
-    pieces: Sequence[GradFactor],
+    factors: Sequence[GradFactor],
     weights: Weights,
 ) -> dict[str, Float[Tensor, "1 ..."]]:
-    """The whole gradient of every parameter along one direction, for the rows of one input."""
-    edges, places = unique_edges(pieces)
-    alone, shared = group_by_parameter(pieces, weights)
-    interrupts.deliver()
-    at: AtEdges = torch.autograd.grad(
-        logits, edges, cotangent, retain_graph=True, allow_unused=True
-    )
-    deltas = {name: cotangents_at(piece, at, places) for name, piece in alone.items()}
-    own = {name: alone[name].gradient.write(d) for name, d in deltas.items() if d is not None}
-    return own | sum_shared_gradients(shared, at, places, weights, 1)
+    """The whole gradient of every parameter along one direction, for the rows of one sample.
+
+    Args:
+        logits: with their graph.
+        cotangent: the direction.
+        factors: what the gradients are made of.
+        weights: the parameters, as leaves.
+    """
+    pullback = _Pullback.of(logits, factors, weights, 1)
+    at = pullback.pull(cotangent)
+    gradients: dict[str, Tensor] = {}
+    for name, factor in pullback.single.items():
+        deltas = cotangents_at(factor, at, pullback.index)
+        if deltas is not None:
+            gradients[name] = factor.gradient.write(deltas)
+    return gradients | pullback.sum_shared(at)
+
+
+def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents:
+    ones = torch.ones(len(cotangents), samples, dtype=torch.double, device=cotangents.device)
+    return Cotangents(len(cotangents), lambda: [(cotangents, ones)])
+
+
+@dataclass(frozen=True)
+class _Pullback:
+    """From directions in logit space to the cotangents at all edges.
+
+    Args:
+        logits: with their graph.
+        edges: of all factors.
+        index: of each edge among them.
+        single: parameters with a single factor.
+        shared: all others, with their factors.
+        weights: the parameters, as leaves.
+        samples: number of samples.
+    """
+
+    logits: Float[Tensor, "rows c"]
+    edges: list[GradientEdge]
+    index: EdgeIndex
+    single: dict[str, GradFactor]
+    shared: dict[str, list[GradFactor]]
+    weights: Weights
+    samples: int
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, factors: Sequence[GradFactor], weights: Weights, samples: int
+    ) -> "_Pullback":
+        """Find the edges of the factors, and the parameters that they belong to.
+
+        Args:
+            logits: with their graph.
+            factors: what the gradients are made of.
+            weights: the parameters, as leaves.
+            samples: number of samples.
+        """
+        edges, index = unique_edges(factors)
+        single, shared = group_by_parameter(factors, weights)
+        return cls(logits, edges, index, single, shared, weights, samples)
+
+    def pull(self, cotangent: Float[Tensor, "rows c"]) -> AtEdges:
+        """Pull a direction back to all edges."""
+        interrupts.deliver()
+        return torch.autograd.grad(
+            self.logits, self.edges, cotangent, retain_graph=True, allow_unused=True
+        )
+
+    def sum_shared(self, at: AtEdges) -> dict[str, Float[Tensor, "b ..."]]:
+        """The whole gradients of the parameters that have several factors."""
+        return sum_shared_gradients(self.shared, at, self.index, self.weights, self.samples)
+
+
+def unique_edges(factors: Sequence[GradFactor]) -> tuple[list[GradientEdge], EdgeIndex]:
+    """All edges, each of them once: weight and bias share their operation's cotangent."""
+    index: EdgeIndex = {}
+    for factor in factors:
+        for edge in factor.edges:
+            index.setdefault(edge, len(index))
+    return list(index), index
+
+
+def group_by_parameter(
+    factors: Sequence[GradFactor], weights: Weights
+) -> tuple[dict[str, GradFactor], dict[str, list[GradFactor]]]:
+    """Parameters whose gradient is a single factor, and those whose gradient is a sum of factors,
+    or lies behind other operations.
+    """
+    uses: dict[str, list[GradFactor]] = {}
+    for factor in factors:
+        for name in roots(factor.target, weights):
+            uses.setdefault(name, []).append(factor)
+    single: dict[str, GradFactor] = {}
+    shared: dict[str, list[GradFactor]] = {}
+    for name, of_name in uses.items():
+        if len(of_name) == 1 and id(of_name[0].target) in weights.names:
+            single[name] = of_name[0]
+        else:
+            shared[name] = of_name
+    return single, shared
+
+
+def cotangents_at(factor: GradFactor, at: AtEdges, index: EdgeIndex) -> list[Tensor | None] | None:
+    """The cotangents of a factor, or None if the logits do not depend on it."""
+    deltas = [at[index[edge]] for edge in factor.edges]
+    return None if all(d is None for d in deltas) else deltas
+
+
+# Norms, one direction after the other.
+
+
+def _measure_norms(
+    pullback: _Pullback, cotangents: Cotangents, kind: Kind
+) -> dict[str, Float[Tensor, "b m"]]:
+    names: list[str] = []
+    # [m, parameter, b], filled in place: small results between large ones fragment the memory.
+    table: Tensor | None = None
+    number = 0
+    for block, size in cotangents.blocks():
+        start = number
+        for cotangent in block.to(pullback.logits.dtype):
+            values = _measure_one(pullback, cotangent, kind, cotangents.number)
+            if table is None:
+                names = list(values)
+                table = torch.empty(
+                    (cotangents.number, len(names), pullback.samples),
+                    dtype=torch.double,
+                    device=pullback.logits.device,
+                )
+            if names:
+                table[number] = torch.stack([values[name].double() for name in names])
+            number += 1
+        if table is not None:
+            of_block = table[start:number]
+            if kind == "l2":
+                of_block.sqrt_()
+            of_block *= size[:, None, :]
+    if table is None:
+        return {}
+    return {name: table[:, i].T for i, name in enumerate(names)}
+
+
+def _measure_one(
+    pullback: _Pullback, cotangent: Tensor, kind: Kind, directions: int
+) -> dict[str, Float[Tensor, " b"]]:
+    """Σ|g| or Σg² along one direction, for each parameter.
+
+    Args:
+        pullback: the graph.
+        cotangent: the direction.
+        kind: `l1` or `l2`.
+        directions: how many directions share the work on activations.
+    """
+    at = pullback.pull(cotangent)
+    values: dict[str, Tensor] = {}
+    for name, factor in pullback.single.items():
+        deltas = cotangents_at(factor, at, pullback.index)
+        if deltas is not None:
+            values[name] = _size_of_factor(factor, deltas, kind, directions)
+    for name, gradient in pullback.sum_shared(at).items():
+        values[name] = size_of(gradient, kind)
+    return values
+
+
+def _size_of_factor(
+    factor: GradFactor, deltas: list[Tensor | None], kind: Kind, directions: int
+) -> Float[Tensor, " b"]:
+    """Σ|g| or Σg² of one factor, without writing it out where that is cheaper.
+
+    Args:
+        factor: the only one of its parameter.
+        deltas: its cotangents.
+        kind: `l1` or `l2`.
+        directions: how many directions share the work on activations.
+    """
+    gradient = factor.gradient
+    if isinstance(gradient, Outer) and kind == "l2":
+        return gradient.squared_norm(deltas, directions)
+    if isinstance(gradient, Outer) and gradient.sizes.positions == 1:
+        return gradient.l1_norm(deltas)
+    return size_of(gradient.write(deltas), kind)
+
+
+def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
+    """Σ|g| (`l1`) or Σg² of each sample's gradient, without a copy of it."""
+    flat = _flatten(gradient)
+    if kind == "l1":
+        return torch.linalg.vector_norm(flat, 1, dim=1)
+    return sum_of_squares(flat)
+
+
+def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
+    """Σ|g| (`l1`) or ‖g‖ of each sample's gradient."""
+    size = size_of(gradient, kind)
+    return size if kind == "l1" else size.sqrt()
+
+
+# Inner products, of all directions together.
+
+
+def _measure_inner_products(
+    pullback: _Pullback, cotangents: Cotangents
+) -> dict[str, Float[Tensor, "b m m"]]:
+    all_at: list[AtEdges] = []
+    sizes: list[Tensor] = []
+    for block, size in cotangents.blocks():
+        sizes.append(size)
+        for cotangent in block.to(pullback.logits.dtype):
+            all_at.append(pullback.pull(cotangent))
+    scale = torch.cat(sizes).T
+    scales = scale[:, :, None] * scale[:, None, :]
+    values: dict[str, Tensor] = {}
+    for name, factor in pullback.single.items():
+        products = _inner_products_of_factor(factor, all_at, pullback.index)
+        if products is not None:
+            values[name] = products * scales
+    shared = [pullback.sum_shared(at) for at in all_at]
+    for name in shared[0]:
+        values[name] = _inner_products([gradients[name] for gradients in shared]) * scales
+    return values
+
+
+def _inner_products_of_factor(
+    factor: GradFactor, all_at: list[AtEdges], index: EdgeIndex
+) -> Float[Tensor, "b m m"] | None:
+    """⟨g_m, g_n⟩ of one factor, or None if the logits do not depend on it."""
+    known: list[list[Tensor | None]] = []
+    for at in all_at:
+        deltas = cotangents_at(factor, at, index)
+        if deltas is not None:
+            known.append(deltas)
+    if not known:
+        return None
+    if isinstance(factor.gradient, Outer):
+        return factor.gradient.inner_products_along(known)
+    return _inner_products([factor.gradient.write(deltas) for deltas in known])
+
+
+def _inner_products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
+    """⟨g_m, g_n⟩ of each sample's gradients, given one tensor [b, …] for each direction."""
+    return inner_products(torch.stack([_flatten(gradient) for gradient in gradients], dim=1))
+
+
+def _flatten(gradient: Float[Tensor, "b ..."]) -> Float[Tensor, "b p"]:
+    return gradient.reshape(gradient.shape[0], -1)
+
+
+# Parameters whose gradient is a sum.
 
 
 def sum_shared_gradients(
-    shared: dict[str, list[GradFactor]], at: AtEdges, places: Places, weights: Weights, inputs: int
+    shared: dict[str, list[GradFactor]],
+    at: AtEdges,
+    index: EdgeIndex,
+    weights: Weights,
+    samples: int,
 ) -> dict[str, Float[Tensor, "b ..."]]:
-    """The whole gradient of each parameter that is used more than once or behind other operations."""
+    """The whole gradient of each parameter that has several factors or lies behind operations.
+
+    Args:
+        shared: the factors of each parameter.
+        at: the cotangents at all edges.
+        index: of the edges.
+        weights: the parameters, as leaves.
+        samples: number of samples.
+    """
     total: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor, of: int | slice = slice(None)) -> None:
         if name not in total:
-            total[name] = at_least_float32(weights.leaves[name]).new_zeros(
-                inputs, *weights.leaves[name].shape
-            )
+            leaf = weights.leaves[name]
+            total[name] = at_least_float32(leaf).new_zeros(samples, *leaf.shape)
         total[name][of] += gradient
 
-    for piece in {id(p): p for group in shared.values() for p in group}.values():
-        deltas = cotangents_at(piece, at, places)
+    factors = {id(factor): factor for of_name in shared.values() for factor in of_name}
+    for factor in factors.values():
+        deltas = cotangents_at(factor, at, index)
         if deltas is None:
             continue
-        gradient = piece.gradient.write(deltas)
-        name = weights.names.get(id(piece.target))
+        gradient = factor.gradient.write(deltas)
+        name = weights.names.get(id(factor.target))
         if name is not None:
             add(name, gradient)
             continue
-        names = sorted(roots(piece.target, weights))
+        names = sorted(roots(factor.target, weights))
         leaves = [weights.leaves[n] for n in names]
-        for i, g in enumerate(gradient.to(piece.target.dtype)):
-            pulled = torch.autograd.grad(
-                piece.target, leaves, g, retain_graph=True, allow_unused=True
+        for b, g in enumerate(gradient.to(factor.target.dtype)):
+            of_leaves = torch.autograd.grad(
+                factor.target, leaves, g, retain_graph=True, allow_unused=True
             )
-            for n, back in zip(names, pulled, strict=True):
+            for n, back in zip(names, of_leaves, strict=True):
                 if back is not None and n in shared:
-                    add(n, back, i)
+                    add(n, back, b)
     return total
-
-
-def _inner_products(
-    alone: dict[str, GradFactor],
-    shared: dict[str, list[GradFactor]],
-    kept: list[AtEdges],
-    places: Places,
-    weights: Weights,
-    inputs: int,
-) -> dict[str, Float[Tensor, "b m m"]]:
-    values: dict[str, Tensor] = {}
-    for name, piece in alone.items():
-        known = [d for d in (cotangents_at(piece, at, places) for at in kept) if d is not None]
-        if not known:
-            continue
-        if isinstance(piece.gradient, Outer):
-            values[name] = piece.gradient.inner_products_along(known)
-        else:
-            values[name] = _products([piece.gradient.write(d) for d in known])
-    whole = [sum_shared_gradients(shared, at, places, weights, inputs) for at in kept]
-    return values | {name: _products([w[name] for w in whole]) for name in whole[0]}
-
-
-def _products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
-    """Inner products ⟨g_m, g_n⟩ of each input's gradients, given one tensor [b, …] for each
-    direction.
-    """
-    return inner_products(torch.stack([_flat(gradient) for gradient in gradients], dim=1))
-
-
-def _flat(gradient: Float[Tensor, "b ..."]) -> Float[Tensor, "b p"]:
-    return gradient.reshape(gradient.shape[0], -1)

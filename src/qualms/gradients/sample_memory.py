@@ -1,8 +1,7 @@
-"""How many bytes one row of a batch takes in a pass, by watching one, and how many rows fit a
-budget.
+"""How many bytes one row of a batch takes in a pass, by running one, and how many rows fit a budget.
 
 A dispatch mode sees every result that a pass makes, inside scripts and backward passes as well, and
-when it is let go. What kernels hold beside their results (copies in another memory format, gaps of
+when it is freed. What kernels hold beside their results (copies in another memory format, gaps of
 the allocator) it does not see: on a CPU the process took up to six times the largest result more
 than all results together.
 """
@@ -34,26 +33,32 @@ LARGE = 2**26  # bytes of rows at once for which it matters what is free
 
 @dataclass(frozen=True)
 class SampleMemory:
-    """What a pass over one row takes, in bytes."""
+    """Bytes that a pass over one row takes.
 
-    alive: int  # results that exist at the same time
-    largest: int  # the largest of them
+    Args:
+        alive: of the results that exist at the same time.
+        largest: of the largest of them.
+        classes: number of logits.
+    """
+
+    alive: int
+    largest: int
     classes: int = 0
 
     @property
-    def needed(self) -> int:
-        """All that is to be reckoned with for a row."""
+    def total(self) -> int:
+        """All bytes to reckon with for a row."""
         return self.alive + COPIES * self.largest + COPIES_OF_LOGITS * DOUBLE * self.classes
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the results that exist at the same time; what existed before does not
-    count.
-    """
+    """Counts the bytes of the results that exist at the same time, without what existed before."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now, self.most, self.largest = 0, 0, 0
+        self.now = 0
+        self.most = 0
+        self.largest = 0
         self._known: dict[int, Any] = {}  # weak references to storages, by their address
 
     def __torch_dispatch__(
@@ -63,13 +68,20 @@ class _LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run an operation and count its results.
+
+        Args:
+            func: the operation.
+            types: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = {
-            t.untyped_storage()._cdata
-            for t in tensors_in((args, kwargs))
-            if t.layout == torch.strided
-        }
+        given: set[int] = set()
+        for t in tensors_in((args, kwargs)):
+            if t.layout == torch.strided:
+                given.add(t.untyped_storage()._cdata)
         for t in tensors_in(out):
             if t.layout == torch.strided and t.untyped_storage()._cdata not in given:
                 self._add(t.untyped_storage())
@@ -80,11 +92,11 @@ class _LiveBytes(TorchDispatchMode):
         if key in self._known:
             return
 
-        def let_go(_: Any) -> None:
+        def on_free(_: Any) -> None:
             self.now -= size
             self._known.pop(key, None)
 
-        self._known[key] = weakref.ref(storage, let_go)
+        self._known[key] = weakref.ref(storage, on_free)
         self.now += size
         self.most = max(self.most, self.now)
         self.largest = max(self.largest, size)
@@ -92,63 +104,67 @@ class _LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Work on rows that run at once.
+    """A pass over rows that run at once, and the memory it takes.
 
     Args:
-        what: the kind of pass, for people and to tell looks apart.
-        run: does it on one row, and returns the logits.
+        what: the kind of pass, for messages and as a key.
+        run: runs it on some rows, and returns the logits.
         most: rows at once, whatever the memory.
-        held: bytes that are held beside it.
-        times: what its results take, more than a look at a row tells.
+        extra_bytes: held beside the pass.
+        factor: how many times the memory of `run` the pass takes.
     """
 
     what: str
     run: Callable[[Batch], Tensor]
     most: int
-    held: int = 0
-    times: int = 1
+    extra_bytes: int = 0
+    factor: int = 1
 
-    def rows_at_once(self, batch: Batch, rows: int, settings: Settings, learnt: PlanCache) -> int:
-        """How many rows like those of a batch fit the budget, of as many as there are, by one look
-        at the first.
+    def rows_at_once(self, batch: Batch, rows: int, settings: Settings, cache: PlanCache) -> int:
+        """How many rows fit the budget, measured on the first one.
 
-        No look is taken where nothing is to be decided: no `budget` that must be kept, and a single
-        row, or numbers so few that results thousands of times their size would fit.
+        It is not measured where nothing is to be decided: no `budget` that must be kept, and a
+        single row, or numbers so few that results thousands of times their size would fit.
+
+        Args:
+            batch: rows of the same shape.
+            rows: how many there are.
+            settings: with the budget.
+            cache: where the measurement is kept.
         """
         most = min(rows, settings.batch_size or self.most)
-        device = batch_tensors(batch)[0].device
         first = batch_tensors(batch)[0]
-        small = first.is_floating_point() and first[:1].nbytes * most < SMALL
-        if settings.budget is None and (most == 1 or small):
+        is_small = first.is_floating_point() and first[:1].nbytes * most < SMALL
+        if settings.budget is None and (most == 1 or is_small):
             return most
-        row = self.bytes_of_row(batch, learnt)
+        row = self.bytes_of_row(batch, cache)
         if row is None:
             return most
-        what = f"the results of {self.what} over one input"
         require_room(
-            row + self.held, settings.budget or free_bytes(device), what, "or use smaller inputs"
+            row + self.extra_bytes,
+            settings.budget or free_bytes(first.device),
+            f"the results of {self.what} over one input",
+            "or use smaller inputs",
         )
-        room = budget_of_rows(settings.budget, device) - self.held
+        room = budget_of_rows(settings.budget, first.device) - self.extra_bytes
         size = max(1, min(most, room // row))
-        if device.type == "cpu" and size * row > LARGE:
-            release_free_memory()  # that of other kinds of work, and of the look
+        if first.device.type == "cpu" and size * row > LARGE:
+            release_free_memory()  # of other kinds of work, and of the measurement
         return size
 
-    def bytes_of_row(self, batch: Batch, learnt: PlanCache) -> int | None:
-        """What one row like those of a batch takes, found once; None if a row does not run by
-        itself.
-        """
+    def bytes_of_row(self, batch: Batch, cache: PlanCache) -> int | None:
+        """Bytes that one row takes, measured once; None if a row does not run by itself."""
         key = ("memory of a row", self.what, shapes_of(batch))
-        row = learnt.once(key, lambda: self._look(take_samples(batch, slice(0, 1))))
-        return None if row is None else max(1, self.times * row.needed)
+        row = cache.once(key, lambda: self._measure(take_samples(batch, slice(0, 1))))
+        return None if row is None else max(1, self.factor * row.total)
 
-    def _look(self, row: Batch) -> SampleMemory | None:
-        """What one row takes; None if it does not run by itself."""
-        watch = _LiveBytes()
+    def _measure(self, row: Batch) -> SampleMemory | None:
+        """Run one row and count; None if it does not run by itself."""
+        counter = _LiveBytes()
         try:
-            with torch.random.fork_rng(devices=[]), watch:
+            with torch.random.fork_rng(devices=[]), counter:
                 logits = self.run(row)
         except QualmsError as error:
-            log.info("%s: how much memory a row takes is not known", error)
+            log.info("the memory of a single row is unknown: %s", error)
             return None
-        return SampleMemory(watch.most, watch.largest, logits.shape[-1])
+        return SampleMemory(counter.most, counter.largest, logits.shape[-1])

@@ -1,4 +1,4 @@
-"""One sample by plain autograd: what every engine must agree with before it is believed."""
+"""One sample by plain autograd: what every engine must agree with before its results are used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,38 +12,45 @@ from qualms.gradients.isolation import all_parameters_differentiable, interrupts
 from qualms.gradients.model_input import ModelInput, forward_logits, in_channels_last
 from qualms.gradients.precision import Narrowest, at_least_float32, close_logits
 
+NO_PATH = (
+    "the logits do not depend on any parameter in a way that can be differentiated; "
+    "remove torch.no_grad, detach or inference-only operations from the model's forward pass."
+)
+
 
 @dataclass(frozen=True)
 class FirstSample:
-    """The first row of a batch by plain autograd: what an engine must agree with before it is
-    believed.
+    """The first row of a batch by plain autograd.
+
+    Args:
+        rows: that row.
+        logits: its logits.
+        gradient: by the parameter's name: along a random direction, or what is kept of it.
+        precision: the type that rounds most on the way to the logits.
     """
 
     rows: ModelInput
     logits: Float[Tensor, "1 c"]
-    gradient: dict[
-        str, Float[Tensor, "1 ..."]
-    ]  # by name: along a random direction, or what is kept of it
-    precision: torch.dtype  # that rounds most on the way to the logits
+    gradient: dict[str, Float[Tensor, "1 ..."]]
+    precision: torch.dtype
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
-        on: ModelInput,
+        model_input: ModelInput,
         selected: dict[str, Tensor],
         reduce: Callable[[Tensor], Tensor] = at_least_float32,
     ) -> "FirstSample":
-        """Runs the row twice: a model that is random in evaluation mode has no gradient to speak
-        of.
+        """Run the row twice: a model that is random in evaluation mode has no gradient.
 
         Args:
-            model: under `untouched`.
-            on: rows, of which the first is run.
+            model: under `preserve_state`.
+            model_input: a batch, of which the first row is run.
             selected: the parameters, by name.
             reduce: what is kept of a gradient.
         """
-        first = on.take(slice(0, 1))
+        first = model_input.take(slice(0, 1))
         logits, gradient = sample_gradients(model, first, selected, random_direction, reduce)
         return cls(first, logits, gradient, require_repeatable(model, first, logits))
 
@@ -52,37 +59,49 @@ class FirstSample:
 def require_repeatable(
     model: nn.Module, row: ModelInput, logits: Float[Tensor, "1 c"]
 ) -> torch.dtype:
-    """A row must give the same logits again: another input may show a randomness that the first one
-    hid.
+    """Require that a row gives the same logits again.
 
-    Returns the type that rounds most on the way to them.
+    Asked of every batch, since another input may show a randomness that the first one hid.
+
+    Args:
+        model: under `preserve_state`.
+        row: a single one.
+        logits: what the model returned for it.
+
+    Returns:
+        The type that rounds most on the way to the logits.
     """
     casts = Narrowest()
     again = forward_logits(model, row, casts)
     if not close_logits(again, logits, casts.of(logits)):
         raise QualmsError(
             "the model is random in evaluation mode: the same input gave two different logits; "
-            "switch its randomness off (dropout called with training=True, sampling layers)."
+            "turn off its randomness (dropout called with training=True, sampling layers)."
         )
     return casts.of(logits)
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What the first row tells any engine: the base of what each of them goes on to find out."""
+    """What the first row shows of a model: the base of what each engine goes on to find out.
+
+    Args:
+        classes: number of classes.
+        largest_result: bytes of the largest result of an operation on one row.
+        channels_last: whether the model takes images in that memory format, in which convolutions
+            are faster.
+        precision: the type that rounds most on the way to the logits: a model of 64 bits may cast
+            to 32 inside.
+    """
 
     classes: int
-    largest_result: int  # bytes of the largest result of an operation on one row
-    channels_last: (
-        bool  # the model takes images in that memory format, in which convolutions are faster
-    )
-    precision: (
-        torch.dtype
-    )  # that rounds most on the way to the logits: a model of 64 bits may cast to 32 inside
+    largest_result: int
+    channels_last: bool
+    precision: torch.dtype
 
-    def formatted(self, on: ModelInput) -> ModelInput:
-        """Rows in the memory format that is fastest for this model."""
-        return in_channels_last(on) if self.channels_last else on
+    def reformat(self, model_input: ModelInput) -> ModelInput:
+        """The same input in the memory format that is fastest for this model."""
+        return in_channels_last(model_input) if self.channels_last else model_input
 
 
 def random_direction(logits: Tensor) -> Float[Tensor, "1 1 c"]:
@@ -98,16 +117,19 @@ def sample_gradients(
     directions: Callable[[Float[Tensor, "1 c"]], Float[Tensor, "m 1 c"]],
     reduce: Callable[[Tensor], Tensor] = at_least_float32,
 ) -> tuple[Float[Tensor, "1 c"], dict[str, Float[Tensor, "m ..."]]]:
-    """The logits of one row, and each parameter's gradient along each direction; unused parameters
-    are left out.
+    """The gradient of each parameter along each direction, for one row.
 
     Args:
-        model: under `untouched`.
+        model: under `preserve_state`.
         row: a single one.
         selected: the parameters, by name.
         directions: from the logits to what is pulled back.
         reduce: what is kept of a gradient: together gradients are as large as the weights, for each
             direction.
+
+    Returns:
+        The logits, and the gradients by the parameter's name, without parameters that the logits
+        do not depend on.
     """
     with all_parameters_differentiable(model):
         logits = forward_logits(model, row)
@@ -120,20 +142,21 @@ def sample_gradients(
             for i, g in enumerate(of_direction):
                 of_direction[i] = None if g is None else reduce(g)
             found.append(of_direction)
-    logits = logits.detach()  # and no graph
-    gradients = {}
+    logits = logits.detach()  # frees the graph
+    gradients: dict[str, Tensor] = {}
     for i, (name, p) in enumerate(selected.items()):
         column = [of_direction[i] for of_direction in found]
         for of_direction in found:
-            of_direction[i] = None  # let go one by one
+            of_direction[i] = None  # freed one by one
         if any(g is not None for g in column):
-            gradients[name] = _stacked(
-                [reduce(torch.zeros_like(p)) if g is None else g for g in column]
-            )
+            for j, g in enumerate(column):
+                if g is None:
+                    column[j] = reduce(torch.zeros_like(p))
+            gradients[name] = _stack([g for g in column if g is not None])
     return logits, gradients
 
 
-def _stacked(parts: list[Tensor]) -> Float[Tensor, "m ..."]:
+def _stack(parts: list[Tensor]) -> Float[Tensor, "m ..."]:
     """The tensors along a new first axis; a single one without a copy."""
     return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
@@ -141,8 +164,15 @@ def _stacked(parts: list[Tensor]) -> Float[Tensor, "m ..."]:
 def gradients_of(
     target: Tensor, parameters: list[Tensor], cotangent: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Jᵀ·cotangent of the target by autograd, keeping the graph; None for parameters that it does
-    not depend on.
+    """Jᵀ·cotangent of a tensor by autograd, keeping the graph.
+
+    Args:
+        target: what is differentiated.
+        parameters: with respect to these.
+        cotangent: in the target's shape; 1 by default, for a scalar.
+
+    Returns:
+        A dense gradient for each parameter, or None if the target does not depend on it.
     """
     interrupts.deliver()
     try:
@@ -151,10 +181,10 @@ def gradients_of(
         )
     except RuntimeError as error:
         raise QualmsError(f"the model cannot be differentiated: {reason(error)}") from error
-    return tuple(g if g is None or g.layout == torch.strided else g.to_dense() for g in found)
+    return tuple(_to_dense(g) for g in found)
 
 
-NO_PATH = (
-    "the logits do not depend on any parameter in a way that can be differentiated; "
-    "remove torch.no_grad, detach or inference-only operations from the model's forward pass."
-)
+def _to_dense(g: Tensor | None) -> Tensor | None:
+    if g is None or g.layout == torch.strided:
+        return g
+    return g.to_dense()

@@ -81,7 +81,7 @@ class ModelContext:
             rows: how many there are to run in all; those of the batch unless said otherwise.
             held: bytes that are held beside the pass.
         """
-        work = replace(self.plain_work, held=held)
+        work = replace(self.plain_work, extra_bytes=held)
         return work.rows_at_once(batch, rows or num_samples(batch), self.settings, self.cache)
 
     @property
@@ -98,7 +98,7 @@ class ModelContext:
             with torch.enable_grad(), all_parameters_differentiable(self.model):
                 return forward_logits(self.model, ModelInput(row))
 
-        work = PassMemory("a pass that keeps its graph", run, ROWS_WITH_GRAPH, times=times)
+        work = PassMemory("a pass that keeps its graph", run, ROWS_WITH_GRAPH, factor=times)
         return work.rows_at_once(batch, num_samples(batch), self.settings, self.cache)
 
     def directions(self, smooth: Smoothing | None) -> Directions:

@@ -75,4 +75,4 @@ def _in_other_company(job: GradientRequest, on: ModelInput, groups: int) -> Floa
 
 
 def _rows(on: ModelInput, part: slice, probe: Probe) -> ModelInput:
-    return probe.formatted(replace(on.take(part), rows_per_sample=part.stop - part.start))
+    return probe.reformat(replace(on.take(part), rows_per_sample=part.stop - part.start))

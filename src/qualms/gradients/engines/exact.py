@@ -134,7 +134,7 @@ def _in_chunks(
                 part = accumulate_chunks(own, on, kind, probe)
             else:
                 part = _by_pieces(
-                    own, probe.formatted(on), kind, probe, by_features, of_rows[chunk], slow is None
+                    own, probe.reformat(on), kind, probe, by_features, of_rows[chunk], slow is None
                 )
         except Exception as error:
             if slow is None:

@@ -84,7 +84,7 @@ class Probe(ModelProfile):
             raise NotBatchable("all inputs are the same")
         if probe.too_large(2, budget):
             return probe
-        pair = probe.formatted(on.take([0, second]))
+        pair = probe.reformat(on.take([0, second]))
         _, two = trace_forward(model, pair, probe.weights, None)
         collapses = collapses_rows(one.shapes, two.shapes)
         trace_pair = TracePair(one.param_uses, two.param_uses).compact()

@@ -209,7 +209,7 @@ class SketchRun:
             slice(i, min(i + self.at_once, block.stop))
             for i in range(block.start, block.stop, self.at_once)
         ]
-        on = [self.probe.formatted(self.job.rows(chunk)) for chunk in chunks]
+        on = [self.probe.reformat(self.job.rows(chunk)) for chunk in chunks]
         model = self.job.model
         if len(on) == 1 and num_samples(on[0].batch) == 1:
             found = self._several_at_once(self.job.rows(block), push, tangents)

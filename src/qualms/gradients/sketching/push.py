@@ -324,7 +324,7 @@ def _wrong(push: Push, probe: PushProbe, known: KnownRows, i: int, tangent: Tang
         tangent: what is pushed.
     """
     row, gradient = known[i]
-    z, dz = push(known.model, probe.formatted(row), tangent)
+    z, dz = push(known.model, probe.reformat(row), tangent)
     have = float((random_direction(z).flatten() * dz.double().flatten()).sum())
     want, square = 0.0, 0.0
     for name, g in gradient.items():
