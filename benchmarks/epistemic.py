@@ -45,8 +45,9 @@ from qualms.metrics import auroc
 from qualms.models.published import mnist_cnn_5x5
 from qualms.random import generator
 from qualms.stream.network import Network
+from qualms.stream.sizes import FORWARD_BATCH
 from qualms.tasks.paper import methods_beside, paper_methods
-from qualms.tasks.scoring import BATCH, Methods
+from qualms.tasks.scoring import Methods
 from qualms.training import RECIPES, fit
 
 RESULTS = Path(__file__).parent / "results" / "epistemic.jsonl"
@@ -145,7 +146,11 @@ def scored(
     own = {name: network.scale_noise(method) for name, method in methods.items()}
     seen = train.subset(LEARNT)
     assert seen.labels is not None
-    learnt = list(zip(network.inputs(seen).split(BATCH), seen.labels.split(BATCH), strict=True))
+    learnt = list(
+        zip(
+            network.inputs(seen).split(FORWARD_BATCH), seen.labels.split(FORWARD_BATCH), strict=True
+        )
+    )
     scorer = Scorer(network.model, own, train=learnt, seed=seed)
     found = [scorer(list(network.inputs(part).split(100))).scores for part in parts]
     return [{name: scores.double().numpy() for name, scores in part.items()} for part in found]

@@ -32,17 +32,17 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from qualms.data import DATASETS, Images, ImageTransform, load
+from qualms.data import DATASETS, ImageTransform, load
 from qualms.methods import parse
 from qualms.models import load_model
-from qualms.result import Scored
 from qualms.scale.batch import BatchScorer
 from qualms.scale.cluster import cluster, score_on_ray
 from qualms.scale.shards import SIZE, score_shards
 from qualms.scorer import Scorer
+from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
-from qualms.stream.source import PART, open_source
-from qualms.tasks.scoring import scored_images
+from qualms.stream.sizes import BATCH
+from qualms.stream.source import open_source
 
 RESULTS = Path(__file__).parent / "results" / "scale.jsonl"
 LOAD = RESULTS.with_name("serve_load.jsonl")
@@ -136,16 +136,15 @@ def overlap_once() -> dict[str, float]:
     )
     scorer = Scorer(network.model, "entropy")
 
-    def score(images: Images, place: int) -> Scored:
-        return scored_images(network, scorer, images, place)
+    score = ImageScorer(network, scorer).score
 
     with tempfile.TemporaryDirectory() as folder:
         source = open_source(_photos(Path(folder)), None, network.transform)
-        parts = [task() for task in source.tasks(0, repeat(PART))]
+        parts = [task() for task in source.readers(0, repeat(BATCH))]
         score(parts[0].images, 0)  # what is found out about a network once
 
         def read() -> None:
-            for task in source.tasks(0, repeat(PART)):
+            for task in source.readers(0, repeat(BATCH)):
                 task()
 
         def compute() -> None:
@@ -208,7 +207,7 @@ def _scored(folder: Path, batches: BatchScorer, count: int, workers: int) -> tup
     if workers:
         score_on_ray(batches, source, out, {}, SIZE, workers)
     else:
-        score_shards(batches.scored, source, out, {})
+        score_shards(batches.score, source, out, {})
     return time.monotonic() - began, out
 
 

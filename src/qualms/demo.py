@@ -20,7 +20,7 @@ from qualms.stream.network import Network
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import score_images, usable
+from qualms.tasks.scoring import score_images, select_usable
 from qualms.training import RECIPES, fit
 
 KNOWN = 7  # the digits 0 to 6 are learnt
@@ -86,7 +86,7 @@ def evaluate(
     allow.
     """
     network, journal = scene.network, Journal(None, {})
-    methods, reasons = usable(network, scene.known, every_method(), scene.train)
+    methods, reasons = select_usable(network, scene.known, every_method(), scene.train)
     groups = []
     for images in (scene.known, *scene.unknown):
         found = score_images(

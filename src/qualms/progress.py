@@ -1,17 +1,11 @@
-"""How far a long run is, told to whoever asks; and batches that let it be told early."""
+"""How far a long run is, told to whoever asks."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ProgressFn = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
-FIRST_SIZES = (
-    1,
-    3,
-    12,
-    16,
-)  # of the batches that come before the usual ones of 32, and add up to one of them
 Progress = (
     bool | Callable[[int], None]
 )  # a count on the terminal, or a function that is told how many are done
@@ -63,21 +57,3 @@ def pace(done: int, total: int | None, seconds: float) -> str:
         return rate
     minutes, rest = divmod(round((total - done) * seconds / done), 60)
     return f"{rate}, {minutes}:{rest:02d} left"
-
-
-def batch_sizes(count: int, largest: int) -> Iterator[int]:
-    """The sizes of consecutive batches of `count` inputs: 1, 3, 12, 16, then `largest`, so that
-    progress shows early.
-
-    They depend on nothing else, so that a run that resumes forms the batches of one that was not
-    stopped.
-    """
-    left = count
-    for first in FIRST_SIZES:
-        size = min(first, largest, left)
-        if size:
-            yield size
-        left -= size
-    while left > 0:
-        yield min(largest, left)
-        left -= largest

@@ -18,10 +18,9 @@ import pytest
 import torch
 from PIL import Image
 
-from qualms.cli import own_images
 from qualms.cli import reproduce as reproduce_command
 from qualms.data import load
-from qualms.scale import batch
+from qualms.stream.image_scorer import ImageScorer
 from qualms.tasks.journal import Journal
 from qualms.tasks.presets import CPU, Setup
 from qualms.training import RECIPES, fit
@@ -288,8 +287,8 @@ def test_a_folder_that_goes_during_the_work_is_made_again(
 ) -> None:
     assert run(monkeypatch, *COMMANDS[name]) == 0
     before = content(archive_here / "out")
-    gone = removing(own_images.scored_images, archive_here / "out", 1)
-    monkeypatch.setattr(own_images, "scored_images", gone)
+    gone = removing(ImageScorer.score, archive_here / "out", 1)
+    monkeypatch.setattr(ImageScorer, "score", gone)
     assert run(monkeypatch, *COMMANDS[name]) == 0
     assert content(archive_here / "out") == before
 
@@ -299,9 +298,7 @@ def test_a_folder_of_shards_that_goes_is_told_and_begun_again(
 ) -> None:
     words = COMMANDS["score to shards"]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            batch, "scored_images", removing(batch.scored_images, archive_here / "out", 4)
-        )
+        patch.setattr(ImageScorer, "score", removing(ImageScorer.score, archive_here / "out", 4))
         assert run(patch, *words) == 1
     refused(capsys.readouterr().err, "No such file or directory")
     assert run(monkeypatch, *words) == 0
@@ -313,7 +310,7 @@ def test_a_folder_of_shards_that_goes_is_told_and_begun_again(
 def test_shards_that_go_while_others_come_are_missed(
     archive_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Tell
 ) -> None:
-    usual, lost_one = batch.scored_images, False
+    usual, lost_one = ImageScorer.score, False
     first = archive_here / "out" / "shard-00000.parquet"
 
     def lost(*args: Any, **more: Any) -> Any:
@@ -323,7 +320,7 @@ def test_shards_that_go_while_others_come_are_missed(
             lost_one = True
         return usual(*args, **more)
 
-    monkeypatch.setattr(batch, "scored_images", lost)
+    monkeypatch.setattr(ImageScorer, "score", lost)
     assert run(monkeypatch, *COMMANDS["score to shards"]) == 1
     assert (
         "has lost shards while it was filled; run the same command again."

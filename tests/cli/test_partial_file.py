@@ -16,6 +16,7 @@ from qualms.cli import own_images
 from qualms.cli.partial_file import PartialFile, part_row
 from qualms.data import load
 from qualms.errors import QualmsError
+from qualms.stream.image_scorer import ImageScorer
 from qualms.tasks.journal import Journal
 from tests.helpers.commands import own, run
 
@@ -37,20 +38,20 @@ def command(*more: str) -> tuple[str, ...]:
 
 def stopped_at(batch: int, sizes: list[int] | None = None) -> Callable[..., Any]:
     """Scores images until so many batches are done; then Ctrl-C comes."""
-    usual, done = own_images.scored_images, [] if sizes is None else sizes
+    usual, done = ImageScorer.score, [] if sizes is None else sizes
 
-    def scored(network: Any, scorer: Any, images: Any, first: int) -> Any:
+    def scored(self: ImageScorer, images: Any, first: int = 0) -> Any:
         if len(done) == batch:
             raise KeyboardInterrupt
         done.append(len(images))
-        return usual(network, scorer, images, first)
+        return usual(self, images, first)
 
     return scored
 
 
 def stop(monkeypatch: pytest.MonkeyPatch, batch: int, *words: str) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(own_images, "scored_images", stopped_at(batch))
+        patch.setattr(ImageScorer, "score", stopped_at(batch))
         assert run(patch, *words) == 130
 
 
@@ -67,7 +68,7 @@ def test_the_first_batch_is_one_image_and_the_next_ones_grow(
     archives_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(own_images, "scored_images", stopped_at(100, sizes))
+    monkeypatch.setattr(ImageScorer, "score", stopped_at(100, sizes))
     assert run(monkeypatch, "score", "many.npz", *own("--methods", "entropy")) == 0
     assert sizes == [1, 3, 12, 16, 28]
 
@@ -85,7 +86,7 @@ def test_a_run_that_is_stopped_goes_on_and_ends_with_the_same_table(
     told = f"qualms: stopped; 16 of 60 images are kept in {PARTIAL}; run the same command again to go on."
     assert capsys.readouterr().err.splitlines()[-1] == told
     sizes: list[int] = []
-    monkeypatch.setattr(own_images, "scored_images", stopped_at(100, sizes))
+    monkeypatch.setattr(ImageScorer, "score", stopped_at(100, sizes))
     assert run(monkeypatch, *words) == 0
     assert f"resuming: 16 of 60 images are done already, in {PARTIAL}\n" in capsys.readouterr().err
     assert sizes == [16, 28]
@@ -269,7 +270,7 @@ def test_a_table_that_cannot_be_written_loses_no_score(
     *_, kept, error = capsys.readouterr().err.splitlines()
     assert kept == f"60 of 60 images are kept in {PARTIAL}; run the same command again to go on."
     assert error == "qualms: the disk is full."
-    monkeypatch.setattr(own_images, "scored_images", stopped_at(0))
+    monkeypatch.setattr(ImageScorer, "score", stopped_at(0))
     assert run(monkeypatch, *command()) == 0
 
 
@@ -285,9 +286,9 @@ def test_numbers_keep_every_bit(tmp_path: Path, kind: torch.dtype) -> None:
     with PartialFile(tmp_path / "a.partial", {}) as partial:
         partial.add(part_row("images", 0, given))
     with PartialFile(tmp_path / "a.partial", {}) as partial:
-        row = partial.part("images", slice(0, 5))
+        row = partial.part("images", 0, 5)
         assert row is not None
-        found = partial.restore(row, None, None)
+        found = partial.restore(row, None)
     assert found.columns() | {"error_heat": 0} == given.columns() | {"error_heat": 0}
     assert torch.equal(found.scores["heat"], scores["heat"])
     assert torch.allclose(found.errors["heat"], errors["heat"], rtol=0, atol=0, equal_nan=True)

@@ -53,7 +53,7 @@ def _in_parts(folder: Path, path: Path) -> None:
     from qualms.stream.source import open_source
 
     source = open_source(str(path), None, None)
-    for part in source.parts(1, 8):
+    for part in source.batches(1, 8):
         assert len(part.images) + len(part.rejected) == part.count
     _looked_at(source.first())
 

@@ -191,14 +191,14 @@ def _speak(folder: Path, path: Path) -> None:
 @cache
 def _scoring() -> Any:
     import qualms
+    from qualms.stream.image_scorer import ImageScorer
     from qualms.stream.network import Network
-    from qualms.tasks.scoring import scored_images
 
     network = Network("small", _small(), Normalization((0.5,), (0.5,)))
     scorer = qualms.Scorer(
         network.model, "entropy", threshold=qualms.Threshold(1.0, 3, "coverage 1")
     )
-    return lambda images, first: scored_images(network, scorer, images, first)
+    return ImageScorer(network, scorer).score
 
 
 def _shard(folder: Path, path: Path) -> None:
@@ -338,9 +338,9 @@ def _rows(folder: Path, path: Path) -> None:
 
 
 def _class_file(folder: Path, path: Path) -> None:
-    from qualms.cli.own_images import class_names
+    from qualms.cli.own_images import parse_class_names
 
-    count, names = class_names(str(path))
+    count, names = parse_class_names(str(path))
     assert count == len(names) >= 2
     "".join(names).encode()
 

@@ -1,7 +1,5 @@
 """Digits in every format, and a small network for them."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -9,8 +7,8 @@ import qualms
 from qualms.data import DATASETS, Images, load
 from qualms.models import load_model
 from qualms.scale.shards import ScoreImages
+from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
-from qualms.tasks.scoring import scored_images
 from tests.helpers.stores import COUNT, METHODS
 
 
@@ -28,4 +26,4 @@ def network() -> Network:
 @pytest.fixture
 def score(network: Network) -> ScoreImages:
     methods = {name: network.scale_noise(qualms.methods.parse(name)) for name in METHODS}
-    return partial(scored_images, network, qualms.Scorer(network.model, methods))
+    return ImageScorer(network, qualms.Scorer(network.model, methods)).score

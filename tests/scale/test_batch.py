@@ -43,7 +43,7 @@ def test_a_batch_of_files_has_the_columns_of_the_table(
     found = batches(
         files(png(some.pixels[0]), png(some.pixels[1]), b"no image", png(some.pixels[2]), None)
     )
-    want = batches.scored(some).columns()
+    want = batches.score(some).columns()
     assert list(found) == list(want)
     assert found["id"].tolist() == ["0.png", "1.png", "3.png"]
     for name in want.keys() - {"id"}:

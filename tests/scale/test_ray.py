@@ -92,7 +92,7 @@ def test_ray_gives_the_scores_of_one_process(
     if kind == "folder":
         (tmp_path / "data" / "005.png").write_bytes(b"no image")
     source = open_source(data, None, None)
-    want = score_shards(batches.scored, source, tmp_path / "local", {"seed": 0}, 30)
+    want = score_shards(batches.score, source, tmp_path / "local", {"seed": 0}, 30)
     found = score_on_ray(batches, source, tmp_path / "out", {"seed": 0}, 30, WORKERS)
     assert found == want
     assert_same(by_id(tmp_path / "out"), by_id(tmp_path / "local"))
@@ -155,7 +155,7 @@ def give_up(out: Path) -> None:
 
 def by_one_process(source: Source, network: Network, out: Path) -> pyarrow.Table:
     scorer = qualms.Scorer(network.model, "entropy")
-    score_shards(BatchScorer(network, scorer, "digits").scored, source, out, {}, 10)
+    score_shards(BatchScorer(network, scorer, "digits").score, source, out, {}, 10)
     return by_id(out)
 
 
@@ -215,7 +215,7 @@ def test_a_finished_folder_is_left_alone_and_another_seed_is_refused(
     with pytest.raises(qualms.QualmsError, match="seed 0, not 1"):
         score_on_ray(batches, source, tmp_path / "out", {"seed": 1}, 30, WORKERS)
     with pytest.raises(qualms.QualmsError, match="runner ray, not None"):
-        score_shards(batches.scored, source, tmp_path / "out", {"seed": 0}, 30)
+        score_shards(batches.score, source, tmp_path / "out", {"seed": 0}, 30)
 
 
 def test_the_command_says_what_it_did(

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,10 @@ from qualms.data import Images, load
 from qualms.disk import lock_file
 from qualms.scale.shard_folder import LOCK, Done
 from qualms.scale.shards import ScoreImages, score_shards
+from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
-from qualms.stream.source import PART, Part, open_source
-from qualms.tasks.scoring import scored_images
+from qualms.stream.sizes import BATCH
+from qualms.stream.source import ImageBatch, open_source
 from tests.helpers.stores import COUNT, FORMATS, METHODS, as_folder, as_npz, as_parquet, png
 
 
@@ -67,11 +67,9 @@ def test_every_format_and_shard_size_gives_the_scores_of_one_call(
 def test_with_a_threshold_the_accepted_images_of_all_shards_are_counted(
     digits: Images, network: Network, tmp_path: Path
 ) -> None:
-    plain = scored_images(network, qualms.Scorer(network.model, "entropy"), digits)
+    plain = ImageScorer(network, qualms.Scorer(network.model, "entropy")).score(digits)
     limit = qualms.Threshold.from_scores(plain.scores["entropy"], coverage=0.6)
-    score = partial(
-        scored_images, network, qualms.Scorer(network.model, "entropy", threshold=limit)
-    )
+    score = ImageScorer(network, qualms.Scorer(network.model, "entropy", threshold=limit)).score
     source = open_source(as_npz(digits, tmp_path / "data"), None, None)
     done = score_shards(score, source, tmp_path / "out", {}, 30)
     assert done == Done(COUNT, 0, sum(shards(tmp_path / "out")["accepted"].to_pylist()))
@@ -258,14 +256,14 @@ def test_a_source_goes_on_from_any_place_and_no_part_crosses_a_shard(
 ) -> None:
     source = open_source(FORMATS[kind](digits, tmp_path / "data"), None, None)
     assert source.count == (None if kind == "tar" else COUNT)
-    parts = list(source.parts(start, 50))
+    parts = list(source.batches(start, 50))
     found = (
         torch.cat([part.images.pixels[:, :1] for part in parts]) if parts else digits.pixels[COUNT:]
     )
     assert torch.equal(found, digits.pixels[start:])
     sizes = [part.count for part in parts]
     assert sizes[:-1] == [1, 3, 12, 16, 18, 1, 3, 12][: max(0, len(sizes) - 1)]
-    assert max(sizes, default=0) <= PART
+    assert max(sizes, default=0) <= BATCH
 
 
 def test_files_of_one_name_in_several_folders_have_ids_of_their_own(
@@ -274,7 +272,7 @@ def test_files_of_one_name_in_several_folders_have_ids_of_their_own(
     as_parquet(digits, tmp_path / "a")
     as_parquet(digits, tmp_path / "b")
     source = open_source(f"{tmp_path}/*/0.parquet", None, None)
-    ids = [one for part in source.parts(0, 100) for one in part.images.ids]
+    ids = [one for part in source.batches(0, 100) for one in part.images.ids]
     assert ids == [f"{folder}/0.parquet row {row}" for folder in "ab" for row in range(27)]
 
 
@@ -282,7 +280,7 @@ def test_a_source_keeps_no_file_open(digits: Images, tmp_path: Path) -> None:
     """There may be more of them than a process may have open."""
     source = open_source(as_parquet(digits, tmp_path / "data"), None, None)
     held = {os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")}
-    list(source.parts(0, 100))
+    list(source.batches(0, 100))
     held |= {os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")}
     assert not [name for name in held if name.startswith(str(tmp_path))]
 
@@ -301,8 +299,8 @@ def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) ->
     data = as_folder(digits, tmp_path / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_read", counted)
-        patch.setattr(module, "PART", 4)
-        parts = open_source(data, None, None).parts(0, 4096)
+        patch.setattr(module, "BATCH", 4)
+        parts = open_source(data, None, None).batches(0, 4096)
         next(parts)
         assert sum(read) <= 4 * (module.THREADS + 1)
         parts.close()
@@ -334,7 +332,7 @@ def test_broken_files_are_told(write: Any, told: str, tmp_path: Path) -> None:
     write(tmp_path)
     name = "a.*"
     with pytest.raises(qualms.QualmsError, match=told):
-        list(open_source(str(tmp_path / name), None, None).parts(0, 10))
+        list(open_source(str(tmp_path / name), None, None).batches(0, 10))
 
 
 def tar(place: Path, *names: str) -> str:
@@ -358,12 +356,12 @@ def tar(place: Path, *names: str) -> str:
 def test_a_sample_without_one_image_is_rejected(
     names: tuple[str, ...], told: str, tmp_path: Path
 ) -> None:
-    (part,) = open_source(tar(tmp_path / "a.tar", *names), None, None).parts(0, 10)
+    (part,) = open_source(tar(tmp_path / "a.tar", *names), None, None).batches(0, 10)
     assert [one.reason for one in part.rejected] == [told]
 
 
 def test_the_image_of_a_sample_is_the_one_with_a_plain_ending(tmp_path: Path) -> None:
-    (part,) = open_source(tar(tmp_path / "a.tar", "one.mask.png", "one.png"), None, None).parts(
+    (part,) = open_source(tar(tmp_path / "a.tar", "one.mask.png", "one.png"), None, None).batches(
         0, 10
     )
     assert (part.images.ids, part.rejected) == (("one",), ())
@@ -374,7 +372,7 @@ def test_two_samples_of_one_name_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         qualms.QualmsError, match="has two samples called one; give each a name of its own"
     ):
-        list(source.parts(0, 10))
+        list(source.batches(0, 10))
 
 
 @pytest.mark.parametrize("damage", ["cut between samples", "cut in a header", "a header is broken"])
@@ -389,7 +387,7 @@ def test_a_tar_file_that_seems_to_end_early_is_an_error(damage: str, tmp_path: P
         del content[second + (0 if damage == "cut between samples" else 100) :]
     place.write_bytes(content)
     with pytest.raises(qualms.QualmsError, match=r"is truncated, not a \.tar file"):
-        list(open_source(str(place), None, None).parts(0, 10))
+        list(open_source(str(place), None, None).batches(0, 10))
 
 
 def test_images_that_changed_meanwhile_are_refused(
@@ -437,11 +435,11 @@ def test_the_next_images_are_read_while_the_caller_works(
     source = open_source(FORMATS[kind](digits, tmp_path / "data"), None, None)
     begun = threading.Event()
 
-    def watched(start: int, sizes: Iterator[int]) -> Iterator[Callable[[], Part]]:
-        for number, task in enumerate(source.tasks(start, sizes)):
+    def watched(start: int, sizes: Iterator[int]) -> Iterator[Callable[[], ImageBatch]]:
+        for number, task in enumerate(source.readers(start, sizes)):
             yield task if number == 0 else lambda task=task: begun.set() or task()
 
-    with closing(replace(source, tasks=watched).parts(0, 100)) as parts:
+    with closing(replace(source, readers=watched).batches(0, 100)) as parts:
         next(parts)
         assert begun.wait(60), "the second part waits until it is asked for"
 
@@ -451,8 +449,8 @@ def test_a_folder_of_many_files_is_cut_into_pieces_and_none_is_lost(
 ) -> None:
     monkeypatch.setattr("qualms.stream.source.FILES", 32)
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
-    assert source.pieces is not None
-    ids = [[file.id for file in piece()] for piece in source.pieces()]
+    assert source.splits is not None
+    ids = [[file.id for file in piece()] for piece in source.splits()]
     assert [len(some) for some in ids] == [32, 32, COUNT - 64]
     assert list(chain(*ids)) == [f"{i:03d}.png" for i in range(COUNT)]
 
@@ -474,7 +472,7 @@ def test_a_shard_that_is_taken_away_meanwhile_is_missed(
 
 def test_one_image_is_a_source(digits: Images, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(digits.pixels[0]))
-    (part,) = open_source(str(tmp_path / "a.png"), None, None).parts(0, 8)
+    (part,) = open_source(str(tmp_path / "a.png"), None, None).batches(0, 8)
     assert torch.equal(
         part.images.pixels, digits.pixels[:1].expand_as(part.images.pixels)
     )  # gray, in three channels
@@ -482,8 +480,8 @@ def test_one_image_is_a_source(digits: Images, tmp_path: Path) -> None:
 
 def test_a_machine_without_the_folder_says_so(digits: Images, tmp_path: Path) -> None:
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
-    assert source.pieces is not None
-    (piece,) = source.pieces()
+    assert source.splits is not None
+    (piece,) = source.splits()
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     with pytest.raises(
         qualms.QualmsError, match=r"data is not there on .*; every machine must find the images"
@@ -495,8 +493,8 @@ def test_pieces_hold_what_parts_hold(digits: Images, tmp_path: Path) -> None:
     """In other processes, whose working folder is another, and each without the rest."""
     for kind in ("folder", "parquet", "tar"):
         source = open_source(FORMATS[kind](digits, tmp_path / kind), None, None)
-        assert source.pieces is not None
-        pieces = source.pieces()
+        assert source.splits is not None
+        pieces = source.splits()
         ids = [file.id for piece in pieces for file in pickle.loads(pickle.dumps(piece))()]
-        assert ids == [one for part in source.parts(0, 100) for one in part.images.ids]
+        assert ids == [one for part in source.batches(0, 100) for one in part.images.ids]
         assert len(pieces) == {"folder": 1, "parquet": 8, "tar": 3}[kind]

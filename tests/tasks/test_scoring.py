@@ -20,12 +20,12 @@ from qualms.methods.regrad import REGrad
 from qualms.models import load_model
 from qualms.models.imagenet import imagenet_classes
 from qualms.scorer import Scorer
+from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
-from qualms.tasks import scoring
 from qualms.tasks.calibration import calibration
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
-from qualms.tasks.scoring import score_images, scored_images, usable
+from qualms.tasks.scoring import score_images, select_usable
 
 METHODS: dict[str, Method] = {
     "REGrad*": parse("regrad+layers+smooth"),
@@ -42,14 +42,14 @@ class Killed(BaseException):
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
     """The first input and the methods of every chunk that is computed."""
     seen: list[tuple[int, tuple[str, ...]]] = []
-    real = scoring.scored_images
+    real = ImageScorer.score
 
-    def counted(network: Network, scorer: Scorer, images: Images, first: int) -> qualms.Scored:
-        part = real(network, scorer, images, first)
-        seen.append((first, tuple(scorer.methods)))
+    def counted(self: ImageScorer, images: Images, first: int = 0) -> qualms.Scored:
+        part = real(self, images, first)
+        seen.append((first, tuple(self.scorer.methods)))
         return part
 
-    monkeypatch.setattr(scoring, "scored_images", counted)
+    monkeypatch.setattr(ImageScorer, "score", counted)
     return seen
 
 
@@ -170,22 +170,22 @@ def test_methods_that_cannot_be_used_are_left_out_with_the_reason(
     network: Network, known: Images
 ) -> None:
     wanted = {name: parse(name) for name in ("entropy", "mc-dropout", "laplace", "regrad")}
-    good, rows = usable(network, known, wanted, None)
+    good, rows = select_usable(network, known, wanted, None)
     assert list(good) == ["entropy", "regrad"]
     assert {row["method"]: row["why"] for row in rows}.keys() == {"mc-dropout", "laplace"}
     assert "no dropout layer" in rows[0]["why"]
-    assert list(usable(network, known, wanted, known)[0]) == ["entropy", "laplace", "regrad"]
+    assert list(select_usable(network, known, wanted, known)[0]) == ["entropy", "laplace", "regrad"]
     with pytest.raises(QualmsError, match="no method can be used: mc-dropout"):
-        usable(network, known, {"mc-dropout": parse("mc-dropout")}, None)
+        select_usable(network, known, {"mc-dropout": parse("mc-dropout")}, None)
 
 
 def test_other_trainings_of_the_network_make_an_ensemble(network: Network, known: Images) -> None:
     few, wanted = known.take(slice(0, 32)), {"ensemble": parse("ensemble")}
     with pytest.raises(QualmsError, match="ensemble needs several models"):
-        usable(network, few, wanted, None)
+        select_usable(network, few, wanted, None)
     torch.manual_seed(1)
     several = replace(network, members=(load_model("digits-cnn"),))
-    assert list(usable(several, few, wanted, None)[0]) == ["ensemble"]
+    assert list(select_usable(several, few, wanted, None)[0]) == ["ensemble"]
     want = qualms.score(network.model, network.inputs(few), "ensemble", models=several.members)
     have = score_images(several, few, wanted, Journal(None, {})).scores["ensemble"]
     np.testing.assert_allclose(have, want.numpy(), rtol=1e-4)
@@ -219,7 +219,7 @@ def test_an_image_without_a_finite_score_is_told_by_its_name(
     named = replace(known.take(slice(0, 4)), ids=("a", "b", "c", "d"))
     for images, called in ((named, "c"), (known.take(slice(0, 4)), "image 9")):
         with pytest.raises(QualmsError, match=f"broken gives {called} of digits no finite score"):
-            scored_images(network, Scorer(network.model, {"broken": Broken()}), images, first=7)
+            ImageScorer(network, Scorer(network.model, {"broken": Broken()})).score(images, first=7)
 
 
 def test_the_network_leaves_as_it_came(known: Images, network: Network) -> None:

@@ -56,7 +56,7 @@ def _read(
     return load(name, root, split, transform=fit, strict=strict)
 
 
-def tell_images(network: Network, *found: Images) -> None:
+def echo_images(network: Network, *found: Images) -> None:
     """Say on stderr where images come from, how many there are, and what is done to them."""
     for images in found:
         echo(
@@ -64,10 +64,10 @@ def tell_images(network: Network, *found: Images) -> None:
         )
         for note in network.describe_preprocessing(images):
             echo(f"  {note}")
-        tell_rejected(images.rejected)
+        echo_rejected(images.rejected)
 
 
-def tell_rejected(rejected: Sequence[Rejected]) -> None:
+def echo_rejected(rejected: Sequence[Rejected]) -> None:
     """Say on stderr what could not be read, if there is anything."""
     if rejected:
         some = "; ".join(f"{one.id} is {one.reason}" for one in rejected[:NAMED])

@@ -1,6 +1,4 @@
-"""A network with methods and images of the user's own, made ready and scored: what `score` and
-`threshold` share.
-"""
+"""What `score`, `threshold` and `serve` share: a network and methods, ready to score images."""
 
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -10,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qualms.cli.image_options import tell_images
+from qualms.cli.image_options import echo_images
 from qualms.cli.load_network import load_network
 from qualms.cli.options import (
     Device,
@@ -24,8 +22,8 @@ from qualms.cli.options import (
     resolve_device,
     split_list,
 )
-from qualms.cli.partial_file import IMAGES, REFERENCE, PartialFile, part_row
-from qualms.cli.price import say_price
+from qualms.cli.partial_file import IMAGES, REFERENCE, PartialFile, PartialFileSink
+from qualms.cli.price import echo_price
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.status import status_line
 from qualms.data import Images, load
@@ -36,14 +34,11 @@ from qualms.gradients.settings import Sketch
 from qualms.methods.method import MODELS, TRAINING_DATA, Method
 from qualms.result import Scored
 from qualms.scorer import Scorer
-from qualms.stream.network import Network
-from qualms.tasks.scoring import (
-    Inputs,
-    batch_slices,
-    names_of_classes,
-    parameters,
-    scored_images,
-)
+from qualms.stream.image_scorer import ImageScorer
+from qualms.stream.network import InputBatches, Network
+from qualms.stream.sink import report_to, score_stream
+from qualms.stream.source import ImageBatch, batches_in_memory
+from qualms.tasks.scoring import parameters
 from qualms.threshold import Threshold
 
 SOME_REJECTED = 4  # the exit code of a run that is done, but for inputs that could not be read
@@ -53,7 +48,8 @@ Classes = Annotated[
     str | None,
     typer.Option(
         "--classes",
-        help="The network's classes: their names, comma-separated, a file with a name a line, or how many.",
+        help="The network's classes: comma-separated names, a file with one name per line, or "
+        "their number.",
     ),
 ]
 Strict = Annotated[
@@ -63,19 +59,19 @@ Strict = Annotated[
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What both commands are told beside model, methods and images."""
+    """The options of `score`, `threshold` and `serve` beside model, methods and images."""
 
     weights: Weights = None
     train: Annotated[
         str | None,
         typer.Option(
-            "--train", help="Training images, for methods such as laplace that learn from them."
+            "--train", help="Training images, for methods that learn from them, such as laplace."
         ),
     ] = None
     classes: Classes = None
     engine: Annotated[
         EngineName | None,
-        typer.Option("--engine", help="Of the gradient scores.", show_default="auto"),
+        typer.Option("--engine", help="How gradient scores are computed.", show_default="auto"),
     ] = None
     tolerance: Tolerance = None
     size: Size = None
@@ -88,118 +84,166 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A network and methods, which score images."""
+class ScoringRun:
+    """A network and methods, ready to score images.
+
+    Args:
+        network: how images become inputs.
+        methods: by their specs, with noise in the units of the network's input.
+        train: images that methods learn from; None if none does.
+        engine: of the gradient scores.
+        options: of the command.
+    """
 
     network: Network
-    methods: dict[str, Method]  # noise in the units of the network's input
+    methods: dict[str, Method]
     train: Images | None
     engine: EngineName | Sketch
-    given: ScoreOptions
+    options: ScoreOptions
 
     def read(self, name: str) -> Images:
-        """Images as the network takes them; says what was found and done."""
-        found = _read(name, self.network, self.given, "test")
-        self.network.require_input_size(found)
-        return found
+        """Read images for the network, and print what was found and done."""
+        images = _read(name, self.network, self.options, "test")
+        self.network.require_input_size(images)
+        return images
 
-    def scorer(self, methods: dict[str, Method], threshold: Threshold | None = None) -> Scorer:
-        """Of some of the methods."""
-        train = None if self.train is None else Inputs(self.network, self.train)
+    def make_scorer(self, methods: dict[str, Method], threshold: Threshold | None = None) -> Scorer:
+        """A scorer by some of the methods."""
+        train = None if self.train is None else InputBatches(self.network, self.train)
         return Scorer(
             self.network.model,
             methods,
             train=train,
             engine=self.engine,
-            seed=self.given.seed,
-            tolerance=self.given.tolerance,
+            seed=self.options.seed,
+            tolerance=self.options.tolerance,
             threshold=threshold,
         )
-
-    def deciding(self) -> dict[str, Method]:
-        """The first method, which decides."""
-        name, method = next(iter(self.methods.items()))
-        return {name: method}
 
     def score_reference(
         self, images: Images, partial: PartialFile | None = None
     ) -> tuple[Scorer, Scored]:
-        """The scores of images that the network knows, by the first method."""
-        scorer = self.scorer(self.deciding())
-        scorer.choose_engine(
-            self.network.inputs(images.take(slice(1)))
-        )  # all scores may be kept from before
-        return scorer, self.scored(scorer, images, partial, REFERENCE)
-
-    def scored(
-        self, scorer: Scorer, images: Images, partial: PartialFile | None = None, of: str = IMAGES
-    ) -> Scored:
-        """All images, with their names and, where they are known, those of the classes.
+        """Score images that the network knows, by the first method, which decides.
 
         Args:
-            scorer: of some of the methods.
+            images: of the reference.
+            partial: keeps what is done.
+
+        Returns:
+            The scorer, whose engine is chosen, and the scores.
+        """
+        name, method = next(iter(self.methods.items()))
+        scorer = self.make_scorer({name: method})
+        # A run that resumes may score no image, and a threshold must know its engine all the same.
+        scorer.choose_engine(self.network.inputs(images.take(slice(1))))
+        return scorer, self.score(scorer, images, partial, REFERENCE)
+
+    def score(
+        self,
+        scorer: Scorer,
+        images: Images,
+        partial: PartialFile | None = None,
+        group: str = IMAGES,
+    ) -> Scored:
+        """Score all images, with their names and those of the classes.
+
+        Args:
+            scorer: by some of the methods.
             images: in the order of the table.
-            partial: where what is done is kept, and what was done before is found.
-            of: what the images are, in that file.
+            partial: keeps what is done, and holds what an earlier run has done.
+            group: what that file calls the images.
         """
         if self.train is not None and self.train.fingerprint() == images.fingerprint():
             raise QualmsError(
-                f"--train names the images of {images.source or images.name} themselves; name others."
+                f"--train names the images of {images.source or images.name} themselves; name "
+                "others."
             )
         partial = partial or PartialFile(None, {})
-        places = list(batch_slices(len(images)))
-        kept = [partial.part(of, place) for place in places]
-        done = sum(len(row["ids"]) for row in kept if row is not None)
-        parts: list[Scored] = []
-        what = f"images of {images.name} scored"
-        if done < len(images):
-            say_price(scorer, self.network.inputs(images.take(slice(1))), len(images) - done)
-        with show_progress(what, done, len(images)) as progress:
-            for place, row in zip(places, kept, strict=True):
-                if row is None:
-                    part = scored_images(self.network, scorer, images.take(place), place.start)
-                    self.check_classes(part.probs.shape[1])
-                    row = part_row(of, place.start, part)
-                    partial.add(row)
-                    done += len(part)
-                    progress(what, done, len(images))
-                names = names_of_classes(self.network, images, row["classes"])
-                parts.append(partial.restore(row, names, scorer.threshold))
-        return Scored.concatenate(parts)
+        sink = PartialFileSink(partial, group, scorer.threshold)
+        done, total = partial.count(group), len(images)
+        if done < total:
+            echo_price(scorer, self.network.inputs(images.take(slice(1))), total - done)
+        image_scorer = ImageScorer(self.network, scorer)
+
+        def score_batch(batch: ImageBatch) -> Scored:
+            scored = image_scorer.score(batch.images, batch.first)
+            self.require_class_count(scored.probs.shape[1])
+            return scored
+
+        with show_progress(f"images of {images.name} scored", done, total) as progress:
+            report = report_to(progress, images.name, total)
+            score_stream(batches_in_memory(images), score_batch, sink, report)
+        scored = Scored.concatenate(sink.parts)
+        return replace(scored, class_names=self.network.names_of_classes(images, sink.classes))
 
     def about(self, scorer: Scorer) -> dict[str, Any]:
         """What decides the scores, beside the images."""
-        how, limit = scorer.settings, scorer.threshold
+        settings, threshold = scorer.settings, scorer.threshold
+        limit = None
+        if threshold is not None:
+            limit = f"{threshold.value:g}, {threshold.rule}, {threshold.fingerprint()}"
+        methods = {}
+        for name, method in scorer.methods.items():
+            methods[name] = parameters(method, self.train)
         return {
             **self.network.about,
             "torch": torch.__version__,
             "pillow": version("pillow"),
             "device": next(self.network.model.parameters()).device.type,
-            "methods": {
-                name: parameters(method, self.train) for name, method in scorer.methods.items()
-            },
-            "tolerance": how.tolerance,
-            "engine": repr(how.sketch) if how.sketch else how.engine_name,
-            "seed": how.seed,
+            "methods": methods,
+            "tolerance": settings.tolerance,
+            "engine": repr(settings.sketch) if settings.sketch else settings.engine_name,
+            "seed": settings.seed,
             "classes": list(self.network.class_names),
-            "threshold": None
-            if limit is None
-            else f"{limit.value:g}, {limit.rule}, {limit.fingerprint()}",
+            "threshold": limit,
         }
 
-    def check_classes(self, found: int) -> None:
-        """An error if --classes says another number than the network."""
-        wanted = class_names(self.given.classes)[0]
-        if wanted not in (None, found):
+    def require_class_count(self, count: int) -> None:
+        """Raise an error if --classes gives another number than the network has."""
+        wanted = parse_class_names(self.options.classes)[0]
+        if wanted not in (None, count):
             raise QualmsError(
-                f"--classes says {wanted} classes, and {self.network.name} tells {found} apart."
+                f"--classes says {wanted} classes, and {self.network.name} tells {count} apart."
             )
 
 
-def ready(images: str, model: str, methods: dict[str, Method], given: ScoreOptions) -> Ready:
-    """The network and the methods, once nothing is known to be missing."""
+def prepare_run(
+    images: str, model: str, methods: dict[str, Method], options: ScoreOptions
+) -> ScoringRun:
+    """Load the network and the training images, once the options are known to be complete.
+
+    Args:
+        images: as the command line names them; a dataset's normalization may serve.
+        model: as for `load_model`.
+        methods: by their specs.
+        options: of the command.
+    """
+    _require_data(methods, options)
+    device, (classes, names) = resolve_device(options.device), parse_class_names(options.classes)
+    status_line(f"loading {model} …")
+    network = load_network(
+        images,
+        model,
+        options.weights,
+        options.root,
+        options.mean,
+        options.std,
+        options.size,
+        device,
+        random=False,
+        classes=classes,
+    )
+    network = replace(network, class_names=names or network.class_names)
+    own = {name: network.scale_noise(method) for name, method in methods.items()}
+    train = None
+    if options.train is not None and any(TRAINING_DATA in m.needs for m in methods.values()):
+        train = _read(options.train, network, options, "train")
+    return ScoringRun(network, own, train, options.engine or "auto", options)
+
+
+def _require_data(methods: dict[str, Method], options: ScoreOptions) -> None:
     for name, method in methods.items():
-        if TRAINING_DATA in method.needs and given.train is None:
+        if TRAINING_DATA in method.needs and options.train is None:
             raise QualmsError(
                 f"{name} needs training data; pass --train, a folder of training images."
             )
@@ -207,40 +251,33 @@ def ready(images: str, model: str, methods: dict[str, Method], given: ScoreOptio
             raise QualmsError(
                 f"{name} needs several models, and this command has one; leave it out of --methods."
             )
-    device, (classes, names) = resolve_device(given.device), class_names(given.classes)
-    status_line(f"loading {model} …")
-    network = load_network(
-        images,
-        model,
-        given.weights,
-        given.root,
-        given.mean,
-        given.std,
-        given.size,
-        device,
-        random=False,
-        classes=classes,
-    )
-    network = replace(network, class_names=names or network.class_names)
-    own = {name: network.scale_noise(method) for name, method in methods.items()}
-    learns = any(TRAINING_DATA in method.needs for method in methods.values())
-    train = (
-        _read(given.train, network, given, "train") if learns and given.train is not None else None
-    )
-    return Ready(network, own, train, given.engine or "auto", given)
 
 
-def _read(name: str, network: Network, given: ScoreOptions, split: str) -> Images:
+def _read(name: str, network: Network, options: ScoreOptions, split: str) -> Images:
+    """Read images, and print what was found.
+
+    Args:
+        name: as the command line names them.
+        network: whose transform is applied.
+        options: of the command.
+        split: `test` or `train`.
+    """
     status_line(f"reading {name} …")
-    found = load(name, given.root, split, transform=network.transform, strict=given.strict)
-    tell_images(network, found)
-    return found
+    images = load(name, options.root, split, transform=network.transform, strict=options.strict)
+    echo_images(network, images)
+    return images
 
 
-def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
-    """How many classes --classes asks for, and their names if it has them."""
-    if text is None or text.isdecimal():
-        return (None if text is None else int(text)), ()
+def parse_class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
+    """How many classes --classes asks for, and their names if it has them.
+
+    Args:
+        text: a number, comma-separated names, or a file with a name on each line.
+    """
+    if text is None:
+        return None, ()
+    if text.isdecimal():
+        return int(text), ()
     if Path(text).is_file():
         try:
             names = Path(text).read_text(encoding="utf-8").splitlines()
@@ -251,13 +288,13 @@ def class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
     found = tuple(name.strip() for name in names if name.strip())
     if len(found) < 2:
         raise QualmsError(
-            f"--classes {text} is neither a number, nor two or more names separated by commas, nor a file "
-            "with a name on each line."
+            f"--classes {text} is neither a number, nor two or more names separated by commas, nor "
+            "a file with a name on each line."
         )
     return len(found), found
 
 
-def end(*found: Images | Texts) -> None:
+def exit_if_rejected(*found: Images | Texts) -> None:
     """Exit with a code of its own if some inputs could not be read."""
     status_line("")
     if any(some.rejected for some in found):

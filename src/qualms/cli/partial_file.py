@@ -19,6 +19,7 @@ from qualms.cli.status import NOTHING, echo, interruption
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.result import Scored
+from qualms.stream.source import ImageBatch
 from qualms.tasks.journal import Journal, read
 from qualms.tasks.rows import PartRow
 from qualms.threshold import Threshold
@@ -61,16 +62,26 @@ class PartialFile(AbstractContextManager["PartialFile"]):
                 raise self._damaged()
             self._parts[row["of"], row["first"]] = row
 
-    def count(self) -> int:
-        """How many images are done."""
-        return sum(len(part["ids"]) for part in self._parts.values())
+    def count(self, group: str | None = None) -> int:
+        """How many images are done, of one group or of both."""
+        count = 0
+        for (of, _), part in self._parts.items():
+            if group in (None, of):
+                count += len(part["ids"])
+        return count
 
-    def part(self, of: str, place: slice) -> PartRow | None:
-        """What is known of the images at a place, or None."""
-        found = self._parts.get((of, place.start))
-        if found is not None and len(found["ids"]) != place.stop - place.start:
+    def part(self, group: str, first: int, count: int) -> PartRow | None:
+        """The row of a batch, if it is done.
+
+        Args:
+            group: what the images are, `IMAGES` or `REFERENCE`.
+            first: the position of the first image.
+            count: the images of the batch.
+        """
+        row = self._parts.get((group, first))
+        if row is not None and len(row["ids"]) != count:
             raise self._damaged()
-        return found
+        return row
 
     def add(self, row: PartRow) -> None:
         """Keep a part. If the disk refuses it, that is said, and the work goes on: the table may
@@ -91,12 +102,10 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         self.__exit__()
         self._path = None
 
-    def restore(
-        self, row: PartRow, class_names: tuple[str, ...] | None, threshold: Threshold | None
-    ) -> Scored:
-        """A part as a scorer gave it, with the probability of the predicted class alone."""
+    def restore(self, row: PartRow, threshold: Threshold | None) -> Scored:
+        """A part as a scorer returned it, with the probability of the predicted class alone."""
         try:
-            return _scored(row, class_names, threshold)
+            return _restore(row, threshold)
         except (ValueError, KeyError, TypeError, ArithmeticError):
             raise self._damaged() from None
 
@@ -131,6 +140,39 @@ class PartialFile(AbstractContextManager["PartialFile"]):
 
     def _damaged(self) -> QualmsError:
         return QualmsError(f"{self._path} is damaged; remove it, and run the same command again.")
+
+
+class PartialFileSink:
+    """The scores of a table: each batch is kept in a partial file until the table is complete.
+
+    Args:
+        file: holds the batches, also those of an earlier run.
+        group: what the images are, `IMAGES` or `REFERENCE`.
+        threshold: of the scores.
+    """
+
+    def __init__(self, file: PartialFile, group: str, threshold: Threshold | None) -> None:
+        self.file, self.group, self.threshold = file, group, threshold
+        self.parts: list[Scored] = []
+        self.classes = 0  # the network's, once a batch has passed
+
+    def has(self, batch: ImageBatch) -> bool:
+        """Whether the file has a batch, which is then restored."""
+        row = self.file.part(self.group, batch.first, batch.count)
+        if row is not None:
+            self._take(row)
+        return row is not None
+
+    def write(self, batch: ImageBatch, scored: Scored | None) -> None:
+        """Keep a batch."""
+        assert scored is not None
+        row = part_row(self.group, batch.first, scored)
+        self.file.add(row)
+        self._take(row)
+
+    def _take(self, row: PartRow) -> None:
+        self.parts.append(self.file.restore(row, self.threshold))
+        self.classes = row["classes"]
 
 
 @contextmanager
@@ -185,9 +227,7 @@ def part_row(of: str, first: int, scored: Scored) -> PartRow:
     }
 
 
-def _scored(
-    row: PartRow, class_names: tuple[str, ...] | None, threshold: Threshold | None
-) -> Scored:
+def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
     count = len(row["ids"])
     confidence = _tensor(row["confidence"], count)
     predicted = torch.tensor(row["prediction"])
@@ -200,7 +240,7 @@ def _scored(
         {name: _tensor(values, count) for name, values in row["errors"].items()},
         confidence[:, None],
         row["ids"],
-        class_names,
+        None,
         threshold,
         tuple(row["sketched"]),
         row["notes"],

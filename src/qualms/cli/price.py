@@ -18,7 +18,7 @@ from qualms.tasks.scoring import Methods
 LONG = 600.0  # seconds above which cheaper ways are named
 
 
-def say_price(scorer: Scorer, x: Any, images: int | None) -> None:
+def echo_price(scorer: Scorer, x: Any, images: int | None) -> None:
     """Say how long so many images will take, judged by one of them; above ten minutes, what is
     cheaper.
 
@@ -41,7 +41,7 @@ def say_price(scorer: Scorer, x: Any, images: int | None) -> None:
             )
 
 
-def say_price_of_groups(
+def echo_price_of_groups(
     network: Network,
     groups: Sequence[Images],
     methods: Methods,
@@ -59,7 +59,7 @@ def say_price_of_groups(
     """
     own = {name: network.scale_noise(method) for name, method in methods.items()}
     scorer = Scorer(network.model, own, models=network.members, engine=engine, tolerance=tolerance)
-    say_price(scorer, network.inputs(groups[0].take(slice(1))), sum(map(len, groups)))
+    echo_price(scorer, network.inputs(groups[0].take(slice(1))), sum(map(len, groups)))
 
 
 def describe_price(price: Price) -> str:

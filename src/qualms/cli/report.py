@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from qualms.cli.bench.task_output import rows_file
-from qualms.cli.image_options import tell_images, test_images, training_images
+from qualms.cli.image_options import echo_images, test_images, training_images
 from qualms.cli.load_network import load_network, published_network
 from qualms.cli.options import (
     Count,
@@ -30,8 +30,8 @@ from qualms.cli.options import (
     resolve_device,
     split_list,
 )
-from qualms.cli.own_images import Classes, Strict, class_names, end
-from qualms.cli.price import say_price_of_groups
+from qualms.cli.own_images import Classes, Strict, exit_if_rejected, parse_class_names
+from qualms.cli.price import echo_price_of_groups
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.specs import parse_methods
 from qualms.cli.text_report import METHODS, report_texts, require_unused
@@ -47,7 +47,7 @@ from qualms.report.tables import list_left_out
 from qualms.tasks.journal import Journal, read
 from qualms.tasks.ood import alike
 from qualms.tasks.rows import LeftOutRow
-from qualms.tasks.scoring import chosen_engine, score_images, usable
+from qualms.tasks.scoring import choose_engine, score_images, select_usable
 
 COUNT = 500
 
@@ -137,7 +137,7 @@ def report(
             strict=strict,
         )
         _tell(out, [], told, json_lines, open_page)
-        end(of_texts)
+        exit_if_rejected(of_texts)
         return
     if texts is not None or inside is None:
         raise QualmsError(
@@ -146,7 +146,7 @@ def report(
     require_writable(out)
     curves = [row for row in read(cycles) if row.get("row") == "cycle"] if cycles else []
     name = model or published_network(inside, root)
-    number, names = class_names(classes)
+    number, names = parse_class_names(classes)
     network = load_network(
         inside,
         name,
@@ -164,7 +164,7 @@ def report(
         [inside, *dict.fromkeys(split_list(outside))], root, network.transform, strict=strict
     )
     known, *others = (images.subset(count or None) for images in (whole, *others))
-    tell_images(network, known, *others)
+    echo_images(network, known, *others)
     network.require_input_size(known)
     known = network.relabel(known)
     others = [alike(network, known, images) for images in others]
@@ -173,9 +173,9 @@ def report(
     asked = parse_methods("paper" if methods is None else methods, known.name)
     learns = any(TRAINING_DATA in method.needs for method in asked.values())
     train = training_images(inside, root, network.transform, whole) if learns else None
-    wanted, reasons = usable(network, known, asked, train)
-    used, tolerance = chosen_engine(network, known, wanted, engine or "auto", tolerance)
-    say_price_of_groups(network, [known, *others], wanted, used, tolerance)
+    wanted, reasons = select_usable(network, known, asked, train)
+    used, tolerance = choose_engine(network, known, wanted, engine or "auto", tolerance)
+    echo_price_of_groups(network, [known, *others], wanted, used, tolerance)
     groups = []
     with (
         Journal(
@@ -221,7 +221,7 @@ def report(
         json_lines,
         open_page,
     )
-    end(whole, *others)
+    exit_if_rejected(whole, *others)
 
 
 def _tell(

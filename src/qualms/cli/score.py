@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from qualms.cli.options import Json, Overwrite, with_options
-from qualms.cli.own_images import Ready, end, ready
+from qualms.cli.own_images import ScoringRun, exit_if_rejected, prepare_run
 from qualms.cli.partial_file import (
     IMAGES,
     REFERENCE,
@@ -137,23 +137,25 @@ def score(
     by, share = str(threshold or reference), COVERAGE if coverage is None else coverage
     kept_in = None if goes_to is None or goes_to.path is None else partial_path(goes_to.path)
     with stopping(kept_in):
-        prepared = ready(images, model, wanted, given)
+        prepared = prepare_run(images, model, wanted, given)
         if limit is not None:
-            prepared.scorer(prepared.methods, limit)  # which refuses a threshold of other scores
+            prepared.make_scorer(
+                prepared.methods, limit
+            )  # which refuses a threshold of other scores
         found = prepared.read(images) if folder is None else None
         known = None if reference is None else prepared.read(reference)
         if folder is not None:
             limit = limit if known is None else _limit(prepared, known, share)
             score_to_folder(
-                prepared, prepared.scorer(prepared.methods, limit), images, folder, given, by
+                prepared, prepared.make_scorer(prepared.methods, limit), images, folder, given, by
             )
             return
         assert found is not None
         with _partial_file(kept_in, prepared, limit, found, known, share, overwrite) as partial:
             if known is not None:
                 limit = _limit(prepared, known, share, partial)
-            scorer = prepared.scorer(prepared.methods, limit)
-            scored = prepared.scored(scorer, found, partial)
+            scorer = prepared.make_scorer(prepared.methods, limit)
+            scored = prepared.score(scorer, found, partial)
             if goes_to is not None:
                 goes_to.write(scored, found.rejected)
             partial.finish()
@@ -164,11 +166,11 @@ def score(
     listed = None if file is None else rejected_file(file)
     told = summary(scorer, len(scored), accepted, by, file, len(found.rejected), listed)
     deliver(scored, place, json_lines, told)
-    end(found)
+    exit_if_rejected(found)
 
 
 def _limit(
-    prepared: Ready, known: Images, coverage: float, partial: PartialFile | None = None
+    prepared: ScoringRun, known: Images, coverage: float, partial: PartialFile | None = None
 ) -> Threshold:
     """The threshold that accepts this share of the images that the network knows."""
     scorer, scored = prepared.score_reference(known, partial)
@@ -178,7 +180,7 @@ def _limit(
 
 def _partial_file(
     path: Path | None,
-    prepared: Ready,
+    prepared: ScoringRun,
     limit: Threshold | None,
     found: Images,
     known: Images | None,
@@ -198,7 +200,7 @@ def _partial_file(
     """
     if path is None:
         return PartialFile(None, {})
-    about = prepared.about(prepared.scorer(prepared.methods, limit)) | {
+    about = prepared.about(prepared.make_scorer(prepared.methods, limit)) | {
         IMAGES: describe_images(found),
         REFERENCE: None,
     }

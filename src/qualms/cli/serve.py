@@ -15,7 +15,7 @@ import typer
 
 from qualms.cli.main import short_warnings
 from qualms.cli.options import with_options
-from qualms.cli.own_images import ScoreOptions, ready
+from qualms.cli.own_images import ScoreOptions, prepare_run
 from qualms.cli.price import describe_price
 from qualms.cli.signals import at_sigterm, interrupt, leave
 from qualms.cli.specs import parse_methods
@@ -144,9 +144,11 @@ class _Make:
 
         with short_warnings():
             begin(f"loading {self.public}")
-            prepared = ready("", self.model, self.methods, self.given)
+            prepared = prepare_run("", self.model, self.methods, self.given)
             served = Served(
-                self.called, prepared.network, prepared.scorer(prepared.methods, self.threshold)
+                self.called,
+                prepared.network,
+                prepared.make_scorer(prepared.methods, self.threshold),
             )
             price = served.price()
             begin(
@@ -155,7 +157,7 @@ class _Make:
             )
             first = served.warm_up()
             if first is not None:
-                prepared.check_classes(first.probs.shape[1])
+                prepared.require_class_count(first.probs.shape[1])
             return served
 
 

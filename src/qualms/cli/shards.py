@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from qualms.cli.own_images import SOME_REJECTED, Ready, ScoreOptions
-from qualms.cli.price import say_price
+from qualms.cli.own_images import SOME_REJECTED, ScoreOptions, ScoringRun
+from qualms.cli.price import echo_price
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.status import GOES_ON, echo, interruption, status_line
 from qualms.cli.writing import ENDINGS, summary
@@ -68,7 +68,7 @@ class ToScore(ScoreOptions):
 
 
 def score_to_folder(
-    prepared: Ready, scorer: Scorer, images: str, out: Path, given: ToScore, by: str
+    prepared: ScoringRun, scorer: Scorer, images: str, out: Path, given: ToScore, by: str
 ) -> None:
     """Score all images into shards, or go on with them; prints what was done."""
     network = prepared.network
@@ -82,22 +82,22 @@ def score_to_folder(
     network.require_input_size(first)
     size = first.size if network.transform is None else None
     batches = BatchScorer(network, scorer, source.name, source.classes, size, given.strict)
-    trial = batches.scored(first.take(slice(0, 1)))
-    prepared.check_classes(trial.probs.shape[1])
+    trial = batches.score(first.take(slice(0, 1)))
+    prepared.require_class_count(trial.probs.shape[1])
     for note in trial.notes.values():
         echo(note)
     about, rows = prepared.about(scorer), given.shard_size or SIZE
     before = min(rows * len(shards_in(out)), source.count or 0)
     left = None if source.count is None else source.count - before
     if left != 0:
-        say_price(scorer, network.inputs(first.take(slice(0, 1))), left)
+        echo_price(scorer, network.inputs(first.take(slice(0, 1))), left)
     try:
         if given.runner == "ray":
             status_line("starting Ray …")
             done = score_on_ray(batches, source, out, about, rows, given.workers, given.ray_address)
         else:
             with show_progress(f"images of {source.name} scored", before, source.count) as progress:
-                done = score_shards(batches.scored, source, out, about, rows, progress)
+                done = score_shards(batches.score, source, out, about, rows, progress)
     except KeyboardInterrupt:
         raise interruption(GOES_ON) from None
     typer.echo(

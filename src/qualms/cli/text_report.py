@@ -6,7 +6,7 @@ from qualms.cli.options import resolve_device
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.specs import parse_methods
 from qualms.cli.status import NOTHING, interruption, status_line
-from qualms.cli.tokens import tell_texts
+from qualms.cli.tokens import echo_texts
 from qualms.data.texts import Texts, read_texts
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine
@@ -52,7 +52,7 @@ def report_texts(
     try:
         status_line(f"reading {texts} …")
         read = read_texts(texts, root, strict)
-        tell_texts(read)
+        echo_texts(read)
         status_line(f"loading {model} …")
         language_model = load_language_model(model)
         language_model.model.to(place)

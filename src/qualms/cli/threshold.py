@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from qualms.cli.options import Json, Overwrite, with_options
-from qualms.cli.own_images import ScoreOptions, end, ready
+from qualms.cli.own_images import ScoreOptions, exit_if_rejected, prepare_run
 from qualms.cli.specs import parse_methods
 from qualms.cli.status import echo
 from qualms.cli.writing import complete, require_place
@@ -79,7 +79,7 @@ def threshold(
             f"a threshold is for one method, and --method names {len(wanted)}; choose one."
         )
     require_place(out, overwrite)
-    prepared = ready(images, model, wanted, given)
+    prepared = prepare_run(images, model, wanted, given)
     found = prepared.read(images)
     if risk is not None and found.labels is None:
         raise QualmsError(
@@ -110,7 +110,7 @@ def threshold(
             f"{_promise(made)}. Of {len(found)} images of {found.source or images}, {int(accepted.sum())} are accepted"
             f"{wrong}: {next(iter(wanted))} is at most {made.value:.6g}. The file: {out}"
         )
-    end(found)
+    exit_if_rejected(found)
 
 
 def _check(coverage: float | None, risk: float | None, confidence: float | None) -> None:

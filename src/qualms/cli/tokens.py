@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.image_options import tell_rejected
+from qualms.cli.image_options import echo_rejected
 from qualms.cli.options import resolve_device
-from qualms.cli.own_images import end
+from qualms.cli.own_images import exit_if_rejected
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.shards import ToScore, is_folder
 from qualms.cli.specs import parse_methods
@@ -93,7 +93,7 @@ def score_tokens(
     goes_to = None if place is None else table(place, overwrite, json_lines)
     status_line(f"reading {texts} …")
     read = read_texts(texts, given.root, given.strict)
-    tell_texts(read)
+    echo_texts(read)
     status_line(f"loading {model} …")
     language_model = load_language_model(model)
     language_model.model.to(device)
@@ -114,7 +114,7 @@ def score_tokens(
     if goes_to is not None:
         goes_to.write(rows, read.rejected)
     deliver(rows, place, json_lines, _summary(scored, list(wanted), place, read))
-    end(read)
+    exit_if_rejected(read)
 
 
 def _written_on(
@@ -128,11 +128,11 @@ def _written_on(
         )
 
 
-def tell_texts(read: Texts) -> None:
+def echo_texts(read: Texts) -> None:
     """Say on stderr how many documents were read, and what could not be."""
     count = len(read.documents)
     echo(f"{read.source}: {count} document{'' if count == 1 else 's'}")
-    tell_rejected(read.rejected)
+    echo_rejected(read.rejected)
 
 
 def _summary(

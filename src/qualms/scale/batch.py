@@ -1,6 +1,4 @@
-"""Files of images to columns of scores, a batch at a time: what a worker of any engine for many
-inputs runs.
-"""
+"""`BatchScorer`: columns of image files in, columns of scores out, as engines for large data run it."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -17,26 +15,26 @@ from qualms.errors import QualmsError
 from qualms.result import Scored
 from qualms.scale.shard_folder import column, write_rejected
 from qualms.scorer import Scorer
+from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
-from qualms.tasks.scoring import scored_images
 
 Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class BatchScorer:
-    """Columns in, columns out: of image files to those of `Scored.columns`.
+    """Scores a batch of image files.
 
-    What comes in has the columns `id` and `content`, the bytes of a file (an array of objects:
-    those of numpy's bytes drop zeros at the end), and perhaps `reason`: why there are none. Images
-    that cannot be read have no row in what comes out.
+    A batch has the columns `id` and `content`, the bytes of a file, as an array of objects (arrays
+    of numpy's bytes drop zeros at the end). It may have a column `reason`, which says why there are
+    no bytes. The result has the columns of `Scored.columns`; images that cannot be read have no row.
 
     Args:
         network: how images become inputs.
         scorer: of its model.
         name: what people call the images.
         classes: names of their classes, if they have some.
-        size: height and width of all of them; None if the network fits them.
+        size: height and width of all images; None if the network's transform resizes them.
         strict: whether an image that cannot be read is an error.
         rejected: a folder in which a file for each batch lists what cannot be read.
     """
@@ -50,48 +48,61 @@ class BatchScorer:
     rejected: Path | None = None
 
     def __call__(self, batch: Columns) -> Columns:
-        """One batch of files."""
-        if batch["content"].dtype.kind == "S":
-            raise QualmsError(
-                "`content` is an array of numpy's bytes, which drops zeros; pass one of dtype object."
-            )
-        reasons = batch.get("reason", np.full(len(batch["id"]), ""))
-        files = [
-            File(name, f"{name} in {self.name}", partial(_content, name, content, reason))
-            for name, content, reason in zip(batch["id"], batch["content"], reasons, strict=True)
-        ]
+        """Score one batch of files.
+
+        Args:
+            batch: columns of length n.
+
+        Returns:
+            Columns with a row for each image that could be read.
+        """
+        files = self._files(batch)
         read = read_available(files, self.name, self.network.transform, self.strict)
         if read.rejected and self.rejected is not None:
             _list(self.rejected, read.rejected)
+        if not read.kept:
+            return self._empty()
         ids = tuple(files[place].id for place in read.kept)
-        if not ids:  # the columns of any image, without its row
-            return {
-                name: values[:0] for name, values in _columns(self.scored(self._gray())).items()
-            }
-        return _columns(
-            self.scored(Images(self.name, torch.from_numpy(read.pixels), None, ids=ids))
-        )
+        images = Images(self.name, torch.from_numpy(read.pixels), None, ids=ids)
+        return _columns(self.score(images))
 
-    def _gray(self) -> Images:
-        size = self.network.transform.size if self.network.transform is not None else self.size
-        assert size is not None
-        return Images(
-            self.name, torch.full((1, 3, *size), 128, dtype=torch.uint8), None, ids=("gray",)
-        )
+    def score(self, images: Images, first: int = 0) -> Scored:
+        """The scores of images that are in memory.
 
-    def scored(self, images: Images, first: int = 0) -> Scored:
-        """Some images; `first` is the place of the first, which is its id where images have no
-        names.
+        Args:
+            images: of one size.
+            first: the position of the first image, which is its id if images have no names.
         """
         if self.size not in (None, images.size):
+            which = images.ids[0] if images.ids else f"number {first}"
             raise QualmsError(
-                f"the images of {self.name} differ in size: the first are {_by(self.size)} and "
-                f"{images.ids[0] if images.ids else f'number {first}'} is {_by(images.size)}; pass size= to resize "
-                "them while reading."
+                f"the images of {self.name} differ in size: the first are {_format(self.size)} and "
+                f"{which} is {_format(images.size)}; pass size= to resize them while reading."
             )
-        return scored_images(
-            self.network, self.scorer, replace(images, classes=self.classes), first
-        )
+        named = replace(images, classes=self.classes)
+        return ImageScorer(self.network, self.scorer).score(named, first)
+
+    def _files(self, batch: Columns) -> list[File]:
+        if batch["content"].dtype.kind == "S":
+            raise QualmsError(
+                "`content` is an array of numpy's bytes, which drops zeros; pass one of dtype "
+                "object."
+            )
+        reasons = batch.get("reason", np.full(len(batch["id"]), ""))
+        files = []
+        for number, name in enumerate(batch["id"]):
+            read = partial(_content, name, batch["content"][number], reasons[number])
+            files.append(File(name, f"{name} in {self.name}", read))
+        return files
+
+    def _empty(self) -> Columns:
+        """The columns of any image, without its row."""
+        transform = self.network.transform
+        size = transform.size if transform is not None else self.size
+        assert size is not None
+        pixels = torch.full((1, 3, *size), 128, dtype=torch.uint8)
+        columns = _columns(self.score(Images(self.name, pixels, None, ids=("gray",))))
+        return {name: values[:0] for name, values in columns.items()}
 
 
 def rejected_in(folder: Path) -> list[Rejected]:
@@ -101,17 +112,21 @@ def rejected_in(folder: Path) -> list[Rejected]:
         ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
         if len(ids) != len(reasons) or not all(isinstance(one, str) for one in (*ids, *reasons)):
             raise QualmsError(
-                f"{file} is no list of what could not be read; remove it, and score again."
+                f"{file} is not a list of images that could not be read; remove it, and score "
+                "again."
             )
         found.update(zip(ids, reasons, strict=True))
     return [Rejected(name, why) for name, why in sorted(found.items())]
 
 
 def _list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
-    """In a file that the same images always have, so that a batch that is run again adds nothing."""
-    name = hashlib.sha256("\n".join(one.id for one in rejected).encode()).hexdigest()[:16]
+    """List what could not be read. The same images always have the same file, so a batch that is
+    run again adds nothing.
+    """
+    names = "\n".join(one.id for one in rejected)
+    digest = hashlib.sha256(names.encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
-    write_rejected(folder / f"{name}.parquet", rejected)
+    write_rejected(folder / f"{digest}.parquet", rejected)
 
 
 def _columns(scored: Scored) -> Columns:
@@ -124,6 +139,6 @@ def _content(name: str, content: bytes | None, reason: str) -> bytes:
     return content
 
 
-def _by(size: tuple[int, int] | None) -> str:
+def _format(size: tuple[int, int] | None) -> str:
     assert size is not None
     return f"{size[1]} x {size[0]}"

@@ -24,7 +24,8 @@ from qualms.data.places import import_extra
 from qualms.errors import QualmsError, reason
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
 from qualms.scale.shard_folder import Done, arrow, begun, column, count_rows, finish, shards_in
-from qualms.stream.source import PART, Piece, Source
+from qualms.stream.sizes import BATCH
+from qualms.stream.source import Source, Split
 
 if TYPE_CHECKING:
     from ray.data import ReadTask
@@ -60,7 +61,7 @@ def score_on_ray(
         address: of the cluster, as for `ray.init`; by default one is started on this machine, and
             stopped.
     """
-    if source.pieces is None:
+    if source.splits is None:
         raise QualmsError(
             f"Ray cannot read {source.name}; name a folder, .parquet files or .tar files."
         )
@@ -80,7 +81,7 @@ def score_on_ray(
                 _run(
                     ray,
                     scorer,
-                    source.pieces(),
+                    source.splits(),
                     folder,
                     size,
                     min(workers or cores, cores - RAYS_OWN),
@@ -173,7 +174,7 @@ class Worker:
 
 
 def _run(
-    ray: Any, scorer: BatchScorer, pieces: list[Piece], folder: Path, size: int, workers: int
+    ray: Any, scorer: BatchScorer, splits: list[Split], folder: Path, size: int, workers: int
 ) -> None:
     from ray.data import ActorPoolStrategy, DataContext
     from ray.data.checkpoint import CheckpointConfig
@@ -189,9 +190,9 @@ def _run(
     on_gpu = next(scorer.network.model.parameters()).device.type == "cuda"
     try:
         stored = ray.put(replace(scorer, rejected=folder / REJECTED))
-        ray.data.read_datasource(_files(pieces), override_num_blocks=len(pieces)).map_batches(
+        ray.data.read_datasource(_files(splits), override_num_blocks=len(splits)).map_batches(
             Worker,
-            batch_size=PART,
+            batch_size=BATCH,
             compute=ActorPoolStrategy(min_size=1, max_size=workers),
             fn_constructor_args=(
                 [stored],
@@ -209,8 +210,8 @@ def _run(
         context.checkpoint_config, context.enable_progress_bars = before
 
 
-def _files(pieces: list[Piece]) -> Any:
-    """A source of Ray's: a task for each piece."""
+def _files(splits: list[Split]) -> Any:
+    """A source of Ray's: a task for each split."""
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
@@ -219,7 +220,7 @@ def _files(pieces: list[Piece]) -> Any:
             unknown = BlockMetadata(
                 num_rows=None, size_bytes=None, input_files=None, exec_stats=None
             )
-            return [ReadTask(partial(_blocks, piece), unknown) for piece in pieces]
+            return [ReadTask(partial(_blocks, split), unknown) for split in splits]
 
         def estimate_inmemory_data_size(self) -> int | None:
             return None
@@ -227,12 +228,12 @@ def _files(pieces: list[Piece]) -> Any:
     return Files()  # type: ignore[no-untyped-call]
 
 
-def _blocks(piece: Piece) -> Iterable[Any]:
-    """The images of a piece, some in each table."""
+def _blocks(split: Split) -> Iterable[Any]:
+    """The images of a split, some in each table."""
     rows: list[dict[str, Any]] = []
-    for file in piece():
+    for file in split():
         rows.append(_row(file))
-        if len(rows) == PART:
+        if len(rows) == BATCH:
             yield _table(rows)
             rows = []
     if rows:

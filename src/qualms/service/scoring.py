@@ -25,12 +25,12 @@ from qualms.result import Scored
 from qualms.scorer import Scorer
 from qualms.service.answers import About, finite, results
 from qualms.service.uploads import Pixels
+from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
-from qualms.tasks.scoring import scored_images
+from qualms.stream.sizes import SERVICE_BATCH
 from qualms.threshold import Threshold
 
 NAME = "the request"  # what errors call its images
-PART = 16  # images that are scored before the clock is looked at again
 Place = tuple[int, int]  # the number of a question, and of an image in it
 Watch = Callable[[int], AbstractContextManager[None]]  # around the scoring of so many images
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Served:
         """Scores of images of one size. Draws follow the pixels, so an image's company does not
         change its score.
         """
-        return scored_images(self.network, self.scorer, Images(NAME, pixels, None))
+        return ImageScorer(self.network, self.scorer).score(Images(NAME, pixels, None))
 
 
 def about_unloaded(name: str, methods: Mapping[str, Method], threshold: Threshold | None) -> About:
@@ -160,7 +160,9 @@ def _parts(questions: Sequence[Question]) -> Iterator[list[Place]]:
         for i, image in enumerate(question.images):
             same.setdefault(image.shape, []).append((q, i))
     for places in same.values():
-        yield from (places[start : start + PART] for start in range(0, len(places), PART))
+        yield from (
+            places[start : start + SERVICE_BATCH] for start in range(0, len(places), SERVICE_BATCH)
+        )
 
 
 def _answer(

@@ -1,6 +1,4 @@
-"""Images of any number: in a fixed order, read in parts as they are needed, so that memory never
-holds all of them.
-"""
+"""Sources: images in a fixed order, read batch by batch, so that memory never holds all of them."""
 
 import glob
 import hashlib
@@ -10,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, cycle, islice, repeat
 from pathlib import Path
@@ -25,26 +23,32 @@ from qualms.data.parquet import parquet_files, parquet_outline
 from qualms.data.reading import File, read_available
 from qualms.data.tar import tar_files
 from qualms.errors import QualmsError
-from qualms.progress import batch_sizes
+from qualms.stream.sizes import BATCH, batch_sizes
 
-PART = 32  # inputs that are read, and scored, together
-Sizes = Iterator[int]  # of parts
+Sizes = Iterator[int]  # of consecutive batches
 THREADS = 2  # that decode
-FILES = 256  # of a folder in a piece
-Piece = Callable[[], Iterable[File]]  # reads some images; can be sent to another process
+FILES = 256  # of a folder in a split
 
 
 @dataclass(frozen=True)
-class Part:
-    """Consecutive inputs: how many there are, those that could be read, and why the others could
-    not.
+class ImageBatch:
+    """Consecutive images of a source.
 
-    Where files have no names of their own, images have no ids, and all of them can be read.
+    Args:
+        count: how many there are, with those that could not be read.
+        images: those that could be read; without ids if their files have no names.
+        rejected: the others, each with the reason.
+        first: the position of the first one in the source.
     """
 
     count: int
     images: Images
     rejected: tuple[Rejected, ...] = ()
+    first: int = 0
+
+
+Reader = Callable[[], ImageBatch]  # reads one batch; may run in a thread
+Split = Callable[[], Iterable[File]]  # lists some of the files; may be sent to another process
 
 
 @dataclass(frozen=True)
@@ -53,94 +57,88 @@ class Source:
 
     Args:
         name: what people call them.
-        classes: names of their classes, if they have some.
-        fingerprint: of the names, sizes and times of the files; their content is not read for it.
-        count: how many there are, if that is known before they are read.
-        tasks: given a place and sizes of parts, what reads the part that begins there, and then
-            each part after it.
-        pieces: all of it, to be read by several processes; None where one must do it.
+        classes: names of their classes; empty if they have none.
+        fingerprint: of the names, sizes and times of the files, whose content it does not read.
+        count: how many there are; None if only reading them tells.
+        readers: given a position and the sizes of batches, a reader for each batch from there on.
+        splits: all files, in parts for several processes; None if one process must read them.
     """
 
     name: str
     classes: tuple[str, ...]
     fingerprint: str
     count: int | None
-    tasks: Callable[[int, Sizes], Iterable[Callable[[], Part]]]
-    pieces: Callable[[], list[Piece]] | None = None
+    readers: Callable[[int, Sizes], Iterable[Reader]]
+    splits: Callable[[], list[Split]] | None = None
 
-    def parts(self, start: int, shard: int) -> Generator[Part]:
-        """The parts from the start of a shard on, in order; none reaches from one shard into the
-        next.
+    def batches(self, start: int, shard: int) -> Generator[ImageBatch]:
+        """The batches from a position on, in order; threads read ahead of the caller.
 
-        Threads read ahead while the caller works on a part.
+        Args:
+            start: the position of the first image, where a shard begins.
+            shard: images in a shard; no batch reaches from one shard into the next.
         """
-        return _ahead(self.tasks(start, cycle(batch_sizes(shard, PART))))
+        first = start
+        with closing(_read_ahead(self.readers(start, cycle(batch_sizes(shard, BATCH))))) as found:
+            for batch in found:
+                yield replace(batch, first=first)
+                first += batch.count
 
     def first(self) -> Images:
         """The first images that can be read; an error if there are none."""
         why = ""
-        with closing(_ahead(self.tasks(0, repeat(PART)))) as parts:
-            for part in parts:
-                if len(part.images):
-                    return part.images
-                why = why or f": {part.rejected[0].id} is {part.rejected[0].reason}"
+        with closing(_read_ahead(self.readers(0, repeat(BATCH)))) as batches:
+            for batch in batches:
+                if len(batch.images):
+                    return batch.images
+                why = why or f": {batch.rejected[0].id} is {batch.rejected[0].reason}"
         raise QualmsError(
             f"no image of {self.name} can be read{why}; check that it is the one you meant."
         )
 
 
+def batches_in_memory(images: Images) -> Iterator[ImageBatch]:
+    """Images that are in memory already, as the batches of a source."""
+    first = 0
+    for size in batch_sizes(len(images)):
+        part = images.take(slice(first, first + size))
+        yield ImageBatch(size, part, first=first)
+        first += size
+
+
 def open_source(
-    data: str, root: Path | None, fit: ImageTransform | None, strict: bool = False
+    data: str, root: Path | None, transform: ImageTransform | None, strict: bool = False
 ) -> Source:
     """The images of a folder, of a .npz file, of .parquet or .tar files, or of a dataset.
 
     Args:
-        data: as for `qualms.data.load`, also a .tar file, or a pattern such as `shards/*.tar`.
-        root: the folder of datasets.
-        fit: how images become a network's input.
+        data: as for `qualms.data.load`; also a .tar file, or a pattern such as `shards/*.tar`.
+        root: the folder with the datasets.
+        transform: how images become a network's inputs; None keeps their size.
         strict: whether an image that cannot be read is an error.
     """
-    files = _files(data, root)
+    files = _find_files(data, root)
     if not files:
-        return _in_memory(data, load(data, root, transform=fit, strict=strict))
+        return _of_memory(data, load(data, root, transform=transform, strict=strict))
     kinds = {file.suffix.lower() for file in files}
-    if kinds == {".npz"} and len(files) == 1:
-        return _of_arrays(data, files[0], fit)
     if kinds == {".parquet"}:
-        groups, classes = zip(*map(parquet_outline, files), strict=True)
-        rows = list(map(sum, groups))
-        return Source(
-            data,
-            classes[0],
-            _fingerprint(files),
-            sum(rows),
-            lambda start, sizes: _tasks(_rows_of(files, rows, start), sizes, data, fit, strict),
-            lambda: list(_groups_of(_absolute(files), groups)),
-        )
+        return _of_parquet(data, files, transform, strict)
     if kinds == {".tar"}:
-        return Source(
-            data,
-            (),
-            _fingerprint(files),
-            None,
-            lambda start, sizes: _tasks(_samples_of(files, start), sizes, data, fit, strict),
-            lambda: [
-                partial(tar_files, path, prefix)
-                for path, prefix in _prefixes(_absolute(files)).items()
-            ],
+        return _of_tar(data, files, transform, strict)
+    if len(files) > 1:
+        raise QualmsError(
+            f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern must match only "
+            ".parquet or only .tar files."
         )
-    if len(files) == 1 and files[0].is_dir():
-        return _of_folder(data, list_folder(files[0], "test"), fit, strict)
-    if len(files) == 1:
-        return _in_memory(data, load(data, root, transform=fit, strict=strict))
-    raise QualmsError(
-        f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern must match only .parquet or only .tar "
-        "files."
-    )
+    if kinds == {".npz"}:
+        return _of_arrays(data, files[0], transform)
+    if files[0].is_dir():
+        return _of_folder(data, list_folder(files[0], "test"), transform, strict)
+    return _of_memory(data, load(data, root, transform=transform, strict=strict))
 
 
-def _files(data: str, root: Path | None) -> list[Path]:
-    """The file or folder, or the files of a pattern; none for a dataset, or for what is not there."""
+def _find_files(data: str, root: Path | None) -> list[Path]:
+    """The file or folder, or the files of a pattern; none for a dataset or a missing file."""
     if dataset_name(data, root) is not None:
         return []
     place = place_of(data, root_of(root))
@@ -153,115 +151,212 @@ def _files(data: str, root: Path | None) -> list[Path]:
     return []
 
 
-def _tasks(
-    files: Iterable[File], sizes: Sizes, where: str, fit: ImageTransform | None, strict: bool
-) -> Iterator[Callable[[], Part]]:
-    rest = iter(files)
-    while some := tuple(islice(rest, next(sizes))):
-        yield partial(_read, some, where, fit, strict)
+def _of_parquet(
+    data: str, files: list[Path], transform: ImageTransform | None, strict: bool
+) -> Source:
+    """The rows of .parquet files; a split is a group of rows.
+
+    Args:
+        data: what people call them.
+        files: in the order of the rows.
+        transform: applied while reading.
+        strict: whether an image that cannot be read is an error.
+    """
+    groups, classes = zip(*map(parquet_outline, files), strict=True)
+    rows = list(map(sum, groups))
+
+    def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
+        return _readers(_rows_of(files, rows, start), sizes, data, transform, strict)
+
+    def splits() -> list[Split]:
+        return list(_splits_of_rows(_absolute(files), groups))
+
+    return Source(data, classes[0], _fingerprint(files), sum(rows), readers, splits)
 
 
 def _rows_of(paths: list[Path], rows: Sequence[int], start: int) -> Iterator[File]:
-    """The images of .parquet files from a place on."""
+    """The images of .parquet files from a position on."""
     for (path, prefix), count in zip(_prefixes(paths).items(), rows, strict=True):
         if start < count:
             yield from _rows(path, prefix, max(0, start), count)
         start -= count
 
 
-def _groups_of(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Piece]:
-    """The images of .parquet files, a group of rows in each piece."""
+def _splits_of_rows(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Split]:
     for (path, prefix), counts in zip(_prefixes(paths).items(), groups, strict=True):
         for end, count in zip(accumulate(counts), counts, strict=True):
             yield partial(_rows, path, prefix, end - count, end)
 
 
 def _rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
-    return islice(
-        (file for some in parquet_files(path, start, PART, prefix) for file in some), end - start
-    )
+    """The images of some rows.
+
+    Args:
+        path: a .parquet file.
+        prefix: of the ids.
+        start: the first row.
+        end: the row after the last one.
+    """
+    left = end - start
+    for files in parquet_files(path, start, BATCH, prefix):
+        for file in files:
+            if left == 0:
+                return
+            yield file
+            left -= 1
 
 
-def _samples_of(paths: list[Path], start: int) -> Iterator[File]:
-    """The images of .tar files from a place on: those before it are passed over, but not decoded."""
-    return islice(
-        (file for path, prefix in _prefixes(paths).items() for file in tar_files(path, prefix)),
-        start,
-        None,
-    )
+def _of_tar(data: str, files: list[Path], transform: ImageTransform | None, strict: bool) -> Source:
+    """The images of .tar files; a split is a file. How many there are, only reading tells.
+
+    Args:
+        data: what people call them.
+        files: in the order of the images.
+        transform: applied while reading.
+        strict: whether an image that cannot be read is an error.
+    """
+
+    def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
+        rest = islice(_members(files), start, None)  # those before are skipped, not decoded
+        return _readers(rest, sizes, data, transform, strict)
+
+    def splits() -> list[Split]:
+        prefixes = _prefixes(_absolute(files))
+        return [partial(tar_files, path, prefix) for path, prefix in prefixes.items()]
+
+    return Source(data, (), _fingerprint(files), None, readers, splits)
 
 
-def _prefixes(paths: list[Path]) -> dict[Path, str]:
-    """What tells ids of one file from those of another."""
-    return {path: f"{name} " if len(paths) > 1 else "" for path, name in _names(paths).items()}
+def _members(paths: list[Path]) -> Iterator[File]:
+    for path, prefix in _prefixes(paths).items():
+        yield from tar_files(path, prefix)
 
 
-def _absolute(paths: list[Path]) -> list[Path]:
-    """For processes whose working folder is another."""
-    return [path.absolute() for path in paths]
+def _of_folder(
+    data: str, listing: Listing, transform: ImageTransform | None, strict: bool
+) -> Source:
+    """The files of a folder; a split is some of them.
 
+    Args:
+        data: what people call them.
+        listing: of the folder.
+        transform: applied while reading.
+        strict: whether an image that cannot be read is an error.
+    """
+    files, folder = listing.files, listing.path
+    if not files:
+        raise QualmsError(f"{folder} holds no images; check that it is the one you meant.")
 
-def _names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
-    """Of files, from a folder on, or from the one that all of them are in."""
-    common = folder or os.path.commonpath([file.parent for file in files])
-    return {file: file.relative_to(common).as_posix() for file in files}
+    def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
+        return _readers(listing.to_read(start), sizes, data, transform, strict)
 
+    def splits() -> list[Split]:
+        found: list[Split] = []
+        for start in range(0, len(files), FILES):
+            some = _absolute(files[start : start + FILES])
+            found.append(partial(_some_files, Listing(folder.absolute(), some, None, (), [])))
+        return found
 
-def _read(files: tuple[File, ...], where: str, fit: ImageTransform | None, strict: bool) -> Part:
-    read = read_available(files, where, fit, strict)
-    ids = tuple(files[place].id for place in read.kept)
-    return Part(
-        len(files), Images(where, torch.from_numpy(read.pixels), None, ids=ids), read.rejected
-    )
-
-
-def _of_folder(data: str, listing: Listing, fit: ImageTransform | None, strict: bool) -> Source:
-    if not listing.files:
-        raise QualmsError(f"{listing.path} holds no images; check that it is the one you meant.")
-    return Source(
-        data,
-        listing.classes,
-        _fingerprint(listing.files, listing.path),
-        len(listing.files),
-        lambda start, sizes: _tasks(listing.to_read(start), sizes, data, fit, strict),
-        lambda: [
-            partial(_some_files, Listing(listing.path.absolute(), _absolute(some), None, (), []))
-            for some in (listing.files[i : i + FILES] for i in range(0, len(listing.files), FILES))
-        ],
-    )
+    fingerprint = _fingerprint(files, folder)
+    return Source(data, listing.classes, fingerprint, len(files), readers, splits)
 
 
 def _some_files(listing: Listing) -> Iterator[File]:
     """Some of a folder's files, on a machine that may not have them."""
     if not listing.path.is_dir():
         raise QualmsError(
-            f"{listing.path} is not there on {platform.node()}; every machine must find the images at the same path."
+            f"{listing.path} is not there on {platform.node()}; every machine must find the images "
+            "at the same path."
         )
     return listing.to_read()
 
 
-def _of_arrays(data: str, path: Path, fit: ImageTransform | None) -> Source:
-    def tasks(start: int, sizes: Sizes) -> Iterator[Callable[[], Part]]:
+def _of_arrays(data: str, path: Path, transform: ImageTransform | None) -> Source:
+    def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         for pixels in npz_parts(path, "test", start, sizes):
-            yield partial(_fitted, Images(data, torch.from_numpy(pixels), None), fit)
+            yield partial(_transform, Images(data, torch.from_numpy(pixels), None), transform)
 
-    return Source(data, (), _fingerprint([path]), npz_count(path, "test"), tasks)
-
-
-def _fitted(images: Images, fit: ImageTransform | None) -> Part:
-    return Part(len(images), images if fit is None else fit.apply(images))
+    return Source(data, (), _fingerprint([path]), npz_count(path, "test"), readers)
 
 
-def _in_memory(data: str, images: Images) -> Source:
+def _transform(images: Images, transform: ImageTransform | None) -> ImageBatch:
+    return ImageBatch(len(images), images if transform is None else transform.apply(images))
+
+
+def _of_memory(data: str, images: Images) -> Source:
     """A dataset, or one image."""
 
-    def tasks(start: int, sizes: Sizes) -> Iterator[Callable[[], Part]]:
+    def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         while start < len(images):
             part = images.take(slice(start, start + next(sizes)))
             start += len(part)
-            yield partial(Part, len(part), part)
+            yield partial(ImageBatch, len(part), part)
 
-    return Source(data, images.classes, images.fingerprint(), len(images), tasks)
+    return Source(data, images.classes, images.fingerprint(), len(images), readers)
+
+
+def _readers(
+    files: Iterable[File], sizes: Sizes, where: str, transform: ImageTransform | None, strict: bool
+) -> Iterator[Reader]:
+    """A reader for each batch of files.
+
+    Args:
+        files: in order.
+        sizes: of the batches.
+        where: what people call the images.
+        transform: applied while reading.
+        strict: whether an image that cannot be read is an error.
+    """
+    rest = iter(files)
+    while some := tuple(islice(rest, next(sizes))):
+        yield partial(_read, some, where, transform, strict)
+
+
+def _read(
+    files: tuple[File, ...], where: str, transform: ImageTransform | None, strict: bool
+) -> ImageBatch:
+    """One batch of files.
+
+    Args:
+        files: of the batch.
+        where: what people call the images.
+        transform: applied to each image.
+        strict: whether an image that cannot be read is an error.
+    """
+    read = read_available(files, where, transform, strict)
+    ids = tuple(files[place].id for place in read.kept)
+    images = Images(where, torch.from_numpy(read.pixels), None, ids=ids)
+    return ImageBatch(len(files), images, read.rejected)
+
+
+def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
+    """The batches in order; each is read while the caller works on those before it."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        running: deque[Future[ImageBatch]] = deque()
+        for reader in readers:
+            running.append(pool.submit(reader))
+            if len(running) > THREADS:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
+def _prefixes(paths: list[Path]) -> dict[Path, str]:
+    """What makes the ids of several files differ."""
+    if len(paths) == 1:
+        return {paths[0]: ""}
+    return {path: f"{name} " for path, name in _names(paths).items()}
+
+
+def _absolute(paths: list[Path]) -> list[Path]:
+    """For processes whose working directory is another."""
+    return [path.absolute() for path in paths]
+
+
+def _names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
+    """Paths of files within a folder, or within the one that all of them are in."""
+    common = folder or os.path.commonpath([file.parent for file in files])
+    return {file: file.relative_to(common).as_posix() for file in files}
 
 
 def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
@@ -273,15 +368,3 @@ def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
         except OSError:  # a link to nowhere, which is an image that cannot be read
             digest.update(f"{name}\0\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _ahead(tasks: Iterable[Callable[[], Part]]) -> Generator[Part]:
-    """The results of tasks in order, each begun while those before it are worked on."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        begun: deque[Future[Part]] = deque()
-        for task in tasks:
-            begun.append(pool.submit(task))
-            if len(begun) > THREADS:
-                yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()

@@ -21,10 +21,9 @@ from qualms.models.fingerprint import fingerprint
 from qualms.progress import ProgressFn
 from qualms.random import generator
 from qualms.selection import require_gradients, select
-from qualms.stream.network import Network
+from qualms.stream.network import InputBatches, Network
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
-from qualms.tasks.scoring import Inputs
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation
@@ -180,8 +179,8 @@ def _pick(
             torch.randperm(len(left), generator=generator(seed, PICK, len(chosen)))[: plan.more]
         ].tolist()
     labeled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
-    needs = Inputs(network, labeled) if TRAINING_DATA in method.needs else None
-    inputs = Inputs(network, train.take(left))
+    needs = InputBatches(network, labeled) if TRAINING_DATA in method.needs else None
+    inputs = InputBatches(network, train.take(left))
     own = network.scale_noise(method)
     return left[
         select(

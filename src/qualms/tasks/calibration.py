@@ -15,7 +15,7 @@ from qualms.tasks.rows import CalibrationKey, CalibrationMeasures, CalibrationRo
 from qualms.tasks.scoring import (
     DRAWS,
     Methods,
-    chosen_engine,
+    choose_engine,
     engine_label,
     parameters,
     score_images,
@@ -43,7 +43,7 @@ def calibration(
         raise QualmsError(
             f"{images.name} has no labels, so it is not known which predictions are right."
         )
-    engine, tolerance = chosen_engine(network, images, methods, engine, tolerance)
+    engine, tolerance = choose_engine(network, images, methods, engine, tolerance)
     found = score_images(
         network,
         images,

@@ -14,7 +14,7 @@ from qualms.tasks.rows import OodKey, OodMeasures, OodRow
 from qualms.tasks.scoring import (
     DRAWS,
     Methods,
-    chosen_engine,
+    choose_engine,
     engine_label,
     parameters,
     score_images,
@@ -39,7 +39,7 @@ def ood(
 
     OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
     """
-    engine, tolerance = chosen_engine(network, inside, methods, engine, tolerance)
+    engine, tolerance = choose_engine(network, inside, methods, engine, tolerance)
     images = [inside, *(alike(network, inside, other) for other in outside)]
     known, *others = (
         score_images(

@@ -29,7 +29,7 @@ from qualms.tasks.paper import VIT, methods_beside, paper_methods
 from qualms.tasks.presets import Learning, Preset, Setup
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.tasks.runtime import runtime as measure_runtime
-from qualms.tasks.scoring import Methods, accuracy_row, usable
+from qualms.tasks.scoring import Methods, accuracy_row, select_usable
 from qualms.training import fit
 
 # What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it
@@ -157,7 +157,7 @@ def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
         network = Network(name, load_model(name).to(at.device), DATASETS[dataset].normalization)
     methods = table_methods(dataset, preset)
     with Journal(at.out / f"runtime-{name}.jsonl", network.about) as journal:
-        good, reasons = usable(network, images, methods, train)
+        good, reasons = select_usable(network, images, methods, train)
         yield from reasons
         yield from measure_runtime(
             network, images, good, journal, train=train, progress=at.progress
@@ -250,7 +250,7 @@ def _on_each_network(
             at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about
         ) as journal:
             yield {**accuracy_row(network, whole, journal), "network": network.name}
-            good, reasons = usable(network, images, methods, learnt)
+            good, reasons = select_usable(network, images, methods, learnt)
             yield from reasons
             how = {"seed": seed, "engine": setup.engine, "train": learnt, "progress": at.progress}
             yield from measured(Ready(network, images, good, journal, how))

@@ -12,12 +12,12 @@ from qualms.methods.entropy import Entropy
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.progress import ProgressFn
 from qualms.scorer import Scorer
-from qualms.stream.network import Network
+from qualms.stream.network import InputBatches, Network
+from qualms.stream.sizes import BATCH
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import RuntimeKey, RuntimeRow
-from qualms.tasks.scoring import Inputs, Methods, engine_label, parameters
+from qualms.tasks.scoring import Methods, engine_label, parameters
 
-BATCH = 32
 UNIT = "Entropy"
 
 
@@ -45,7 +45,9 @@ def runtime(
 
     def ready(method: Method) -> Scorer:
         learn = (
-            Inputs(network, train) if train is not None and TRAINING_DATA in method.needs else None
+            InputBatches(network, train)
+            if train is not None and TRAINING_DATA in method.needs
+            else None
         )
         one: dict[str, Method] = {"timed": method}
         scorer = Scorer(

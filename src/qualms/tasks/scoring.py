@@ -1,45 +1,50 @@
-"""Images to scores, kept chunk by chunk, so that no chunk is ever scored twice by the same method."""
+"""Scores of images for tasks, kept in a journal: no batch is scored twice by the same method."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.functional import compare
 from qualms.gradients.settings import Engine, Sketch
-from qualms.methods.method import TRAINING_DATA, Method, NotFinite
-from qualms.progress import ProgressFn, batch_sizes
+from qualms.methods.method import TRAINING_DATA, Method
+from qualms.progress import ProgressFn
 from qualms.result import Scored
 from qualms.scorer import Scorer
-from qualms.stream.network import Network
+from qualms.stream.image_scorer import ImageScorer
+from qualms.stream.network import InputBatches, Network
+from qualms.stream.sink import report_to, score_stream
+from qualms.stream.sizes import FORWARD_BATCH
+from qualms.stream.source import ImageBatch, batches_in_memory
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import (
     AccuracyKey,
     AccuracyRow,
     LeftOutRow,
-    ScoresAbout,
     ScoresKey,
     ScoresRow,
 )
 
-CHUNK = 32  # inputs whose scores are written together; what a kill can lose
-# What decides an image's random draws, beside the seed: its pixels. Rows say so, since the scores of
-# earlier versions followed an image's place among the others.
+# What random draws follow, beside the seed: an image's pixels. Rows say so, since draws followed an
+# image's position in earlier versions.
 DRAWS = "by pixels"
-BATCH = 256  # images that are normalized at a time, where all are to be read
-Methods = Mapping[str, Method]  # by the name that rows give them; noise in pixels scaled to [0, 1]
+Methods = Mapping[str, Method]  # by their names in rows; noise is for pixels in [0, 1]
 
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """Scores of some images by method; the class that the network gives each, its probability, and
-    the true class.
+    """The scores of n images, and what the network predicts for them.
+
+    Args:
+        scores: [n], by method.
+        predicted: the most probable class, [n].
+        confidence: its probability, [n].
+        labels: the true class, [n]; None if it is not known.
     """
 
     scores: dict[str, np.ndarray]
@@ -49,7 +54,7 @@ class ScoredImages:
 
     @property
     def correct(self) -> np.ndarray:
-        """Whether each prediction was right."""
+        """Whether each prediction is right, [n]."""
         if self.labels is None:
             raise QualmsError(
                 "these images have no labels, so it is not known which predictions are right."
@@ -69,8 +74,7 @@ def score_images(
     train: Images | None = None,
     progress: ProgressFn | None = None,
 ) -> ScoredImages:
-    """The scores of all images by all methods, from `journal` where they are there, else computed
-    and added to it.
+    """The scores of all images by all methods; those that the journal lacks are computed.
 
     Args:
         network: what scores them.
@@ -81,122 +85,147 @@ def score_images(
         engine: of the gradient scores.
         tolerance: as for `Scorer`; None for its default.
         train: images that methods learn from.
-        progress: is told how many images are scored.
+        progress: called with the number of images that are scored.
     """
-    parts = {place.start: images.take(place) for place in batch_slices(len(images))}
-    starts = list(parts)
-    about: ScoresAbout = {
-        "data": images.name,
-        "seed": seed,
-        "engine": engine_label(engine, tolerance),
-        "draws": DRAWS,
-    }
-    keys: dict[int, ScoresKey] = {
-        s: {"row": "scores", **about, "first": s, "images": part.fingerprint()}
-        for s, part in parts.items()
-    }
-    exactly = {name: parameters(method, train) for name, method in methods.items()}
-    have = {start: _known(journal, keys[start], exactly) for start in starts}
-    own = {name: network.scale_noise(method) for name, method in methods.items()}
-    probs: dict[int, torch.Tensor] = {}
-    if progress is not None:
-        progress(f"images of {images.name} scored", 0, len(images))
+    rows = _ScoreRows(
+        journal,
+        {
+            "row": "scores",
+            "data": images.name,
+            "seed": seed,
+            "engine": engine_label(engine, tolerance),
+            "draws": DRAWS,
+            "first": 0,
+            "images": "",
+        },
+        {name: parameters(method, train) for name, method in methods.items()},
+    )
+    scorers: dict[tuple[str, ...], ImageScorer] = {}
 
-    def missing(start: int) -> tuple[str, ...]:
-        return tuple(name for name in own if name not in have[start])
+    def score(batch: ImageBatch) -> Scored:
+        names = rows.missing(batch)
+        if names not in scorers:
+            scorers[names] = make_scorer(names)
+        return scorers[names].score(batch.images, batch.first)
 
-    for names, group in groupby(starts, key=missing):
-        if not names:
-            continue
-        learn = train if any(TRAINING_DATA in own[name].needs for name in names) else None
+    def make_scorer(names: tuple[str, ...]) -> ImageScorer:
+        wanted = {name: network.scale_noise(methods[name]) for name in names}
+        learns = any(TRAINING_DATA in method.needs for method in wanted.values())
         scorer = Scorer(
             network.model,
-            {name: own[name] for name in names},
-            train=None if learn is None else Inputs(network, learn),
+            wanted,
+            train=InputBatches(network, train) if train is not None and learns else None,
             models=network.members,
             engine=engine,
             seed=seed,
             tolerance=tolerance,
         )
-        for start in group:
-            began = time.perf_counter()
-            found = scored_images(network, scorer, parts[start], start)
-            values = {name: scores.tolist() for name, scores in found.scores.items()}
-            seconds = round(time.perf_counter() - began, 3)
-            have[start].update(values)
-            probs[start] = found.probs.cpu()
-            made = {name: exactly[name] for name in names}
-            journal.add(ScoresRow(**keys[start], methods=made, seconds=seconds, scores=values))
-            if progress is not None:
-                progress(f"images of {images.name} scored", start + len(parts[start]), len(images))
-    for start in starts:
-        if start not in probs:  # all of its scores were there already
-            probs[start] = network.logits(parts[start]).double().softmax(1)
-    scores = {
-        name: np.concatenate([np.array(have[start][name]) for start in starts]) for name in own
-    }
-    labels = None if images.labels is None else images.labels.numpy()
-    confidence, predicted = torch.cat([probs[start] for start in starts]).double().max(1)
-    return ScoredImages(scores, predicted.numpy(), confidence.numpy(), labels)
+        return ImageScorer(network, scorer)
+
+    report = report_to(progress, images.name, len(images))
+    report(0)
+    score_stream(batches_in_memory(images), score, rows, report)
+    return rows.collect(network, images)
 
 
-def scored_images(network: Network, scorer: Scorer, images: Images, first: int = 0) -> Scored:
-    """Some images of a long run: `first` is the place of the first, which is its id where images
-    have no names.
+class _ScoreRows:
+    """The rows of scores in a journal, as a sink: a row for each batch.
 
-    Draws follow an image's pixels, so that its scores do not depend on where it stands, nor on what
-    was read before it.
+    Args:
+        journal: holds the rows.
+        about: the key of all rows, but for the batch.
+        exactly: all parameters of each method, by name. Rows of other parameters are not used.
     """
-    x, numbers = network.numbered_inputs(images)
-    with by_name(images, numbers, first):
-        found = scorer(x, numbers=numbers)
-    names = names_of_classes(network, images, found.probs.shape[1])
-    return replace(found, ids=images.ids or range(first, first + len(images)), class_names=names)
 
+    def __init__(self, journal: Journal, about: ScoresKey, exactly: dict[str, str]) -> None:
+        self.journal, self.about, self.exactly = journal, about, exactly
+        self.scores: dict[int, dict[str, list[float]]] = {}  # by first image, then by method
+        self.probs: dict[int, Tensor] = {}  # by first image, of the batches that were scored now
+        self.began = 0.0
 
-def names_of_classes(network: Network, images: Images, number: int) -> tuple[str, ...] | None:
-    """The names of so many classes: those of the network or else of the images; None if neither has
-    as many.
-    """
-    return next(
-        (names for names in (network.class_names, images.classes) if len(names) == number), None
-    )
+    def missing(self, batch: ImageBatch) -> tuple[str, ...]:
+        """The methods by which a batch has no scores yet."""
+        if batch.first not in self.scores:
+            self.scores[batch.first] = self._read(batch)
+        known = self.scores[batch.first]
+        return tuple(name for name in self.exactly if name not in known)
 
+    def has(self, batch: ImageBatch) -> bool:
+        """Whether a batch has scores by all methods."""
+        self.began = time.perf_counter()
+        return not self.missing(batch)
 
-def batch_slices(count: int) -> Iterator[slice]:
-    """Where the batches of `count` images begin and end; the first ones are small."""
-    start = 0
-    for size in batch_sizes(count, CHUNK):
-        yield slice(start, start + size)
-        start += size
+    def write(self, batch: ImageBatch, scored: Scored | None) -> None:
+        """Add the row of a batch."""
+        assert scored is not None
+        seconds = round(time.perf_counter() - self.began, 3)
+        scores = {name: values.tolist() for name, values in scored.scores.items()}
+        methods = {name: self.exactly[name] for name in scores}
+        key = self._key(batch)
+        self.journal.add(ScoresRow(**key, methods=methods, seconds=seconds, scores=scores))
+        self.scores[batch.first] |= scores
+        self.probs[batch.first] = scored.probs.cpu()
+
+    def collect(self, network: Network, images: Images) -> ScoredImages:
+        """All scores, once all batches have passed.
+
+        Args:
+            network: predicts the classes of batches that an earlier run has scored.
+            images: that passed.
+        """
+        probs = []
+        for batch in batches_in_memory(images):
+            if batch.first not in self.probs:
+                self.probs[batch.first] = network.logits(batch.images).double().softmax(1)
+            probs.append(self.probs[batch.first])
+        confidence, predicted = torch.cat(probs).double().max(1)
+        scores = {}
+        for name in self.exactly:
+            parts = [np.array(self.scores[first][name]) for first in sorted(self.scores)]
+            scores[name] = np.concatenate(parts)
+        labels = None if images.labels is None else images.labels.numpy()
+        return ScoredImages(scores, predicted.numpy(), confidence.numpy(), labels)
+
+    def _key(self, batch: ImageBatch) -> ScoresKey:
+        return {**self.about, "first": batch.first, "images": batch.images.fingerprint()}
+
+    def _read(self, batch: ImageBatch) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for row in self.journal.where(**self._key(batch)):
+            for name, scores in row["scores"].items():
+                if row["methods"][name] == self.exactly.get(name):
+                    found[name] = scores
+        return found
 
 
 def engine_label(engine: Engine | Sketch, tolerance: float | None) -> str:
-    """What rows call the engine: scores of another tolerance are other scores."""
-    return str(engine) if not tolerance else f"{engine}, tolerance {tolerance:g}"
+    """The engine's name in rows: scores within another tolerance are other scores."""
+    return f"{engine}, tolerance {tolerance:g}" if tolerance else str(engine)
 
 
-def chosen_engine(
+def choose_engine(
     network: Network,
     images: Images,
     methods: Methods,
     engine: Engine | Sketch,
     tolerance: float | None = None,
 ) -> tuple[Engine | Sketch, float | None]:
-    """The engine and the tolerance that scores will have, settled on the first images: so they
-    stand in the rows.
+    """Resolve `auto` on the first image, so that rows can name the engine.
 
     Args:
-        network: what scores them.
-        images: of which the first decide.
-        methods: by name, noise in pixels.
+        network: what scores the images.
+        images: of which the first decides.
+        methods: by name.
         engine: that was asked for.
         tolerance: as for `Scorer`; None for its default.
+
+    Returns:
+        The engine and the tolerance that scores will have.
     """
     own = {name: network.scale_noise(method) for name, method in methods.items()}
     scorer = Scorer(network.model, own, engine=engine, tolerance=tolerance)
-    settled = scorer.choose_engine(network.inputs(images.take(slice(1))))
-    return settled.engine, settled.tolerance
+    settings = scorer.choose_engine(network.inputs(images.take(slice(1))))
+    return settings.engine, settings.tolerance
 
 
 def accuracy_row(network: Network, images: Images, journal: Journal) -> AccuracyRow:
@@ -207,82 +236,46 @@ def accuracy_row(network: Network, images: Images, journal: Journal) -> Accuracy
         "n": len(images),
         "images": images.fingerprint(),
     }
-    return (
-        journal.where(**key) or [journal.add(AccuracyRow(**key, accuracy=network.accuracy(images)))]
-    )[0]
+    known = journal.where(**key)
+    if known:
+        return known[0]
+    return journal.add(AccuracyRow(**key, accuracy=network.accuracy(images)))
 
 
-def usable(
+def select_usable(
     network: Network, images: Images, methods: Methods, train: Images | None
 ) -> tuple[dict[str, Method], list[LeftOutRow]]:
-    """The methods that this network and this data allow, and a row with the reason for each other
-    one.
+    """Try each method, cheaply, on two images.
+
+    Args:
+        network: what scores them.
+        images: at least two.
+        methods: by name.
+        train: images that methods learn from; None if there are none.
+
+    Returns:
+        The methods that work, and a row with the reason for each other one.
     """
-    good: dict[str, Method] = {}
+    usable: dict[str, Method] = {}
     rows: list[LeftOutRow] = []
-    few = network.inputs(images.take(slice(0, 2)))
-    batches = None if train is None else Inputs(network, train.take(slice(0, 2 * BATCH)))
+    x = network.inputs(images.take(slice(0, 2)))
+    batches = None
+    if train is not None:
+        batches = InputBatches(network, train.take(slice(0, 2 * FORWARD_BATCH)))
     for name, method in methods.items():
         try:
             quick = network.scale_noise(method).quick()
-            compare(network.model, few, [quick], train=batches, models=network.members)
-            good[name] = method
+            compare(network.model, x, [quick], train=batches, models=network.members)
+            usable[name] = method
         except QualmsError as error:
             rows.append({"row": "left out", "method": name, "why": str(error)})
-    if not good:
+    if not usable:
         raise QualmsError(f"no method can be used: {rows[0]['method']}: {rows[0]['why']}")
-    return good, rows
-
-
-@contextmanager
-def by_name(images: Images, numbers: Sequence[int], first: int = 0) -> Iterator[None]:
-    """Tells by its name which image has no finite score, of those that a scorer knows by numbers.
-
-    `first` is the place of the first, by which it is called where images have no names.
-    """
-    try:
-        yield
-    except NotFinite as error:
-        place = numbers.index(error.number)
-        which = images.ids[place] if images.ids else f"image {first + place}"
-        words = (
-            f"{error.method} gives {which} of {images.name} no finite score; leave the method out."
-        )
-        raise QualmsError(words) from None
+    return usable, rows
 
 
 def parameters(method: Method, train: Images | None) -> str:
-    """All that decides a method's scores beside network, image and seed: a row made otherwise is
-    another row.
-    """
-    learnt = (
-        f" on {train.fingerprint()}" if train is not None and TRAINING_DATA in method.needs else ""
-    )
-    return f"{method!r}{learnt}"
-
-
-def _known(journal: Journal, key: ScoresKey, exactly: dict[str, str]) -> dict[str, list[float]]:
-    known: dict[str, list[float]] = {}
-    for row in journal.where(**key):
-        known |= {
-            name: s
-            for name, s in row["scores"].items()
-            if row["methods"][name] == exactly.get(name)
-        }
-    return known
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Batches of what a network receives for some images, made as they are asked for, each time
-    anew.
-    """
-
-    network: Network
-    images: Images
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (
-            self.network.inputs(self.images.take(part))
-            for part in torch.arange(len(self.images)).split(BATCH)
-        )
+    """All that decides a method's scores beside network, image and seed, as text."""
+    if train is not None and TRAINING_DATA in method.needs:
+        return f"{method!r} on {train.fingerprint()}"
+    return repr(method)

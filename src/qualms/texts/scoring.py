@@ -17,11 +17,11 @@ from qualms.models.language import LanguageModel
 from qualms.positions import next_tokens
 from qualms.progress import ProgressFn
 from qualms.scorer import Scorer
+from qualms.stream.sizes import TOKEN_WINDOWS
 from qualms.texts.document import ScoredDocument
 from qualms.texts.encoding import Encoded, Window, decoder, encoded, reading_width, windows
 
 METHOD = "regrad"
-BATCH = 4  # windows that are scored in one call
 NO_TARGET = -100
 
 
@@ -33,7 +33,7 @@ def scored_documents(
     engine: Engine | Sketch | None = None,
     seed: int = 0,
     context: int | None = None,
-    batch_size: int = BATCH,
+    batch_size: int = TOKEN_WINDOWS,
     progress: ProgressFn | None = None,
 ) -> Iterator[ScoredDocument]:
     """Each document with the scores of its tokens, in the order given and as soon as it is done.

@@ -17,11 +17,12 @@ from qualms.methods.method import Method
 from qualms.models import load_model
 from qualms.report.tables import active_table
 from qualms.stream.network import Network
+from qualms.stream.sizes import FORWARD_BATCH
 from qualms.tasks import active as task
 from qualms.tasks.active import COLOR, NETWORKS, RANDOM, Plan
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, Row
-from qualms.tasks.scoring import BATCH, usable
+from qualms.tasks.scoring import select_usable
 from qualms.training import RECIPES
 
 Pickers = dict[str, Method | None]  # by the name in rows; None picks at random
@@ -132,8 +133,8 @@ def usable_pickers(
     methods = {name: method for name, method in pickers.items() if method is not None}
     if not methods:
         return pickers, []
-    few = train.take(slice(0, 2 * BATCH))
-    good, left_out = usable(network, few, methods, few)
+    few = train.take(slice(0, 2 * FORWARD_BATCH))
+    good, left_out = select_usable(network, few, methods, few)
     kept: Pickers = {}
     for name, method in pickers.items():
         if method is None or name in good:

@@ -11,10 +11,10 @@ from typing import Any
 
 from qualms.cli.bench.task_options import NetworkTaskOptions, Outside
 from qualms.cli.bench.task_output import print_rows, rows_file
-from qualms.cli.image_options import tell_images, test_images, training_images
+from qualms.cli.image_options import echo_images, test_images, training_images
 from qualms.cli.load_network import load_network, published_network
 from qualms.cli.options import Chosen, resolve_device, split_list, with_options
-from qualms.cli.price import say_price_of_groups
+from qualms.cli.price import echo_price_of_groups
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.specs import parse_methods
 from qualms.data import Images
@@ -28,7 +28,7 @@ from qualms.tasks import runtime as runtime_task
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import AccuracyRow, Row
-from qualms.tasks.scoring import Methods, accuracy_row, usable
+from qualms.tasks.scoring import Methods, accuracy_row, select_usable
 
 
 @with_options(NetworkTaskOptions)
@@ -152,15 +152,15 @@ def run_task(
         )
         images, *others = (found.subset(options.count or None) for found in every)
         wanted = choose(images.name)
-        tell_images(network, images, *others)
+        echo_images(network, images, *others)
         network.require_input_size(images)
         images = network.relabel(images)
         train = None
         if any(TRAINING_DATA in method.needs for method in wanted.values()):
             train = training_images(options.inside, options.root, network.transform, every[0])
-        methods, left_out = usable(network, images, wanted, train)
+        methods, left_out = select_usable(network, images, wanted, train)
         groups = [images, *others]
-        say_price_of_groups(network, groups, methods, options.engine, options.tolerance)
+        echo_price_of_groups(network, groups, methods, options.engine, options.tolerance)
         settings = {
             "seed": options.seed,
             "engine": options.engine,

@@ -1,0 +1,68 @@
+"""`ImageScorer`: images in, scores out. Every command, task and service scores images by it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from qualms.data import Images
+from qualms.errors import QualmsError
+from qualms.methods.method import NotFinite
+from qualms.result import Scored
+from qualms.scorer import Scorer
+from qualms.stream.network import Network
+
+
+@dataclass(frozen=True)
+class ImageScorer:
+    """A network's transform, and the scorer of its model.
+
+    An image's random draws follow its pixels and the seed. So its score does not depend on its
+    position, on its batch, or on the command that scores it.
+
+    Args:
+        network: how images become inputs.
+        scorer: of the network's model.
+    """
+
+    network: Network
+    scorer: Scorer
+
+    def score(self, images: Images, first: int = 0) -> Scored:
+        """The scores of one batch.
+
+        Args:
+            images: of one size.
+            first: the position of the first image among all; images without names have their
+                positions as ids.
+
+        Returns:
+            The scores with the images' ids, and with the names of the classes if they are known.
+
+        Raises:
+            QualmsError: if an image has no finite score; it is named.
+        """
+        x, numbers = self.network.numbered_inputs(images)
+        with _name_image(images, numbers, first):
+            scored = self.scorer(x, numbers=numbers)
+        ids = images.ids or range(first, first + len(images))
+        names = self.network.names_of_classes(images, scored.probs.shape[1])
+        return replace(scored, ids=ids, class_names=names)
+
+
+@contextmanager
+def _name_image(images: Images, numbers: Sequence[int], first: int) -> Iterator[None]:
+    """Name the image without a finite score, which the scorer knows by its number.
+
+    Args:
+        images: of the batch.
+        numbers: that the scorer knows them by.
+        first: the position of the first image.
+    """
+    try:
+        yield
+    except NotFinite as error:
+        place = numbers.index(error.number)
+        which = images.ids[place] if images.ids else f"image {first + place}"
+        raise QualmsError(
+            f"{error.method} gives {which} of {images.name} no finite score; leave the method out."
+        ) from None
