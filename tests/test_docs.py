@@ -54,7 +54,7 @@ def commands(page: Path) -> list[list[str]]:
 def test_every_command_is_one_that_there_is(page: Path) -> None:
     import typer
 
-    from qualms.cli.main import app
+    from qualms.cli.commands import app
 
     group: Any = typer.main.get_command(app)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

@@ -478,7 +478,7 @@ def test_the_version_is_told(
 def test_without_its_extra_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "qualms.cli.main")
+    monkeypatch.delitem(sys.modules, "qualms.cli.commands")
     monkeypatch.setitem(sys.modules, "typer", None)
     assert run(monkeypatch, "--version") == 1
     assert (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qualms.cli.main import use_option_names
+from qualms.cli.commands import use_option_names
 from qualms.data import load
 from qualms.models import load_model
 from tests.helpers.commands import run

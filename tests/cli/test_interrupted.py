@@ -94,7 +94,7 @@ def told(
     job = {
         "words": words,
         "home": str(home),
-        "modules": ["qualms.cli.main", own, *LATE],
+        "modules": ["qualms.cli.commands", own, *LATE],
         "code": code,
         "fresh": fresh,
         "deaf": 2.0 if fresh else 0.1,

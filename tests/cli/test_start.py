@@ -15,7 +15,7 @@ import typer
 
 import qualms
 from qualms.cli.bench import Tasks
-from qualms.cli.main import Commands
+from qualms.cli.commands import Commands
 from tests.helpers.commands import run
 
 WITHOUT_TORCH = """

@@ -11,7 +11,7 @@ def main() -> None:
     """Run the `qualms` command, or explain how to install what it needs."""
     with at_sigterm(leave):
         try:
-            from qualms.cli.main import run
+            from qualms.cli.commands import run
         except ModuleNotFoundError as missing:
             print(
                 f"qualms: the command line needs {missing.name}; "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qualms.cli.main import short_warnings
+from qualms.cli.commands import short_warnings
 from qualms.cli.options import with_options
 from qualms.cli.own_images import ScoreOptions, prepare_run
 from qualms.cli.price import describe_price
