@@ -1,4 +1,4 @@
-"""The report's numbers are those of qualms.metrics, and what is thinned or cut is thinned for
+"""The report's numbers are those of qualms.metrics, and what is thin_curve or cut is thin_curve for
 drawing alone.
 """
 
@@ -13,11 +13,11 @@ from qualms import metrics
 from qualms.data import Normalization
 from qualms.methods import parse
 from qualms.report import numbers
-from qualms.report.comparison import cells, columns, said, times
+from qualms.report.comparison import cells, columns, describe_comparison, format_cost
 from qualms.report.content import Content, Group, LayerContributions
-from qualms.report.gallery import confident_and_wrong, ends
+from qualms.report.gallery import confident_mistakes, extreme_images
 from qualms.report.layer_chart import layer_name, layers_of
-from qualms.report.roles import default_of, not_for_use, why_not_default
+from qualms.report.roles import explain_no_default, find_default, not_for_use
 from qualms.stream.network import Network
 from qualms.tasks.rows import LeftOutRow
 from tests.helpers.report_contents import bare, cycles, full, group
@@ -25,7 +25,7 @@ from tests.helpers.report_contents import bare, cycles, full, group
 
 def test_every_method_is_judged_by_the_metrics_best_mean_auroc_first() -> None:
     content = full()
-    found = numbers.at_a_glance(content, resamples=50)
+    found = numbers.summarize_methods(content, resamples=50)
     assert sorted(j.method for j in found) == sorted(content.methods)
     means = [
         np.mean(
@@ -50,31 +50,33 @@ def test_every_method_is_judged_by_the_metrics_best_mean_auroc_first() -> None:
 
 
 def test_equal_scores_are_chance() -> None:
-    flat = next(j for j in numbers.at_a_glance(full(), resamples=20) if j.method == "flat")
-    assert flat.auroc[0] == numbers.WithInterval(0.5, 0.5, 0.5)
-    assert flat.raulc == numbers.WithInterval(0.0, 0.0, 0.0)
+    flat = next(j for j in numbers.summarize_methods(full(), resamples=20) if j.method == "flat")
+    assert flat.auroc[0] == numbers.Estimate(0.5, 0.5, 0.5)
+    assert flat.raulc == numbers.Estimate(0.0, 0.0, 0.0)
 
 
 def test_without_unknown_groups_the_best_raulc_comes_first() -> None:
     content = replace(full(), unknown=(), layers={})
     values = [
-        j.raulc.value for j in numbers.at_a_glance(content, resamples=20) if j.raulc is not None
+        j.raulc.value
+        for j in numbers.summarize_methods(content, resamples=20)
+        if j.raulc is not None
     ]
     assert len(values) == 4
     assert values == sorted(values, reverse=True)
 
 
 def test_without_labels_or_without_mistakes_there_is_no_raulc() -> None:
-    assert {j.raulc for j in numbers.at_a_glance(bare(), resamples=20)} == {None}
+    assert {j.raulc for j in numbers.summarize_methods(bare(), resamples=20)} == {None}
     known = full().known
     always_right = Content("t", replace(known, labels=known.predicted))
-    assert {j.raulc for j in numbers.at_a_glance(always_right, resamples=20)} == {None}
+    assert {j.raulc for j in numbers.summarize_methods(always_right, resamples=20)} == {None}
 
 
 def test_one_mistake_among_few_images_has_a_value_even_if_hardly_an_interval() -> None:
     known = group("digits", 40, 0)
     one_wrong = replace(known, labels=np.where(np.arange(40) == 3, 9, known.predicted))
-    found = numbers.at_a_glance(Content("t", one_wrong), resamples=20)
+    found = numbers.summarize_methods(Content("t", one_wrong), resamples=20)
     assert {j.method: j.raulc.value for j in found if j.raulc is not None} == {
         m: metrics.raulc(s, one_wrong.correct) for m, s in known.scores.items()
     }
@@ -83,7 +85,7 @@ def test_one_mistake_among_few_images_has_a_value_even_if_hardly_an_interval() -
 @pytest.mark.parametrize("method", ["exact", "tied", "wide", "flat"])
 def test_an_axis_leaves_out_few_scores_of_any_group(method: str) -> None:
     scores = [g.scores[method] for g in full().groups]
-    found = numbers.axis(scores)
+    found = numbers.score_axis(scores)
     assert found.logarithmic == (method == "wide")
     assert found.low < found.high
     for values in scores:
@@ -91,11 +93,11 @@ def test_an_axis_leaves_out_few_scores_of_any_group(method: str) -> None:
 
 
 def test_an_outlier_does_not_stretch_the_axis() -> None:
-    assert numbers.axis([np.append(np.linspace(0, 1, 500), 1e9)]).high < 2
+    assert numbers.score_axis([np.append(np.linspace(0, 1, 500), 1e9)]).high < 2
 
 
 def test_zeros_lie_below_a_logarithmic_axis() -> None:
-    found = numbers.axis([np.concatenate([np.zeros(10), np.geomspace(1e-3, 1, 30)])])
+    found = numbers.score_axis([np.concatenate([np.zeros(10), np.geomspace(1e-3, 1, 30)])])
     assert found.logarithmic
     assert 0 < found.low < 2e-3
 
@@ -103,11 +105,11 @@ def test_zeros_lie_below_a_logarithmic_axis() -> None:
 def test_a_thinned_curve_keeps_its_ends_and_its_shape() -> None:
     random = np.random.default_rng(0)
     fpr, tpr = metrics.roc(random.normal(0, 1, 4000), random.normal(1, 1, 3000))
-    x, y = numbers.thinned(fpr, tpr)
-    assert len(x) <= numbers.POINTS < len(fpr)
+    x, y = numbers.thin_curve(fpr, tpr)
+    assert len(x) <= numbers.MAX_POINTS < len(fpr)
     assert (x[0], y[0], x[-1], y[-1]) == (0, 0, 1, 1)
     assert np.abs(np.interp(fpr, x, y) - tpr).max() < 0.01
-    assert numbers.thinned(x, y)[0] is x
+    assert numbers.thin_curve(x, y)[0] is x
 
 
 def test_shares_of_layers_are_means_over_the_inputs_of_a_group() -> None:
@@ -156,31 +158,31 @@ def test_learning_curves_begin_at_the_shared_start_and_average_over_seeds() -> N
 
 
 def test_the_gallery_shows_both_ends_and_no_image_twice() -> None:
-    assert ends(np.array([3.0, 1, 2, 5, 4]), each=2) == ([1, 2], [3, 4])
-    assert ends(np.array([3.0, 1, 2]), each=8) == ([1, 2], [0])
-    assert ends(np.array([1.0]), each=8) == ([0], [])
+    assert extreme_images(np.array([3.0, 1, 2, 5, 4]), most=2) == ([1, 2], [3, 4])
+    assert extreme_images(np.array([3.0, 1, 2]), most=8) == ([1, 2], [0])
+    assert extreme_images(np.array([1.0]), most=8) == ([0], [])
 
 
 def test_confident_mistakes_come_worst_first() -> None:
     known = full().known
-    found = confident_and_wrong(known)
+    found = confident_mistakes(known)
     assert known.correct is not None
     assert known.confidence is not None
     assert not known.correct[found].any()
     assert (np.diff(known.confidence[found]) <= 0).all()
     assert known.confidence[found[0]] == known.confidence[~known.correct].max()
-    assert confident_and_wrong(bare().known) == []
+    assert confident_mistakes(bare().known) == []
 
 
 def test_the_default_is_known_by_its_kind_and_its_absence_is_explained() -> None:
     content = full()
-    assert (default_of(content), why_not_default(content)) == ("exact", "")
+    assert (find_default(content), explain_no_default(content)) == ("exact", "")
     assert not_for_use(content) == ["flat"]
     without = replace(content, kinds={"tied": parse("ungrad")}, layers={})
-    assert default_of(without) is None
-    assert "was not among the methods that were asked for" in why_not_default(without)
+    assert find_default(without) is None
+    assert "was not among the methods that were asked for" in explain_no_default(without)
     row = LeftOutRow(row="left out", method="regrad+layers+smooth", why="the model is odd.")
-    assert why_not_default(replace(without, left_out=[row])).endswith(
+    assert explain_no_default(replace(without, left_out=[row])).endswith(
         "could not be used: the model is odd."
     )
 
@@ -192,8 +194,8 @@ def test_methods_that_are_not_for_use_stand_with_others_only() -> None:
 
 def test_rows_whose_interval_reaches_the_best_are_tied() -> None:
     content = full()
-    judged = numbers.at_a_glance(content, resamples=50)
-    found = numbers.verdict(content, judged)
+    judged = numbers.summarize_methods(content, resamples=50)
+    found = numbers.compare_methods(content, judged)
     assert found.best is not None
     assert found.best.method == "exact"
     assert found.best.main is not None
@@ -203,15 +205,17 @@ def test_rows_whose_interval_reaches_the_best_are_tied() -> None:
             j.main.high >= found.best.main.low and j.method != "flat"
         )
     assert "wide" in found.tied  # it ranks as `exact` does
-    assert "exact has the highest mean AUROC" in " ".join(said(content, judged, found))
+    assert "exact has the highest mean AUROC" in " ".join(
+        describe_comparison(content, judged, found)
+    )
 
 
 def test_nothing_is_called_best_where_all_may_be_chance() -> None:
     content = Content("t", group("digits", 40, 0), [group("like them", 30, 0)])
-    judged = numbers.at_a_glance(content, resamples=200)
-    found = numbers.verdict(content, judged)
+    judged = numbers.summarize_methods(content, resamples=200)
+    found = numbers.compare_methods(content, judged)
     assert (found.best, found.tied) == (None, [])
-    told = " ".join(said(content, judged, found))
+    told = " ".join(describe_comparison(content, judged, found))
     assert told.startswith("No method does better than chance here")
     assert "best" not in told
 
@@ -222,14 +226,14 @@ def test_without_anything_to_compare_the_reason_is_said() -> None:
         (bare(), "no labels that say which predictions are wrong"),
         (Content("t", replace(known, labels=known.predicted)), "every prediction is right"),
     ):
-        judged = numbers.at_a_glance(content, resamples=5)
-        (told,) = said(content, judged, numbers.verdict(content, judged))
+        judged = numbers.summarize_methods(content, resamples=5)
+        (told,) = describe_comparison(content, judged, numbers.compare_methods(content, judged))
         assert words in told
 
 
 def test_whiskers_span_the_methods_that_are_for_use() -> None:
     content = full()
-    judged = numbers.at_a_glance(content, resamples=50)
+    judged = numbers.summarize_methods(content, resamples=50)
     heads = [column.text for column in columns(content, judged)]
     rows = {j.method: cells(content, judged, j) for j in judged}
     assert all(len(row) == len(heads) for row in rows.values())
@@ -240,7 +244,7 @@ def test_whiskers_span_the_methods_that_are_for_use() -> None:
     )  # a group's own interval begins lower than that of the mean
     assert rows["flat"][0]["whisker"]["at"] == 0
     assert rows["exact"][-1]["text"] == "56×"
-    assert [times(cost) for cost in (1, 1.24, 9.96, 56.3)] == ["1×", "1.2×", "10×", "56×"]
+    assert [format_cost(cost) for cost in (1, 1.24, 9.96, 56.3)] == ["1×", "1.2×", "10×", "56×"]
 
 
 def test_errors() -> None:
@@ -264,7 +268,7 @@ def test_errors() -> None:
     with pytest.raises(qualms.QualmsError, match="the confidences are 2"):
         replace(known, confidence=np.ones(2))
     layers = LayerContributions(["fc"], np.ones((1, 1)), ["elsewhere"])
-    with pytest.raises(qualms.QualmsError, match="the layers of exact tell of elsewhere"):
+    with pytest.raises(qualms.QualmsError, match="the layers of exact are for images of elsewhere"):
         Content("t", known, layers={"exact": layers})
     with pytest.raises(qualms.QualmsError, match=r"shape \(1, 2\), with 1 names"):
         LayerContributions(["fc"], np.ones((1, 2)), ["digits"])

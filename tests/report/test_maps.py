@@ -155,5 +155,5 @@ def test_maps_that_do_not_fit_are_told(tmp_path: Path) -> None:
     )
     assert "and the labels (16, 24)" in error(labels=np.zeros((16, 24), np.int64))
     assert error(scores={"m": np.full((14, 16, 24), np.nan)}).startswith(
-        "a method has no score at any pixel"
+        "m has no score at any pixel"
     )

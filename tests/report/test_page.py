@@ -15,8 +15,8 @@ import qualms
 from qualms import metrics
 from qualms.data import Images
 from qualms.report.content import Content, Group
-from qualms.report.gallery import png
-from qualms.report.offline import packed
+from qualms.report.gallery import image_url
+from qualms.report.offline import pack_array
 from qualms.report.page import write_page
 from tests.helpers.pages import Page
 from tests.helpers.report_contents import NASTY, bare, full, group
@@ -95,7 +95,7 @@ def test_what_is_missing_is_left_out_or_explained(write: Write) -> None:
     words = " ".join(page.words)
     for why in (
         "There are no ROC curves, because there are no unknown images",
-        "There is no lift curve, because nothing says which predictions are right",
+        "There is no lift curve, because the images of",
         "The images of digits have no labels, so no prediction can be called wrong.",
         "These images cannot say which method is better",
         "was not among the methods that were asked for. The page opens on",
@@ -169,9 +169,9 @@ def test_scores_arrive_without_a_digit_lost(write: Write) -> None:
         for g, found in zip(content.groups, method["scores"], strict=True):
             values = np.frombuffer(base64.b64decode(found["bytes"]), f"<{found['kind']}")
             assert (values == g.scores[method["name"]]).all()
-    assert packed(np.array([0.5, 2.0]))["kind"] == "f4"
-    assert packed(np.array([0.1]))["kind"] == "f8"
-    assert packed(np.array([1e300]))["kind"] == "f8"
+    assert pack_array(np.array([0.5, 2.0]))["kind"] == "f4"
+    assert pack_array(np.array([0.1]))["kind"] == "f8"
+    assert pack_array(np.array([1e300]))["kind"] == "f8"
 
 
 def test_large_samples_are_thinned_for_drawing(write: Write) -> None:
@@ -206,7 +206,7 @@ def test_images_are_small_png_files_of_the_right_pixels() -> None:
     from PIL import Image
 
     def decoded(images: Images, i: int) -> Image.Image:
-        head, content = png(images, i).split(",")
+        head, content = image_url(images, i).split(",")
         assert head == "data:image/png;base64"
         return Image.open(BytesIO(base64.b64decode(content)))
 
@@ -215,7 +215,7 @@ def test_images_are_small_png_files_of_the_right_pixels() -> None:
     large = Images("large", torch.zeros(1, 1, 300, 200, dtype=torch.uint8), None)
     assert decoded(large, 0).size == (64, 96)
     with pytest.raises(qualms.QualmsError, match="odd has 4 channels"):
-        png(Images("odd", torch.zeros(1, 4, 2, 2, dtype=torch.uint8), None), 0)
+        image_url(Images("odd", torch.zeros(1, 4, 2, 2, dtype=torch.uint8), None), 0)
 
 
 def test_a_single_image_makes_a_page(write: Write) -> None:

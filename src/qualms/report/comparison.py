@@ -1,4 +1,4 @@
-"""The table that compares methods: its columns, its cells, and what they say in a sentence or two."""
+"""The table that compares methods: its columns, its cells, and a summary in a sentence or two."""
 
 import math
 from collections.abc import Sequence
@@ -6,21 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from qualms.report.content import Content
-from qualms.report.figures import percent
-from qualms.report.numbers import Judged, Verdict, WithInterval
-from qualms.report.roles import default_of, not_for_use
+from qualms.report.figures import format_percent
+from qualms.report.numbers import Estimate, MethodSummary, Verdict
+from qualms.report.roles import find_default, not_for_use
 
-SHOWN = (
-    3  # unknown groups that have a column at once; further ones are among the columns to ask for
-)
+MAX_WIDE_COLUMNS = 3  # unknown groups with a column of their own on a wide screen
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column after the method's name.
+    """A column of the table.
 
-    `place` says when there is room for it: `first` always, `wide` on anything wider than a phone,
-    `more` if asked for.
+    Args:
+        of: The group of images that it is about; empty if about none.
+        text: What it shows.
+        why: An explanation.
+        place: Where it is shown: `first` always, `wide` on anything wider than a phone, `more` on
+            request.
     """
 
     of: str
@@ -31,151 +33,206 @@ class Column:
 
 @dataclass(frozen=True)
 class Span:
-    """What whiskers are drawn on: the intervals of the methods that are for use, but little of what
-    is below chance.
-    """
+    """The range of values that whiskers are drawn on, and the value of chance."""
 
     low: float
     high: float
     chance: float
 
-    def at(self, value: float) -> float:
-        """In percent of the width; what lies beyond is put at the end."""
-        return round(100 * min(1.0, max(0.0, (value - self.low) / (self.high - self.low))), 2)
+    def place(self, value: float) -> float:
+        """Return the place of a value in percent of the width, from 0 to 100."""
+        share = (value - self.low) / (self.high - self.low)
+        return round(100 * min(1.0, max(0.0, share)), 2)
 
 
-def columns(content: Content, judged: Sequence[Judged]) -> list[Column]:
-    """Those that these images and labels can fill."""
-    groups, found = content.unknown, []
+def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column]:
+    """Return the columns that these images and labels can fill.
+
+    Args:
+        content: The content of the report.
+        summaries: Of its methods.
+    """
+    groups = content.unknown
+    found = []
     if len(groups) > 1:
-        found.append(
-            Column(
-                f"mean of {len(groups)}",
-                "AUROC, %",
-                "over the unknown groups; 50 is chance",
-                "first",
-            )
-        )
-    place = "first" if len(groups) == 1 else "wide" if len(groups) <= SHOWN else "more"
+        title = f"mean of {len(groups)}"
+        found.append(Column(title, "AUROC, %", "over the unknown groups; 50 is chance", "first"))
+    place = _group_column_place(len(groups))
     for group in groups:
         found.append(Column(group.name, "AUROC, %", "with its 95 % interval; 50 is chance", place))
     for group in groups:
         found.append(Column(group.name, "AUPR, %", "unknown images as the positive class", "more"))
-    if any(j.raulc is not None for j in judged):
+    if any(summary.raulc is not None for summary in summaries):
         why = "with its 95 % interval; 1 is the ideal order, 0 is chance"
-        found.append(Column(content.known.name, "rAULC", why, "more" if groups else "first"))
+        place = "more" if groups else "first"
+        found.append(Column(content.known.name, "rAULC", why, place))
     if content.costs:
-        numbers = all(isinstance(cost, int | float) for cost in content.costs.values())
-        why = "time, where 1× is a forward pass" if numbers else "in forward passes"
-        found.append(Column("", "cost", why, "first" if numbers else "more"))
+        if all(isinstance(cost, int | float) for cost in content.costs.values()):
+            found.append(Column("", "cost", "time, where 1× is a forward pass", "first"))
+        else:
+            found.append(Column("", "cost", "in forward passes", "more"))
     return found
 
 
-def cells(content: Content, judged: Sequence[Judged], one: Judged) -> list[dict[str, Any]]:
-    """A row: what is shown, what is sorted by, and where the dot and the whisker stand; in the
-    order of `columns`.
+def _group_column_place(groups: int) -> str:
+    if groups == 1:
+        return "first"
+    return "wide" if groups <= MAX_WIDE_COLUMNS else "more"
+
+
+def cells(
+    content: Content, summaries: Sequence[MethodSummary], own: MethodSummary
+) -> list[dict[str, Any]]:
+    """Return the cells of a row, in the order of `columns`.
+
+    Args:
+        content: The content of the report.
+        summaries: Of all its methods, which decide the range of whiskers.
+        own: The method of the row.
+
+    Returns:
+        For each cell its text, the key to sort by, and where the dot and the whisker stand.
     """
     unused = not_for_use(content)
-    used = [j for j in judged if j.method not in unused]
-    areas = _span([a for j in used for a in (j.mean_auroc, *j.auroc) if a is not None], 0.5)
-    lifts = _span([j.raulc for j in used if j.raulc is not None], 0.0)
+    areas: list[Estimate] = []
+    lifts: list[Estimate] = []
+    for summary in summaries:
+        if summary.method in unused:
+            continue
+        areas += summary.auroc
+        if summary.mean_auroc is not None:
+            areas.append(summary.mean_auroc)
+        if summary.raulc is not None:
+            lifts.append(summary.raulc)
+    area_span, lift_span = _span(areas, 0.5), _span(lifts, 0.0)
     found = []
-    if len(content.unknown) > 1 and one.mean_auroc is not None:
-        found.append(_with_interval(one.mean_auroc, 100, 1, areas))
-    found += [_with_interval(area, 100, 1, areas) for area in one.auroc]
-    found += [_plain(f"{100 * precision:.1f}", precision) for precision in one.aupr]
-    if one.raulc is not None:
-        found.append(_with_interval(one.raulc, 1, 3, lifts))
+    if len(content.unknown) > 1 and own.mean_auroc is not None:
+        found.append(_estimate_cell(own.mean_auroc, 100, 1, area_span))
+    for area in own.auroc:
+        found.append(_estimate_cell(area, 100, 1, area_span))
+    for precision in own.aupr:
+        found.append(_plain_cell(f"{100 * precision:.1f}", precision))
+    if own.raulc is not None:
+        found.append(_estimate_cell(own.raulc, 1, 3, lift_span))
     if content.costs:
-        cost = "" if one.cost is None else one.cost
-        found.append(_plain(cost if isinstance(cost, str) else times(cost), cost))
+        cost = "" if own.cost is None else own.cost
+        text = cost if isinstance(cost, str) else format_cost(cost)
+        found.append(_plain_cell(text, cost))
     return found
 
 
-def times(cost: int | float) -> str:
-    """`56×`: how many forward passes a method takes as long as."""
-    return f"{cost:.0f}×" if cost >= 9.95 else f"{cost:.1f}".removesuffix(".0") + "×"
+def format_cost(cost: int | float) -> str:
+    """Format a cost in forward passes, such as `56×` or `1.2×`."""
+    if cost >= 9.95:
+        return f"{cost:.0f}×"
+    return f"{cost:.1f}".removesuffix(".0") + "×"
 
 
-def said(content: Content, judged: Sequence[Judged], found: Verdict) -> list[str]:
-    """What the table shows, in sentences; nothing is called best that may be chance."""
-    if found.highest is None:
-        return [nothing_to_compare(content)]
-    measure = (
-        "rAULC" if not content.unknown else "mean AUROC" if len(content.unknown) > 1 else "AUROC"
-    )
-    digits, scale, chance = (1, 100, "50 %") if content.unknown else (3, 1, "0")
-    main = {j.method: _said(j.main, scale, digits) for j in judged if j.main is not None}
-    highest = found.highest.method
-    if found.best is None:
-        told = [
-            f"No method does better than chance here: the highest {measure}, that of {highest}, is {main[highest]}"
+def describe_comparison(
+    content: Content, summaries: Sequence[MethodSummary], verdict: Verdict
+) -> list[str]:
+    """Describe the table in sentences, which call no method best that may be at chance.
+
+    Args:
+        content: The content of the report.
+        summaries: Of its methods.
+        verdict: As `compare_methods` returns it.
+    """
+    if verdict.highest is None:
+        return [_explain_no_comparison(content)]
+    measure, chance, scale, digits = "AUROC", "50 %", 100, 1
+    if len(content.unknown) > 1:
+        measure = "mean AUROC"
+    elif not content.unknown:
+        measure, chance, scale, digits = "rAULC", "0", 1, 3
+    texts = {}
+    for summary in summaries:
+        if summary.main is not None:
+            texts[summary.method] = _format_estimate(summary.main, scale, digits)
+    highest = verdict.highest.method
+    if verdict.best is None:
+        sentences = [
+            f"No method does better than chance here ({chance}): the highest {measure}, "
+            f"of {highest}, is {texts[highest]}."
         ]
-        told[0] += f", and {chance} is chance."
     else:
-        told = [f"{highest} has the highest {measure}, {main[highest]}."]
-        if found.tied:
-            one = "The interval of 1 other overlaps with it (tinted)."
-            told.append(
-                one
-                if len(found.tied) == 1
-                else f"The intervals of {len(found.tied)} others overlap with it (tinted)."
-            )
-    default = default_of(content)
-    if default not in (None, highest) and default in main:
-        told.append(f"The default, {default}, has {main[default]}.")
-    return told
+        sentences = [f"{highest} has the highest {measure}, {texts[highest]}."]
+    if len(verdict.tied) == 1:
+        sentences.append("The interval of 1 other method overlaps with it (tinted).")
+    elif verdict.tied:
+        count = len(verdict.tied)
+        sentences.append(f"The intervals of {count} other methods overlap with it (tinted).")
+    default = find_default(content)
+    if default not in (None, highest) and default in texts:
+        sentences.append(f"The default, {default}, has {texts[default]}.")
+    return sentences
 
 
-def nothing_to_compare(content: Content) -> str:
-    """Why no method can be called better than another."""
+def _explain_no_comparison(content: Content) -> str:
+    """Return why no method can be called better than another."""
     correct = content.known.correct
-    start = (
-        "These images cannot say which method is better: there are no unknown images to tell apart"
-    )
+    start = "Methods cannot be compared on these images: there are no unknown images to detect"
     if correct is None:
         return f"{start}, and no labels that say which predictions are wrong."
     return f"{start}, and {'every' if correct.all() else 'no'} prediction is right."
 
 
-def _said(main: WithInterval, scale: int, digits: int) -> str:
-    value = percent(main.value) if scale == 100 else f"{main.value:.{digits}f}"
-    return f"{value} {_range(main, scale, digits)}".strip()
+def _format_estimate(estimate: Estimate, scale: int, digits: int) -> str:
+    """Format a value with its interval, such as `91.3 % [90.1, 92.4]`."""
+    value = f"{estimate.value:.{digits}f}"
+    if scale == 100:
+        value = format_percent(estimate.value)
+    return f"{value} {_format_interval(estimate, scale, digits)}".strip()
 
 
-def _range(measured: WithInterval, scale: int, digits: int) -> str:
-    if not math.isfinite(measured.low):
+def _format_interval(estimate: Estimate, scale: int, digits: int) -> str:
+    if not math.isfinite(estimate.low):
         return ""
-    return f"[{scale * measured.low:.{digits}f}, {scale * measured.high:.{digits}f}]"
+    return f"[{scale * estimate.low:.{digits}f}, {scale * estimate.high:.{digits}f}]"
 
 
-def _span(measured: Sequence[WithInterval], chance: float) -> Span:
-    ends = [end for m in measured for end in (m.low, m.value, m.high) if math.isfinite(end)] or [
-        0.0,
-        1.0,
-    ]
+def _span(estimates: Sequence[Estimate], chance: float) -> Span:
+    """Return the range of some estimates and their intervals, but little of what is below chance."""
+    ends = []
+    for estimate in estimates:
+        for end in (estimate.low, estimate.value, estimate.high):
+            if math.isfinite(end):
+                ends.append(end)
+    if not ends:
+        ends = [0.0, 1.0]
     low, high = min(ends), max(ends)
     low = max(low, chance - 0.1 * abs(high - chance))
-    room = 0.04 * (high - low) or 0.05
-    return Span(low - room, high + room, chance)
+    margin = 0.04 * (high - low) or 0.05
+    return Span(low - margin, high + margin, chance)
 
 
-def _plain(text: str, key: int | float | str) -> dict[str, Any]:
+def _plain_cell(text: str, key: int | float | str) -> dict[str, Any]:
     return {"text": text, "key": key, "range": "", "whisker": None}
 
 
-def _with_interval(measured: WithInterval, scale: int, digits: int, span: Span) -> dict[str, Any]:
-    known = math.isfinite(measured.low)
-    low, high = (measured.low, measured.high) if known else (measured.value, measured.value)
+def _estimate_cell(estimate: Estimate, scale: int, digits: int, span: Span) -> dict[str, Any]:
+    """Return a cell with a dot and a whisker.
+
+    Args:
+        estimate: The value and its interval.
+        scale: What values are multiplied by.
+        digits: The number of decimals.
+        span: What the whisker is drawn on.
+    """
+    low, high = estimate.low, estimate.high
+    if not math.isfinite(low):
+        low, high = estimate.value, estimate.value
     whisker = {
-        "low": span.at(low),
-        "width": round(span.at(high) - span.at(low), 2),
-        "at": span.at(measured.value),
+        "low": span.place(low),
+        "width": round(span.place(high) - span.place(low), 2),
+        "at": span.place(estimate.value),
+        "chance": -1.0,
     }
-    whisker["chance"] = span.at(span.chance) if span.low < span.chance < span.high else -1
+    if span.low < span.chance < span.high:
+        whisker["chance"] = span.place(span.chance)
     return {
-        "text": f"{scale * measured.value:.{digits}f}",
-        "key": measured.value,
-        "range": _range(measured, scale, digits),
+        "text": f"{scale * estimate.value:.{digits}f}",
+        "key": estimate.value,
+        "range": _format_interval(estimate, scale, digits),
         "whisker": whisker,
     }

@@ -1,4 +1,4 @@
-"""What a report tells of: images, their scores by several methods, and what else is known."""
+"""The content of a report: images, their scores by several methods, and what else is known."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +9,21 @@ from jaxtyping import Float
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
-from qualms.metrics.checks import scores as checked
+from qualms.metrics.checks import scores as check_scores
 from qualms.tasks.rows import LeftOutRow, Row
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Images of one kind, with their scores by method, the class that the network gives each, and
-    the true one.
+    """Images of one kind, with their scores and predictions.
 
-    `labels` count the classes of `images`, and `confidence` is the probability of the class that
-    the network gives; None where they are not known.
+    Args:
+        name: What the page calls them.
+        images: The images.
+        scores: By method, an array of shape [n].
+        predicted: The predicted class of each image, of shape [n].
+        labels: The true class of each image, as a number of `images.classes`, if it is known.
+        confidence: The probability of each predicted class, if it is known.
     """
 
     name: str
@@ -30,31 +34,39 @@ class Group:
     confidence: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        columns = {f"the scores of {method}": values for method, values in self.scores.items()}
-        columns |= {"the predictions": self.predicted}
-        columns |= {} if self.labels is None else {"the labels": self.labels}
-        columns |= {} if self.confidence is None else {"the confidences": self.confidence}
-        for what, values in columns.items():
-            found = checked(values, f"{what} for {self.name}")
-            if len(found) != len(self.images):
-                raise QualmsError(
-                    f"{self.name} has {len(self.images)} images, and {what} are {len(found)}; give one for each image."
-                )
+        for method, values in self.scores.items():
+            self._require_length(f"the scores of {method}", values)
+        self._require_length("the predictions", self.predicted)
+        self._require_length("the labels", self.labels)
+        self._require_length("the confidences", self.confidence)
+
+    def _require_length(self, what: str, values: np.ndarray | None) -> None:
+        if values is None:
+            return
+        found = check_scores(values, f"{what} for {self.name}")
+        if len(found) != len(self.images):
+            raise QualmsError(
+                f"{self.name} has {len(self.images)} images, and {what} are {len(found)}; "
+                "pass one for each image."
+            )
 
     @property
     def correct(self) -> np.ndarray | None:
-        """Whether each prediction is right, where that is known."""
-        return (
-            None if self.labels is None else np.asarray(self.predicted) == np.asarray(self.labels)
-        )
+        """Whether each prediction is right, of shape [n]; None without labels."""
+        if self.labels is None:
+            return None
+        return np.asarray(self.predicted) == np.asarray(self.labels)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerContributions:
-    """What each layer adds to the uncertainty of some inputs: row i tells of an image of group
-    `groups[i]`.
+    """What each layer adds to the uncertainty of some inputs.
 
-    Contributions are 0 or more, in any unit; the report shows each as a share of its row's sum.
+    Args:
+        names: Of the layers.
+        contributions: Of shape [n, layers], 0 or more, in any unit; the report shows shares of
+            their sum.
+        groups: The name of each input's group.
     """
 
     names: Sequence[str]
@@ -62,34 +74,35 @@ class LayerContributions:
     groups: Sequence[str]
 
     def __post_init__(self) -> None:
-        n, layers = self.contributions.shape
-        if n != len(self.groups) or layers != len(self.names) or not n * layers:
+        shape = self.contributions.shape
+        if shape != (len(self.groups), len(self.names)) or not self.contributions.size:
             raise QualmsError(
-                f"the contributions of layers have shape {(n, layers)}, with {len(self.names)} names and "
-                f"{len(self.groups)} groups; give a row for each input, and a column for each layer."
+                f"the contributions of layers have shape {shape}, with {len(self.names)} names and "
+                f"{len(self.groups)} groups; pass a row for each input, and a column for each "
+                "layer."
             )
         if not (np.isfinite(self.contributions).all() and (self.contributions >= 0).all()):
             raise QualmsError(
-                "some contributions of layers are negative, NaN or infinite; pass norms, 0 or more."
+                "some contributions of layers are negative, NaN or infinite; pass norms, which are "
+                "0 or more."
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """All that a report shows; where something is not given, the page says what it would take.
+    """Everything that a report shows. Where something is missing, the page says what is needed.
 
     Args:
-        title: of the page.
-        known: images like those that the network has learnt.
-        unknown: groups of others, from which scores should tell them.
-        about: short facts by name, such as the network's name and the seed.
-        costs: of each method in forward passes: a number, or words such as `method.cost`.
-        layers: by method, which layers its scores come from.
-        cycles: rows of active learning, as `qualms.tasks.active` gives them.
-        kinds: the methods themselves, by the names that the scores have; a name that is a spec
-            needs none.
-        left_out: the methods that could not be used, and why.
-        classes: the names of the network's classes; those of the known images if not given.
+        title: The title of the page.
+        known: Images like those that the network was trained on.
+        unknown: Groups of other images, which scores should distinguish from the known ones.
+        about: Short facts by name, such as the network's name and the seed.
+        costs: The cost of each method in forward passes: a number, or words such as `method.cost`.
+        layers: By method, which layers its scores come from.
+        cycles: Rows of active learning, as `qualms.tasks.active` yields them.
+        kinds: The methods by the names that the scores have; names that are specs need none.
+        left_out: The methods that could not be used, and why.
+        classes: The names of the network's classes; by default those of the known images.
     """
 
     title: str
@@ -106,34 +119,44 @@ class Content:
     def __post_init__(self) -> None:
         if not self.known.scores:
             raise QualmsError(
-                f"{self.known.name} has no scores; give those of at least one method."
+                f"{self.known.name} has no scores; pass those of at least one method."
             )
-        for group in self.unknown:
-            if set(group.scores) != set(self.known.scores):
-                odd = sorted(set(group.scores) ^ set(self.known.scores))[0]
-                raise QualmsError(
-                    f"only one of {self.known.name} and {group.name} has scores of {odd}; give every group the same "
-                    "methods."
-                )
+        self._require_same_methods()
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise QualmsError(
-                f"two groups of images have one name, among {', '.join(names)}; name them apart."
+                f"two groups of images have one name, among {', '.join(names)}; rename one of them."
             )
-        for method, layers in self.layers.items():
-            odd_group = next((name for name in layers.groups if name not in names), None)
-            if odd_group is not None or method not in self.known.scores:
+        self._require_layers_of(names)
+
+    def _require_same_methods(self) -> None:
+        for group in self.unknown:
+            difference = set(group.scores) ^ set(self.known.scores)
+            if difference:
                 raise QualmsError(
-                    f"the layers of {method} tell of {odd_group or 'a method'}, which is not there; name groups and "
-                    "methods of the report."
+                    f"only one of {self.known.name} and {group.name} has scores of "
+                    f"{min(difference)}; score every group with the same methods."
                 )
+
+    def _require_layers_of(self, names: list[str]) -> None:
+        for method, layers in self.layers.items():
+            if method not in self.known.scores:
+                raise QualmsError(
+                    f"the report has layers of {method}, but no scores; pass both, or neither."
+                )
+            for name in layers.groups:
+                if name not in names:
+                    raise QualmsError(
+                        f"the layers of {method} are for images of {name}, which is no group of "
+                        f"the report; choose from {', '.join(names)}."
+                    )
 
     @property
     def groups(self) -> list[Group]:
-        """The known images first, then the unknown."""
+        """The known images first, then the unknown ones."""
         return [self.known, *self.unknown]
 
     @property
     def methods(self) -> list[str]:
-        """In the order of the known images' scores."""
+        """The methods, in the order of the known images' scores."""
         return list(self.known.scores)

@@ -1,7 +1,8 @@
-"""Which images a page shows, and each as a picture that it can hold."""
+"""The images that a page shows, each as a picture inside the page."""
 
 import base64
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 
@@ -10,42 +11,53 @@ from qualms.data.decode import pillow
 from qualms.errors import QualmsError
 from qualms.report.content import Group
 
-EACH = 8  # images at either end
-WORST = 16  # confident mistakes
-LARGEST = 96  # pixels; larger images are made smaller for the page
+MAX_EXTREMES = 8  # images at either end of the scores
+MAX_MISTAKES = 16
+MAX_SIDE = 96  # pixels; larger images are made smaller
 
 
-def ends(scores: np.ndarray, each: int = EACH) -> tuple[list[int], list[int]]:
-    """The images with the lowest scores and those with the highest, the extreme ones first; none is
-    in both.
+def extreme_images(scores: np.ndarray, most: int = MAX_EXTREMES) -> tuple[list[int], list[int]]:
+    """Return the images with the lowest and with the highest scores, the extreme ones first.
+
+    No image is in both lists.
     """
     order = np.argsort(scores, kind="stable").tolist()
-    return order[: min(each, (len(order) + 1) // 2)], order[::-1][: min(each, len(order) // 2)]
+    lowest = order[: min(most, (len(order) + 1) // 2)]
+    highest = order[::-1][: min(most, len(order) // 2)]
+    return lowest, highest
 
 
-def confident_and_wrong(group: Group, most: int = WORST) -> list[int]:
-    """The images that the network gets wrong, those first for which it is the most confident."""
+def confident_mistakes(group: Group, most: int = MAX_MISTAKES) -> list[int]:
+    """Return the wrongly predicted images, in descending order of the network's confidence."""
     if group.correct is None or group.confidence is None:
         return []
     wrong = np.flatnonzero(~group.correct)
-    return wrong[np.argsort(-np.asarray(group.confidence)[wrong], kind="stable")][:most].tolist()
+    order = np.argsort(-np.asarray(group.confidence)[wrong], kind="stable")
+    return wrong[order][:most].tolist()
 
 
 def class_name(number: int, classes: tuple[str, ...]) -> str:
-    """The name of a class, or its number where it has none."""
+    """Return the name of a class, or its number if it has none."""
     return classes[number] if 0 <= number < len(classes) else str(number)
 
 
-def png(images: Images, index: int) -> str:
-    """One image as a data address."""
-    library = pillow()
+def image_url(images: Images, index: int) -> str:
+    """Return one of the images as a data URL."""
     pixels = images.pixels[index].cpu().permute(1, 2, 0).numpy()
-    if pixels.shape[2] not in (1, 3):
+    channels = pixels.shape[2]
+    if channels not in (1, 3):
         raise QualmsError(
-            f"{images.name} has {pixels.shape[2]} channels; the report shows images with 1 or 3."
+            f"{images.name} has {channels} channels; the report shows images with 1 or 3."
         )
-    image = library.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    image.thumbnail((LARGEST, LARGEST))
+    if channels == 1:
+        pixels = pixels[:, :, 0]
+    picture = pillow().fromarray(pixels)
+    picture.thumbnail((MAX_SIDE, MAX_SIDE))
+    return png_url(picture)
+
+
+def png_url(picture: Any) -> str:
+    """Return a picture of Pillow as a data URL."""
     file = BytesIO()
-    image.save(file, "PNG", optimize=True)
+    picture.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

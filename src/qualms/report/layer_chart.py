@@ -1,4 +1,4 @@
-"""Which layers carry the uncertainty of some inputs."""
+"""Which layers the uncertainty of some inputs comes from."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,32 +19,40 @@ from qualms.methods.method import Method
 from qualms.report.content import Group, LayerContributions
 from qualms.stream.network import Network
 
-EACH = 24  # images of each group
+MAX_IMAGES = 24  # of each group
 
 
 def layers_of(
     network: Network, groups: Sequence[Group], methods: Mapping[str, Method]
 ) -> dict[str, LayerContributions]:
-    """By method: Σ_c w_c ‖∇ log p_c‖ of each layer, for the first images of each group; without
-    smoothing.
+    """Compute Σ_c w_c ‖∇ log p_c‖ of each layer for the first images of each group.
 
-    Methods that are not sums of the gradient norms of classes have no layers, and are not among the
-    results.
+    Smoothing is left out. Only methods that are sums of the gradient norms of classes have layers.
+
+    Args:
+        network: The network that is scored.
+        groups: The groups of images.
+        methods: By name.
+
+    Returns:
+        The contributions of layers, for each method that has layers.
     """
-    images = [group.images.take(slice(0, EACH)) for group in groups]
-    rows = [
-        group.name for group, some in zip(groups, images, strict=True) for _ in range(len(some))
-    ]
     if not any(map(has_layers, methods.values())):
         return {}
-    names, sums = layer_sums(
-        network.model, torch.cat([network.inputs(some) for some in images]), methods
-    )
-    return {name: LayerContributions(names, values, rows) for name, values in sums.items()}
+    inputs, owners = [], []
+    for group in groups:
+        images = group.images.take(slice(0, MAX_IMAGES))
+        inputs.append(network.inputs(images))
+        owners += [group.name] * len(images)
+    names, sums = layer_sums(network.model, torch.cat(inputs), methods)
+    found = {}
+    for method, values in sums.items():
+        found[method] = LayerContributions(names, values, owners)
+    return found
 
 
 def has_layers(method: Method) -> bool:
-    """Whether a method's score is a sum of the gradient norms of classes, which come from layers."""
+    """Whether a method's score is a sum of the gradient norms of classes, layer by layer."""
     return isinstance(method, GradientScore) and method.direction == "classes"
 
 
@@ -54,39 +62,42 @@ def layer_sums(
     methods: Mapping[str, Method],
     how: Settings | None = None,
 ) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
-    """The layers in words, and what each adds to the scores of some inputs, by each method that has
-    layers.
+    """Compute what each layer adds to the scores of some inputs.
 
     Args:
-        model: a classifier.
-        x: its inputs.
-        methods: by name; those that have no layers are left out.
-        how: a scorer's own settings, by which some of many classes may stand for all; else what the
-            default settles on.
+        model: A classifier.
+        x: Its inputs, of shape [b, ...].
+        methods: By name; those that have no layers are left out.
+        how: A scorer's settings, by which a few of many classes may stand for all; by default those
+            of a new scorer.
+
+    Returns:
+        The names of the layers, and by method an array of shape [b, layers].
     """
     how = how or Settings()
     layers: list[str] = []
     found: dict[str, np.ndarray] = {}
     with preserve_state(model) as inner:
-        passes = BatchContext(ModelContext(inner), x)
-        subject, classes = passes.model_context, passes.logits.shape[1]
-        subject.settings = resolve_engine(how, inner, x, classes, subject.cache)
+        context = BatchContext(ModelContext(inner), x)
+        model_context, classes = context.model_context, context.logits.shape[1]
+        model_context.settings = resolve_engine(how, inner, x, classes, model_context.cache)
         for name, method in methods.items():
             if isinstance(method, GradientScore) and has_layers(method):
-                layers, sums = passes.layer_sums(replace(method, smooth=None))
-                weights = (
-                    layer_weights(len(layers), method.layers) if method.layers is not None else 1.0
-                )
-                found[name] = (sums.cpu() * weights).numpy()
+                layers, sums = context.layer_sums(replace(method, smooth=None))
+                values = sums.cpu()
+                if method.layers is not None:
+                    values = values * layer_weights(len(layers), method.layers)
+                found[name] = values.numpy()
     return [layer_name(model, layer) for layer in layers], found
 
 
 def layer_name(model: nn.Module, name: str) -> str:
-    """What a layer is, and what the model calls it: `Conv 5×5 · conv1`."""
+    """Return the kind of a layer and its name in the model, such as `Conv 5×5 · conv1`."""
     module = dict(model.named_modules()).get(name)
     if module is None or not name:
         return name or type(model).__name__
-    kind = re.sub(r"[123]d$", "", type(module).__name__)  # Conv, and not Conv2d
+    kind = re.sub(r"[123]d$", "", type(module).__name__)  # Conv2d is shown as Conv
     kernel = getattr(module, "kernel_size", None)
-    size = " " + "×".join(map(str, kernel)) if isinstance(kernel, tuple) else ""
-    return f"{kind}{size} · {name}"
+    if isinstance(kernel, tuple):
+        kind += " " + "×".join(map(str, kernel))
+    return f"{kind} · {name}"

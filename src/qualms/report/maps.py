@@ -1,12 +1,8 @@
-"""Images with a prediction and scores at every pixel in, one HTML file out: image, prediction and
-scores in a row.
-"""
+"""Images with a score at every pixel in, one HTML file out: image, labels, prediction and scores."""
 
-import base64
 import colorsys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +14,14 @@ from qualms.data.decode import pillow
 from qualms.disk import require_writable
 from qualms.errors import QualmsError
 from qualms.metrics import auroc, pixel_metrics
-from qualms.report.gallery import LARGEST, class_name, png
-from qualms.report.offline import filled, packed, require_packages, write_html
+from qualms.report.gallery import MAX_SIDE, class_name, image_url, png_url
+from qualms.report.offline import pack_array, render_template, require_packages, write_html
 
-SHOWN = 12  # images; the numbers are of all
+MAX_IMAGES = 12  # that are shown; the numbers are of all
 STEPS = 200  # places of the threshold, each half a percent of the known pixels
 NO_SCORE = 255
-COVERAGE = 95  # where the threshold stands first, in percent
-# Okabe and Ito, then some; the first class is often the background. Colors of more classes go round
-# the circle.
+COVERAGE = 95  # the first place of the threshold, in percent
+# The colors of Okabe and Ito, and a few more; the first class is often the background.
 COLORS = [
     "#3b414a",
     "#56b4e9",
@@ -41,31 +36,31 @@ COLORS = [
     "#8c6bb1",
 ]
 UNKNOWN_COLOR = "#ff2fd0"
-MEASURES = {  # what the table shows: its heading, and what it means
+MEASURES = {  # what the table shows: its heading, and an explanation
     "auroc": ("AUROC", "unknown pixels against all known ones, of all images together"),
-    "aupr": ("AUPR", "average precision, unknown pixels positive"),
+    "aupr": ("AUPR", "average precision, with unknown pixels as the positive class"),
     "fpr95": ("FPR95", "known pixels that are flagged when 95 % of the unknown ones are"),
     "wrong": (
         "AUROC, wrong",
-        "known pixels that are predicted wrong against those predicted right",
+        "wrongly predicted known pixels against rightly predicted ones",
     ),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """All that a page of maps shows. Maps are arrays [images, height, width].
+    """Everything that a page of maps shows. Maps are arrays of shape [n, height, width].
 
     Args:
-        title: of the page.
-        images: the page shows the first twelve; its numbers are of all.
-        prediction: the class that the network gives each pixel.
-        scores: of each pixel, by method; NaN where there is none.
-        labels: the class of each pixel, where it is known.
-        classes: the names of the network's classes.
-        unknown: labels of what the network has not learnt.
-        ignore_index: the label of pixels that do not count.
-        about: short facts by name, such as the network's name and the seed.
+        title: The title of the page.
+        images: The page shows the first twelve; its numbers are of all.
+        prediction: The predicted class of each pixel.
+        scores: By method, the score of each pixel; NaN where there is none.
+        labels: The class of each pixel, if it is known.
+        classes: The names of the network's classes.
+        unknown: Labels of what the network was not trained on.
+        ignore_index: The label of pixels that do not count.
+        about: Short facts by name, such as the network's name and the seed.
     """
 
     title: str
@@ -80,50 +75,55 @@ class Maps:
 
     def __post_init__(self) -> None:
         if not self.scores:
-            raise QualmsError("the page has no scores; give those of at least one method.")
+            raise QualmsError("the page has no scores; pass those of at least one method.")
+        self._require_shape("the prediction", self.prediction)
+        for method, scores in self.scores.items():
+            self._require_shape(f"the scores of {method}", scores)
+        self._require_shape("the labels", self.labels)
+        for method, scores in self.scores.items():
+            if not np.isfinite(scores[self.counts]).any():
+                raise QualmsError(f"{method} has no score at any pixel that counts; leave it out.")
+
+    def _require_shape(self, what: str, values: np.ndarray | None) -> None:
         shape = (len(self.images), *self.images.size)
-        maps = {
-            "the prediction": self.prediction,
-            **{f"the scores of {m}": s for m, s in self.scores.items()},
-        }
-        for what, values in (
-            maps | ({} if self.labels is None else {"the labels": self.labels})
-        ).items():
-            if values.shape != shape:
-                raise QualmsError(
-                    f"the images have shape {shape} without their channels, and {what} {values.shape}; give a number "
-                    "for each pixel."
-                )
-        if not all(np.isfinite(scores[self.counts]).any() for scores in self.scores.values()):
-            raise QualmsError("a method has no score at any pixel that counts; leave it out.")
+        if values is not None and values.shape != shape:
+            raise QualmsError(
+                f"the images have shape {shape} without their channels, and {what} {values.shape}; "
+                "give a number for each pixel."
+            )
 
     @property
     def counts(self) -> Bool[np.ndarray, "n h w"]:
-        """Pixels that have a label, or all where there are no labels."""
-        return (
-            np.ones(self.prediction.shape, bool)
-            if self.labels is None
-            else self.labels != self.ignore_index
-        )
+        """The pixels that have a label, or all if there are no labels."""
+        if self.labels is None:
+            return np.ones(self.prediction.shape, bool)
+        return self.labels != self.ignore_index
 
     @property
     def strange(self) -> Bool[np.ndarray, "n h w"]:
-        """Pixels of what the network has not learnt."""
+        """The pixels of what the network was not trained on."""
         if self.labels is None:
             return np.zeros(self.prediction.shape, bool)
         return np.isin(self.labels, list(self.unknown)) & self.counts
 
 
 def write_maps(maps: Maps, path: str | Path) -> Path:
-    """Write the page as one HTML file."""
+    """Write a page of maps as one HTML file.
+
+    Args:
+        maps: What it shows.
+        path: The file.
+
+    Returns:
+        The path of the file.
+    """
     require_packages("jinja2", "PIL")
     require_writable(path)
-    rows = _table(maps)
-    order = [row["method"] for row in rows]
+    rows = _rank_methods(maps)
+    methods = [row["method"] for row in rows]
     colors = _colors(maps)
-    shown = range(min(SHOWN, len(maps.images)))
-    kinds = {"label": maps.labels, "prediction": maps.prediction}
-    html = filled(
+    shown = range(min(MAX_IMAGES, len(maps.images)))
+    html = render_template(
         "page.maps.html.jinja",
         styles=("page.css", "page.maps.css"),
         scripts=("page.values.js", "page.maps.js"),
@@ -132,34 +132,23 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
         known="known pixels" if maps.strange.any() else "pixels",
         has_unknown=bool(maps.strange.any()),
         labeled=maps.labels is not None,
-        methods=order,
+        methods=methods,
         columns={key: MEASURES[key] for key in rows[0] if key != "method"},
         rows=rows,
         coverage=COVERAGE,
         legend=_legend(maps, colors),
-        scenes=[
-            {
-                "name": maps.images.ids[i] if maps.images.ids else f"image {i}",
-                "image": png(maps.images, i),
-                **{
-                    k: _painted(values[i], colors)
-                    for k, values in kinds.items()
-                    if values is not None
-                },
-            }
-            for i in shown
-        ],
+        scenes=[_scene(maps, i, colors) for i in shown],
         total=len(maps.images),
         data={
             "size": _thin(maps.prediction[0]).shape,
-            "methods": [_method(maps, m, shown) for m in order],
+            "methods": [_method_data(maps, method, shown) for method in methods],
         },
     )
     return write_html(path, html)
 
 
-def _table(maps: Maps) -> list[dict[str, Any]]:
-    """What each method achieves, the highest AUROC first."""
+def _rank_methods(maps: Maps) -> list[dict[str, Any]]:
+    """Return the measures of each method, in descending order of AUROC."""
     rows = []
     for method, scores in maps.scores.items():
         row: dict[str, Any] = {"method": method}
@@ -167,89 +156,115 @@ def _table(maps: Maps) -> list[dict[str, Any]]:
             if maps.strange.any():
                 row |= pixel_metrics(scores, maps.labels, maps.unknown, maps.ignore_index)
             known = maps.counts & ~maps.strange
-            right = maps.prediction == maps.labels
-            if (known & right).any() and (known & ~right).any():
-                row |= {"wrong": auroc(scores[known & right], scores[known & ~right])}
+            right = known & (maps.prediction == maps.labels)
+            wrong = known & ~right
+            if right.any() and wrong.any():
+                row["wrong"] = auroc(scores[right], scores[wrong])
         rows.append(row)
     return sorted(rows, key=lambda row: -row.get("auroc", row.get("wrong", 0.0)))
 
 
-def _method(maps: Maps, method: str, shown: range) -> dict[str, Any]:
-    """The threshold at each place, what it does to all pixels, and where each pixel that is shown
-    is flagged.
+def _scene(maps: Maps, i: int, colors: Mapping[int, str]) -> dict[str, str]:
+    """Return the pictures of an image."""
+    scene = {
+        "name": maps.images.ids[i] if maps.images.ids else f"image {i}",
+        "image": image_url(maps.images, i),
+        "prediction": _paint(maps.prediction[i], colors),
+    }
+    if maps.labels is not None:
+        scene["label"] = _paint(maps.labels[i], colors)
+    return scene
+
+
+def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
+    """Return what the page's script reads about a method.
+
+    That is the threshold at each of its places, the shares of all pixels that it accepts and flags,
+    and for each pixel that is shown the number of thresholds that flag it.
     """
     scores = maps.scores[method].astype(np.float64)
-    counts, strange = maps.counts & np.isfinite(scores), maps.strange
-    known, unknown = np.sort(scores[counts & ~strange]), np.sort(scores[counts & strange])
-    thresholds = known[np.ceil(np.arange(1, STEPS + 1) / STEPS * len(known) - 1e-9).astype(int) - 1]
+    counts = maps.counts & np.isfinite(scores)
+    known = np.sort(scores[counts & ~maps.strange])
+    unknown = np.sort(scores[counts & maps.strange])
+    shares = np.arange(1, STEPS + 1) / STEPS
+    places = np.ceil(shares * len(known) - 1e-9).astype(int) - 1
+    thresholds = known[places]
     accepted = np.searchsorted(known, thresholds, "right")
     found: dict[str, Any] = {
         "name": method,
-        "thresholds": packed(thresholds),
-        "accepted": packed(accepted / len(known)),
-        "flagged": packed(1 - np.searchsorted(unknown, thresholds, "right") / len(unknown))
-        if len(unknown)
-        else None,
+        "thresholds": pack_array(thresholds),
+        "accepted": pack_array(accepted / len(known)),
+        "flagged": None,
         "right": None,
+        "levels": [],
     }
+    if len(unknown):
+        passed = np.searchsorted(unknown, thresholds, "right") / len(unknown)
+        found["flagged"] = pack_array(1 - passed)
     if maps.labels is not None:
-        right = np.sort(scores[counts & ~strange & (maps.prediction == maps.labels)])
-        found["right"] = packed(np.searchsorted(right, thresholds, "right") / accepted)
-    levels = [packed(_thin(levels_of(scores[i], thresholds)).reshape(-1)) for i in shown]
-    return found | {"levels": levels}
+        is_right = counts & ~maps.strange & (maps.prediction == maps.labels)
+        right = np.sort(scores[is_right])
+        found["right"] = pack_array(np.searchsorted(right, thresholds, "right") / accepted)
+    for i in shown:
+        levels = _thin(threshold_levels(scores[i], thresholds))
+        found["levels"].append(pack_array(levels.reshape(-1)))
+    return found
 
 
-def levels_of(
+def threshold_levels(
     scores: Float[np.ndarray, "h w"], thresholds: Float[np.ndarray, " k"]
 ) -> UInt8[np.ndarray, "h w"]:
-    """How many of the rising thresholds flag each pixel; `NO_SCORE` where there is none."""
-    return np.where(np.isnan(scores), NO_SCORE, np.searchsorted(thresholds, scores, "left")).astype(
-        np.uint8
-    )
+    """Count the thresholds, in ascending order, that flag each pixel.
+
+    Pixels without a score have `NO_SCORE`.
+    """
+    levels = np.searchsorted(thresholds, scores, "left")
+    return np.where(np.isnan(scores), NO_SCORE, levels).astype(np.uint8)
 
 
 def _thin(values: Shaped[np.ndarray, "h w *c"]) -> Shaped[np.ndarray, "k l *c"]:
-    """Every so many pixels of a large map: none is mixed with others."""
-    step = -(-max(values.shape[:2]) // LARGEST)
+    """Keep every k-th pixel of a large map, so that no pixel is mixed with others."""
+    step = -(-max(values.shape[:2]) // MAX_SIDE)
     return values[::step, ::step]
 
 
 def _colors(maps: Maps) -> dict[int, str]:
-    """Of every class that there is, by its number."""
-    found = np.unique(maps.prediction).tolist()
+    """Return the color of each class that occurs or has a name."""
+    occurring = set(np.unique(maps.prediction).tolist())
     if maps.labels is not None:
-        found += np.unique(maps.labels).tolist()
-    kept = sorted({*found, *range(len(maps.classes))} - {*maps.unknown, maps.ignore_index})
-    return {c: _color(c) for c in kept} | dict.fromkeys(
-        sorted(set(found) & set(maps.unknown)), UNKNOWN_COLOR
-    )
+        occurring |= set(np.unique(maps.labels).tolist())
+    known = occurring | set(range(len(maps.classes)))
+    known -= {*maps.unknown, maps.ignore_index}
+    colors = {number: _color(number) for number in sorted(known)}
+    for number in sorted(occurring & set(maps.unknown)):
+        colors[number] = UNKNOWN_COLOR
+    return colors
 
 
 def _color(number: int) -> str:
+    """Return the color of a class; those beyond the list go around the color wheel."""
     if 0 <= number < len(COLORS):
         return COLORS[number]
-    rgb = colorsys.hsv_to_rgb(
-        number * 0.618 % 1, 0.55, 0.9
-    )  # the golden angle: neighbors are far apart
+    hue = number * 0.618 % 1  # the golden angle sets consecutive numbers far apart
+    rgb = colorsys.hsv_to_rgb(hue, 0.55, 0.9)
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
 def _legend(maps: Maps, colors: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Names with their colors; what is unknown has one."""
-    named = [
-        (class_name(c, tuple(maps.classes)), color)
-        for c, color in colors.items()
-        if c not in maps.unknown
-    ]
-    return named + ([("unknown", UNKNOWN_COLOR)] if maps.strange.any() else [])
+    """Return names with their colors; all unknown classes share an entry."""
+    entries = []
+    for number, color in colors.items():
+        if number not in maps.unknown:
+            entries.append((class_name(number, tuple(maps.classes)), color))
+    if maps.strange.any():
+        entries.append(("unknown", UNKNOWN_COLOR))
+    return entries
 
 
-def _painted(classes: Int[np.ndarray, "h w"], colors: Mapping[int, str]) -> str:
-    """Classes as a data address of a picture; what has no color is transparent."""
+def _paint(classes: Int[np.ndarray, "h w"], colors: Mapping[int, str]) -> str:
+    """Return a map of classes as a data URL; classes without a color are transparent."""
     small = _thin(classes)
     picture = np.zeros((*small.shape, 4), np.uint8)
     for number, color in colors.items():
         picture[small == number] = (*bytes.fromhex(color[1:]), 255)
-    file = BytesIO()
-    pillow().fromarray(picture).save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return png_url(pillow().fromarray(picture))

@@ -1,4 +1,4 @@
-"""A report's content in, the numbers that it shows out. Measures are those of `qualms.metrics`."""
+"""The numbers of a report, computed from its content by the measures of `qualms.metrics`."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -15,18 +15,25 @@ from qualms.report.content import Content, LayerContributions
 from qualms.report.roles import not_for_use
 from qualms.tasks.rows import CycleRow, Row
 
-POINTS = 300  # of a curve that is drawn
-WIDE = 30  # a score whose middle 90 % span this factor is drawn on a logarithmic axis
-# and over no more than this part of the largest score, unless it would hide a quarter of a group
-DECADES = 1e-9
-BEYOND = 0.01  # at most this share of a group lies beyond either end of the axis
-LAYERS = 12  # that are shown; the others are summed up
-LearningMeasure = Literal["accuracy", "nll"]  # what active learning is followed by
+MAX_POINTS = 300  # of a curve that is drawn
+# An axis is logarithmic where the middle 90 % of the scores span this factor.
+LOG_AXIS_RATIO = 30
+# It spans no more than this ratio, unless that would hide a quarter of a group.
+SMALLEST_RATIO = 1e-9
+OUTLIERS = 0.01  # the largest share of a group that lies beyond either end of an axis
+MAX_LAYERS = 12  # that are shown by name; the others are counted
+LearningMeasure = Literal["accuracy", "nll"]  # what active learning is judged by
 
 
 @dataclass(frozen=True)
-class WithInterval:
-    """A measure, and its 95 % interval over the choice of inputs."""
+class Estimate:
+    """A measure with its 95 % bootstrap interval over the choice of inputs.
+
+    Args:
+        value: The measure of all inputs.
+        low: The lower end of the interval; NaN where too few resamples have a value.
+        high: Its upper end.
+    """
 
     value: float
     low: float
@@ -34,46 +41,66 @@ class WithInterval:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One method: a number for each unknown group, and how its certainty goes with being right
-    (None: not known).
+class MethodSummary:
+    """The measures of one method.
+
+    Args:
+        method: Its name.
+        mean_auroc: The mean AUROC over the unknown groups; None without such groups.
+        auroc: The AUROC of each unknown group against the known images.
+        aupr: The AUPR of each unknown group.
+        raulc: rAULC on the known images; None where it is not defined.
+        cost: The cost in forward passes, if it is known.
     """
 
     method: str
-    mean_auroc: WithInterval | None
-    auroc: list[WithInterval]
+    mean_auroc: Estimate | None
+    auroc: list[Estimate]
     aupr: list[float]
-    raulc: WithInterval | None
+    raulc: Estimate | None
     cost: int | float | str | None
 
     @property
-    def main(self) -> WithInterval | None:
-        """What methods are compared by: mean AUROC, or rAULC where there are no unknown groups."""
+    def main(self) -> Estimate | None:
+        """What methods are ranked by: mean AUROC, or rAULC where there are no unknown groups."""
         return self.raulc if self.mean_auroc is None else self.mean_auroc
 
 
 @lru_cache(maxsize=1)  # a table and a page of the same content share it
-def at_a_glance(content: Content, resamples: int = 1000) -> list[Judged]:
-    """Every method, the best mean AUROC first; without unknown groups the best rAULC first."""
-    found = [_judged(content, method, resamples) for method in content.methods]
-    return sorted(found, key=lambda judged: 0.0 if judged.main is None else -judged.main.value)
+def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSummary]:
+    """Summarize every method, in descending order of `MethodSummary.main`.
+
+    Args:
+        content: The content of the report.
+        resamples: How many bootstrap resamples each interval is computed from.
+    """
+    summaries = [_summarize_method(content, method, resamples) for method in content.methods]
+    return sorted(summaries, key=_rank)
 
 
-def _judged(content: Content, method: str, resamples: int) -> Judged:
+def _rank(summary: MethodSummary) -> float:
+    return 0.0 if summary.main is None else -summary.main.value
+
+
+def _summarize_method(content: Content, method: str, resamples: int) -> MethodSummary:
     known, correct = content.known.scores[method], content.known.correct
     others = [group.scores[method] for group in content.unknown]
+    areas = [_estimate(auroc, known, other, resamples=resamples) for other in others]
+    mean = None
+    if len(others) == 1:
+        mean = areas[0]
+    elif others:
+        mean = _estimate(_mean_auroc, known, *others, resamples=resamples)
     lift = None
-    if correct is not None and 0 < correct.mean() < 1:  # else there is no rAULC
-        lift = _measured(raulc, known, correct, paired=True, resamples=resamples)
-    areas = [_measured(auroc, known, other, resamples=resamples) for other in others]
-    mean = _measured(_mean_auroc, known, *others, resamples=resamples) if len(others) > 1 else None
-    return Judged(
-        method,
-        mean or (areas[0] if areas else None),
-        areas,
-        [aupr(known, other) for other in others],
-        lift,
-        content.costs.get(method),
+    if correct is not None and 0 < correct.mean() < 1:  # otherwise rAULC is not defined
+        lift = _estimate(raulc, known, correct, paired=True, resamples=resamples)
+    return MethodSummary(
+        method=method,
+        mean_auroc=mean,
+        auroc=areas,
+        aupr=[aupr(known, other) for other in others],
+        raulc=lift,
+        cost=content.costs.get(method),
     )
 
 
@@ -81,117 +108,178 @@ def _mean_auroc(known: np.ndarray, *others: np.ndarray) -> float:
     return statistics.fmean(auroc(known, other) for other in others)
 
 
-def _measured(
+def _estimate(
     measure: Callable[..., float], *samples: np.ndarray, paired: bool = False, resamples: int
-) -> WithInterval:
+) -> Estimate:
+    """Compute a measure and its interval.
+
+    Args:
+        measure: A function of the samples.
+        samples: Arrays of scores or outcomes.
+        paired: Whether row i of all samples belongs to the same input.
+        resamples: How many bootstrap resamples to draw.
+    """
+    value = measure(*samples)
     try:
         low, high = interval(measure, *samples, paired=paired, resamples=resamples)
-    except (
-        QualmsError
-    ):  # the measure has a value, but too few resamples have one: no interval is known
-        low, high = float("nan"), float("nan")
-    return WithInterval(measure(*samples), low, high)
+    except QualmsError:  # too few resamples have a value
+        return Estimate(value, float("nan"), float("nan"))
+    return Estimate(value, low, high)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The method that is ahead of chance and of the others, if one is, and those whose intervals
-    reach into its own.
+    """The result of a comparison of methods.
+
+    Args:
+        best: The method with the highest measure, if its interval lies above chance.
+        highest: The method with the highest measure, which may be at chance.
+        tied: The methods whose intervals overlap with that of the best.
     """
 
-    best: Judged | None
-    highest: Judged | None  # also where it may be chance
+    best: MethodSummary | None
+    highest: MethodSummary | None
     tied: list[str]
 
 
-def verdict(content: Content, judged: Sequence[Judged]) -> Verdict:
-    """Who is ahead among the methods that are for use."""
+def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Verdict:
+    """Find the best of the methods that are for use.
+
+    Args:
+        content: The content of the report.
+        summaries: As `summarize_methods` returns them, in their order.
+    """
     unused = not_for_use(content)
-    there = [(j, j.main) for j in judged if j.main is not None and j.method not in unused]
-    if not there:
+    ranked = []
+    for summary in summaries:
+        if summary.main is not None and summary.method not in unused:
+            ranked.append((summary, summary.main))
+    if not ranked:
         return Verdict(None, None, [])
-    highest, best = there[0]
-    if not best.low > (0.5 if content.unknown else 0.0):  # also where no interval is known
+    highest, best = ranked[0]
+    chance = 0.5 if content.unknown else 0.0
+    if not best.low > chance:  # also if it is NaN
         return Verdict(None, highest, [])
-    tied = [j.method for j, main in there[1:] if main.high >= best.low]
+    tied = []
+    for summary, main in ranked[1:]:
+        if main.high >= best.low:
+            tied.append(summary.method)
     return Verdict(highest, highest, tied)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The scores that a drawing spans; those beyond its ends are counted beside it."""
+    """The range of scores that a drawing shows; scores beyond its ends are counted beside it."""
 
     low: float
     high: float
     logarithmic: bool
 
 
-def axis(groups: Sequence[np.ndarray]) -> Axis:
-    """Over the scores of all groups but for their extremes; logarithmic where they are positive and
-    span magnitudes.
+def score_axis(groups: Sequence[np.ndarray]) -> Axis:
+    """Choose an axis for the scores of several groups.
+
+    The axis leaves out at most 1 % of each group at either end. It is logarithmic if scores are
+    positive and span orders of magnitude.
+
+    Args:
+        groups: The scores of each group, of shape [n].
     """
-    pooled = np.concatenate(groups).astype(np.float64)
-    low = min(float(np.quantile(scores, BEYOND, method="lower")) for scores in groups)
-    high = max(float(np.quantile(scores, 1 - BEYOND, method="higher")) for scores in groups)
+    lows = [float(np.quantile(scores, OUTLIERS, method="lower")) for scores in groups]
+    highs = [float(np.quantile(scores, 1 - OUTLIERS, method="higher")) for scores in groups]
+    low, high = min(lows), max(highs)
     if low == high:
-        room = abs(low) / 2 or 0.5
-        return Axis(low - room, high + room, False)
-    positive = pooled[pooled > 0]
-    if pooled.min() >= 0 and 2 * len(positive) > len(pooled):
-        few, many = np.quantile(positive, [0.05, 0.95])
-        if many > WIDE * few:
-            most = min(
-                float(np.quantile(scores[scores > 0], 0.25))
-                for scores in groups
-                if (scores > 0).any()
-            )
-            least = max(low, float(np.quantile(positive, 0.005)), DECADES * high)
-            return Axis(min(least, most), high, True)
-    return Axis(low, high, False)
+        margin = abs(low) / 2 or 0.5
+        return Axis(low - margin, high + margin, False)
+    if not _span_magnitudes(np.concatenate(groups).astype(np.float64)):
+        return Axis(low, high, False)
+    positive = [scores[scores > 0] for scores in groups]
+    quarters = [float(np.quantile(scores, 0.25)) for scores in positive if len(scores)]
+    pooled = np.concatenate(positive).astype(np.float64)
+    start = max(low, float(np.quantile(pooled, 0.005)), SMALLEST_RATIO * high)
+    return Axis(min(start, *quarters), high, True)
 
 
-def thinned(
-    x: np.ndarray, y: np.ndarray, most: int = POINTS
+def _span_magnitudes(scores: np.ndarray) -> bool:
+    """Whether scores are not negative, mostly positive, and of very different sizes."""
+    positive = scores[scores > 0]
+    if scores.min() < 0 or 2 * len(positive) <= len(scores):
+        return False
+    low, high = np.quantile(positive, [0.05, 0.95])
+    return bool(high > LOG_AXIS_RATIO * low)
+
+
+def thin_curve(
+    x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
-    """At most this many points of a curve, for drawing: evenly along its length, with both ends."""
+    """Keep at most `most` points of a curve, evenly along its length and with both ends.
+
+    Args:
+        x: The first coordinates, of shape [n].
+        y: The second coordinates, of shape [n].
+        most: The largest number of points to keep.
+    """
     if len(x) <= most:
         return x, y
-    steps = [np.abs(np.diff(v)) / (np.ptp(v) or 1) for v in (x, y)]
-    along = np.concatenate([[0.0], np.cumsum(steps[0] + steps[1])])
-    kept = np.unique(np.searchsorted(along, np.linspace(0, along[-1], most)).clip(0, len(x) - 1))
+    steps = np.zeros(len(x) - 1)
+    for values in (x, y):
+        steps += np.abs(np.diff(values)) / (np.ptp(values) or 1)
+    length = np.concatenate([[0.0], np.cumsum(steps)])
+    places = np.searchsorted(length, np.linspace(0, length[-1], most))
+    kept = np.unique(places.clip(0, len(x) - 1))
     kept[0], kept[-1] = 0, len(x) - 1
     return x[kept], y[kept]
 
 
 @dataclass(frozen=True)
 class LayerShares:
-    """The mean share of each layer in the scores of each group: the largest layers in order, and
-    what is left.
+    """The mean share of each layer in the scores of each group.
+
+    Args:
+        groups: The names of the groups.
+        names: The names of the layers with the largest shares, in the order of the forward pass.
+        shares: Of each group and named layer.
+        others: The number of layers that are not named.
     """
 
     groups: list[str]
     names: list[str]
     shares: Float[np.ndarray, "g l"]
-    others: int  # layers that are not among the names
+    others: int
 
 
-def layer_shares(content: Content, layers: LayerContributions, most: int = LAYERS) -> LayerShares:
-    """Of the layers that matter most to some group, in the order of the forward pass."""
+def layer_shares(
+    content: Content, layers: LayerContributions, most: int = MAX_LAYERS
+) -> LayerShares:
+    """Average the layers' shares over each group.
+
+    Args:
+        content: The content of the report, which has the groups in order.
+        layers: The contributions of layers to the scores of single images.
+        most: The largest number of layers to name.
+    """
     contributions = layers.contributions.astype(np.float64)
     total = contributions.sum(1, keepdims=True)
-    each = np.divide(contributions, total, out=np.zeros_like(contributions), where=total > 0)
+    shares = np.divide(contributions, total, out=np.zeros_like(contributions), where=total > 0)
+    owners = np.array(layers.groups)
     groups = [group.name for group in content.groups if group.name in layers.groups]
-    of = np.array(layers.groups)
-    means = np.stack([each[of == name].mean(0) for name in groups])
+    means = np.stack([shares[owners == name].mean(0) for name in groups])
     kept = np.sort(np.argsort(-means.max(0), kind="stable")[:most])
-    return LayerShares(
-        groups, [layers.names[i] for i in kept], means[:, kept], len(layers.names) - len(kept)
-    )
+    names = [layers.names[i] for i in kept]
+    return LayerShares(groups, names, means[:, kept], len(layers.names) - len(kept))
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A measure over the number of labels: mean, least and most over the seeds."""
+class LearningCurve:
+    """A measure of active learning over the number of labels.
+
+    Args:
+        method: What picks the images.
+        labeled: The numbers of labels.
+        mean: The mean of the measure over the seeds, at each of them.
+        low: Its least value.
+        high: Its largest value.
+    """
 
     method: str
     labeled: list[int]
@@ -200,32 +288,44 @@ class Curve:
     high: list[float]
 
 
-def learning_curves(cycles: Iterable[Row], measure: LearningMeasure) -> dict[str, list[Curve]]:
-    """By dataset, a curve for each method; the start, which all methods share, begins each."""
+def learning_curves(
+    cycles: Iterable[Row], measure: LearningMeasure
+) -> dict[str, list[LearningCurve]]:
+    """Return a curve for each dataset and method.
+
+    Args:
+        cycles: The rows of active learning; rows of other kinds are ignored.
+        measure: What is drawn.
+    """
     rows = [row for row in cycles if row["row"] == "cycle"]
-    found: dict[str, list[Curve]] = {}
+    curves: dict[str, list[LearningCurve]] = {}
     for data in dict.fromkeys(row["data"] for row in rows):
-        of_data = [row for row in rows if row["data"] == data]
-        start = [row for row in of_data if row["cycle"] == 0]
-        methods = dict.fromkeys(row["method"] for row in of_data if row["cycle"])
-        found[data] = [
-            _curve(
-                method,
-                [*start, *(row for row in of_data if row["cycle"] and row["method"] == method)],
-                measure,
-            )
-            for method in methods
-        ]
-    return found
+        by_method: dict[str, list[CycleRow]] = {}
+        start = []  # before the first pick, which all methods share
+        for row in rows:
+            if row["data"] != data:
+                continue
+            if row["cycle"]:
+                by_method.setdefault(row["method"], []).append(row)
+            else:
+                start.append(row)
+        curves[data] = []
+        for method, own in by_method.items():
+            curves[data].append(_learning_curve(method, [*start, *own], measure))
+    return curves
 
 
-def _curve(method: str, rows: Sequence[CycleRow], measure: LearningMeasure) -> Curve:
-    labeled = sorted({row["labeled"] for row in rows})
-    values = [[row[measure] for row in rows if row["labeled"] == n] for n in labeled]
-    return Curve(
-        method,
-        labeled,
-        [statistics.fmean(v) for v in values],
-        [*map(min, values)],
-        [*map(max, values)],
+def _learning_curve(
+    method: str, rows: Sequence[CycleRow], measure: LearningMeasure
+) -> LearningCurve:
+    values: dict[int, list[float]] = {}
+    for row in rows:
+        values.setdefault(row["labeled"], []).append(row[measure])
+    labeled = sorted(values)
+    return LearningCurve(
+        method=method,
+        labeled=labeled,
+        mean=[statistics.fmean(values[count]) for count in labeled],
+        low=[min(values[count]) for count in labeled],
+        high=[max(values[count]) for count in labeled],
     )

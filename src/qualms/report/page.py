@@ -1,6 +1,4 @@
-"""A report's content in, one HTML file out: all that it needs is inside, and it asks nothing of any
-network.
-"""
+"""Content in, one HTML file out, which contains everything and loads nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,21 +9,29 @@ import numpy as np
 from qualms.disk import require_writable
 from qualms.report import comparison, figures
 from qualms.report.content import Content, Group
-from qualms.report.gallery import class_name, confident_and_wrong, ends, png
+from qualms.report.gallery import class_name, confident_mistakes, extreme_images, image_url
 from qualms.report.numbers import (
-    Judged,
     LearningMeasure,
-    at_a_glance,
-    axis,
+    MethodSummary,
+    Verdict,
+    compare_methods,
     layer_shares,
     learning_curves,
-    verdict,
+    score_axis,
+    summarize_methods,
 )
-from qualms.report.offline import coded, filled, packed, require_packages, write_html
-from qualms.report.roles import default_of, kind_of, not_for_use, why_not_default
+from qualms.report.offline import (
+    pack_array,
+    pack_words,
+    render_template,
+    require_packages,
+    write_html,
+)
+from qualms.report.roles import explain_no_default, find_default, find_method, not_for_use
 
-COVERAGE = 95  # where the threshold stands first, in percent of the known images
+COVERAGE = 95  # the first place of the threshold, in percent of the known images
 CURVES = {"roc": "ROC curves", "lift": "Lift curve"}
+CURVE_FIGURES = {"roc": figures.roc_figure, "lift": figures.lift_figure}
 LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the axis, and which end of it is best
     "accuracy": ("accuracy, %", "highest"),
     "nll": ("negative log-likelihood", "lowest"),
@@ -33,192 +39,240 @@ LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the axis, and which end 
 
 
 def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> Path:
-    """Write the report as one HTML file; `resamples` is how many each interval is made from."""
+    """Write a report as one HTML file.
+
+    Args:
+        content: What it shows.
+        path: The file.
+        resamples: How many bootstrap resamples each interval is computed from.
+
+    Returns:
+        The path of the file.
+    """
     require_packages("jinja2", "PIL")
     require_writable(path)
-    return write_html(path, _html(content, at_a_glance(content, resamples)))
+    return write_html(path, _html(content, summarize_methods(content, resamples)))
 
 
-def _html(content: Content, judged: list[Judged]) -> str:
-    found, unused = verdict(content, judged), not_for_use(content)
-    names = [j.method for j in judged]
-    start = default_of(content) or (found.highest.method if found.highest else names[0])
-    learning = _learning(content)
-    rows = [
-        {
-            "method": j.method,
-            "number": i,
-            "cells": comparison.cells(content, judged, j),
-            "tied": found.best is not None and j.method in (found.best.method, *found.tied),
-            "default": j.method == default_of(content),
-        }
-        for i, j in enumerate(judged)
-    ]
-    return filled(
+def _html(content: Content, summaries: list[MethodSummary]) -> str:
+    verdict = compare_methods(content, summaries)
+    names = [summary.method for summary in summaries]
+    start = find_default(content) or names[0]
+    if find_default(content) is None and verdict.highest is not None:
+        start = verdict.highest.method
+    learning = _learning_figures(content)
+    return render_template(
         "page.html.jinja",
         styles=("page.css",),
         scripts=("page.values.js", "page.charts.js", "page.js"),
         title=content.title,
-        facts=[f"{name}: {value}" for name, value in content.about.items()] + _told(content.known),
+        facts=_facts(content),
         groups=[group.name for group in content.groups],
-        columns=comparison.columns(content, judged),
-        bodies=[[r for r in rows if (r["method"] in unused) == folded] for folded in (False, True)],
-        said=comparison.said(content, judged, found),
+        columns=comparison.columns(content, summaries),
+        bodies=_table_bodies(content, summaries, verdict),
+        summary=comparison.describe_comparison(content, summaries, verdict),
         start=names.index(start),
-        why_not_default=why_not_default(content),
+        no_default=explain_no_default(content),
         left_out=content.left_out,
         coverage=COVERAGE,
-        curves={key: title for key, title in CURVES.items() if _has(content, key)},
-        no_curves=_why_no_curves(content),
+        curves={key: title for key, title in CURVES.items() if _has_curve(content, key)},
+        no_curves=_explain_no_curves(content),
         learning=learning,
         labeled=content.known.correct is not None,
         layered=bool(content.layers),
-        wrong=_wrong(content),
-        data=_data(content, judged, learning),
+        mistakes=_describe_mistakes(content),
+        data=_data(content, names, learning),
     )
 
 
-def _told(known: Group) -> list[str]:
-    if known.correct is None:
-        return []
-    return [
-        f"{figures.percent(known.correct.mean())} of the {len(known.images)} {known.name} predicted right"
-    ]
+def _facts(content: Content) -> list[str]:
+    """Return the facts below the title."""
+    facts = [f"{name}: {value}" for name, value in content.about.items()]
+    known = content.known
+    if known.correct is not None:
+        share = figures.format_percent(known.correct.mean())
+        facts.append(f"{share} of the {len(known.images)} {known.name} predicted right")
+    return facts
 
 
-def _has(content: Content, curve: str) -> bool:
+def _table_bodies(
+    content: Content, summaries: list[MethodSummary], verdict: Verdict
+) -> list[list[dict[str, Any]]]:
+    """Return the rows of the table, and those of the methods that are not for use."""
+    unused, default = not_for_use(content), find_default(content)
+    best = []
+    if verdict.best is not None:
+        best = [verdict.best.method, *verdict.tied]
+    shown: list[dict[str, Any]] = []
+    folded: list[dict[str, Any]] = []
+    for number, summary in enumerate(summaries):
+        row = {
+            "method": summary.method,
+            "number": number,
+            "cells": comparison.cells(content, summaries, summary),
+            "tied": summary.method in best,
+            "default": summary.method == default,
+        }
+        if summary.method in unused:
+            folded.append(row)
+        else:
+            shown.append(row)
+    return [shown, folded]
+
+
+def _has_curve(content: Content, curve: str) -> bool:
     if curve == "roc":
         return bool(content.unknown)
     return content.known.correct is not None and bool(content.known.correct.any())
 
 
-def _why_no_curves(content: Content) -> list[str]:
-    """What would be there, and what it would take."""
-    found = []
+def _explain_no_curves(content: Content) -> list[str]:
+    """Return a sentence for each curve that cannot be drawn, and what it would take."""
+    sentences = []
     if not content.unknown:
-        found.append(
+        sentences.append(
             "There are no ROC curves, because there are no unknown images: name some with --ood."
         )
     if content.known.correct is None:
-        found.append(
-            f"There is no lift curve, because nothing says which predictions are right: the images of "
-            f"{content.known.name} have no labels. Sort them into one folder for each class."
+        sentences.append(
+            f"There is no lift curve, because the images of {content.known.name} have no labels: "
+            "sort them into one folder for each class."
         )
     elif not content.known.correct.any():
-        found.append("There is no lift curve, because no prediction is right.")
+        sentences.append("There is no lift curve, because no prediction is right.")
+    return sentences
+
+
+def _describe_mistakes(content: Content) -> str:
+    """Return the text above the confident mistakes, or in place of them."""
+    known = content.known
+    if known.correct is None:
+        return (
+            f"The images of {known.name} have no labels, so it is not known which predictions are "
+            "wrong."
+        )
+    total = len(known.images)
+    if known.correct.all():
+        return f"All {total} predictions are right."
+    wrong = int((~known.correct).sum())
+    count = f"{wrong} of the {total} predictions for {known.name} are wrong"
+    if known.confidence is None:
+        return f"{count}; the confidence of the network is not known."
+    return f"{count}. The most confident ones come first."
+
+
+def _learning_figures(content: Content) -> list[dict[str, Any]]:
+    found = []
+    for measure, (title, best) in LEARNING.items():
+        for data, curves in learning_curves(content.cycles, measure).items():
+            if curves:
+                figure = figures.learning_figure(curves, title, best)
+                found.append({"title": f"{data}: {title}", **figure})
     return found
 
 
-def _wrong(content: Content) -> str:
-    """What stands above, or in place of, the images that the network is confident and wrong about."""
-    known = content.known
-    if known.correct is None:
-        return f"The images of {known.name} have no labels, so no prediction can be called wrong."
-    if known.correct.all():
-        return f"Every one of the {len(known.images)} predictions is right."
-    count = f"{int((~known.correct).sum())} of the {len(known.images)} predictions for {known.name} are wrong"
-    if known.confidence is None:
-        return f"{count}; how confident they were is not known."
-    return f"{count}. Those that the network is most confident of come first."
-
-
-def _learning(content: Content) -> list[dict[str, Any]]:
-    return [
-        {"title": f"{data}: {title}", **figures.learning(curves, title, best)}
-        for measure, (title, best) in LEARNING.items()
-        for data, curves in learning_curves(content.cycles, measure).items()
-        if curves
-    ]
-
-
-def _data(content: Content, judged: list[Judged], learning: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page's script reads."""
+def _data(content: Content, methods: list[str], learning: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the page's script reads."""
     classes = tuple(content.classes) or content.known.images.classes
-    wrong = confident_and_wrong(content.known)
-    methods = [_method(content, j.method) for j in judged]
-    shown = {(0, i) for i in wrong}
-    shown |= {
-        (g, i) for m in methods for g, both in enumerate(m["gallery"]) for end in both for i in end
-    }
+    mistakes = confident_mistakes(content.known)
+    method_data = [_method_data(content, method) for method in methods]
+    shown = {(0, i) for i in mistakes}
+    for each in method_data:
+        for group, (lowest, highest) in enumerate(each["gallery"]):
+            shown.update((group, i) for i in (*lowest, *highest))
+    pictures = {}
+    for group, i in sorted(shown):
+        pictures[f"{group}/{i}"] = image_url(content.groups[group].images, i)
+    groups = [_group_data(group, classes, group is content.known) for group in content.groups]
     return {
-        "groups": [
-            _group(group, classes, known=group is content.known) for group in content.groups
-        ],
-        "methods": methods,
-        "wrong": wrong,
-        "images": {f"{g}/{i}": png(content.groups[g].images, i) for g, i in sorted(shown)},
+        "groups": groups,
+        "methods": method_data,
+        "wrong": mistakes,
+        "images": pictures,
         "learning": learning,
     }
 
 
-def _group(group: Group, classes: tuple[str, ...], known: bool) -> dict[str, Any]:
-    """The images' columns beside their scores."""
-    own, right = (
-        group.images.classes,
-        group.correct if known else None,
-    )  # labels of unknown images are not its classes
-    return {
+def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[str, Any]:
+    """Return the columns of a group's images, beside their scores.
+
+    Args:
+        group: The images.
+        classes: The names of the network's classes.
+        is_known: Whether these are the known images. Labels of others are not its classes.
+    """
+    predicted = [class_name(int(number), classes) for number in group.predicted]
+    columns: dict[str, Any] = {
         "name": group.name,
         "ids": list(group.images.ids) or None,
-        "predicted": coded([class_name(int(c), classes) for c in group.predicted]),
-        "confidence": None if group.confidence is None else packed(group.confidence),
-        "labels": None
-        if group.labels is None
-        else coded([class_name(int(c), own) for c in group.labels]),
-        "right": None if right is None else packed(right.astype(np.uint8)),
+        "predicted": pack_words(predicted),
+        "confidence": None,
+        "labels": None,
+        "right": None,
     }
+    if group.confidence is not None:
+        columns["confidence"] = pack_array(group.confidence)
+    if group.labels is not None:
+        labels = [class_name(int(number), group.images.classes) for number in group.labels]
+        columns["labels"] = pack_words(labels)
+    if is_known and group.correct is not None:
+        columns["right"] = pack_array(group.correct.astype(np.uint8))
+    return columns
 
 
-def _method(content: Content, method: str) -> dict[str, Any]:
+def _method_data(content: Content, method: str) -> dict[str, Any]:
     scores = [group.scores[method] for group in content.groups]
-    drawn = axis(scores)
-    curves = {"roc": figures.roc_curves, "lift": figures.lift}
+    axis = score_axis(scores)
+    curves = {}
+    for key, figure in CURVE_FIGURES.items():
+        if _has_curve(content, key):
+            curves[key] = figure(content, method)
     return {
         "name": method,
-        "scores": [packed(values) for values in scores],
-        "axis": {"low": drawn.low, "high": drawn.high, "log": drawn.logarithmic},
-        "curves": {
-            key: draw(content, method) for key, draw in curves.items() if _has(content, key)
-        },
-        "gallery": [ends(values) for values in scores],
-        "layers": _layers(content, method),
+        "scores": [pack_array(values) for values in scores],
+        "axis": {"low": axis.low, "high": axis.high, "log": axis.logarithmic},
+        "curves": curves,
+        "gallery": [extreme_images(values) for values in scores],
+        "layers": _layer_data(content, method),
     }
 
 
-def _layers(content: Content, method: str) -> dict[str, Any]:
-    """Bars for a method that has layers, and words for every method."""
+def _layer_data(content: Content, method: str) -> dict[str, Any]:
+    """Return bars for a method that has layers, and a sentence for every method."""
     if method not in content.layers:
-        return {"said": _why_no_layers(content, method), "bars": []}
+        return {"said": _explain_no_layers(content, method), "bars": []}
     found = layer_shares(content, content.layers[method])
-    said = []
+    parts = []
     for name, shares in zip(found.groups, found.shares, strict=True):
         most = int(shares.argmax())
-        said.append(f"in {name} from {found.names[most]} ({figures.percent(shares[most])})")
-    rest = f" {found.others} layers with smaller shares are not shown." if found.others else ""
-    bars = [
-        {"name": layer, "shares": figures.rounded(100 * found.shares[:, i], 3)}
-        for i, layer in enumerate(found.names)
-    ]
+        share = figures.format_percent(shares[most])
+        parts.append(f"in {name} from {found.names[most]} ({share})")
+    sentence = f"On average, most of the score comes {_join(parts)}."
+    if found.others:
+        sentence += f" {found.others} layers with smaller shares are not shown."
+    bars = []
+    for i, layer in enumerate(found.names):
+        bars.append({"name": layer, "shares": figures.round_digits(100 * found.shares[:, i], 3)})
     order = [group.name for group in content.groups]
-    return {
-        "said": f"On average most of the score comes {_and(said)}.{rest}",
-        "bars": bars,
-        "groups": [order.index(name) for name in found.groups],
-    }
+    groups = [order.index(name) for name in found.groups]
+    return {"said": sentence, "bars": bars, "groups": groups}
 
 
-def _why_no_layers(content: Content, method: str) -> str:
-    kind = kind_of(content, method)
-    having = f" Those of {_and(list(content.layers))} do." if content.layers else ""
+def _explain_no_layers(content: Content, method: str) -> str:
+    kind = find_method(content, method)
+    others = ""
+    if content.layers:
+        others = f" Those of {_join(list(content.layers))} do."
     if kind is None:
-        return f"Nothing says which layers the scores of {method} come from.{having}"
-    why = (
-        "does not add up the gradients of classes"
-        if kind.direction
-        else "is not made from gradients"
-    )
-    return f"{method} {why}, so its scores do not come from layers.{having}"
+        return f"It is not known which layers the scores of {method} come from.{others}"
+    why = "is not made from gradients"
+    if kind.direction:
+        why = "does not sum the gradients of classes"
+    return f"{method} {why}, so its scores do not come from layers.{others}"
 
 
-def _and(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+def _join(parts: Sequence[str]) -> str:
+    """Join words as in `a, b and c`."""
+    if len(parts) == 1:
+        return parts[0]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,6 +1,4 @@
-"""What a method is to the reader of a report: the default, one among others, or one that is not for
-use.
-"""
+"""The role of a method in a report: the default, one among others, or not for use."""
 
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
@@ -8,15 +6,12 @@ from qualms.methods.registry import DEFAULT, parse
 from qualms.methods.regrad import REGrad
 from qualms.report.content import Content
 
-NOT_FOR_USE = (
-    "negrad",
-    "ungrad",
-    "gradnorm",
-)  # rows of the paper's tables that rank at chance or backwards
+# Rows of the paper's tables that rank images at random or backwards.
+NOT_FOR_USE = ("negrad", "ungrad", "gradnorm")
 
 
-def kind_of(content: Content, name: str) -> Method | None:
-    """The method of this name, where that can be told."""
+def find_method(content: Content, name: str) -> Method | None:
+    """Return the method with a name, or None if the name does not tell which it is."""
     if name in content.kinds:
         return content.kinds[name]
     try:
@@ -25,34 +20,38 @@ def kind_of(content: Content, name: str) -> Method | None:
         return None
 
 
-def default_of(content: Content) -> str | None:
-    """What the report calls the default method: REGrad with layers and smoothing, in whatever
-    settings.
-    """
+def find_default(content: Content) -> str | None:
+    """Return the default method of a report: REGrad with layers and smoothing, in any settings."""
     if DEFAULT in content.methods:
         return DEFAULT
-    return next((name for name in content.methods if _is_default(kind_of(content, name))), None)
+    for name in content.methods:
+        if _is_default(find_method(content, name)):
+            return name
+    return None
 
 
-def why_not_default(content: Content) -> str:
-    """Why the page does not open on the default; empty if it does."""
-    if default_of(content) is not None:
+def explain_no_default(content: Content) -> str:
+    """Return why a report does not open on the default method; empty if it does."""
+    if find_default(content) is not None:
         return ""
     for row in content.left_out:
-        if _is_default(kind_of(content, row.get("method", ""))):
-            return f"The default, {DEFAULT}, could not be used: {row['why']}"
-    return f"The default, {DEFAULT}, was not among the methods that were asked for."
+        if _is_default(find_method(content, row.get("method", ""))):
+            return f"The default method, {DEFAULT}, could not be used: {row['why']}"
+    return f"The default method, {DEFAULT}, was not among the methods that were asked for."
 
 
 def not_for_use(content: Content) -> list[str]:
-    """Methods that are there for comparison with the paper; none of them if there are no others."""
-    found = [
-        name
-        for name in content.methods
-        if (kind := kind_of(content, name)) and kind.name in NOT_FOR_USE
-    ]
+    """Return the methods that are there for comparison with the paper only.
+
+    If a report has no others, all of its methods are for use.
+    """
+    found = []
+    for name in content.methods:
+        method = find_method(content, name)
+        if method is not None and method.name in NOT_FOR_USE:
+            found.append(name)
     return found if len(found) < len(content.methods) else []
 
 
-def _is_default(kind: Method | None) -> bool:
-    return isinstance(kind, REGrad) and kind.layers is not None and kind.smooth is not None
+def _is_default(method: Method | None) -> bool:
+    return isinstance(method, REGrad) and method.layers is not None and method.smooth is not None

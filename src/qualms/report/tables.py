@@ -1,189 +1,228 @@
-"""Rows of the tasks as tables to read, the paper's number beside ours."""
+"""Rows of tasks as tables to read, with the paper's numbers beside ours."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from qualms.errors import QualmsError
 from qualms.methods.registry import parse
 from qualms.report.content import Content
-from qualms.report.numbers import at_a_glance
+from qualms.report.numbers import summarize_methods
 from qualms.tasks.paper import ACTIVE, OOD, RAULC, RUNTIME, SWEEPS, VIT, paper_methods, paper_row
 from qualms.tasks.rows import CalibrationRow, CycleRow, OodRow, Row
 
 Line = Sequence[str]
+AnyRow = TypeVar("AnyRow")
+Key = TypeVar("Key", bound=Hashable)
 
 
 def markdown(head: Line, lines: Iterable[Line]) -> str:
-    """An aligned table."""
-    cells = [list(head), *[list(line) for line in lines]]
-    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(head))]
-    text = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
-        for line in cells
-    ]
-    rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
+    """Format an aligned Markdown table.
+
+    Args:
+        head: The headings of the columns.
+        lines: The cells of each line.
+    """
+    cells = [list(head), *map(list, lines)]
+    widths = []
+    for column in zip(*cells, strict=True):
+        widths.append(max(3, *map(len, column)))
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    text = [_markdown_line(line, widths) for line in cells]
     return "\n".join([text[0], rule, *text[1:]])
 
 
+def _markdown_line(line: Line, widths: Sequence[int]) -> str:
+    padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+    return f"| {' | '.join(padded)} |"
+
+
+def group_rows(rows: Iterable[AnyRow], key: Callable[[AnyRow], Key]) -> dict[Key, list[AnyRow]]:
+    """Group rows by a key, in the order in which the keys first occur."""
+    groups: dict[Key, list[AnyRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
 def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
-    """For each pair of datasets: AUROC with its interval (or the spread over seeds), AUPR both
-    ways, FPR95; percent.
+    """Format the rows of `qualms.tasks.ood`, in percent: a table for each pair of datasets.
+
+    The columns are AUROC with its interval (or the standard deviation over seeds), AUPR with either
+    dataset as the positive class, FPR95, and the paper's numbers.
+
+    Args:
+        rows: Rows of other kinds are ignored.
+        paper: The table of the paper with the numbers to compare to: `table1` or `vit`.
     """
     found = [row for row in rows if row["row"] == "ood"]
     parts = []
-    for pair in dict.fromkeys((row["in"], row["out"]) for row in found):
-        of_pair = [row for row in found if (row["in"], row["out"]) == pair]
-        theirs = _paper_ood("→".join(pair), paper)
+    for (known, other), of_pair in group_rows(found, lambda row: (row["in"], row["out"])).items():
+        theirs = _paper_pair(f"{known}→{other}", paper)
         lines = []
-        for name in dict.fromkeys(row["method"] for row in of_pair):
-            of_method = [row for row in of_pair if row["method"] == name]
-            rest = [
-                _percent(row["aupr_out"] for row in of_method),
-                _percent(row["aupr_in"] for row in of_method),
-                _percent(row["fpr95"] for row in of_method),
-            ]
-            paper_number = _beside(
-                name, pair[0], {k: f"{a:.2f}/{b:.2f}" for k, (a, b) in theirs.items()}
+        for name, of_method in group_rows(of_pair, lambda row: row["method"]).items():
+            lines.append(
+                [
+                    name,
+                    _auroc(of_method),
+                    _percent(row["aupr_out"] for row in of_method),
+                    _percent(row["aupr_in"] for row in of_method),
+                    _percent(row["fpr95"] for row in of_method),
+                    _paper_number(name, known, theirs),
+                ]
             )
-            lines.append([name, _auroc(of_method), *rest, paper_number])
-        n_in, n_out = of_pair[0]["n_in"], of_pair[0]["n_out"]
-        title = f"{pair[0]} → {pair[1]}: {n_in} and {n_out} images, %"
+        one = of_pair[0]
+        title = f"{known} → {other}: {one['n_in']} and {one['n_out']} images, %"
         head = ["method", "AUROC", "AUPR", "AUPR, in as positive", "FPR95", "paper's AUROC/AUPR"]
         parts.append(f"{title}\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
 
 
 def calibration_table(rows: Iterable[Row]) -> str:
-    """rAULC with its interval (or the spread over seeds), and the error rate among the most
-    certain.
+    """Format the rows of `qualms.tasks.calibration`: a table for each dataset.
+
+    The columns are rAULC with its interval (or the standard deviation over seeds), the error rates
+    among the most certain predictions, and the paper's rAULC.
     """
     found = [row for row in rows if row["row"] == "calibration"]
     parts = []
-    for data in dict.fromkeys(row["in"] for row in found):
-        of_data = [row for row in found if row["in"] == data]
+    for data, of_data in group_rows(found, lambda row: row["in"]).items():
+        theirs = {name: f"{number:.3f}" for name, number in RAULC.get(data, {}).items()}
         lines = []
-        for name in dict.fromkeys(row["method"] for row in of_data):
-            of_method = [row for row in of_data if row["method"] == name]
-            theirs = {row: f"{number:.3f}" for row, number in RAULC.get(data, {}).items()}
-            risks = [
-                _percent(row["risk_at_95"] for row in of_method),
-                _percent(row["risk_at_90"] for row in of_method),
-                _percent(row["risk_at_80"] for row in of_method),
-            ]
-            lines.append([name, _raulc(of_method), *risks, _beside(name, data, theirs)])
-        n, share = of_data[0]["n"], _percent(row["accuracy"] for row in of_data)
+        for name, of_method in group_rows(of_data, lambda row: row["method"]).items():
+            lines.append(
+                [
+                    name,
+                    _raulc(of_method),
+                    _percent(row["risk_at_95"] for row in of_method),
+                    _percent(row["risk_at_90"] for row in of_method),
+                    _percent(row["risk_at_80"] for row in of_method),
+                    _paper_number(name, data, theirs),
+                ]
+            )
+        accuracy = _percent(row["accuracy"] for row in of_data)
+        title = f"{data}: {of_data[0]['n']} images, {accuracy} % right"
         head = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
-        parts.append(f"{data}: {n} images, {share} % right\n\n{markdown(head, lines)}")
+        parts.append(f"{title}\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
 
 
 def active_table(rows: Iterable[Row]) -> str:
-    """Accuracy and negative log-likelihood, means over cycles and seeds (the start is not among the
-    cycles).
+    """Format the rows of `qualms.tasks.active`: a table for each dataset.
 
-    With several seeds, the standard deviation of their means over cycles stands behind each mean.
+    Accuracy and negative log-likelihood are means over cycles, of which the start is none. With
+    several seeds, they are followed by the standard deviation of the seeds' means.
     """
     found = [row for row in rows if row["row"] == "cycle"]
     parts = []
-    for data in dict.fromkeys(row["data"] for row in found):
-        of_data = [row for row in found if row["data"] == data]
+    for data, of_data in group_rows(found, lambda row: row["data"]).items():
+        theirs = {}
+        for name, (accuracy, nll) in ACTIVE.get(data, {}).items():
+            theirs[name] = f"{accuracy:.2f}/{nll:.3f}"
         lines = []
-        for name in dict.fromkeys(row["method"] for row in of_data):
-            of_method = [row for row in of_data if row["method"] == name]
-            theirs = {row: f"{a:.2f}/{b:.3f}" for row, (a, b) in ACTIVE.get(data, {}).items()}
-            labels = (
-                f"{min(r['labeled'] for r in of_method)} to {max(r['labeled'] for r in of_method)}"
+        for name, of_method in group_rows(of_data, lambda row: row["method"]).items():
+            labeled = [row["labeled"] for row in of_method]
+            lines.append(
+                [
+                    name,
+                    f"{min(labeled)} to {max(labeled)}",
+                    _mean_over_seeds(of_method, lambda row: 100 * row["accuracy"], 2),
+                    _mean_over_seeds(of_method, lambda row: row["nll"], 3),
+                    _mean_over_seeds(of_method, lambda row: row["nll_softmax_twice"], 3),
+                    _paper_number(name, data, theirs),
+                ]
             )
-            numbers = [
-                _by_seed(of_method, lambda row: 100 * row["accuracy"], 2),
-                _by_seed(of_method, lambda row: row["nll"], 3),
-                _by_seed(of_method, lambda row: row["nll_softmax_twice"], 3),
-            ]
-            lines.append([name, labels, *numbers, _beside(name, data, theirs)])
         head = ["method", "labels", "accuracy, %", "NLL", "NLL, softmax twice", "paper's ACC/NLL"]
         parts.append(f"{data}\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
 
 
 def runtime_table(rows: Iterable[Row]) -> str:
-    """Time in units of Entropy's."""
+    """Format the rows of `qualms.tasks.runtime`, in units of Entropy's time."""
     found = [row for row in rows if row["row"] == "runtime"]
-    theirs = {row: f"{seconds / RUNTIME['Entropy']:.1f}" for row, seconds in RUNTIME.items()}
-    lines = [
-        [
-            r["method"],
-            f"{r['ratio']:.1f}",
-            f"{r['seconds']:.2f}",
-            _beside(r["method"], "cifar10", theirs),
-        ]
-        for r in found
-    ]
+    if not found:
+        return ""
+    theirs = {}
+    for name, seconds in RUNTIME.items():
+        theirs[name] = f"{seconds / RUNTIME['Entropy']:.1f}"
+    lines = []
+    for row in found:
+        paper = _paper_number(row["method"], "cifar10", theirs)
+        lines.append([row["method"], f"{row['ratio']:.1f}", f"{row['seconds']:.2f}", paper])
     head = ["method", "time, Entropy = 1", "seconds", "paper's, Entropy = 1 (ResNet-18, CIFAR-10)"]
-    return f"{found[0]['n']} images\n\n{markdown(head, lines)}" if found else ""
+    return f"{found[0]['n']} images\n\n{markdown(head, lines)}"
 
 
 def paper_table(name: str, rows: Sequence[Row]) -> str:
-    """A table that `qualms reproduce` makes, by its name there."""
-    kind = {"table2": calibration_table, "table3": active_table, "runtime": runtime_table}.get(name)
-    return kind(rows) if kind else ood_table(rows, "vit" if name == "vit" else "table1")
+    """Format the rows of a table of `qualms reproduce`, by its name there."""
+    if name == "table2":
+        return calibration_table(rows)
+    if name == "table3":
+        return active_table(rows)
+    if name == "runtime":
+        return runtime_table(rows)
+    return ood_table(rows, "vit" if name == "vit" else "table1")
 
 
 def glance_table(content: Content, resamples: int = 1000) -> str:
-    """Every method of a report: AUROC/AUPR of each unknown group in percent, rAULC, and cost in
-    forward passes.
+    """Format the methods of a report, a line for each.
+
+    The columns are AUROC/AUPR of each unknown group in percent, rAULC, and the cost in forward
+    passes.
+
+    Args:
+        content: The content of the report.
+        resamples: As for `qualms.report.page.write_page`.
     """
-    head = [
-        "method",
-        *(f"{group.name}, AUROC/AUPR" for group in content.unknown),
-        "rAULC",
-        "forward passes",
-    ]
+    head = ["method"]
+    for group in content.unknown:
+        head.append(f"{group.name}, AUROC/AUPR")
+    head += ["rAULC", "forward passes"]
     lines = []
-    for judged in at_a_glance(content, resamples):
-        pairs = [
-            f"{100 * a.value:.1f}/{100 * p:.1f}"
-            for a, p in zip(judged.auroc, judged.aupr, strict=True)
-        ]
-        cost = (
-            f"{judged.cost:.1f}"
-            if isinstance(judged.cost, (int, float))
-            else str(judged.cost or "")
-        )
-        lines.append(
-            [
-                judged.method,
-                *pairs,
-                "" if judged.raulc is None else f"{judged.raulc.value:.3f}",
-                cost,
-            ]
-        )
+    for summary in summarize_methods(content, resamples):
+        line = [summary.method]
+        for area, precision in zip(summary.auroc, summary.aupr, strict=True):
+            line.append(f"{100 * area.value:.1f}/{100 * precision:.1f}")
+        line.append("" if summary.raulc is None else f"{summary.raulc.value:.3f}")
+        cost = summary.cost
+        line.append(f"{cost:.1f}" if isinstance(cost, (int, float)) else str(cost or ""))
+        lines.append(line)
     return markdown(head, lines)
 
 
 def list_networks(rows: Iterable[Row]) -> str:
-    """How good the networks are."""
-    found = [row for row in rows if row["row"] == "accuracy"]
-    lines = [
-        f"- {r['network']}: {100 * r['accuracy']:.2f} % of {r['n']} {r['data']} test images right"
-        for r in found
-    ]
-    return "Networks:\n\n" + "\n".join(dict.fromkeys(lines)) if lines else ""
+    """List the networks with their accuracies."""
+    lines = []
+    for row in rows:
+        if row["row"] == "accuracy":
+            accuracy = f"{100 * row['accuracy']:.2f} % of {row['n']} {row['data']} test images"
+            lines.append(f"- {row['network']}: {accuracy} right")
+    return _list("Networks", lines)
 
 
 def list_left_out(rows: Iterable[Row]) -> str:
-    """What could not be computed, and why: once for each reason."""
-    lines = [
-        f"- {row.get('method') or row.get('out')}: {row['why']}"
-        for row in rows
-        if row["row"] == "left out"
-    ]
-    return "Left out:\n\n" + "\n".join(dict.fromkeys(lines)) if lines else ""
+    """List what could not be computed, and why."""
+    lines = []
+    for row in rows:
+        if row["row"] == "left out":
+            lines.append(f"- {row.get('method') or row.get('out')}: {row['why']}")
+    return _list("Left out", lines)
 
 
-def _beside(name: str, dataset: str, theirs: dict[str, str]) -> str:
-    """The paper's number for a method; if a user named it by a spec, with a word where the paper
-    has other settings.
+def _list(title: str, lines: Sequence[str]) -> str:
+    """Return the distinct lines under a title; empty if there are none."""
+    if not lines:
+        return ""
+    return f"{title}:\n\n" + "\n".join(dict.fromkeys(lines))
+
+
+def _paper_number(name: str, dataset: str, theirs: Mapping[str, str]) -> str:
+    """Return the paper's number for a method, or an empty string.
+
+    Args:
+        name: The name of the method in our rows, which may be a spec.
+        dataset: The dataset whose settings the paper's method has.
+        theirs: The paper's numbers by the names of its rows.
     """
     if name in theirs:
         return theirs[name]
@@ -194,43 +233,59 @@ def _beside(name: str, dataset: str, theirs: dict[str, str]) -> str:
     row = paper_row(method)
     if row not in theirs:
         return ""
-    return (
-        theirs[row] if paper_methods(dataset)[row] == method else f"{theirs[row]}, other settings"
-    )
+    if paper_methods(dataset)[row] != method:
+        return f"{theirs[row]}, other settings"
+    return theirs[row]
 
 
-def _paper_ood(pair: str, table: str) -> dict[str, Any]:
-    if table == "vit":
-        return VIT.get(pair, {})
-    return {**OOD.get(pair, {}), **SWEEPS.get(pair, {})}
+def _paper_pair(pair: str, table: str) -> dict[str, str]:
+    """Return the paper's AUROC/AUPR for a pair of datasets, by row."""
+    numbers: dict[str, Any] = VIT.get(pair, {})
+    if table != "vit":
+        numbers = {**OOD.get(pair, {}), **SWEEPS.get(pair, {})}
+    found = {}
+    for name, (area, precision) in numbers.items():
+        found[name] = f"{area:.2f}/{precision:.2f}"
+    return found
 
 
 def _percent(shares: Iterable[float]) -> str:
-    """The mean of the shares, in percent with two decimals."""
+    """Return the mean of some shares, in percent with two decimals."""
     return f"{100 * statistics.fmean(shares):.2f}"
 
 
 def _auroc(rows: Sequence[OodRow]) -> str:
-    if len(rows) == 1:
-        return f"{100 * rows[0]['auroc']:.2f} [{100 * rows[0]['auroc_low']:.1f}, {100 * rows[0]['auroc_high']:.1f}]"
+    """Format the AUROC of one seed with its interval, or the mean over several seeds."""
     areas = [row["auroc"] for row in rows]
-    return f"{_percent(areas)} ± {100 * statistics.stdev(areas):.2f}"
+    if len(areas) > 1:
+        return f"{_percent(areas)} ± {100 * statistics.stdev(areas):.2f}"
+    row = rows[0]
+    interval = f"[{100 * row['auroc_low']:.1f}, {100 * row['auroc_high']:.1f}]"
+    return f"{_percent(areas)} {interval}"
 
 
-def _by_seed(rows: Sequence[CycleRow], number: Callable[[CycleRow], float], digits: int) -> str:
-    """The mean of the seeds' means, and their standard deviation."""
-    seeds = dict.fromkeys(row["seed"] for row in rows)
-    means = [statistics.fmean(number(row) for row in rows if row["seed"] == seed) for seed in seeds]
-    spread = f" ± {statistics.stdev(means):.{digits}f}" if len(means) > 1 else ""
-    return f"{statistics.fmean(means):.{digits}f}{spread}"
+def _mean_over_seeds(
+    rows: Sequence[CycleRow], number: Callable[[CycleRow], float], digits: int
+) -> str:
+    """Format the mean of the seeds' means, and their standard deviation if there are several."""
+    means = []
+    for of_seed in group_rows(rows, lambda row: row["seed"]).values():
+        means.append(statistics.fmean(number(row) for row in of_seed))
+    text = f"{statistics.fmean(means):.{digits}f}"
+    if len(means) > 1:
+        text += f" ± {statistics.stdev(means):.{digits}f}"
+    return text
 
 
 def _raulc(rows: Sequence[CalibrationRow]) -> str:
-    there = [(value, row) for row in rows if (value := row["raulc"]) is not None]
-    if not there:
+    """Format the rAULC of one seed with its interval, or the mean over several seeds."""
+    values = []
+    for row in rows:
+        if row["raulc"] is not None:
+            values.append(row["raulc"])
+            interval = f"[{row['raulc_low']:.3f}, {row['raulc_high']:.3f}]"
+    if not values:
         return "none"
-    if len(there) == 1:
-        value, row = there[0]
-        return f"{value:.3f} [{row['raulc_low']:.3f}, {row['raulc_high']:.3f}]"
-    values = [value for value, _ in there]
+    if len(values) == 1:
+        return f"{values[0]:.3f} {interval}"
     return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"

@@ -1,6 +1,4 @@
-"""Scored texts in, one HTML file out: every token shaded by its score, with what the model expected
-in its place.
-"""
+"""Scored texts in, one HTML file out: every token shaded by its score, with the likely tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,37 +9,48 @@ import numpy as np
 
 from qualms.disk import require_writable
 from qualms.errors import QualmsError
-from qualms.report.offline import filled, packed, require_packages, write_html
+from qualms.report.offline import pack_array, render_template, require_packages, write_html
 from qualms.texts.document import ScoredDocument
 from qualms.texts.spans import LENGTH, Span, worst_span_of
 
-MARKED = 10  # percent of the tokens that are marked first
+MARKED = 10  # percent of the tokens that are marked at first
 
 
 def write_text_page(
     documents: Sequence[ScoredDocument], out: Path, title: str, about: dict[str, str]
 ) -> Path:
-    """Write a page about some texts as one HTML file; it opens on the first method, the least
-    certain text first.
+    """Write a page about some texts as one HTML file.
+
+    The page opens on the first method, with the least certain text first.
+
+    Args:
+        documents: The texts, scored by the same methods.
+        out: The file.
+        title: The title of the page.
+        about: Short facts by name.
+
+    Returns:
+        The path of the file.
     """
     require_packages("jinja2")
     require_writable(out)
-    methods = _methods(documents)
-    shown = [_Shown.of(document) for document in documents]
+    methods = _require_same_methods(documents)
+    shown = [_ShownDocument.of(document) for document in documents]
     words: dict[str, int] = {}
     data = {
         "methods": methods,
-        "documents": [_document(each, methods, words) for each in shown],
+        "documents": [_document_data(each, methods, words) for each in shown],
         "words": list(words),
     }
-    page = filled(
+    order = [(i, documents[i].document.name) for i in _rank_documents(shown, methods[0])]
+    page = render_template(
         "text.html.jinja",
         styles=("page.css", "text.css"),
         scripts=("page.values.js", "page.charts.js", "text.js", "text.tip.js"),
         title=title,
         facts=[f"{name}: {value}" for name, value in about.items()],
         methods=methods,
-        order=[(i, documents[i].document.name) for i in _worst_first(shown, methods[0])],
+        order=order,
         length=LENGTH,
         marked=MARKED,
         data=data,
@@ -51,8 +60,12 @@ def write_text_page(
 
 @dataclass(frozen=True)
 class ShownToken:
-    """What stands in the text from `start` to `end`: a token, or several that share its last
-    character.
+    """What is shown of a text from `start` to `end`.
+
+    Args:
+        start: The first character.
+        end: The one after the last.
+        tokens: The numbers of its tokens: one, or several that share their last character.
     """
 
     start: int
@@ -61,7 +74,11 @@ class ShownToken:
 
 
 def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
-    """The tokens that have characters in the text. Those of a character's bytes stand there as one."""
+    """Return the tokens that have characters in a text; tokens of one character are joined.
+
+    Args:
+        offsets: The first character of each token, and the one after its last.
+    """
     found: list[ShownToken] = []
     for number, (start, end) in enumerate(offsets):
         reached = found[-1].end if found else 0
@@ -76,8 +93,15 @@ def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """A document as it is shown: its tokens, and by method their scores and the worst span."""
+class _ShownDocument:
+    """A document as it is shown.
+
+    Args:
+        document: The document with the scores of its tokens.
+        tokens: The tokens that are shown.
+        scores: By method, the scores of these.
+        worst: By method, the span of tokens with the highest mean score.
+    """
 
     document: ScoredDocument
     tokens: list[ShownToken]
@@ -85,81 +109,131 @@ class _Shown:
     worst: dict[str, Span | None]
 
     @staticmethod
-    def of(document: ScoredDocument) -> "_Shown":
-        """A token that stands for several has the highest of their scores."""
+    def of(document: ScoredDocument) -> "_ShownDocument":
+        """Return what is shown of a document. Of joined tokens, the highest score is shown."""
         tokens = shown_tokens(document.offsets)
-        own = [i for token in tokens for i in token.tokens]
-        firsts = np.cumsum([0, *(len(token.tokens) for token in tokens)])[:-1]
-        scores = {
-            method: np.fmax.reduceat(np.array(values)[own], firsts) if tokens else np.zeros(0)
-            for method, values in document.scores.items()
-        }
-        return _Shown(
-            document, tokens, scores, {method: worst_span_of(document, method) for method in scores}
-        )
+        own: list[int] = []
+        firsts = []
+        for token in tokens:
+            firsts.append(len(own))
+            own += token.tokens
+        scores = {}
+        for method, values in document.scores.items():
+            scores[method] = np.zeros(0)
+            if tokens:
+                scores[method] = np.fmax.reduceat(np.array(values)[own], firsts)
+        worst = {method: worst_span_of(document, method) for method in scores}
+        return _ShownDocument(document, tokens, scores, worst)
 
 
-def _methods(documents: Sequence[ScoredDocument]) -> list[str]:
-    """Those of all documents."""
+def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
+    """Return the methods of all documents, or raise an error if they differ."""
     if not documents:
         raise QualmsError(
             "there are no texts to write a page about; pass at least one scored document."
         )
-    methods = list(documents[0].scores)
+    first = documents[0]
+    methods = list(first.scores)
     if not methods:
         raise QualmsError(
-            f"{documents[0].document.name} has no scores; score it by at least one method."
+            f"{first.document.name} has no scores; score it with at least one method."
         )
-    for each in documents:
-        if set(each.scores) != set(methods):
+    for other in documents:
+        if set(other.scores) != set(methods):
             raise QualmsError(
-                f"{each.document.name} is scored by {', '.join(each.scores) or 'nothing'}, and "
-                f"{documents[0].document.name} by {', '.join(methods)}; score all texts of a page by the same methods."
+                f"{other.document.name} is scored by {', '.join(other.scores) or 'nothing'}, and "
+                f"{first.document.name} by {', '.join(methods)}; score all texts of a page with "
+                "the same methods."
             )
     return methods
 
 
-def _worst_first(shown: list[_Shown], method: str) -> list[int]:
-    """The documents' numbers, in falling order of their worst spans."""
-    scores = [-np.inf if (span := each.worst[method]) is None else span.score for each in shown]
-    return sorted(range(len(shown)), key=lambda i: -scores[i])
+def _rank_documents(shown: list[_ShownDocument], method: str) -> list[int]:
+    """Return the numbers of the documents, in descending order of their worst spans."""
+    keys = []
+    for each in shown:
+        span = each.worst[method]
+        keys.append(np.inf if span is None else -span.score)
+    return sorted(range(len(shown)), key=keys.__getitem__)
 
 
-def _document(shown: _Shown, methods: list[str], words: dict[str, int]) -> dict[str, Any]:
-    """What the page's script reads; `words` gathers the likely tokens of all documents, each once."""
-    document, last = shown.document, [token.tokens[-1] for token in shown.tokens]
-    worst = [shown.worst[method] for method in methods]
-    place = {i: k for k, token in enumerate(shown.tokens) for i in token.tokens}
-    places = _utf16(document.document.text)
-    likely = [document.alternatives[i] for i in last]
-    width = max((len(row) for row in likely), default=0)
-    codes, probs = np.full((len(likely), width), -1, np.int32), np.zeros((len(likely), width))
-    for i, row in enumerate(likely):
-        codes[i, : len(row)] = [words.setdefault(word, len(words)) for word, _ in row]
-        probs[i, : len(row)] = [p for _, p in row]
+def _document_data(
+    shown: _ShownDocument, methods: list[str], words: dict[str, int]
+) -> dict[str, Any]:
+    """Return what the page's script reads about a document.
+
+    Args:
+        shown: The document.
+        methods: In the order of the page.
+        words: Collects the likely tokens of all documents with their numbers.
+    """
+    document = shown.document
+    last = [token.tokens[-1] for token in shown.tokens]
+    places = _utf16_places(document.document.text)
+    starts = [token.start for token in shown.tokens]
+    ends = [token.end for token in shown.tokens]
+    counts = [len(token.tokens) for token in shown.tokens]
+    codes, probs = _likely_tokens([document.alternatives[i] for i in last], words)
     return {
         "name": document.document.name,
         "text": document.document.text,
-        "starts": packed(places[[token.start for token in shown.tokens]]),
-        "ends": packed(places[[token.end for token in shown.tokens]]),
-        "counts": packed(np.array([len(token.tokens) for token in shown.tokens], np.int32)),
-        "scores": [packed(shown.scores[method]) for method in methods],
-        "worst": [
-            None if span is None else {"start": place[span.start], "end": place[span.end - 1] + 1}
-            for span in worst
-        ],
-        "worstScores": packed(np.array([np.nan if span is None else span.score for span in worst])),
-        "logs": packed(np.array([document.next_log_probs[i] for i in last])),
-        "width": width,
-        "codes": packed(codes),
-        "probs": packed(probs),
+        "starts": pack_array(places[starts]),
+        "ends": pack_array(places[ends]),
+        "counts": pack_array(np.array(counts, np.int32)),
+        "scores": [pack_array(shown.scores[method]) for method in methods],
+        **_worst_spans(shown, methods),
+        "logs": pack_array(np.array([document.next_log_probs[i] for i in last])),
+        "width": codes.shape[1],
+        "codes": pack_array(codes),
+        "probs": pack_array(probs),
         "sequence": document.sequence,
     }
 
 
-def _utf16(text: str) -> np.ndarray:
-    """Where each character starts, and the last one ends, as a browser counts: some characters are
-    two.
+def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
+    """Return the worst span of each method in shown tokens, and its score."""
+    place = {}
+    for i, token in enumerate(shown.tokens):
+        place.update(dict.fromkeys(token.tokens, i))
+    spans: list[dict[str, int] | None] = []
+    scores = []
+    for method in methods:
+        span = shown.worst[method]
+        if span is None:
+            spans.append(None)
+            scores.append(np.nan)
+        else:
+            spans.append({"start": place[span.start], "end": place[span.end - 1] + 1})
+            scores.append(span.score)
+    return {"worst": spans, "worstScores": pack_array(np.array(scores))}
+
+
+def _likely_tokens(
+    alternatives: Sequence[Sequence[tuple[str, float]]], words: dict[str, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the likely tokens at each place as numbers, and their probabilities.
+
+    Args:
+        alternatives: The likely tokens at each place with their probabilities.
+        words: The number of each token; new ones are added.
+
+    Returns:
+        Numbers and probabilities, of shape [places, width], padded with -1 and 0.
+    """
+    width = max(map(len, alternatives), default=0)
+    codes = np.full((len(alternatives), width), -1, np.int32)
+    probs = np.zeros((len(alternatives), width))
+    for i, row in enumerate(alternatives):
+        for k, (word, p) in enumerate(row):
+            codes[i, k] = words.setdefault(word, len(words))
+            probs[i, k] = p
+    return codes, probs
+
+
+def _utf16_places(text: str) -> np.ndarray:
+    """Return where each character starts, and the last one ends, as browsers count.
+
+    Characters outside of the basic multilingual plane count twice there.
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     return np.concatenate([[0], np.cumsum(1 + (codes > 0xFFFF))]).astype(np.int32)
