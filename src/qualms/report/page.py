@@ -147,10 +147,7 @@ def _describe_mistakes(content: Content) -> str:
     """Return the text above the confident mistakes, or in place of them."""
     known = content.known
     if known.correct is None:
-        return (
-            f"The images of {known.name} have no labels, so it is not known which predictions are "
-            "wrong."
-        )
+        return f"The images of {known.name} have no labels, so no prediction can be called wrong."
     total = len(known.images)
     if known.correct.all():
         return f"All {total} predictions are right."
