@@ -42,7 +42,7 @@ from qualms.data import DATASETS, Images, load
 from qualms.methods.divergence import mutual_information
 from qualms.methods.method import TRAINING_DATA
 from qualms.metrics import auroc
-from qualms.models.published import mnist_cnn_5x5
+from qualms.models.cnn import mnist_cnn_5x5
 from qualms.random import generator
 from qualms.stream.network import Network
 from qualms.stream.sizes import FORWARD_BATCH

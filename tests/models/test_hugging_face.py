@@ -94,7 +94,7 @@ def test_half_precision_on_disk_is_float32_in_memory(vit: Path) -> None:
 
 
 def test_no_part_of_the_network_is_random_in_silence(vit: Path) -> None:
-    assert "know 5 classes, so a last layer for 3 would be random" in refused(
+    assert "have 5 classes, so a last layer for 3 would be random" in refused(
         f"hf:{vit}", classes=3
     )
     assert load_model(f"hf:{vit}", classes=5).config.num_labels == 5

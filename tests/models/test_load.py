@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.errors import QualmsError
 from qualms.models import ZOO, load_model, normalization_of
-from qualms.models.published import mnist_cnn_5x5
+from qualms.models.cnn import mnist_cnn_5x5
 from qualms.models.zoo import IMAGENET
 
 # What factories of these tests are found under.

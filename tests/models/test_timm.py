@@ -103,7 +103,7 @@ def test_published_weights_that_cannot_be_fetched_are_told(
 def test_what_cannot_be_a_classifier_as_asked_is_told() -> None:
     assert "did you mean resnet18" in refused("timm:resnt18")
     assert "Invalid pretrained tag" in refused("timm:resnet18.nobody_in1k")
-    assert "know 1000 classes, so a last layer for 3 would be random" in refused(
+    assert "have 1000 classes, so a last layer for 3 would be random" in refused(
         "timm:resnet18", classes=3
     )
 

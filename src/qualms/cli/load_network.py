@@ -8,8 +8,7 @@ from qualms.cli.options import split_list
 from qualms.data import DATASETS, ImageTransform, Normalization, dataset_name
 from qualms.errors import QualmsError
 from qualms.models import Preprocessing, load_model, preprocessing_of
-from qualms.models.installed import installed_weights, require_installed_weights
-from qualms.models.zoo import ZOO, Entry
+from qualms.models.zoo import ZOO, Entry, installed_weights, require_installed_weights
 from qualms.stream.network import Network
 from qualms.training import trained_with
 

@@ -12,24 +12,33 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from qualms.errors import QualmsError, reason
+from qualms.errors import QualmsError, explain_failure, reason
+
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 ARCHIVE = b"PK\x03\x04"  # how files of torch's new format begin
-MOST_UNPACKED = 1032  # bytes that one compressed byte of an archive can stand for
+MAX_INFLATION = 1032  # bytes that one compressed byte of an archive can stand for
+OLD_FORMAT_PICKLES = 5
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
 PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """The named tensors of a `.safetensors` file or of a file that `torch.save` wrote, on the CPU.
+    """The named tensors of a checkpoint, on the CPU.
 
     What scripts put around them (`{"state_dict": …, "epoch": …}`) is taken off; what is no tensor
     is left out.
+
+    Args:
+        path: of a `.safetensors` file, or of a file that `torch.save` wrote.
+
+    Returns:
+        Tensors by name.
 
     Example:
         ```python
@@ -45,26 +54,28 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise QualmsError(f"there is no checkpoint file {path}; check the path.")
-    content = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
-    inner = _unwrapped(content)
-    state = (
-        {k: v for k, v in inner.items() if isinstance(v, Tensor)}
-        if isinstance(inner, Mapping)
-        else {}
-    )
+    if path.suffix == ".safetensors":
+        content: Any = _read_safetensors(path)
+    else:
+        content = _unwrap(_read_torch_file(path))
+    if not isinstance(content, Mapping):
+        raise _no_tensors(path, f"a {type(content).__name__}")
+    state = {}
+    for name, value in content.items():
+        if isinstance(value, Tensor):
+            state[name] = value
     if not state:
-        found = (
-            ", ".join(map(repr, inner)) or "nothing"
-            if isinstance(inner, Mapping)
-            else f"a {type(inner).__name__}"
-        )
-        raise QualmsError(
-            f"{path} holds no tensors by name, only {found}; save the network's state_dict()."
-        )
+        raise _no_tensors(path, ", ".join(map(repr, content)) or "nothing")
     return state
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def _no_tensors(path: Path, found: str) -> QualmsError:
+    return QualmsError(
+        f"{path} holds no tensors by name, only {found}; save the network's state_dict()."
+    )
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -76,11 +87,11 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise QualmsError(
-            f"{path} is damaged or no safetensors file ({reason(error)}); get it anew."
+            f"{path} is damaged or no safetensors file ({reason(error)}); download it again."
         ) from error
 
 
-class _Bounded(io.BufferedReader):
+class _BoundedReader(io.BufferedReader):
     """A file that makes room for no more bytes than it has left, whatever a length in it says."""
 
     def __init__(self, path: Path) -> None:
@@ -93,78 +104,85 @@ class _Bounded(io.BufferedReader):
         return super().read(rest if size is None or size < 0 else min(size, rest))
 
 
-def tensors_of(path: Path) -> Any:
-    """What `torch.load` makes of a file, without running code, warning, or making room for what is
-    not there.
+def load_torch_file(path: Path) -> Any:
+    """What `torch.load` makes of a file, on the CPU.
+
+    No code runs, no warning is given, and no room is made for what is not there.
+
+    Args:
+        path: of a file that `torch.save` wrote.
+
+    Raises:
+        Exception: of any class, if the file is damaged or holds more than tensors.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # about pickles and archives of kinds that are refused right after
+        # About pickles and archives of kinds that are refused right after.
+        warnings.simplefilter("ignore")
         with open(path, "rb") as start:
-            archive = start.read(len(ARCHIVE)) == ARCHIVE  # by which torch tells its formats apart
-        if archive:
+            is_archive = start.read(len(ARCHIVE)) == ARCHIVE  # as torch tells its formats apart
+        if is_archive:
             _require_entries(path)
             return torch.load(path, weights_only=True, map_location="cpu")
-        with _Bounded(path) as file:
-            _require_room(file)
+        with _BoundedReader(path) as file:
+            _require_numbers(file)
             file.seek(0)
             return torch.load(file, weights_only=True, map_location="cpu")
 
 
 def _require_entries(path: Path) -> None:
-    """An error if an entry of a zip archive claims more bytes than what is there can be unpacked
-    to.
-    """
+    """Raise if an entry of a zip archive claims more bytes than can be unpacked from it."""
     length = path.stat().st_size
     with zipfile.ZipFile(path) as file:
         for entry in file.infolist():
             held = min(entry.compress_size, length)
-            if entry.file_size > held * (
-                1 if entry.compress_type == zipfile.ZIP_STORED else MOST_UNPACKED
-            ):
+            is_stored = entry.compress_type == zipfile.ZIP_STORED
+            if entry.file_size > held * (1 if is_stored else MAX_INFLATION):
                 raise ValueError(f"{entry.filename} claims {entry.file_size} bytes of {held}")
 
 
-def _require_room(file: _Bounded) -> None:
-    """An error if a file of torch's old format, five pickles and then numbers, claims more numbers
-    than it has bytes.
+def _require_numbers(file: _BoundedReader) -> None:
+    """Raise if a file of torch's old format claims more numbers than it has bytes.
 
-    torch makes room for a storage of the length that the pickle says: the number right before its
-    id is complete.
+    Such a file is five pickles and then numbers. torch makes room for a storage of the length that
+    the pickle says, which is the number right before its id is complete.
     """
-    for _ in range(5):
+    for _ in range(OLD_FORMAT_PICKLES):
         number = 0
         for code, argument, _ in pickletools.genops(file):
-            if isinstance(argument, int) and "PUT" not in code.name and "GET" not in code.name:
+            is_memo = "PUT" in code.name or "GET" in code.name
+            if isinstance(argument, int) and not is_memo:
                 number = argument
             if code.name == "BINPERSID" and not 0 <= number <= file.length:
                 raise ValueError(f"it claims {number} numbers in {file.length} bytes")
 
 
-def _torch_file(path: Path) -> Any:
-    try:
-        return tensors_of(path)
-    except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
-        needs = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if needs or "TorchScript" in str(error):
-            what = needs[1] if needs else "TorchScript"
-            raise QualmsError(
-                f"{path} holds more than tensors ({what}) and could run code as it is read, so it is refused; "
-                "where you trust it, load it yourself and save its state_dict() alone."
-            ) from error
-        raise QualmsError(
-            f"{path} is damaged or no checkpoint of torch's ({reason(error)}); get it anew, "
+def _read_torch_file(path: Path) -> Any:
+    """What a file holds; whatever is wrong with it becomes an error that names it."""
+
+    def explain(error: Exception) -> QualmsError:
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if asked or "TorchScript" in str(error):
+            what = asked[1] if asked else "TorchScript"
+            return QualmsError(
+                f"{path} holds more than tensors ({what}) and could run code as it is read, so it "
+                "is refused; if you trust it, load it yourself and save its state_dict() alone."
+            )
+        return QualmsError(
+            f"{path} is damaged or no checkpoint of torch's ({reason(error)}); download it again, "
             "or save the network's state_dict() with torch.save."
-        ) from error
+        )
+
+    with explain_failure(explain):
+        return load_torch_file(path)
 
 
-def _unwrapped(content: Any) -> Any:
+def _unwrap(content: Any) -> Any:
+    """The innermost dictionary that scripts wrapped."""
     while isinstance(content, Mapping):
-        inside = next((content[w] for w in WRAPPERS if isinstance(content.get(w), Mapping)), None)
-        if inside is None:
+        inside = [content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)]
+        if not inside:
             return content
-        content = inside
+        content = inside[0]
     return content
 
 
@@ -172,15 +190,14 @@ def fit_state(
     model: nn.Module,
     state: Mapping[str, Tensor],
     *,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    rename: Rename | None = None,
     file: str | Path = "the checkpoint",
     network: str = "the network",
 ) -> None:
-    """Put a checkpoint's tensors into the model, in the model's own precision, or raise and leave
-    it as it is.
+    """Put a checkpoint's tensors into the model, in the model's own precision.
 
     Args:
-        model: the network.
+        model: the network; it is left unchanged if the tensors do not fit.
         state: tensors by name; the prefixes that wrappers of networks add to every name are taken
             off if need be.
         rename: starts of names in the checkpoint, and what the network calls them; or a function
@@ -194,79 +211,91 @@ def fit_state(
         from qualms.models import fit_state
 
         trained, model = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-        # as DataParallel saves it:
         state = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}
-        fit_state(model, state)
+        fit_state(model, state)  # "module." is how DataParallel saves it
         assert torch.equal(model.weight, trained.weight)
         ```
     """
     own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    state = _renamed(_without_prefixes(state, own), own, rename or {})
-    missing = _missing(state, own)
-    unexpected = [k for k in state if k not in own]
-    other = [k for k in state if k in own and state[k].shape != own[k].shape]
-    reasons = []
-    if missing:
-        reasons.append(f"{_keys(missing)} missing (first '{missing[0]}')")
-    if unexpected:
-        reasons.append(f"{_keys(unexpected)} unexpected (first '{unexpected[0]}')")
-    if other:
-        theirs, ours = (tuple(s[other[0]].shape) for s in (state, own))
-        reasons.append(
-            f"{_keys(other)} of another shape (first '{other[0]}': {theirs} in the file, {ours} here)"
-        )
-    if reasons:
-        advice = (
-            "name the network it was saved from"
-            if missing or unexpected
-            else "pass classes= as it was trained"
-        )
-        raise QualmsError(f"{file} does not fit {network}: {', '.join(reasons)}; {advice}.")
+    state = _rename_keys(_strip_prefixes(state, own), own, rename or {})
+    problems, advice = _describe_mismatch(state, own)
+    if problems:
+        raise QualmsError(f"{file} does not fit {network}: {', '.join(problems)}; {advice}.")
     # Not strict: what may be missing was decided above.
     model.load_state_dict(dict(state), strict=False)
 
 
-def _without_prefixes(
+def _describe_mismatch(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Prefixes go one by one until names are the network's; if they never are, nothing was a
-    prefix.
+) -> tuple[list[str], str]:
+    """Why a checkpoint's tensors do not fit the model's own, and what to do about it."""
+    missing = _missing_keys(state, own)
+    unexpected = [key for key in state if key not in own]
+    other = [key for key in state if key in own and state[key].shape != own[key].shape]
+    problems = []
+    if missing:
+        problems.append(f"{_keys(missing)} missing (first '{missing[0]}')")
+    if unexpected:
+        problems.append(f"{_keys(unexpected)} unexpected (first '{unexpected[0]}')")
+    if other:
+        theirs, ours = tuple(state[other[0]].shape), tuple(own[other[0]].shape)
+        problems.append(
+            f"{_keys(other)} of another shape (first '{other[0]}': {theirs} in the file, "
+            f"{ours} here)"
+        )
+    if missing or unexpected:
+        return problems, "name the network it was saved from"
+    return problems, "pass classes= as it was trained"
+
+
+def _strip_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A checkpoint without the prefixes that all its names have.
+
+    Prefixes go one by one until names are the network's; if they never are, nothing was a prefix.
     """
     bare = state
-    while not any(k in own for k in bare):
-        prefix = next((p for p in PREFIXES if all(k.startswith(p) for k in bare)), None)
-        if prefix is None:
+    while not any(key in own for key in bare):
+        common = [p for p in PREFIXES if all(key.startswith(p) for key in bare)]
+        if not common:
             return state
-        bare = {k.removeprefix(prefix): v for k, v in bare.items()}
+        bare = {key.removeprefix(common[0]): value for key, value in bare.items()}
     return bare
 
 
-def _renamed(
-    state: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
-    rename: Mapping[str, str] | Callable[[str], str],
+def _rename_keys(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor], rename: Rename
 ) -> dict[str, Tensor]:
-    def ours(key: str) -> str:
-        if callable(rename):
-            return key if key in own else rename(key)
-        start = next((old for old in rename if key not in own and key.startswith(old)), None)
-        return key if start is None else rename[start] + key.removeprefix(start)
-
-    return {ours(k): v for k, v in state.items()}
+    """A checkpoint with the network's names; those that it has already stay."""
+    renamed = {}
+    for key, value in state.items():
+        renamed[key if key in own else _new_name(key, rename)] = value
+    return renamed
 
 
-def _missing(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+def _new_name(key: str, rename: Rename) -> str:
+    if callable(rename):
+        return rename(key)
+    for old, new in rename.items():
+        if key.startswith(old):
+            return new + key.removeprefix(old)
+    return key
+
+
+def _missing_keys(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     """What the checkpoint lacks and the network needs.
 
     Not a counter that evaluation never reads, nor a second name for a tensor that is there:
     safetensors drops those.
     """
-    there = {(v.data_ptr(), v.shape) for k, v in own.items() if k in state}
-    lacking = (k for k in own if k not in state and not k.endswith("num_batches_tracked"))
-    return [
-        k for k in lacking if own[k].numel() == 0 or (own[k].data_ptr(), own[k].shape) not in there
-    ]
+    there = {(own[key].data_ptr(), own[key].shape) for key in own if key in state}
+    missing = []
+    for key, value in own.items():
+        if key in state or key.endswith("num_batches_tracked"):
+            continue
+        if value.numel() == 0 or (value.data_ptr(), value.shape) not in there:
+            missing.append(key)
+    return missing
 
 
 def _keys(names: list[str]) -> str:
-    return f"{len(names)} key{'' if len(names) == 1 else 's'}"
+    return "1 key" if len(names) == 1 else f"{len(names)} keys"

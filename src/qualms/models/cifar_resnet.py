@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut; `projected` says whether a shortcut that changes shape
-    has weights.
+    """Two 3x3 convolutions and a shortcut.
+
+    Args:
+        inside: channels of the input.
+        outside: channels of the output; more than `inside` halves height and width.
+        projected: whether a shortcut that changes shape has weights.
     """
 
     def __init__(self, inside: int, outside: int, projected: bool) -> None:
@@ -39,25 +43,27 @@ class Block(nn.Module):
             return self.downsample(x)
         if self.stride == 1:
             return x
-        half = (
-            self.new_channels // 2
-        )  # no parameters: every second pixel, and channels of zeros on both sides
+        # Without parameters: every second pixel, and channels of zeros on both sides.
+        half = self.new_channels // 2
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, half))
 
 
 class CifarResNet(nn.Module):
-    """A 3x3 stem, three stages of `blocks` blocks each, the mean over space, and a linear layer."""
+    """A 3x3 stem, three stages of blocks, the mean over space, and a linear layer.
+
+    Args:
+        blocks: in each stage.
+        classes: how many there are.
+        projected: whether shortcuts that change shape have weights.
+    """
 
     def __init__(self, blocks: int, classes: int, projected: bool) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        self.layer1, self.layer2, self.layer3 = (
-            nn.Sequential(
-                *(Block(inside if i == 0 else width, width, projected) for i in range(blocks))
-            )
-            for inside, width in ((16, 16), (16, 32), (32, 64))
-        )
+        self.layer1 = _stage(16, 16, blocks, projected)
+        self.layer2 = _stage(16, 32, blocks, projected)
+        self.layer3 = _stage(32, 64, blocks, projected)
         self.fc = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,6 +71,21 @@ class CifarResNet(nn.Module):
         h = F.relu(self.bn1(self.conv1(x)))
         h = self.layer3(self.layer2(self.layer1(h)))
         return self.fc(h.mean((2, 3)))
+
+
+def _stage(inside: int, outside: int, blocks: int, projected: bool) -> nn.Sequential:
+    """Blocks of one width.
+
+    Args:
+        inside: channels of the input.
+        outside: channels of every block's output.
+        blocks: how many.
+        projected: whether a shortcut that changes shape has weights.
+    """
+    stage = [Block(inside, outside, projected)]
+    for _ in range(blocks - 1):
+        stage.append(Block(outside, outside, projected))
+    return nn.Sequential(*stage)
 
 
 def resnet20(classes: int = 10, projected: bool = False) -> CifarResNet:

@@ -1,14 +1,26 @@
-"""The paper's small convolutional networks (Wang & Ji, CVPR 2024, appendix B).
+"""Small convolutional networks: the paper's, and others with published weights.
 
+The paper's (Wang & Ji, CVPR 2024, appendix B) are
 Conv(32,4x4)-ReLU-Conv(32,4x4)-ReLU-MaxPool2-Dense128-ReLU-Dense for MNIST and for active learning;
-SVHN has one more Dense128.
+SVHN has one more Dense128. The others have the names that their authors' weights go by.
 """
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 def paper_cnn(channels: int, size: int, classes: int = 10, hidden_layers: int = 1) -> nn.Sequential:
-    """The CNN for square images of `size` pixels."""
+    """The paper's network for square images.
+
+    Args:
+        channels: of the images.
+        size: of the images, in pixels.
+        classes: how many there are.
+        hidden_layers: linear layers of 128 features before the last layer.
+
+    Returns:
+        A network that maps [n, channels, size, size] to [n, classes].
+    """
     side = (size - 6) // 2  # two 4x4 convolutions without padding, then pooling
     layers: list[nn.Module] = [
         nn.Conv2d(channels, 32, 4),
@@ -33,3 +45,73 @@ def mnist_cnn(classes: int = 10) -> nn.Sequential:
 def svhn_cnn(classes: int = 10) -> nn.Sequential:
     """For 32x32 color images, with a second hidden layer."""
     return paper_cnn(3, 32, classes, hidden_layers=2)
+
+
+class MnistCnn5x5(nn.Module):
+    """Two 5x5 convolutions with pooling and two linear layers.
+
+    The baseline of Hendrycks et al., ICLR 2019.
+
+    Args:
+        classes: how many there are.
+    """
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5)
+        self.fc1, self.fc2 = nn.Linear(320, 50), nn.Linear(50, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 1, 28, 28] to [n, classes]."""
+        h = _quick_gelu(F.max_pool2d(self.conv1(x), 2))
+        h = _quick_gelu(F.max_pool2d(self.conv2(h), 2))
+        return self.fc2(_quick_gelu(self.fc1(h.flatten(1))))
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """x σ(1.702 x), close to GELU."""
+    return x * (1.702 * x).sigmoid()
+
+
+class SvhnCnn4(nn.Module):
+    """Four 3x3 convolutions with pooling, each twice as wide as the one before, and two linear
+    layers.
+
+    Args:
+        width: channels of the first convolution.
+        hidden: features before the last layer.
+        classes: how many there are.
+    """
+
+    def __init__(self, width: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        inside = 3
+        for outside in (width, 2 * width, 4 * width, 8 * width):
+            layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            inside = outside
+        self.layers = nn.Sequential(*layers)
+        self.fc1, self.fc2 = nn.Linear(2 * 2 * inside, hidden), nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 3, 32, 32] to [n, classes]."""
+        return self.fc2(F.relu(self.fc1(self.layers(x).flatten(1))))
+
+
+def mnist_cnn_5x5(classes: int = 10) -> MnistCnn5x5:
+    """For 28x28 gray images."""
+    return MnistCnn5x5(classes)
+
+
+def svhn_cnn_4(classes: int = 10) -> SvhnCnn4:
+    """32 to 256 channels, then 64 features."""
+    return SvhnCnn4(32, 64, classes)
+
+
+def svhn_cnn_4_dropout(classes: int = 10) -> SvhnCnn4:
+    """16 to 128 channels, then 256 features.
+
+    Its weights were trained with dropout, whose place they do not tell; in evaluation mode it makes
+    no difference.
+    """
+    return SvhnCnn4(16, 256, classes)

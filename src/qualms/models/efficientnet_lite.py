@@ -28,10 +28,14 @@ EPS = 1e-3
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """Zeros around [n, c, h, w] so that a convolution without padding gives ceil(h / stride) x
-    ceil(w / stride).
+    """Pad with zeros so that a convolution without padding gives ceil(h / stride) x ceil(w / stride).
 
     An odd number of zeros has the larger half below and to the right, as in TensorFlow.
+
+    Args:
+        x: [n, c, h, w].
+        kernel: side of the convolution's kernel.
+        stride: of the convolution.
     """
     sides = []
     for length in (x.shape[-1], x.shape[-2]):
@@ -44,7 +48,17 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
 def _conv(
     inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1
 ) -> nn.Conv2d:
-    """Without bias; at stride 1 with padding "same", at stride 2 with none: `pad_same` comes first."""
+    """A convolution without bias.
+
+    At stride 1 it has padding "same", at stride 2 none: `pad_same` comes first.
+
+    Args:
+        inside: channels of the input.
+        outside: channels of the output.
+        kernel: side of the kernel.
+        stride: 1 or 2.
+        groups: as of `nn.Conv2d`.
+    """
     padding = kernel // 2 if stride == 1 else 0
     return nn.Conv2d(inside, outside, kernel, stride, padding, groups=groups, bias=False)
 
@@ -55,6 +69,15 @@ class InvertedResidual(nn.Module):
     """
 
     def __init__(self, inside: int, outside: int, expansion: int, kernel: int, stride: int) -> None:
+        """Make a block.
+
+        Args:
+            inside: channels of the input.
+            outside: channels of the output.
+            expansion: times as many channels in between.
+            kernel: side of the middle convolution's kernel.
+            stride: of the middle convolution.
+        """
         super().__init__()
         hidden = inside * expansion
         self.kernel = kernel
@@ -84,16 +107,18 @@ class InvertedResidual(nn.Module):
 class EfficientNetLite(nn.Module):
     """A 3x3 stem of stride 2, seven stages of inverted residuals, 1280 features, and a linear
     layer.
-
-    Args:
-        width: times as many channels in each stage, as multiples of 8; stem and features keep
-            theirs.
-        depth: times as many blocks in each stage but the first and the last.
-        dropout: before the linear layer, in training.
-        classes: how many there are.
     """
 
     def __init__(self, width: float, depth: float, dropout: float, classes: int) -> None:
+        """Make the network with random weights.
+
+        Args:
+            width: times as many channels in each stage, as multiples of 8; stem and features keep
+                theirs.
+            depth: times as many blocks in each stage but the first and the last.
+            dropout: before the linear layer, in training.
+            classes: how many there are.
+        """
         super().__init__()
         self.conv_stem = _conv(3, STEM, 3, stride=2)
         self.bn0 = nn.BatchNorm2d(STEM, EPS)
@@ -101,13 +126,11 @@ class EfficientNetLite(nn.Module):
         inside = STEM
         for number, (expansion, kernel, stride, channels, count) in enumerate(STAGES):
             outside = round_channels(channels * width)
-            is_scaled = 0 < number < len(STAGES) - 1
-            count = math.ceil(count * depth) if is_scaled else count
-            for i in range(count):
-                blocks.append(
-                    InvertedResidual(inside, outside, expansion, kernel, stride if i == 0 else 1)
-                )
-                inside = outside
+            if 0 < number < len(STAGES) - 1:
+                count = math.ceil(count * depth)
+            for _ in range(count):
+                blocks.append(InvertedResidual(inside, outside, expansion, kernel, stride))
+                inside, stride = outside, 1
         self.blocks = nn.Sequential(*blocks)
         self.conv_head = _conv(inside, FEATURES)
         self.bn1 = nn.BatchNorm2d(FEATURES, EPS)
@@ -128,8 +151,9 @@ def round_channels(channels: float) -> int:
 
 
 def rename_tensor(name: str) -> str:
-    """What this file calls a tensor of the published weights: `_blocks.0._bn1.bias` is
-    `blocks.0.bn1.bias`.
+    """What this file calls a tensor of the published weights.
+
+    `_blocks.0._bn1.bias` is `blocks.0.bn1.bias`.
     """
     return re.sub(r"(^|\.)_", r"\1", name)
 

@@ -18,6 +18,10 @@ class FCN(nn.Module):
 
     Height and width are multiples of 4. With 9 classes and one channel it has some 128,000 weights.
 
+    Args:
+        classes: how many there are.
+        channels: of the images.
+
     Example:
         ```python
         import torch
@@ -30,18 +34,20 @@ class FCN(nn.Module):
     def __init__(self, classes: int, channels: int = 1) -> None:
         super().__init__()
         self.down = nn.ModuleList(_convolutions(a, b, b) for a, b in pairwise((channels, *DOWN)))
-        self.up = nn.ModuleList(
-            _convolutions(below + beside, outputs)
-            for below, beside, outputs in zip((DOWN[-1], *UP), DOWN[-2::-1], UP, strict=False)
-        )
+        self.up = nn.ModuleList()
+        below = DOWN[-1]
+        for beside, outputs in zip(DOWN[-2::-1], UP, strict=True):
+            self.up.append(_convolutions(below + beside, outputs))
+            below = outputs
         self.shrink, self.grow = nn.MaxPool2d(2), nn.Upsample(scale_factor=2)
         self.head = nn.Conv2d(UP[-1], classes, 1)
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n k h w"]:
         """Logits of every class at every pixel."""
         seen: list[Tensor] = []
-        for level in self.down:
-            seen.append(level(self.shrink(seen[-1]) if seen else x))
+        for i, level in enumerate(self.down):
+            x = level(x if i == 0 else self.shrink(x))
+            seen.append(x)
         x = seen.pop()
         for level in self.up:
             x = level(torch.cat([self.grow(x), seen.pop()], 1))
@@ -49,7 +55,11 @@ class FCN(nn.Module):
 
 
 def _convolutions(*channels: int) -> nn.Sequential:
-    """One after the other, each normalized and cut off below 0."""
+    """3x3 convolutions, each with batch normalization and ReLU.
+
+    Args:
+        channels: of the input, and of each convolution's output.
+    """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
         layers += [

@@ -1,7 +1,7 @@
 """Networks of timm and of Hugging Face, with their published weights or with a checkpoint's."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,122 +10,169 @@ from typing import Any
 import torch
 from torch import nn
 
-from qualms.errors import QualmsError, reason
+from qualms.errors import QualmsError, explain_failure, reason
 from qualms.models.checkpoint import fit_state, read_state
 
-LEAST_OF_A_LAYER = 32  # bytes in a file: the name of one tensor, and where it is
-NUMBERS_IN_A_BYTE = 8  # in the most compressed of weights
+MIN_LAYER_BYTES = 32  # in a file: the name of one tensor, and where it is
+MAX_NUMBERS_PER_BYTE = 8  # in the most compressed of weights
 KINDS = ("ForImageClassification", "ForSequenceClassification")
 
 
 def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """A network of timm's; its published weights are fetched unless `weights` are given."""
-    try:
-        import timm
-    except (
-        Exception
-    ) as error:  # beside another build of torch, torchvision raises more than ImportError
-        raise QualmsError(
-            f"timm:{name} needs timm, which does not import here ({reason(error)}); pip install timm torchvision."
-        ) from error
+    """A network of timm's.
+
+    Args:
+        name: as `timm.create_model` takes it.
+        weights: a checkpoint; None downloads the published weights.
+        classes: how many, where that is open.
+    """
+    source = f"timm:{name}"
+    timm = _import_timm(source)
     if ":" not in name and not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), 3)
         hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has the names."
         raise QualmsError(f"timm has no network {name!r}; {hint}")
-    chosen = {} if classes is None else {"num_classes": classes}
-    try:
+    options = {} if classes is None else {"num_classes": classes}
+    with explain_failure(_explain_not_made(source, weights)):
         published = timm.get_pretrained_cfg(name)
         if weights is None and published is not None:
-            check_classes(f"timm:{name}", classes, published.num_classes)
-        model: nn.Module = timm.create_model(name, pretrained=weights is None, **chosen)
-    except QualmsError:
-        raise
-    except Exception as error:
-        raise _not_made(f"timm:{name}", weights, error) from error
+            check_classes(source, classes, published.num_classes)
+        model: nn.Module = timm.create_model(name, pretrained=weights is None, **options)
     if model.num_classes == 0:
         raise QualmsError(
-            f"timm:{name} gives features, not classes; pass classes= and weights= that were trained for them."
+            f"{source} gives features, not classes; pass classes= and weights= that were trained "
+            "for them."
         )
     if weights is not None:
-        fit_state(model, read_state(weights), file=weights, network=f"timm:{name}")
+        fit_state(model, read_state(weights), file=weights, network=source)
     return model
 
 
+def _import_timm(source: str) -> Any:
+    def explain(error: Exception) -> QualmsError:
+        return QualmsError(
+            f"{source} needs timm, which does not import here ({reason(error)}); "
+            "pip install timm torchvision."
+        )
+
+    # Beside another build of torch, torchvision raises more than ImportError.
+    with explain_failure(explain):
+        import timm
+
+        return timm
+
+
 @contextmanager
-def without_bars(transformers: Any) -> Iterator[None]:
-    """Without the bars of transformers, which would stand among the lines of whoever loads a
-    network.
+def hide_progress_bars(transformers: Any) -> Iterator[None]:
+    """Load without transformers' progress bars, which would stand among the caller's own lines.
 
     Also without torch's warning of layers of no size; a network that has one does not fit its
     weights.
     """
-    shown = transformers.utils.logging
-    before = shown.is_progress_bar_enabled()
-    shown.disable_progress_bar()
+    logging = transformers.utils.logging
+    were_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")
             yield
     finally:
-        if before:
-            shown.enable_progress_bar()
+        if were_enabled:
+            logging.enable_progress_bar()
 
 
 def from_hugging_face(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """A classifier of images or texts, from a folder or the hub, in float32; no code from the hub
-    is run.
+    """A classifier of images or texts of Hugging Face, in float32; no code from the hub is run.
+
+    Args:
+        name: a folder, or a name on the hub.
+        weights: a checkpoint; None reads the network's own weights.
+        classes: how many, where that is open.
     """
+    source = f"hf:{name}"
     transformers = transformers_for(name)
-    try:
+    with explain_failure(_explain_not_made(source, weights)):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        auto = getattr(transformers, f"AutoModel{_kind(name, config)}")
+        auto = getattr(transformers, f"AutoModel{_kind(source, config)}")
         if weights is None:
-            check_classes(f"hf:{name}", classes, config.num_labels)
-            # In float32 whatever it was stored in: in half precision, scores would be noise.
-            with without_bars(transformers):
-                require_held(name, auto, config)
-                model, found = auto.from_pretrained(
-                    name,
-                    config=config,
-                    dtype=torch.float32,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                )
-            check_all_loaded(name, found, "pass weights=, a checkpoint that has them")
+            check_classes(source, classes, config.num_labels)
+            model = load_own_weights(transformers, auto, name, config)
         else:
             config.num_labels = config.num_labels if classes is None else classes
             model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except QualmsError:
-        raise
-    except Exception as error:
-        raise _not_made(f"hf:{name}", weights, error) from error
     if weights is not None:
-        fit_state(model, read_state(weights), file=weights, network=f"hf:{name}")
+        fit_state(model, read_state(weights), file=weights, network=source)
     return model
 
 
-def require_held(name: str, auto: Any, config: Any) -> None:
-    """An error if a folder's configuration claims far more weights than its files hold: room would
-    be made for all.
+def load_own_weights(
+    transformers: Any,
+    auto: Any,
+    name: str,
+    config: Any,
+    advice: str = "pass weights=, a checkpoint that has them",
+    **options: Any,
+) -> Any:
+    """A model of transformers with all of its weights.
+
+    Args:
+        transformers: the package.
+        auto: the class whose `from_pretrained` loads the model.
+        name: a folder, or a name on the hub.
+        config: of the model.
+        advice: what to do about weights that lack tensors.
+        options: further arguments of `from_pretrained`.
+    """
+    with hide_progress_bars(transformers):
+        _require_plausible_size(name, auto, config)
+        model, report = auto.from_pretrained(
+            name,
+            config=config,
+            # Whatever it was stored in: in half precision, scores would be noise.
+            dtype=torch.float32,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    # transformers fills what the weights lack with random numbers, and only logs it.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise QualmsError(
+            f"the weights of hf:{name} lack {len(missing)} tensors (first '{missing[0]}'), which "
+            f"would be random; {advice}."
+        )
+    return model
+
+
+def _require_plausible_size(name: str, auto: Any, config: Any) -> None:
+    """Raise if a folder's configuration claims far more weights than its files hold.
+
+    Room would be made for all of them.
     """
     if not Path(name).is_dir():
         return
     held = sum(file.stat().st_size for file in Path(name).rglob("*") if file.is_file())
-    deepest = max(
-        (n for key, n in config.to_dict().items() if "layers" in key and type(n) is int), default=0
-    )
-    if deepest * LEAST_OF_A_LAYER <= held:
+    layers = [0]
+    for key, value in config.to_dict().items():
+        if "layers" in key and type(value) is int:
+            layers.append(value)
+    if max(layers) * MIN_LAYER_BYTES <= held:
         with torch.device("meta"):  # shapes without numbers
             model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        if sum(p.numel() for p in model.parameters()) <= held * NUMBERS_IN_A_BYTE:
+        if sum(p.numel() for p in model.parameters()) <= held * MAX_NUMBERS_PER_BYTE:
             return
     raise QualmsError(
-        f"the configuration of hf:{name} claims more weights than its files hold; get both anew."
+        f"the configuration of hf:{name} claims more weights than its files hold; download both "
+        "again."
     )
 
 
 def transformers_for(name: str) -> Any:
-    """The package, which reads what `name` stands for; an error if either is not there."""
+    """The package transformers.
+
+    Args:
+        name: the folder, or the name on the hub, that it shall read; a folder must be there.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -137,40 +184,45 @@ def transformers_for(name: str) -> Any:
     return transformers
 
 
-def _kind(name: str, config: Any) -> str:
+def _kind(source: str, config: Any) -> str:
+    """What a network's architecture is for, as the names of classes of transformers end."""
     architectures = config.architectures or []
     for kind in KINDS:
-        if any(a.endswith(kind) for a in architectures):
+        if any(name.endswith(kind) for name in architectures):
             return kind
-    said = ", ".join(architectures) or "none"
+    names = ", ".join(architectures) or "none"
     raise QualmsError(
-        f"hf:{name} is no classifier of images or texts (its architecture: {said}); name one."
+        f"{source} is no classifier of images or texts (its architecture: {names}); name one."
     )
 
 
-def check_classes(source: str, asked: int | None, published: int) -> None:
-    """An error if published weights are asked for another number of classes than they have."""
-    if asked not in (None, published):
+def check_classes(source: str, classes: int | None, published: int) -> None:
+    """Raise if published weights are wanted for another number of classes than they have.
+
+    Args:
+        source: what the error calls the network.
+        classes: the number that is wanted; None for whatever there is.
+        published: the number that the weights have.
+    """
+    if classes not in (None, published):
         raise QualmsError(
-            f"the published weights of {source} know {published} classes, so a last layer for {asked} would be random; "
-            "leave out classes=, or pass weights=, a checkpoint that was trained for them."
+            f"the published weights of {source} have {published} classes, so a last layer for "
+            f"{classes} would be random; leave out classes=, or pass weights=, a checkpoint that "
+            "was trained for them."
         )
 
 
-def _not_made(source: str, weights: str | Path | None, error: Exception) -> QualmsError:
-    if weights is not None:
-        return QualmsError(f"{source} could not be made: {reason(error)}; check the name.")
-    return QualmsError(
-        f"{source} could not be made with its published weights: {reason(error)}; "
-        "if they cannot be fetched from here, pass weights=, a checkpoint on disk."
-    )
+def _explain_not_made(
+    source: str, weights: str | Path | None
+) -> Callable[[Exception], QualmsError]:
+    """What to say of whatever a hub raises."""
 
-
-def check_all_loaded(name: str, found: dict[str, Any], advice: str) -> None:
-    """transformers fills what the weights lack with random numbers, and only logs it."""
-    missing = sorted(found["missing_keys"])
-    if missing:
-        raise QualmsError(
-            f"the weights of hf:{name} lack {len(missing)} tensors (first '{missing[0]}'), which would be random; "
-            f"{advice}."
+    def explain(error: Exception) -> QualmsError:
+        if weights is not None:
+            return QualmsError(f"{source} could not be made: {reason(error)}; check the name.")
+        return QualmsError(
+            f"{source} could not be made with its published weights: {reason(error)}; "
+            "if they cannot be downloaded here, pass weights=, a checkpoint on disk."
         )
+
+    return explain

@@ -6,17 +6,15 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from qualms.errors import QualmsError, reason
+from qualms.errors import QualmsError, explain_failure, reason
 from qualms.models.checkpoint import fit_state, read_state
 from qualms.models.hubs import check_classes, from_hugging_face, from_timm
-from qualms.models.installed import require_installed_weights
-from qualms.models.zoo import ZOO
+from qualms.models.zoo import ZOO, require_installed_weights
 
 CHECKPOINTS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
 
@@ -64,15 +62,20 @@ def load_model(
     elif name.startswith("hf:"):
         model = from_hugging_face(name.removeprefix("hf:"), weights, classes)
     elif name.endswith(".pt2"):
-        model = _exported(Path(name), weights, classes)
+        if weights is not None or classes is not None:
+            raise QualmsError(
+                f"{name} carries its own weights and classes; leave out weights= and classes=."
+            )
+        model = _from_export(Path(name))
     elif ":" in name:
         model = _from_factory(name, weights, classes)
     else:
-        raise _unknown(name)
-    return _ready(model)
+        raise _unknown_name(name)
+    return _to_evaluation(model)
 
 
 def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
+    """A network of `ZOO`, with weights from a file or from an installed package."""
     entry = ZOO[name]
     if weights is None and entry.package is not None:
         check_classes(name, classes, entry.classes)
@@ -83,56 +86,66 @@ def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.
     return model
 
 
-def _exported(path: Path, weights: str | Path | None, classes: int | None) -> nn.Module:
-    if weights is not None or classes is not None:
-        raise QualmsError(
-            f"{path} carries its own weights and classes; leave out weights= and classes=."
-        )
+def _from_export(path: Path) -> nn.Module:
+    """A network that `torch.export.save` wrote."""
     if not path.is_file():
         raise QualmsError(f"there is no file {path}; check the path.")
-    try:
+
+    def explain(error: Exception) -> QualmsError:
+        return QualmsError(
+            f"{path} is damaged or no exported network ({reason(error)}); write it again with "
+            "torch.export.save."
+        )
+
+    with explain_failure(explain):
         if not zipfile.is_zipfile(path):  # which can raise too
             raise zipfile.BadZipFile("no zip file")
         model = torch.export.load(path).module()
-    except Exception as error:
-        raise QualmsError(
-            f"{path} is damaged or no exported network ({reason(error)}); write it anew with torch.export.save."
-        ) from error
-    active = _training_operation(model)
+    active = _find_training_operation(model)
     if active is not None:
         raise QualmsError(
-            f"{path} was exported in training mode ({active}); call eval() on the network, then export it."
+            f"{path} was exported in training mode ({active}); call eval() on the network, then "
+            "export it."
         )
     return model
 
 
-def _training_operation(model: nn.Module) -> str | None:
-    """An operation that an exported graph does as in training, for good: dropout, or statistics of
-    the batch.
+def _find_training_operation(model: nn.Module) -> str | None:
+    """An operation that an exported graph does as in training, for good.
+
+    That is dropout, or normalization by the statistics of the batch.
     """
-    graphs = (m.graph for m in model.modules() if isinstance(m, torch.fx.GraphModule))
-    for node in (n for graph in graphs for n in graph.nodes):
-        if isinstance(node.target, torch._ops.OpOverload):
-            names = (argument.name for argument in node.target._schema.arguments)
-            given = dict(zip(names, node.args, strict=False)) | node.kwargs
-            if (
-                given.get("train") is True
-                or given.get("training") is True
-                or given.get("dropout_p")
-            ):
+    for module in model.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and _is_training(node):
                 return str(node.target)
     return None
 
 
+def _is_training(node: torch.fx.Node) -> bool:
+    """Whether a call of an operator asks for training mode."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = dict(node.kwargs)
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        arguments.setdefault(argument.name, value)
+    in_training = arguments.get("train") is True or arguments.get("training") is True
+    return in_training or bool(arguments.get("dropout_p"))
+
+
 def _from_factory(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    factory = _imported(name)
-    keywords = {} if classes is None else {_classes_keyword(name, factory): classes}
-    try:
-        model = factory(**keywords)
-    except Exception as error:
-        raise QualmsError(
+    """What a function or class gives."""
+    factory = _import_factory(name)
+    options = {} if classes is None else {_classes_keyword(name, factory): classes}
+
+    def explain(error: Exception) -> QualmsError:
+        return QualmsError(
             f"{name} raised {type(error).__name__} as it was called: {reason(error)}."
-        ) from error
+        )
+
+    with explain_failure(explain):
+        model = factory(**options)
     if not isinstance(model, nn.Module):
         raise QualmsError(
             f"{name} gives a {type(model).__name__}; it must return a torch.nn.Module."
@@ -142,61 +155,63 @@ def _from_factory(name: str, weights: str | Path | None, classes: int | None) ->
     return model
 
 
-def _imported(name: str) -> Callable[..., Any]:
-    module, _, path = name.partition(":")
-    try:
-        found: Any = import_module(module)
-    except Exception as error:  # whatever the user's module raises
-        raise QualmsError(
-            f"{module} of {name} does not import ({reason(error)}); check the name and the path."
-        ) from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise QualmsError(
-                f"{name} does not exist: there is no {part!r} in {module}; check the name."
-            )
-        found, module = getattr(found, part), f"{module}.{part}"
-    if not callable(found):
-        raise QualmsError(
-            f"{name} is a {type(found).__name__}; name a function or class that returns a network."
+def _import_factory(name: str) -> Callable[..., Any]:
+    """The function or class behind `package.module:factory`."""
+    path, _, attributes = name.partition(":")
+
+    def explain(error: Exception) -> QualmsError:
+        return QualmsError(
+            f"{path} of {name} does not import ({reason(error)}); check the name and the path."
         )
-    return found
+
+    with explain_failure(explain):  # whatever the user's module raises
+        factory: Any = import_module(path)
+    for attribute in attributes.split("."):
+        if not hasattr(factory, attribute):
+            raise QualmsError(
+                f"{name} does not exist: there is no {attribute!r} in {path}; check the name."
+            )
+        factory, path = getattr(factory, attribute), f"{path}.{attribute}"
+    if not callable(factory):
+        raise QualmsError(
+            f"{name} is a {type(factory).__name__}; name a function or class that returns a "
+            "network."
+        )
+    return factory
 
 
 def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
+    """What a factory calls the number of classes."""
     try:
-        parameters = inspect.signature(factory).parameters
+        parameters = dict(inspect.signature(factory).parameters)
     except (TypeError, ValueError):  # written in C
-        parameters = MappingProxyType({})
+        parameters = {}
     for keyword in ("classes", "num_classes"):
         if keyword in parameters:
             return keyword
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return "num_classes"  # handed on, and most networks call it so
+        return "num_classes"  # passed on, and most networks call it so
     raise QualmsError(f"{name} takes neither classes nor num_classes; leave out classes=.")
 
 
-def _unknown(name: str) -> QualmsError:
+def _to_evaluation(model: nn.Module) -> nn.Module:
+    if not isinstance(model, torch.fx.GraphModule):
+        return model.cpu().eval()
+    for module in model.modules():
+        module.training = False  # exported networks refuse eval(); they have no modes
+    return model
+
+
+def _unknown_name(name: str) -> QualmsError:
     if name.endswith(CHECKPOINTS):
         return QualmsError(
             f"{name} holds weights without a network; name the network and pass weights={name!r}."
         )
     near = get_close_matches(name, ZOO, 3)
-    hint = (
-        f"did you mean {' or '.join(near)}? Otherwise"
-        if near
-        else f"there are {', '.join(ZOO)}; otherwise"
-    )
+    hint = f"there are {', '.join(ZOO)}; otherwise"
+    if near:
+        hint = f"did you mean {' or '.join(near)}? Otherwise"
     return QualmsError(
-        f"there is no network {name!r}; {hint} pass timm:NAME, hf:NAME_OR_FOLDER, FILE.pt2 or package.module:factory."
+        f"there is no network {name!r}; {hint} pass timm:NAME, hf:NAME_OR_FOLDER, FILE.pt2 or "
+        "package.module:factory."
     )
-
-
-def _ready(model: nn.Module) -> nn.Module:
-    if isinstance(
-        model, torch.fx.GraphModule
-    ):  # exported networks refuse eval(); they have no modes, only the mark
-        for module in model.modules():
-            module.training = False
-        return model
-    return model.cpu().eval()

@@ -21,7 +21,15 @@ FEATURES = 1280
 def conv_norm_relu6(
     inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
-    """A convolution without bias, batch normalization, and ReLU6."""
+    """A convolution without bias, batch normalization, and ReLU6.
+
+    Args:
+        inside: channels of the input.
+        outside: channels of the output.
+        kernel: side of the kernel.
+        stride: of the convolution.
+        groups: as of `nn.Conv2d`.
+    """
     conv = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outside), nn.ReLU6())
 
@@ -32,6 +40,14 @@ class InvertedResidual(nn.Module):
     """
 
     def __init__(self, inside: int, outside: int, expansion: int, stride: int) -> None:
+        """Make a block.
+
+        Args:
+            inside: channels of the input.
+            outside: channels of the output.
+            expansion: times as many channels in between.
+            stride: of the middle convolution.
+        """
         super().__init__()
         hidden = inside * expansion
         layers: list[nn.Module] = []
@@ -59,9 +75,9 @@ class MobileNetV2(nn.Module):
         layers: list[nn.Module] = [conv_norm_relu6(3, STEM, 3, stride=2)]
         inside = STEM
         for expansion, outside, count, stride in STAGES:
-            for i in range(count):
-                layers.append(InvertedResidual(inside, outside, expansion, stride if i == 0 else 1))
-                inside = outside
+            for _ in range(count):
+                layers.append(InvertedResidual(inside, outside, expansion, stride))
+                inside, stride = outside, 1
         layers.append(conv_norm_relu6(inside, FEATURES))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(FEATURES, classes))

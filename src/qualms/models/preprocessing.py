@@ -16,12 +16,8 @@ from qualms.errors import QualmsError, reason, warn_renamed
 from qualms.models.imagenet import imagenet_classes
 from qualms.models.zoo import ZOO
 
-RESAMPLES: dict[int, Interpolation] = {
-    0: "nearest",
-    1: "lanczos",
-    2: "bilinear",
-    3: "bicubic",
-}  # Pillow's numbers
+# Pillow's numbers, as image processors have them.
+RESAMPLES: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 # Image processors of Hugging Face for which one number is the shorter side, as it is for all that
 # crop afterwards.
 BY_SHORTER_SIDE = (
@@ -34,12 +30,26 @@ BY_SHORTER_SIDE = (
     "MobileViT",
     "PoolFormer",
 )
+# What a damaged file of settings makes the code raise that reads it.
+DAMAGE = (
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    RecursionError,
+    OSError,
+)
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become a network's inputs, and the names of its classes; None or empty where
-    nobody says.
+    """How images become a network's inputs, and what its classes are called.
+
+    Args:
+        normalization: of pixels from 0 to 1; None where nobody says.
+        transform: the size of its inputs, and how images get it; None where nobody says.
+        class_names: empty where nobody says.
 
     Example:
         ```python
@@ -62,42 +72,51 @@ class Preprocessing:
 
 
 def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
-    """What whoever made `load_model(source)` says of its inputs and classes.
+    """What the makers of a network say about its inputs and classes.
 
     The zoo says it of its networks and of the published weights it names; timm in `pretrained_cfg`;
     Hugging Face in `preprocessor_config.json` and `config.json`; a `.pt2` file knows the shape of
     the input it was exported with. Of the network behind an import path nobody says anything, but
     that torchvision's of 1000 classes know ImageNet's.
 
+    Args:
+        source: what was passed to `load_model`.
+        model: what `load_model` returned.
+
     Example:
         ```python
         from qualms.models import load_model, preprocessing_of
 
-        said = preprocessing_of("cifar10-resnet20", load_model("cifar10-resnet20"))
-        assert said.transform.size == (32, 32)
-        assert said.class_names[0] == "airplane"
-        print(said.normalization)
+        found = preprocessing_of("cifar10-resnet20", load_model("cifar10-resnet20"))
+        assert found.transform.size == (32, 32)
+        assert found.class_names[0] == "airplane"
+        print(found.normalization)
         ```
     """
     name = str(source)
     if name in ZOO:
-        return _of_the_zoo(name, model)
+        return _of_zoo(name, model)
     if name.startswith("timm:"):
-        return _of_timm(
-            getattr(model, "pretrained_cfg", None) or {}, getattr(model, "num_classes", 0)
-        )
+        settings = getattr(model, "pretrained_cfg", None) or {}
+        return _of_timm(settings, getattr(model, "num_classes", 0))
     if name.startswith("hf:"):
         return _of_hugging_face(name.removeprefix("hf:"), getattr(model, "config", None))
     if name.endswith(".pt2"):
-        return Preprocessing(transform=_exported_with(model))
-    if name.startswith("torchvision.models") and _outputs(model) == len(imagenet_classes()):
+        return Preprocessing(transform=_export_transform(model))
+    if name.startswith("torchvision.models") and _count_outputs(model) == len(imagenet_classes()):
         return Preprocessing(class_names=imagenet_classes())
     return Preprocessing()
 
 
 def normalization_of(source: str | Path, model: nn.Module) -> Normalization | None:
-    """What the weights of `load_model(source)` expect pixels in [0, 1] to be normalized with; None
-    if it is not known.
+    """The normalization that a network's weights expect of pixels from 0 to 1.
+
+    Args:
+        source: what was passed to `load_model`.
+        model: what `load_model` returned.
+
+    Returns:
+        The normalization; None if it is not known.
 
     Example:
         ```python
@@ -110,22 +129,23 @@ def normalization_of(source: str | Path, model: nn.Module) -> Normalization | No
     return preprocessing_of(source, model).normalization
 
 
-def _of_the_zoo(name: str, model: nn.Module) -> Preprocessing:
+def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
     entry = ZOO[name]
-    fit = ImageTransform(
+    transform = ImageTransform(
         (entry.size, entry.size),
         entry.resize,
         entry.interpolation,
         entry.channels,
         by=f"as {name} takes them",
     )
-    named = _outputs(model) == len(entry.class_names)
-    return Preprocessing(entry.normalization, fit, entry.class_names if named else ())
+    names = entry.class_names if _count_outputs(model) == len(entry.class_names) else ()
+    return Preprocessing(entry.normalization, transform, names)
 
 
-def _outputs(model: nn.Module) -> int:
-    """How many numbers the last layer with weights gives: the classes, in networks of the usual
-    build.
+def _count_outputs(model: nn.Module) -> int:
+    """How many numbers the last layer with weights gives.
+
+    In networks of the usual build, these are the classes.
     """
     last = 0
     for module in model.modules():
@@ -137,20 +157,36 @@ def _outputs(model: nn.Module) -> int:
 
 
 def _of_timm(settings: Any, classes: int) -> Preprocessing:
-    mean, std, shape = settings.get("mean"), settings.get("std"), settings.get("input_size")
+    """What timm says.
+
+    Args:
+        settings: a network's `pretrained_cfg`.
+        classes: how many the network has.
+    """
+    mean, std = settings.get("mean"), settings.get("std")
     normalization = Normalization(tuple(mean), tuple(std)) if mean and std else None
-    names = _timm_names(settings, classes)
-    mode, asked = settings.get("crop_mode") or "center", settings.get("interpolation") or "bicubic"
-    way = next((known for known in RESAMPLES.values() if known == asked), None)
-    if not shape or mode not in ("center", "squash") or way is None:
-        return Preprocessing(normalization, None, names)
+    return Preprocessing(normalization, _timm_transform(settings), _timm_names(settings, classes))
+
+
+def _timm_transform(settings: Any) -> ImageTransform | None:
+    """The size before the crop is the network's, divided by `crop_pct`."""
+    shape = settings.get("input_size")
+    mode = settings.get("crop_mode") or "center"
+    interpolation = _known_interpolation(settings.get("interpolation") or "bicubic")
+    if not shape or mode not in ("center", "squash") or interpolation is None:
+        return None
     channels, height, width = shape
     share = settings.get("crop_pct") or 0.875
     before = (math.floor(height / share), math.floor(width / share))
-    fit = ImageTransform(
-        (height, width), before if mode == "squash" else min(before), way, _known(channels)
-    )
-    return Preprocessing(normalization, fit, names)
+    resize = before if mode == "squash" else min(before)
+    return ImageTransform((height, width), resize, interpolation, _known_channels(channels))
+
+
+def _known_interpolation(name: Any) -> Interpolation | None:
+    for known in RESAMPLES.values():
+        if known == name:
+            return known
+    return None
 
 
 def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
@@ -177,139 +213,147 @@ def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
 
 
 def _of_hugging_face(name: str, config: Any) -> Preprocessing:
-    path = _settings_file(name)
-    normalization, fit = None, None
+    """What Hugging Face says.
+
+    Args:
+        name: a folder, or a name on the hub.
+        config: the network's.
+    """
+    path = _find_processor_settings(name)
+    normalization, transform = None, None
     if path is not None:
         try:
             settings = json.loads(path.read_text())
-            normalization, fit = _processor_normalization(settings), _processor_fit(settings)
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            RecursionError,
-            OSError,
-        ) as error:
+            normalization = _processor_normalization(settings)
+            transform = _processor_transform(settings)
+        except DAMAGE as error:
             raise QualmsError(
-                f"{path} is damaged ({reason(error)}); save the image processor anew."
+                f"{path} is damaged ({reason(error)}); save the image processor again."
             ) from error
-    if fit is None:
-        fit = _configured(config)
-    if fit is not None:
-        channels = (
-            len(normalization.mean) if normalization else getattr(config, "num_channels", None)
-        )
-        fit = replace(fit, channels=_known(channels))
-    return Preprocessing(normalization, fit, _labels(config))
+    transform = transform or _config_transform(config)
+    if transform is not None:
+        channels = getattr(config, "num_channels", None)
+        if normalization is not None:
+            channels = len(normalization.mean)
+        transform = replace(transform, channels=_known_channels(channels))
+    return Preprocessing(normalization, transform, _config_names(config))
 
 
-def _settings_file(name: str) -> Path | None:
-    """The image processor's settings, from the folder, or from where the network came from."""
+def _find_processor_settings(name: str) -> Path | None:
+    """The image processor's settings, from the folder or from where the network came from."""
+    file = "preprocessor_config.json"
     if Path(name).is_dir():
-        path = Path(name) / "preprocessor_config.json"
+        path = Path(name) / file
         return path if path.is_file() else None
     try:
         from transformers.utils.hub import cached_file
 
-        found = cached_file(name, "preprocessor_config.json")
-        return None if found is None else Path(found)
-    except Exception:  # a network without them, or one that cannot be reached
+        cached = cached_file(name, file)
+    except (ImportError, OSError, ValueError):  # a network without them, or out of reach
         return None
+    return None if cached is None else Path(cached)
 
 
 def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
     mean, std = settings.get("image_mean"), settings.get("image_std")
-    if not (
-        mean and std and settings.get("do_normalize", True) and settings.get("do_rescale", True)
-    ):
+    is_used = settings.get("do_normalize", True) and settings.get("do_rescale", True)
+    if not (mean and std and is_used):
         return None
-    again = 2 if settings.get("include_top") else 1  # EfficientNet's divides a second time
-    return Normalization(tuple(map(float, mean)), tuple(float(s) ** again for s in std))
+    times = 2 if settings.get("include_top") else 1  # EfficientNet's divides a second time
+    return Normalization(tuple(map(float, mean)), tuple(float(s) ** times for s in std))
 
 
-def _processor_fit(settings: dict[str, Any]) -> ImageTransform | None:
-    size, way = settings.get("size"), RESAMPLES.get(settings.get("resample", 2))
-    if size is None or way is None or not settings.get("do_resize", True):
+def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
+    """How an image processor resizes; None if it does not, or in a way that is not known."""
+    size, interpolation = settings.get("size"), RESAMPLES.get(settings.get("resample", 2))
+    if size is None or interpolation is None or not settings.get("do_resize", True):
         return None
     kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
-    crop = settings.get("crop_size", 224) if settings.get("do_center_crop", False) else None
     if isinstance(size, int):
-        size = (
-            {"shortest_edge": size}
-            if kind.startswith(BY_SHORTER_SIDE)
-            else {"height": size, "width": size}
-        )
+        is_shorter = kind.startswith(BY_SHORTER_SIDE)
+        size = {"shortest_edge": size} if is_shorter else {"height": size, "width": size}
+    crop = None
+    if settings.get("do_center_crop", False):
+        crop = settings.get("crop_size", 224)
     if "shortest_edge" in size:
         shorter = int(size["shortest_edge"])
-        if kind.startswith(
-            "ConvNext"
-        ):  # which crops by a share of its own, and squeezes what is large
-            share = settings.get("crop_pct") or 224 / 256
-            return ImageTransform(
-                (shorter, shorter), int(shorter / share) if shorter < 384 else None, way
-            )
-        if kind.startswith(("Levit", "LeViT")):
-            shorter = int(256 / 224 * shorter)
-        elif kind.startswith("PoolFormer"):
-            shorter = int(shorter / (settings.get("crop_pct") or 0.9))
-        return ImageTransform(_pair(shorter if crop is None else crop), shorter, way)
+        target, resize = _shorter_side(kind, shorter, crop, settings.get("crop_pct"))
+        return ImageTransform(target, resize, interpolation)
     if "height" not in size or "width" not in size:
         return None
     before = (int(size["height"]), int(size["width"]))
-    return (
-        ImageTransform(before, None, way)
-        if crop is None
-        else ImageTransform(_pair(crop), before, way)
-    )
+    if crop is None:
+        return ImageTransform(before, None, interpolation)
+    return ImageTransform(_as_pair(crop), before, interpolation)
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _shorter_side(
+    kind: str, shorter: int, crop: Any, share: Any
+) -> tuple[tuple[int, int], int | None]:
+    """The network's size, and the shorter side before the crop, for processors that resize by it.
+
+    Args:
+        kind: the class of the processor, some of which have a rule of their own.
+        shorter: the shorter side in its settings.
+        crop: the size of the crop; None if there is none.
+        share: `crop_pct` in its settings.
+    """
+    if kind.startswith("ConvNext"):  # crops by a share of its own, and squeezes what is large
+        resize = int(shorter / (share or 224 / 256)) if shorter < 384 else None
+        return (shorter, shorter), resize
+    if kind.startswith(("Levit", "LeViT")):
+        shorter = int(256 / 224 * shorter)
+    elif kind.startswith("PoolFormer"):
+        shorter = int(shorter / (share or 0.9))
+    return _as_pair(shorter if crop is None else crop), shorter
+
+
+def _as_pair(size: Any) -> tuple[int, int]:
+    """Height and width of a size in a processor's settings."""
     return (size, size) if isinstance(size, int) else (int(size["height"]), int(size["width"]))
 
 
-def _configured(config: Any) -> ImageTransform | None:
+def _config_transform(config: Any) -> ImageTransform | None:
     """The size alone, where a network's configuration has it."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return ImageTransform((size, size))
-    return (
-        ImageTransform((int(size[0]), int(size[1])))
-        if isinstance(size, (list, tuple)) and len(size) == 2
-        else None
-    )
+    if isinstance(size, (list, tuple)) and len(size) == 2:
+        return ImageTransform((int(size[0]), int(size[1])))
+    return None
 
 
-def _labels(config: Any) -> tuple[str, ...]:
-    names = getattr(config, "id2label", None) or {}
-    found = tuple(str(names[i]) for i in range(len(names)) if i in names)
-    meaningless = all(name == f"LABEL_{i}" for i, name in enumerate(found))
-    return () if meaningless or len(found) != len(names) else found
+def _config_names(config: Any) -> tuple[str, ...]:
+    """The names of the classes in a network's configuration, unless they are LABEL_0 and so on."""
+    labels = getattr(config, "id2label", None) or {}
+    names = []
+    for i in range(len(labels)):
+        if i not in labels:
+            return ()
+        names.append(str(labels[i]))
+    if all(name == f"LABEL_{i}" for i, name in enumerate(names)):
+        return ()
+    return tuple(names)
 
 
-def _exported_with(model: nn.Module) -> ImageTransform | None:
-    """The shape of the input that a network was exported with, where its height and width were not
+def _export_transform(model: nn.Module) -> ImageTransform | None:
+    """The shape of the input that a network was exported with; None if its height or width was
     left open.
     """
     graph = getattr(model, "graph", None)
-    values = (
-        [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-        if graph is not None
-        else []
-    )
-    shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
-    if (
-        len(shapes) != 1
-        or len(shapes[0]) != 4
-        or not all(isinstance(side, int) for side in shapes[0][1:])
-    ):
+    shapes = []
+    for node in graph.nodes if graph is not None else ():
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        if isinstance(value, torch.Tensor):
+            shapes.append(tuple(value.shape))
+    if len(shapes) != 1 or len(shapes[0]) != 4:
         return None
     _, channels, height, width = shapes[0]
-    return ImageTransform(
-        (height, width), channels=_known(channels), by="as the network was exported"
-    )
+    if not all(isinstance(side, int) for side in (channels, height, width)):
+        return None
+    by = "as the network was exported"
+    return ImageTransform((height, width), channels=_known_channels(channels), by=by)
 
 
-def _known(channels: Any) -> int | None:
+def _known_channels(channels: Any) -> int | None:
     return channels if channels in (1, 3) else None

@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut."""
+    """Two 3x3 convolutions and a shortcut.
+
+    Args:
+        inside: channels of the input.
+        width: channels of the output.
+        stride: of the first convolution.
+    """
 
     expansion = 1
 
@@ -26,7 +32,13 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions and a shortcut."""
+    """1x1, 3x3 and 1x1 convolutions and a shortcut.
+
+    Args:
+        inside: channels of the input.
+        width: channels in between; the output has `expansion` times as many.
+        stride: of the 3x3 convolution.
+    """
 
     expansion = 4
 
@@ -49,13 +61,20 @@ class Bottleneck(nn.Module):
 
 
 def _shortcut(inside: int, outside: int, stride: int) -> nn.Module:
+    """The identity, or a 1x1 convolution where the shape changes."""
     if stride == 1 and inside == outside:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
 
 class ResNet(nn.Module):
-    """A 3x3 stem, four stages of 64 to 512 channels, the mean over space, and a linear layer."""
+    """A 3x3 stem, four stages of 64 to 512 channels, the mean over space, and a linear layer.
+
+    Args:
+        block: of every stage.
+        blocks: how many each stage has.
+        classes: how many there are.
+    """
 
     def __init__(
         self, block: type[BasicBlock] | type[Bottleneck], blocks: tuple[int, ...], classes: int
@@ -68,9 +87,10 @@ class ResNet(nn.Module):
         for i, count in enumerate(blocks):
             width = 64 * 2**i
             stage = []
-            for j in range(count):
-                stage.append(block(inside, width, 2 if i > 0 and j == 0 else 1))
-                inside = block.expansion * width
+            stride = 1 if i == 0 else 2
+            for _ in range(count):
+                stage.append(block(inside, width, stride))
+                inside, stride = block.expansion * width, 1
             stages.append(nn.Sequential(*stage))
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.fc = nn.Linear(inside, classes)

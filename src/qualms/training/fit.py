@@ -18,7 +18,7 @@ from qualms.data import Images, Normalization
 from qualms.disk import atomic_write, explain_write_failure, require_writable
 from qualms.errors import QualmsError, reason
 from qualms.gradients.model_input import call_model, validate_logits
-from qualms.models.checkpoint import tensors_of
+from qualms.models.checkpoint import load_torch_file
 from qualms.models.fingerprint import fingerprint
 from qualms.progress import ProgressFn
 from qualms.random import generator
@@ -295,7 +295,7 @@ def trained_with(path: str | Path) -> Normalization | None:
 
 def _contents(path: Path) -> dict[str, Any]:
     """What a file holds by name. A tensor would take a name too, with a warning of torch's."""
-    return {**tensors_of(path)}
+    return {**load_torch_file(path)}
 
 
 def _alike(state: dict[str, Tensor], model: nn.Module) -> bool:
