@@ -11,7 +11,7 @@ import pytest
 from qualms.cli import text_report as command
 from qualms.data.texts import Document
 from qualms.models.language import load_language_model
-from qualms.texts.scoring import scored_documents
+from qualms.texts.scoring import score_documents
 from qualms.texts.spans import worst_span_of
 from tests.helpers.commands import run
 from tests.helpers.pages import Page, unpacked
@@ -38,7 +38,7 @@ def test_the_page_has_the_scores_of_the_library(
     assert "What lm does not know" in page.words
     assert {"Model: hf:./lm", "Seed: 3"} <= set(page.words)
     methods = ["regrad", "entropy"]
-    (want,) = scored_documents(
+    (want,) = score_documents(
         load_language_model("hf:./lm"), [Document("story.txt", STORY)], methods, seed=3
     )
     assert page.data["methods"] == methods

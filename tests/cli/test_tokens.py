@@ -15,8 +15,8 @@ from qualms.data.texts import Document
 from qualms.gradients.settings import Sketch
 from qualms.models.language import load_language_model
 from qualms.texts.document import ScoredDocument
-from qualms.texts.generation import generated
-from qualms.texts.scoring import scored_documents
+from qualms.texts.generation import generate
+from qualms.texts.scoring import score_documents
 from qualms.texts.token_table import TokenTable
 from tests.helpers.commands import run
 from tests.helpers.tiny_llama import LEARNT
@@ -43,7 +43,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def library(methods: Any = "regrad", documents: Any = TEXTS, **how: Any) -> list[ScoredDocument]:
     """The scores without the command."""
-    return list(scored_documents(load_language_model("hf:./lm"), documents, methods, **how))
+    return list(score_documents(load_language_model("hf:./lm"), documents, methods, **how))
 
 
 def test_a_story_gets_a_row_for_each_token_with_the_scores_of_the_library(
@@ -166,7 +166,7 @@ def test_the_model_can_write_first_and_what_it_wrote_is_marked(
     assert (
         run(monkeypatch, "score", "story.txt", *own("--methods", "entropy", "--generate", "6")) == 0
     )
-    (written,) = generated(load_language_model("hf:./lm"), [Document("story.txt", STORY)], 6)
+    (written,) = generate(load_language_model("hf:./lm"), [Document("story.txt", STORY)], 6)
     assert written.text.startswith(STORY)
     (want,) = library("entropy", [written])
     found = rows(texts_here / "scores.csv")

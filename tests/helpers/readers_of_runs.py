@@ -183,9 +183,9 @@ def _language(*names: str) -> Callable[[Path], list[Path]]:
 def _speak(folder: Path, path: Path) -> None:
     from qualms.data.texts import Document
     from qualms.models.language import load_language_model
-    from qualms.texts.encoding import encoded
+    from qualms.texts.encoding import encode
 
-    encoded(load_language_model(f"hf:{folder}"), Document("story", "Once upon a time."))
+    encode(load_language_model(f"hf:{folder}"), Document("story", "Once upon a time."))
 
 
 @cache

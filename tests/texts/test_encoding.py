@@ -5,17 +5,17 @@ import pytest
 from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
-from qualms.texts.encoding import Window, decoder, encoded, windows
+from qualms.texts.encoding import Window, decoder, encode, windows
 from tests.helpers.tiny_llama import llama, tokenizer
 
 
 def test_tokens_know_where_they_stand_in_the_text() -> None:
     text = "Once a café 🙂"
-    found = encoded(LanguageModel("mine", llama(), tokenizer()), Document("x", text))
+    found = encode(LanguageModel("mine", llama(), tokenizer()), Document("x", text))
     assert (found.ids[0], found.offsets[0], found.lead) == (1, (0, 0), 1)
     assert "".join(text[start:end] for start, end in dict.fromkeys(found.offsets)) == text
     assert found.offsets.count((12, 13)) > 1  # bytes of one character
-    bare = encoded(LanguageModel("mine", llama(), tokenizer(bos=False)), Document("x", text))
+    bare = encode(LanguageModel("mine", llama(), tokenizer(bos=False)), Document("x", text))
     assert (bare.ids, bare.lead) == (found.ids[1:], 0)
 
 
@@ -56,4 +56,4 @@ def test_tokens_that_the_model_does_not_know_are_told() -> None:
         QualmsError,
         match=r"x has token \d+, and mine knows tokens 0 to 99; its tokenizer is another",
     ):
-        encoded(LanguageModel("mine", model, tokenizer()), Document("x", "a little girl"))
+        encode(LanguageModel("mine", model, tokenizer()), Document("x", "a little girl"))

@@ -6,7 +6,7 @@ import torch
 from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
-from qualms.texts.generation import generated
+from qualms.texts.generation import generate
 from tests.helpers.tiny_llama import llama, tokenizer
 
 
@@ -34,7 +34,7 @@ def words(model: LanguageModel, ids: list[int]) -> str:
 
 def test_a_text_goes_on_with_the_likeliest_tokens(tiny: LanguageModel) -> None:
     documents = [Document("a", "Once upon a time"), Document("b", "One day")]
-    found = list(generated(tiny, documents, 5))
+    found = list(generate(tiny, documents, 5))
     assert [one.name for one in found] == ["a", "b"]
     assert [one.text for one in found] == [after(tiny, one.text, 5) for one in documents]
     assert len(found[0].text) > len("Once upon a time")
@@ -45,14 +45,14 @@ def test_what_is_published_beside_the_model_does_not_change_what_is_likeliest(
 ) -> None:
     document = Document("a", "Once upon a time")
     tiny.model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, top_k=5)
-    assert next(generated(tiny, [document], 5)).text == after(tiny, document.text, 5)
+    assert next(generate(tiny, [document], 5)).text == after(tiny, document.text, 5)
 
 
 def test_draws_follow_the_seed_and_leave_the_random_state_alone(tiny: LanguageModel) -> None:
     document = Document("a", "Once upon a time")
     state = torch.get_rng_state()
     one, same, other = (
-        next(generated(tiny, [document], 9, sample=True, seed=seed)).text for seed in (1, 1, 2)
+        next(generate(tiny, [document], 9, sample=True, seed=seed)).text for seed in (1, 1, 2)
     )
     assert one == same != other
     assert torch.equal(torch.get_rng_state(), state)
@@ -63,14 +63,14 @@ def test_the_end_of_the_text_ends_it(tiny: LanguageModel) -> None:
     first, second = greedy(tiny, tiny.tokenizer(document.text)["input_ids"], 2)
     assert first != second
     tiny.model.generation_config.eos_token_id = second
-    found = next(generated(tiny, [document], 9)).text
+    found = next(generate(tiny, [document], 9)).text
     assert found == after(tiny, document.text, 2) != after(tiny, document.text, 9)
 
 
 def test_of_a_long_text_the_last_tokens_are_read(tiny: LanguageModel) -> None:
     long = "She had a red ball. " * 20
     last = [1, *tiny.tokenizer(long)["input_ids"][-(32 - 4 - 1) :]]
-    assert next(generated(tiny, [Document("a", long)], 4)).text == long + words(
+    assert next(generate(tiny, [Document("a", long)], 4)).text == long + words(
         tiny, greedy(tiny, last, 4)
     )
 
@@ -80,4 +80,4 @@ def test_more_than_the_model_can_read_is_refused(tiny: LanguageModel, count: int
     with pytest.raises(
         QualmsError, match=f"{count} new tokens cannot be written; choose from 1 to 30"
     ):
-        next(generated(tiny, [Document("a", "Once")], count))
+        next(generate(tiny, [Document("a", "Once")], count))

@@ -13,7 +13,7 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.texts.document import ScoredDocument
-from qualms.texts.scoring import scored_documents
+from qualms.texts.scoring import score_documents
 from tests.helpers.tiny_llama import LEARNT, llama, tokenizer
 
 SHORT, LONG = Document("short", "Once upon a time"), Document("long", f"{LEARNT} {LEARNT}")
@@ -28,7 +28,7 @@ def tiny() -> LanguageModel:
 def scored(
     model: LanguageModel, *documents: Document, methods: Any = "entropy", **how: Any
 ) -> list[ScoredDocument]:
-    return list(scored_documents(model, documents, methods, **how))
+    return list(score_documents(model, documents, methods, **how))
 
 
 def log_probs(model: LanguageModel, ids: list[int]) -> Tensor:
@@ -132,7 +132,7 @@ def test_neither_batches_nor_neighbors_change_a_score(tiny: LanguageModel) -> No
 def test_documents_come_as_they_are_done_and_how_far_it_is_is_told(tiny: LanguageModel) -> None:
     told: list[tuple[str, int, int]] = []
     progress: Callable[[str, int, int], None] = lambda *words: told.append(words)  # noqa: E731
-    stream = scored_documents(tiny, [SHORT, LONG], "entropy", batch_size=1, progress=progress)
+    stream = score_documents(tiny, [SHORT, LONG], "entropy", batch_size=1, progress=progress)
     assert next(stream).document is SHORT
     assert told == []
     rest = list(stream)

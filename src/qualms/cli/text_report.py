@@ -13,7 +13,7 @@ from qualms.gradients.settings import Engine
 from qualms.methods.at_positions import require_positions
 from qualms.models.language import PREFIX, load_language_model
 from qualms.report.text_page import write_text_page
-from qualms.texts.scoring import scored_documents
+from qualms.texts.scoring import score_documents
 
 METHODS = "regrad,entropy"
 
@@ -58,7 +58,7 @@ def report_texts(
         language_model.model.to(place)
         with show_progress("first tokens") as progress:
             scored = list(
-                scored_documents(
+                score_documents(
                     language_model,
                     read.documents,
                     wanted,

@@ -21,8 +21,8 @@ from qualms.gradients.settings import Sketch
 from qualms.methods.at_positions import require_positions
 from qualms.models.language import LanguageModel, load_language_model
 from qualms.texts.document import ScoredDocument
-from qualms.texts.generation import generated
-from qualms.texts.scoring import METHOD, scored_documents
+from qualms.texts.generation import generate
+from qualms.texts.scoring import METHOD, score_documents
 from qualms.texts.spans import worst_span_of
 from qualms.texts.token_table import TokenTable
 
@@ -100,7 +100,7 @@ def score_tokens(
     documents = _written_on(language_model, read.documents, given)
     with show_progress("first tokens") as progress:
         scored = list(
-            scored_documents(
+            score_documents(
                 language_model,
                 documents,
                 wanted,
@@ -124,7 +124,7 @@ def _written_on(
         return documents
     with show_progress("first text") as progress:
         return list(
-            generated(language_model, documents, given.generate, seed=given.seed, progress=progress)
+            generate(language_model, documents, given.generate, seed=given.seed, progress=progress)
         )
 
 

@@ -27,7 +27,7 @@ from qualms.scorer import Scorer
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, TokensAbout, TokensKey, TokensMeasures, TokensRow
 from qualms.tasks.scoring import Methods
-from qualms.texts.encoding import encoded
+from qualms.texts.encoding import encode
 from qualms.version import __version__
 
 CHUNK = 8  # windows whose scores are written together; what a kill can lose
@@ -87,7 +87,7 @@ def cut_windows(
         )
     rows: list[tuple[int, ...]] = []
     opening = 1
-    for found in (encoded(language, document) for document in documents):
+    for found in (encode(language, document) for document in documents):
         lead, ids = found.ids[: found.lead], found.ids[found.lead :]
         opening = max(found.lead, 1)
         width = length + opening - found.lead

@@ -1,4 +1,4 @@
-"""A text, and what a language model does not know at each of its tokens."""
+"""A text, and how uncertain a language model is at each of its tokens."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,13 @@ __all__ = ["Document", "ScoredDocument"]
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A text cut into tokens. What stands at a token is what the model says after reading it, of
-    what comes next.
+    """A text in tokens. Scores at a token are about what the model predicts after reading it.
 
     Args:
         document: the text.
         ids: the tokens' numbers in the vocabulary.
-        offsets: where each token starts and ends in the text, in characters; (0, 0) for one that is
-            not in the text.
+        offsets: where each token starts and ends in the text, in characters; (0, 0) for one that
+            is not in the text.
         scores: a number for each token, by method; higher means more uncertain.
         alternatives: after each token, the likeliest next tokens with their probabilities,
             likeliest first.
@@ -35,5 +34,5 @@ class ScoredDocument:
 
     @property
     def tokens(self) -> list[str]:
-        """The pieces of the text that the tokens stand for."""
+        """The text of each token."""
         return [self.document.text[start:end] for start, end in self.offsets]

@@ -1,6 +1,4 @@
-"""A document in tokens, and the windows in which a model reads one that is longer than it can read
-at once.
-"""
+"""A document in tokens, and the windows in which a model reads one that exceeds its context."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,14 +9,20 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 
-MOST = 1024  # tokens that are read at once, where the model could read more: memory grows with them
-NO_TEXT = (0, 0)  # the offsets of a token that a tokenizer adds
+MOST = 1024  # tokens read at once, even if the model could read more: memory grows with them
+LEAST = 4  # tokens in a window
+NO_TEXT = (0, 0)  # the offsets of a token that the tokenizer adds
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a document and where they stand in it; the first `lead` of them were added by
-    the tokenizer.
+    """The tokens of a document.
+
+    Args:
+        document: the text.
+        ids: the tokens' numbers in the vocabulary.
+        offsets: where each token starts and ends in the text, in characters.
+        lead: how many tokens the tokenizer adds in front of the text.
     """
 
     document: Document
@@ -29,8 +33,13 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Window:
-    """What a model reads at once: tokens added in front, then those from `start` to `end`, scored
-    from `scored` on.
+    """The tokens that a model reads at once.
+
+    Args:
+        lead: how many tokens that the tokenizer adds stand in front.
+        start: the first token of the document after them.
+        scored: the first token that is scored; those before it are context.
+        end: the token after the last one.
     """
 
     lead: int
@@ -39,57 +48,70 @@ class Window:
     end: int
 
     def of(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens that it holds."""
+        """The tokens in this window, of all tokens of the document."""
         return tokens[: self.lead] + tokens[self.start : self.end]
 
     @property
     def places(self) -> slice:
-        """Where in the window the tokens stand that are scored."""
+        """The positions of the scored tokens within the window."""
         last = self.lead + self.end - self.start
         return slice(last - (self.end - self.scored), last)
 
 
-def encoded(language_model: LanguageModel, document: Document) -> Encoded:
-    """The document as its model reads it."""
-    # Of long texts the tokenizer would warn that they do not fit; they are read in windows.
+def encode(language_model: LanguageModel, document: Document) -> Encoded:
+    """The document as the model reads it.
+
+    Raises:
+        QualmsError: if the tokenizer finds nothing in it, or belongs to another model.
+    """
+    # Without verbose=False the tokenizer warns of long texts, which are read in windows.
     found = language_model.tokenizer(document.text, return_offsets_mapping=True, verbose=False)
-    ids, offsets = (
-        tuple(found["input_ids"]),
-        tuple((start, end) for start, end in found["offset_mapping"]),
-    )
-    if all(place == NO_TEXT for place in offsets):
+    ids = tuple(found["input_ids"])
+    offsets = tuple((start, end) for start, end in found["offset_mapping"])
+    lead = 0
+    while lead < len(offsets) and offsets[lead] == NO_TEXT:
+        lead += 1
+    if lead == len(offsets):
         raise QualmsError(
-            f"the tokenizer of {language_model.name} finds nothing in {document.name}; leave it out."
+            f"the tokenizer of {language_model.name} finds nothing in {document.name}; leave it "
+            "out."
         )
     known = language_model.model.get_input_embeddings().num_embeddings
     if max(ids) >= known:
         raise QualmsError(
-            f"{document.name} has token {max(ids)}, and {language_model.name} knows tokens 0 to {known - 1}; its "
-            "tokenizer is another model's."
+            f"{document.name} has token {max(ids)}, and {language_model.name} knows tokens 0 to "
+            f"{known - 1}; its tokenizer is another model's."
         )
-    return Encoded(
-        document, ids, offsets, next(at for at, place in enumerate(offsets) if place != NO_TEXT)
-    )
+    return Encoded(document, ids, offsets, lead)
 
 
 def reading_width(language_model: LanguageModel, context: int | None = None) -> int:
-    """How many tokens are read at once: as asked for, else as many as the model can and memory
-    should.
+    """How many tokens are read at once.
+
+    Args:
+        language_model: may limit its context.
+        context: the number asked for; None takes as many as the model can read, at most 1024.
     """
-    can = language_model.context
-    if context is not None and (context < 4 or context > (can or context)):
-        limit = "" if can is None else f" to {can}, which {language_model.name} can read"
-        raise QualmsError(f"the context is {context} tokens; choose from 4{limit or ' on'}.")
-    return context or min(can or MOST, MOST)
+    most = language_model.context
+    if context is None:
+        return min(most or MOST, MOST)
+    if context < LEAST or context > (most or context):
+        limit = " on" if most is None else f" to {most}, which {language_model.name} can read"
+        raise QualmsError(f"the context is {context} tokens; choose from {LEAST}{limit}.")
+    return context
 
 
 def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
-    """Windows of at most `context` tokens, in which each token is scored once.
+    """Windows in which each token is scored once.
 
-    The first is full and scored all over. Each further one moves on by half of what it holds: the
-    first half was scored before and is there to be read, so that a token is judged after reading at
-    least half a window. The tokens that the tokenizer adds in front of a text stand in front of
-    every window.
+    All tokens of the first window are scored. Each further window moves on by half of what it
+    holds, and its first half is context, so that a token is judged after reading at least half a
+    window. The tokens that the tokenizer adds stand in front of every window.
+
+    Args:
+        tokens: of the document.
+        lead: how many of them the tokenizer added in front.
+        context: the most tokens in a window.
     """
     yield Window(0, 0, 0, min(context, tokens))
     room = context - lead
@@ -100,15 +122,13 @@ def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:
-    """What a token adds to a text that goes on, with the space in front of it; each is decoded
-    once.
-    """
+    """A function from a token to the text that it adds, with the space in front of it."""
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    before = len(whole(anchor))
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    before = len(decode(anchor))
 
     @cache
     def piece(token: int) -> str:
-        return whole([*anchor, token])[before:]
+        return decode([*anchor, token])[before:]
 
     return piece

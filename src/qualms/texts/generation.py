@@ -1,4 +1,4 @@
-"""Texts that a language model has written on."""
+"""Texts that a language model continues."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,10 +8,10 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.progress import ProgressFn
-from qualms.texts.encoding import NO_TEXT, encoded, reading_width
+from qualms.texts.encoding import NO_TEXT, Encoded, encode, reading_width
 
 
-def generated(
+def generate(
     language_model: LanguageModel,
     documents: Sequence[Document],
     new_tokens: int,
@@ -24,57 +24,89 @@ def generated(
 
     Args:
         language_model: what writes.
-        documents: the beginnings. Of one that leaves no room in the model's context, the last
-            tokens are read.
-        new_tokens: how many tokens are written at most; fewer if the model ends the text itself.
-        sample: draw each token by its probability, instead of taking the likeliest.
+        documents: the beginnings. If one leaves no room in the model's context, its last tokens
+            are read.
+        new_tokens: the most tokens to write; the model may end the text earlier.
+        sample: draw each token by its probability, instead of taking the likeliest one.
         seed: decides the draws.
-        progress: is told how many documents are done.
+        progress: called with the number of documents that are done.
     """
     width = reading_width(language_model)
     if not 0 < new_tokens <= width - 2:
         raise QualmsError(
             f"{new_tokens} new tokens cannot be written; choose from 1 to {width - 2}."
         )
-    for number, document in enumerate(documents):
-        yield Document(
-            document.name,
-            document.text + _continuation(language_model, document, new_tokens, sample, seed),
-        )
+    for number, document in enumerate(documents, start=1):
+        more = _continue(language_model, document, new_tokens, sample, seed)
+        yield Document(document.name, document.text + more)
         if progress is not None:
-            progress("documents written on", number + 1, len(documents))
+            progress("documents written on", number, len(documents))
 
 
-def _continuation(
+def _continue(
     language_model: LanguageModel, document: Document, new_tokens: int, sample: bool, seed: int
 ) -> str:
+    """What the model writes after a document.
+
+    Args:
+        language_model: what writes.
+        document: the beginning.
+        new_tokens: the most tokens to write.
+        sample: whether tokens are drawn.
+        seed: decides the draws.
+    """
+    tokenizer = language_model.tokenizer
+    text = encode(language_model, document)
+    room = reading_width(language_model) - new_tokens - text.lead
+    read = [*text.ids[: text.lead], *_own_tokens(text)[-max(room, 1) :]]
+    written = _write(language_model, read, new_tokens, sample, seed)
+
+    def decode(tokens: list[int]) -> str:
+        found: str = tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return found
+
+    more = decode(written)[len(decode(read)) :]
+    return more.rstrip("\ufffd")  # the last character may have been cut within its bytes
+
+
+def _own_tokens(text: Encoded) -> list[int]:
+    """The tokens of a text, without those that the tokenizer adds, such as the end of the text."""
+    own = []
+    for token, place in zip(text.ids, text.offsets, strict=True):
+        if place != NO_TEXT:
+            own.append(token)
+    return own
+
+
+def _write(
+    language_model: LanguageModel, read: list[int], new_tokens: int, sample: bool, seed: int
+) -> list[int]:
+    """All tokens, once the model has continued some.
+
+    Args:
+        language_model: what writes.
+        read: the tokens so far.
+        new_tokens: the most tokens to write.
+        sample: whether tokens are drawn.
+        seed: decides the draws.
+    """
     from transformers import GenerationConfig
 
-    model, tokenizer = language_model.model, language_model.tokenizer
-    text = encoded(language_model, document)
-    own = [
-        token for token, place in zip(text.ids, text.offsets, strict=True) if place != NO_TEXT
-    ]  # no end of the text
-    room = reading_width(language_model) - new_tokens - text.lead
-    read = [*text.ids[: text.lead], *own[-max(room, 1) :]]
-    ends = model.generation_config.eos_token_id
+    model = language_model.model
+    end = model.generation_config.eos_token_id
     settings = GenerationConfig(
         max_new_tokens=new_tokens,
         do_sample=sample,
-        eos_token_id=tokenizer.eos_token_id if ends is None else ends,
+        eos_token_id=language_model.tokenizer.eos_token_id if end is None else end,
         pad_token_id=0,  # one text has no padding
         **({"top_k": 0, "top_p": 1.0, "temperature": 1.0} if sample else {}),
     )
     ids = torch.tensor([read], device=model.device)
+    mask = torch.ones_like(ids)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings
-        )[0].tolist()
-    before, after = (
-        tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for some in (read, found)
-    )
-    return after[len(before) :].rstrip(
-        "\ufffd"
-    )  # the last character may have been cut within its bytes
+        found = model.generate(ids, attention_mask=mask, generation_config=settings)
+    tokens: list[int] = found[0].tolist()
+    return tokens

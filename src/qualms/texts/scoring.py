@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qualms.data.images import number_of
 from qualms.data.texts import Document
+from qualms.errors import warn_renamed
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.chosen import Methods
 from qualms.models.language import LanguageModel
@@ -19,13 +20,13 @@ from qualms.progress import ProgressFn
 from qualms.scorer import Scorer
 from qualms.stream.sizes import TOKEN_WINDOWS
 from qualms.texts.document import ScoredDocument
-from qualms.texts.encoding import Encoded, Window, decoder, encoded, reading_width, windows
+from qualms.texts.encoding import Encoded, Window, decoder, encode, reading_width, windows
 
 METHOD = "regrad"
 NO_TARGET = -100
 
 
-def scored_documents(
+def score_documents(
     language_model: LanguageModel,
     documents: Sequence[Document],
     methods: Methods = METHOD,
@@ -38,87 +39,101 @@ def scored_documents(
 ) -> Iterator[ScoredDocument]:
     """Each document with the scores of its tokens, in the order given and as soon as it is done.
 
-    A document that is longer than the context is read in windows: each moves on by half of what it
-    holds, so that a token is judged after reading at least half a window, and each token is scored
-    once. Such a document has no `sequence`, which is about all of its tokens at once.
+    A document that exceeds the context is read in windows: each moves on by half of what it holds,
+    so that a token is judged after reading at least half a window, and each token is scored once.
+    Such a document has no `sequence`, which is about all of its tokens at once.
 
     Args:
         language_model: what reads them.
         documents: the texts.
         methods: specs or methods, as for `Scorer`.
-        engine: of the gradient scores, as for `Scorer`; a `Sketch` says how many tangents it takes.
+        engine: of the gradient scores, as for `Scorer`; a `Sketch` sets the number of tangents.
         seed: decides every random draw.
-        context: how many tokens are read at once: by default as many as the model can read, and at
+        context: how many tokens are read at once; by default as many as the model can read, at
             most 1024.
         batch_size: how many windows are scored in one call.
-        progress: is told how many tokens are done.
+        progress: called with the number of tokens that are done.
     """
     width = reading_width(language_model, context)
     scorer = Scorer(language_model.model, methods, class_dim=-1, engine=engine, seed=seed)
-    growing = [_Growing(encoded(language_model, document)) for document in documents]
-    todo = [
-        (one, window)
-        for one in growing
-        for window in windows(len(one.text.ids), one.text.lead, width)
-    ]
-    piece, done, total = (
-        decoder(language_model.tokenizer),
-        0,
-        sum(len(one.text.ids) for one in growing),
-    )
+    growing = [_GrowingDocument(encode(language_model, document)) for document in documents]
+    todo: list[tuple[_GrowingDocument, Window]] = []
+    for one in growing:
+        for window in windows(len(one.text.ids), one.text.lead, width):
+            todo.append((one, window))
+    piece = decoder(language_model.tokenizer)
+    done, total = 0, sum(len(one.text.ids) for one in growing)
     for first in range(0, len(todo), batch_size):
         part = todo[first : first + batch_size]
-        batch = _Batch.of([(one.text, window) for one, window in part], language_model.model.device)
-        found = scorer(batch.inputs, numbers=batch.numbers, mask=batch.mask, targets=batch.targets)
+        batch = _make_batch([(one.text, window) for one, window in part], scorer.model)
+        scored = scorer(batch.inputs, numbers=batch.numbers, mask=batch.mask, targets=batch.targets)
         for row, (one, window) in enumerate(part):
-            one.add(found, row, window, piece)
+            one.add(scored, row, window, piece)
             done += window.end - window.scored
             if one.complete:
-                yield one.scored()
+                yield one.finish()
         if progress is not None:
             progress("tokens scored", done, total)
 
 
+def scored_documents(*args: Any, **kwargs: Any) -> Iterator[ScoredDocument]:
+    """`score_documents` by its former name."""
+    warn_renamed("scored_documents", "score_documents")
+    return score_documents(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class _Batch:
-    """Windows side by side, filled up at their ends: what is read, which positions are scored, and
-    what follows.
+    """b windows of at most t tokens, padded at their ends.
 
-    Their numbers, which decide random draws, follow their tokens and not their place among the
-    others.
+    Args:
+        numbers: decide random draws; they follow a window's tokens, not its position.
+        inputs: what the model reads, [b, t] each.
+        mask: which positions are scored, [b, t].
+        targets: the next token at each of these positions, [b, t].
     """
 
     numbers: list[int]
-    inputs: dict[str, Int[Tensor, "windows tokens"]]
-    mask: Bool[Tensor, "windows tokens"]
-    targets: Int[Tensor, "windows tokens"]
+    inputs: dict[str, Int[Tensor, "b t"]]
+    mask: Bool[Tensor, "b t"]
+    targets: Int[Tensor, "b t"]
 
-    @staticmethod
-    def of(parts: Sequence[tuple[Encoded, Window]], device: Any) -> "_Batch":
-        read = [window.of(text.ids) for text, window in parts]
-        shape = len(parts), max(map(len, read))
-        ids, there = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        mask, targets = torch.zeros(shape, dtype=torch.bool), torch.full(shape, NO_TARGET)
-        for row, (tokens, (text, window)) in enumerate(zip(read, parts, strict=True)):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            there[row, : len(tokens)] = 1
-            mask[row, window.places] = True
-            # With the token after the window, so that its last one has a target too, unless it is
-            # the last of all.
-            goes_on = torch.tensor([text.ids[window.scored : window.end + 1]])
-            targets[row, window.places] = next_tokens(goes_on)[0, : window.end - window.scored]
-        inputs = {"input_ids": ids.to(device), "attention_mask": there.to(device)}
-        return _Batch(
-            [number_of(np.array(tokens)) for tokens in read],
-            inputs,
-            mask.to(device),
-            targets.to(device),
-        )
+
+def _make_batch(parts: Sequence[tuple[Encoded, Window]], model: Any) -> _Batch:
+    read = [window.of(text.ids) for text, window in parts]
+    shape = len(parts), max(map(len, read))
+    ids = torch.zeros(shape, dtype=torch.long)
+    attention = torch.zeros(shape, dtype=torch.long)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    targets = torch.full(shape, NO_TARGET)
+    for row, (text, window) in enumerate(parts):
+        tokens, places = read[row], window.places
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        attention[row, : len(tokens)] = 1
+        mask[row, places] = True
+        # The token after the window is the target of its last one, unless that ends the text.
+        goes_on = torch.tensor([text.ids[window.scored : window.end + 1]])
+        targets[row, places] = next_tokens(goes_on)[0, : window.end - window.scored]
+    device = model.device
+    return _Batch(
+        [number_of(np.array(tokens)) for tokens in read],
+        {"input_ids": ids.to(device), "attention_mask": attention.to(device)},
+        mask.to(device),
+        targets.to(device),
+    )
 
 
 @dataclass
-class _Growing:
-    """A document whose windows are being scored."""
+class _GrowingDocument:
+    """A document whose windows are being scored; fields as in `ScoredDocument`.
+
+    Args:
+        text: its tokens.
+        scores: by method, of the tokens so far.
+        alternatives: likely next tokens, with their probabilities.
+        next_log_probs: log p of the token that follows.
+        sequence: of the whole text, if a single window holds it.
+    """
 
     text: Encoded
     scores: dict[str, list[float]] = field(default_factory=dict)
@@ -130,21 +145,30 @@ class _Growing:
     def complete(self) -> bool:
         return len(self.next_log_probs) == len(self.text.ids)
 
-    def add(self, found: Any, row: int, window: Window, piece: Callable[[int], str]) -> None:
-        places = window.places
-        for name, values in found.scores.items():
-            self.scores.setdefault(name, []).extend(values[row, places].tolist())
-        for classes, probs in zip(
-            found.classes[row, places].tolist(), found.probs[row, places].tolist(), strict=True
-        ):
-            self.alternatives.append(tuple(zip(map(piece, classes), probs, strict=True)))
-        self.next_log_probs += found.target_log_probs[row, places].tolist()
-        whole = (
-            window.end - window.scored == len(self.text.ids) > 1
-        )  # after a single token nothing follows
-        self.sequence = float(found.sequence[row]) if whole and found.sequence is not None else None
+    def add(self, scored: Any, row: int, window: Window, piece: Callable[[int], str]) -> None:
+        """Add the scores of one window.
 
-    def scored(self) -> ScoredDocument:
+        Args:
+            scored: of a batch.
+            row: of this window in the batch.
+            window: the next one of this document.
+            piece: the text of a token.
+        """
+        places = window.places
+        for name, values in scored.scores.items():
+            self.scores.setdefault(name, []).extend(values[row, places].tolist())
+        classes = scored.classes[row, places].tolist()
+        probs = scored.probs[row, places].tolist()
+        for tokens, their_probs in zip(classes, probs, strict=True):
+            pieces = [piece(token) for token in tokens]
+            self.alternatives.append(tuple(zip(pieces, their_probs, strict=True)))
+        self.next_log_probs += scored.target_log_probs[row, places].tolist()
+        # After a single token nothing follows.
+        is_whole = window.end - window.scored == len(self.text.ids) > 1
+        if is_whole and scored.sequence is not None:
+            self.sequence = float(scored.sequence[row])
+
+    def finish(self) -> ScoredDocument:
         return ScoredDocument(
             self.text.document,
             self.text.ids,

@@ -1,4 +1,4 @@
-"""The part of a text that a model knows least about."""
+"""The span of a text that a model knows least about."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,13 @@ LENGTH = 8  # tokens
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens from `start` up to, but not including, `end`, and the mean of their scores."""
+    """Neighboring tokens.
+
+    Args:
+        start: the first token.
+        end: the token after the last one.
+        score: the mean of their scores.
+    """
 
     start: int
     end: int
@@ -20,11 +26,17 @@ class Span:
 
 
 def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Span | None:
-    """The `length` neighboring tokens whose scores have the highest mean, the first of them if
-    there are several.
+    """The `length` neighboring tokens whose scores have the highest mean; the first of several.
 
-    Every token of a span has a score: none is NaN. Where no `length` neighbors have one, as in a
-    short text, spans are as long as the longest run of tokens that do; None if no token has.
+    Every token of a span has a score. Where no `length` neighbors have one, as in a short text, a
+    span is as long as the longest run of tokens that do.
+
+    Args:
+        scores: of the tokens; NaN where there is none.
+        length: the most tokens in a span.
+
+    Returns:
+        The span; None if no token has a score.
     """
     values = np.asarray(scores, dtype=np.float64)
     length = min(length, _longest_run(~np.isnan(values)))
@@ -36,13 +48,18 @@ def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Sp
 
 
 def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -> Span | None:
-    """The worst span of a text by a method, of the tokens that are in the text: none that a
-    tokenizer adds.
+    """The worst span of a text, without the tokens that the tokenizer adds.
+
+    Args:
+        document: with scores.
+        method: by which it was scored.
+        length: the most tokens in a span.
     """
-    inside = np.array([start < end for start, end in document.offsets], dtype=bool)
-    return worst_span(
-        np.where(inside, np.array(document.scores[method], dtype=np.float64), np.nan), length
-    )
+    values = np.array(document.scores[method], dtype=np.float64)
+    for place, (start, end) in enumerate(document.offsets):
+        if start >= end:
+            values[place] = np.nan
+    return worst_span(values, length)
 
 
 def _longest_run(there: np.ndarray) -> int:

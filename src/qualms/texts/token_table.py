@@ -7,26 +7,37 @@ from typing import Any
 
 from qualms.texts.document import ScoredDocument
 
-KINDS = {"position": "int64", "start": "int64", "end": "int64", "generated": "bool"}
-WORDS = ("document", "token", "likeliest_next")
+KINDS = {  # of columns; all others are float64
+    "position": "int64",
+    "start": "int64",
+    "end": "int64",
+    "generated": "bool",
+    "document": "string",
+    "token": "string",
+    "likeliest_next": "string",
+}
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """A row for each token; of texts that a model has written on, `written_from` says from which
-    character.
+    """A row for each token of some documents.
+
+    Args:
+        documents: with scores.
+        written_from: from which character on a model has written each document, by name; None if
+            no model has.
     """
 
     documents: Sequence[ScoredDocument]
     written_from: Mapping[str, int] | None = None
 
     def columns(self) -> dict[str, list[Any]]:
-        """The document and the token's place in it, its scores, log p of the token that follows,
-        the likeliest one.
+        """The table by column: `document`, `position`, `token`, `start`, `end`, `generated`,
+        `score_METHOD` for each method, `log_prob_next`, `likeliest_next` and `likeliest_prob`.
         """
         table: dict[str, list[Any]] = {}
         for one in self.documents:
-            for name, values in self._of(one).items():
+            for name, values in self._columns_of(one).items():
                 table.setdefault(name, []).extend(values)
         return table
 
@@ -34,16 +45,16 @@ class TokenTable:
         """`columns()` as a pyarrow.Table."""
         import pyarrow
 
-        columns = self.columns()
-        kinds = {**KINDS, **dict.fromkeys(WORDS, "string")}
-        arrays = [
-            pyarrow.array(values, pyarrow.type_for_alias(kinds.get(name, "float64")))
-            for name, values in columns.items()
-        ]
-        return pyarrow.table(arrays, names=list(columns))
+        arrays = {}
+        for name, values in self.columns().items():
+            kind = pyarrow.type_for_alias(KINDS.get(name, "float64"))
+            arrays[name] = pyarrow.array(values, kind)
+        return pyarrow.table(arrays)
 
-    def _of(self, one: ScoredDocument) -> dict[str, list[Any]]:
-        starts, name = [start for start, _ in one.offsets], one.document.name
+    def _columns_of(self, one: ScoredDocument) -> dict[str, list[Any]]:
+        name = one.document.name
+        starts = [start for start, _ in one.offsets]
+        likeliest = [tokens[0] for tokens in one.alternatives]
         table: dict[str, list[Any]] = {
             "document": [name] * len(one.ids),
             "position": list(range(len(one.ids))),
@@ -53,16 +64,14 @@ class TokenTable:
         }
         if self.written_from is not None:
             table["generated"] = [start >= self.written_from[name] for start in starts]
-        table |= {
-            f"score_{method}": [_known(value) for value in values]
-            for method, values in one.scores.items()
-        }
-        table["log_prob_next"] = [_known(value) for value in one.next_log_probs]
-        table["likeliest_next"] = [tokens[0][0] for tokens in one.alternatives]
-        table["likeliest_prob"] = [tokens[0][1] for tokens in one.alternatives]
+        for method, values in one.scores.items():
+            table[f"score_{method}"] = list(map(_without_nan, values))
+        table["log_prob_next"] = list(map(_without_nan, one.next_log_probs))
+        table["likeliest_next"] = [token for token, _ in likeliest]
+        table["likeliest_prob"] = [prob for _, prob in likeliest]
         return table
 
 
-def _known(value: float) -> float | None:
-    """A number, or nothing: JSON has no NaN."""
+def _without_nan(value: float) -> float | None:
+    """The number, or None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value
