@@ -125,7 +125,7 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--methods", "entropy,laplace"), "laplace needs training data; pass --train"),
         (("--methods", "ensemble"), "ensemble needs several models, and this command has one"),
         (("--methods", "regard"), "did you mean regrad"),
-        (("--device", "cud"), "there is no device 'cud' here; use --device auto"),
+        (("--device", "cud"), "device 'cud' is not available"),
         (("--threshold", "none.json"), "there is no threshold file at none.json"),
         (("--threshold", "there.csv"), "there.csv is not a threshold file"),
         (("--threshold", "t.json", "--coverage", "0.9"), "leave out --reference and --coverage"),
@@ -139,8 +139,8 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--out", "there.csv/"), "there.csv cannot be written (File exists)"),
         (("--shard-size", "4"), "are for shards; end --out with a /"),
         (("--runner", "ray"), "are for shards; end --out with a /"),
-        (("--tolerance", "1"), "--tolerance is 1; it is a share, from 0 (exact) to below 1."),
-        (("--tolerance", "nan"), "--tolerance is nan; it is a share"),
+        (("--tolerance", "1"), "--tolerance is 1; pass a number from 0"),
+        (("--tolerance", "nan"), "--tolerance is nan; pass a number"),
         (("--out", "many/", "--workers", "2"), "--workers and --ray-address are for --runner ray"),
     ],
 )
@@ -364,7 +364,7 @@ def test_a_terminal_is_told_at_once_what_is_being_done(monkeypatch: pytest.Monke
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    LazyCommand("methods", "qualms.cli.methods", "").loaded()
+    LazyCommand("methods", "qualms.cli.methods", "").load()
     assert screen.getvalue() == "\r\x1b[2Kstarting …\r\x1b[2K"
 
 

@@ -116,7 +116,7 @@ def test_numbers_of_another_size_are_fitted_as_the_file_of_the_same_image(
         0, 256, (50, 30, 3) if fit else (8, 8, 3), dtype=np.uint8
     )
     own = served()
-    ask = client(replace(own, network=replace(own.network, fit=fit)))
+    ask = client(replace(own, network=replace(own.network, transform=fit)))
     (file,) = ask.post("/v1/score", files=[("images", ("big.png", png(big)))]).json()["results"]
     (array,) = ask.post("/v1/score", json={"images": [big.tolist()]}).json()["results"]
     assert array["scores"] == file["scores"]
