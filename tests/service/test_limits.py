@@ -278,7 +278,8 @@ def test_an_image_that_is_long_and_thin_is_not_made_large(monkeypatch: pytest.Mo
     own = usual()
     ask = client(
         replace(
-            own, network=replace(own.network, transform=ImageTransform((8, 8), resize=100, channels=1))
+            own,
+            network=replace(own.network, transform=ImageTransform((8, 8), resize=100, channels=1)),
         )
     )
     thin = np.zeros((1, 20_000), np.uint8)
