@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from qualms.gradients.directions import Cotangents
+from qualms.gradients.fallback import error_note
 from qualms.gradients.isolation import interrupts
 from qualms.gradients.precision import at_least_float32, inner_products, sum_of_squares
 from qualms.gradients.tracing.factors import GradFactor
@@ -76,7 +77,8 @@ def full_gradients(
     for name, factor in pullback.single.items():
         deltas = cotangents_at(factor, at, pullback.index)
         if deltas is not None:
-            gradients[name] = factor.gradient.write(deltas)
+            with error_note(f"the gradient of {name}"):
+                gradients[name] = factor.gradient.write(deltas)
     return gradients | pullback.sum_shared(at)
 
 
@@ -220,7 +222,8 @@ def _measure_one(
     for name, factor in pullback.single.items():
         deltas = cotangents_at(factor, at, pullback.index)
         if deltas is not None:
-            values[name] = _size_of_factor(factor, deltas, kind, directions)
+            with error_note(f"the gradient of {name}"):
+                values[name] = _size_of_factor(factor, deltas, kind, directions)
     for name, gradient in pullback.sum_shared(at).items():
         values[name] = size_of(gradient, kind)
     return values
@@ -275,7 +278,8 @@ def _measure_inner_products(
     scales = scale[:, :, None] * scale[:, None, :]
     values: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
-        products = _inner_products_of_factor(factor, all_at, pullback.index)
+        with error_note(f"the gradient of {name}"):
+            products = _inner_products_of_factor(factor, all_at, pullback.index)
         if products is not None:
             values[name] = products * scales
     shared = [pullback.sum_shared(at) for at in all_at]
@@ -341,18 +345,17 @@ def sum_shared_gradients(
         deltas = cotangents_at(factor, at, index)
         if deltas is None:
             continue
-        gradient = factor.gradient.write(deltas)
-        name = weights.names.get(id(factor.target))
-        if name is not None:
-            add(name, gradient)
+        target = factor.target
+        names = sorted(roots(target, weights))
+        with error_note("the gradient of " + ", ".join(names)):
+            gradient = factor.gradient.write(deltas)
+        if id(target) in weights.names:
+            add(weights.names[id(target)], gradient)
             continue
-        names = sorted(roots(factor.target, weights))
-        leaves = [weights.leaves[n] for n in names]
-        for b, g in enumerate(gradient.to(factor.target.dtype)):
-            of_leaves = torch.autograd.grad(
-                factor.target, leaves, g, retain_graph=True, allow_unused=True
-            )
-            for n, back in zip(names, of_leaves, strict=True):
-                if back is not None and n in shared:
-                    add(n, back, b)
+        leaves = [weights.leaves[name] for name in names]
+        for b, g in enumerate(gradient.to(target.dtype)):
+            of_leaves = torch.autograd.grad(target, leaves, g, retain_graph=True, allow_unused=True)
+            for name, back in zip(names, of_leaves, strict=True):
+                if back is not None and name in shared:
+                    add(name, back, b)
     return total

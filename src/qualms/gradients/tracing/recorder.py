@@ -29,9 +29,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qualms.gradients.batch import NotBatchable
+from qualms.gradients.fallback import error_note
 from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.tracing.factors import GradFactor
-from qualms.gradients.tracing.op_call import OpCall
+from qualms.gradients.tracing.op_call import OpCall, run_op
 from qualms.gradients.tracing.op_effects import (
     bare_name,
     full_name,
@@ -143,7 +144,7 @@ class Recorder(TorchFunctionMode):
             self.reads_values |= reads_values(name)
             self.shapes_vary |= shape_depends_on_values(name, args, active)
         if not params or not torch.is_grad_enabled():
-            out = func(*args, **kwargs)
+            out = run_op(func, args, kwargs)
             if active:
                 self._note_result(name, active, out)
                 self._mark_active(given[:1] if writes(func) else [])
@@ -153,7 +154,7 @@ class Recorder(TorchFunctionMode):
         self._note_use(params)
         if isinstance(func, types.FunctionType):  # of torch, in Python: trace what it calls
             with self:
-                return without_override_checks(func)(*args, **kwargs)
+                return run_op(without_override_checks(func), args, kwargs)
         out = self._run_use(func, args, kwargs, given)
         self._note_result(name, active, out)
         return out
@@ -170,7 +171,7 @@ class Recorder(TorchFunctionMode):
             given: all tensors among them.
         """
         params = [t for t in given if self.is_param(t)]
-        out = func(*args, **kwargs)
+        out = run_op(func, args, kwargs)
         changed = given[:1] if writes(func) else []
         derived = [t for t in (*tensors_in(out), *changed) if t.requires_grad]
         for t in derived:
@@ -262,7 +263,8 @@ def _try_rule(
         inspect.signature(rule).bind(call, *args, **kwargs)
     except TypeError:
         return NotImplemented
-    return rule(call, *args, **kwargs)
+    with error_note(f"the rule for {call.use.name}"):
+        return rule(call, *args, **kwargs)
 
 
 def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:

@@ -104,6 +104,7 @@ def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
     then taken to be adjacent, as they are in all but few models, and the check of the first rows'
     gradients finds out if they are not.
     """
+    _require(one.numel() > 0)
     per_row = one.shape[axis]
     first, pair = one.detach().double(), two.detach().double()
     room = TOLERANCE * float(first.abs().max())
