@@ -33,12 +33,12 @@ import qualms
 from qualms.gradients import directions
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.class_sampling import MIN_CLASSES
-from qualms.gradients.engines.sketch import sketch_totals
+from qualms.gradients.engines.sketch import project_gradients
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketching.stable import Sample
+from qualms.gradients.sketching.projections import Projections
 from qualms.methods.regrad import REGrad
 
 RESULTS = Path(__file__).parent / "results" / "ranking.jsonl"
@@ -94,10 +94,12 @@ def sketch(name: str, each: int) -> Iterator[Row]:
             settings = Settings(qualms.Sketch(max(TANGENTS), combine), seed=seed)
             with preserve_state(model) as inner:
                 job = GradientRequest(inner, x, range(len(x)), settings, Directions(("classes",)))
-                samples = [sample for sample, _ in sketch_totals(job, LAMBDA[name], PlanCache())]
+                samples = [
+                    sample for sample, _ in project_gradients(job, LAMBDA[name], PlanCache())
+                ]
             for k in TANGENTS:
                 norms = torch.cat(
-                    [Sample(sample.projections[:k], sample.law).scale for sample in samples]
+                    [Projections(sample.values[:k], sample.law).scale for sample in samples]
                 )
                 score = (REGrad().weights(probs) * norms).sum(-1)
                 of_tangents[k].append(_row("sketch", name, f"k = {k}, {combine}", score, exact))

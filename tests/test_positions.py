@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.engines import positions as module
-from qualms.gradients.sketching.tangents import Tangents
+from qualms.gradients.engines import position_sketch
+from qualms.gradients.sketching.tangents import TangentDistribution, Tangents
 from qualms.methods import at_positions
 from tests.helpers import language
 from tests.helpers.language import MODELS, TOKENS, WORDS
@@ -102,7 +102,7 @@ def test_every_tangent_gives_what_plain_autograd_gives(
             logits = model(**one).logits
             found = torch.autograd.grad(logits[0, t, c], list(named.values()), allow_unused=True)
             for j in range(4):
-                s = drawn[0].draw(j)
+                s = drawn[0].distribution.draw(j)
                 want = sum(
                     float((g * s[f"model.{n}"]).sum())
                     for n, g in zip(named, found, strict=True)
@@ -200,7 +200,7 @@ def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch
     several = qualms.Scorer(model, methods, class_dim=-1)(
         batch, targets=qualms.next_tokens(batch["input_ids"])
     )
-    monkeypatch.setattr(module.PositionSketch, "_at_once", lambda *_: 1)
+    monkeypatch.setattr(position_sketch, "_tangents_at_once", lambda *_: 1)
     alone = qualms.Scorer(model, methods, class_dim=-1)(
         batch, targets=qualms.next_tokens(batch["input_ids"])
     )
@@ -797,10 +797,12 @@ def test_tangents_that_could_not_all_be_drawn_are_drawn_again(
     scorer = qualms.Scorer(model, "fisher", class_dim=-1)
     want = scorer(batch).scores["fisher"]
     (tangents,) = (one for one in scorer._cache.found.values() if isinstance(one, Tangents))
-    draw = tangents.draw
-    assert tangents.stands == (0, 16)
-    monkeypatch.setattr(tangents, "draw", lambda j, *out: draw(j, *out) if j < 4 else 1 / 0)
+    draw = TangentDistribution.draw
+    assert tangents.stack_range == (0, 16)
+    monkeypatch.setattr(
+        TangentDistribution, "draw", lambda s, j, *out: draw(s, j, *out) if j < 4 else 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         tangents.stacked(1, 17)  # others, of which the first few are written
-    monkeypatch.setattr(tangents, "draw", draw)
+    monkeypatch.setattr(TangentDistribution, "draw", draw)
     same(scorer(batch).scores["fisher"], want)

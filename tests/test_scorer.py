@@ -22,9 +22,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import qualms
 from qualms.errors import SlowWarning
-from qualms.gradients.engines import sketch as sketch_engine
 from qualms.gradients.isolation.fingerprint import sum_bits
 from qualms.gradients.plan_cache import MOST, PlanCache
+from qualms.gradients.sketching.tangents import TangentDistribution
 from qualms.progress import pace
 from tests import evasive, scattered
 from tests.helpers.model_state import fingerprint, same
@@ -202,13 +202,13 @@ def test_tangents_are_drawn_once(
     model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []
-    real = sketch_engine.tangent
+    real = TangentDistribution.draw
 
-    def counted(*args: Any) -> Any:
-        drawn.append(args[-1])
-        return real(*args)
+    def counted(self: TangentDistribution, number: int, *out: Any) -> Any:
+        drawn.append(number)
+        return real(self, number, *out)
 
-    monkeypatch.setattr(sketch_engine, "tangent", counted)
+    monkeypatch.setattr(TangentDistribution, "draw", counted)
     scorer = qualms.Scorer(model, "regrad+layers", engine=qualms.Sketch(8))
     found = [scorer(part, first) for first, part in ((0, x[:6]), (6, x[6:]))]
     assert sorted(drawn) == list(range(8))

@@ -11,7 +11,11 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.positions import PositionSketch, plain_logits
+from qualms.gradients.engines.position_sketch import (
+    ExpectedLogits,
+    PositionSketchEngine,
+    plain_logits,
+)
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.position_input import Alone, AtPositions, inside, live_positions, named
 from qualms.gradients.precision import at_least_float32
@@ -281,13 +285,8 @@ class PositionScores:
         scores = logit_scores(self.methods, flat, self.subject)
         if goals is not None:
             found["target", ""] = _log_probs(flat, goals)
-        sketches = {
-            (smooth, lam): PositionSketch.of(
-                self._job(alone, number, smooth), self.subject.cache, flat, held
-            )
-            for smooth, lam in groups_of(self.methods)
-            for held in [TangentSums.held(size, smooth.draws + 1 if smooth else 1)]
-        }
+        expected = ExpectedLogits.of(flat)
+        engine = PositionSketchEngine(self.subject.cache)
         like = flat[:1].clone()
         del logits, flat  # passes of the sketch have logits of their own
         text: float | None = None
@@ -302,7 +301,10 @@ class PositionScores:
                 goals if plain_norms else None,
                 like,
             )
-            for pushed in sketches[smooth, lam].pushed(lam):
+            request = self._job(alone, number, smooth)
+            held = TangentSums.held(size, smooth.draws + 1 if smooth else 1)
+            plan = engine.plan(request, expected, lam, held)
+            for pushed in engine.run(plan, request):
                 sums.add(pushed)
                 del pushed  # before the next pass begins
             for name, (value, error) in sums.scores(self._logits(alone).flatten(0, -2)).items():
@@ -314,7 +316,7 @@ class PositionScores:
         found = {
             key: alone.put_back(t.unflatten(0, shape), _missing(t)) for key, t in found.items()
         }
-        if goals is not None and (None, None) in sketches:
+        if goals is not None and (None, None) in groups_of(self.methods):
             found["sequence", ""] = torch.tensor(torch.nan if text is None else text, dtype=dtype)
         return found
 

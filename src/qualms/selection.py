@@ -21,7 +21,7 @@ from qualms.errors import QualmsError
 from qualms.functional import ScorerOptions, require_options, score
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples, with_tensors
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.sketch import sketch_totals
+from qualms.gradients.engines.sketch import project_gradients
 from qualms.gradients.input_data import numbered_batches
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.plan_cache import PlanCache
@@ -189,9 +189,9 @@ def gradient_features(
             request = GradientRequest(
                 inner, batch, own_numbers, settings, directions, method.smooth
             )
-            for sample, logits in sketch_totals(request, method.layers, cache):
+            for found, logits in project_gradients(request, method.layers, cache):
                 weights = method.weights_at(logits)
-                projections = weights * sample.projections / math.sqrt(len(sample.projections))
+                projections = weights * found.values / math.sqrt(len(found.values))
                 parts.append(projections.movedim(0, -1).flatten(1).float())
             numbers += own_numbers
     rows = {number: row for row, number in enumerate(numbers)}

@@ -21,7 +21,7 @@ from qualms.errors import QualmsError, SlowWarning
 from qualms.gradients.batch import num_samples, take_samples
 from qualms.gradients.directions import DIRECTIONS as ALL
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.sketch import SketchRun
+from qualms.gradients.engines.sketch import SketchEngine
 from qualms.gradients.input_data import batches
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.model_input import ModelInput
@@ -29,7 +29,8 @@ from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
 from qualms.gradients.single_sample import sample_gradients
-from qualms.gradients.sketching.push import forward_mode
+from qualms.gradients.sketching.jvp import forward_mode
+from qualms.gradients.sketching.tangents import tangents_of_layers
 from tests.helpers.random_networks import SHAPES, Network, networks
 
 FUZZ = int(os.environ.get("QUALMS_FUZZ", "0"))
@@ -130,16 +131,17 @@ def check_sketch(network: Network, smooth: bool, figures: Figures) -> None:
         job = GradientRequest(
             inner, batch, range(num_samples(batch)), settings, Directions(("classes",)), smoothing
         )
-        work = SketchRun.on(job, PlanCache())
-        drawn = work.tangents([(list(job.selected), 1.0)])
-        ((sample, logits),) = work.samples(drawn)
-        by_differences = work.push(drawn) is not forward_mode
+        engine = SketchEngine(PlanCache())
+        plan = engine.plan(job)
+        drawn = tangents_of_layers(job, [(list(job.selected), 1.0)])
+        ((sample, logits),) = engine.project(plan, job, drawn)
+        by_differences = engine.jvp_function(plan, job, drawn) is not forward_mode
         figures.by_differences += by_differences
         for i in range(len(logits)):
             want, size = projections(
                 inner, job.rows(slice(i, i + 1)), job.selected, [drawn[0], drawn[1]]
             )
-            apart = (sample.projections[:, i] - want).abs()
+            apart = (sample.values[:, i] - want).abs()
             assert (apart <= (1e-6 if by_differences else 1e-9) * size + 1e-300).all(), float(
                 (apart / size).max()
             )

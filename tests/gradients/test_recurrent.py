@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.sketch import SketchRun
+from qualms.gradients.engines.sketch import SketchEngine
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketching.push import forward_mode
+from qualms.gradients.sketching.jvp import forward_mode
+from qualms.gradients.sketching.tangents import tangents_of_layers
 from qualms.gradients.tracing.rules.recurrent_layers import Unrolled
 from tests import recurrent
 
@@ -60,14 +61,11 @@ def test_unrolled_layers_give_what_fused_ones_give(kind: str, on: tuple[bool, ..
 def test_forward_mode_runs_recurrent_networks_in_single_precision(layer: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     model, ids = recurrent.Recurrent(layer, batch_first=True).eval(), torch.randint(0, 20, (4, 6))
-    work = SketchRun.on(
-        GradientRequest(
-            model, ids, range(4), Settings(engine=qualms.Sketch(2)), Directions(("classes",))
-        ),
-        PlanCache(),
-    )
-    tangents = work.tangents([(list(work.job.selected), 1.0)])
-    assert work.push(tangents) is forward_mode
+    settings = Settings(engine=qualms.Sketch(2))
+    request = GradientRequest(model, ids, range(4), settings, Directions(("classes",)))
+    engine = SketchEngine(PlanCache())
+    tangents = tangents_of_layers(request, [(list(request.selected), 1.0)])
+    assert engine.jvp_function(engine.plan(request), request, tangents) is forward_mode
 
 
 def test_dropout_between_layers_that_is_not_switched_off_is_left_to_torch() -> None:

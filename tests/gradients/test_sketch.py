@@ -17,7 +17,7 @@ from qualms.errors import QualmsError
 from qualms.gradients.batch import num_samples, take_samples
 from qualms.gradients.directions import DIRECTIONS as ALL
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.sketch import SketchRun
+from qualms.gradients.engines.sketch import SketchEngine
 from qualms.gradients.input_data import batches
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.layers import layer_weights
@@ -26,8 +26,9 @@ from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
 from qualms.gradients.single_sample import sample_gradients
-from qualms.gradients.sketching.push import PUSHES, Push
-from qualms.gradients.sketching.stable import Sample, cauchy_scale, normal_scale
+from qualms.gradients.sketching.jvp import JVP_FUNCTIONS, JvpFunction
+from qualms.gradients.sketching.projections import Projections, cauchy_scale, normal_scale
+from qualms.gradients.sketching.tangents import tangents_of_layers
 from tests import networks as net
 from tests.cases import CASES, Case
 from tests.helpers.engines import SMOOTHINGS, WITHOUT_DERIVATIVE
@@ -54,15 +55,16 @@ def test_projections_are_those_of_the_gradients(
         job = GradientRequest(
             inner, batch, range(num_samples(batch)), settings, Directions(DIRECTIONS), smoothing
         )
-        work = SketchRun.on(job, PlanCache())
-        drawn = work.tangents([(list(job.selected), 1.0)])
+        engine = SketchEngine(PlanCache())
+        plan = engine.plan(job)
+        drawn = tangents_of_layers(job, [(list(job.selected), 1.0)])
         tangents = [drawn[j] for j in (0, 1)]
         if case.name in WITHOUT_DERIVATIVE:
             with pytest.raises(QualmsError, match="cannot push tangents"):
-                list(work.samples(drawn))
+                list(engine.project(plan, job, drawn))
             return
-        ((sample, logits),) = work.samples(drawn)
-        have = sample.projections
+        ((sample, logits),) = engine.project(plan, job, drawn)
+        have = sample.values
         for i in range(len(logits)):
             on = job.rows(slice(i, i + 1))
             total: dict[str, Tensor] = {}
@@ -82,8 +84,8 @@ def test_projections_are_those_of_the_gradients(
             assert ((have[:, i] - want).abs() <= tolerance * size + 1e-300).all()
 
 
-@pytest.mark.parametrize("push", PUSHES.values(), ids=PUSHES)
-def test_a_module_of_two_names_keeps_its_own_weights(push: Push) -> None:
+@pytest.mark.parametrize("push", JVP_FUNCTIONS.values(), ids=JVP_FUNCTIONS)
+def test_a_module_of_two_names_keeps_its_own_weights(push: JvpFunction) -> None:
     torch.manual_seed(0)
     model, x = net.two_names().double(), torch.randn(2, 5, 6, dtype=torch.double)
     weight, logits = model[0].weight, model(x)
@@ -206,7 +208,7 @@ def test_the_cauchy_scale_is_the_likeliest(k: int) -> None:
 
 def test_a_gradient_of_zero_has_norm_and_error_zero() -> None:
     for law in ("normal", "cauchy"):
-        sample = Sample(torch.zeros(8, 2, 3, dtype=torch.double), law)
+        sample = Projections(torch.zeros(8, 2, 3, dtype=torch.double), law)
         assert torch.equal(sample.scale, torch.zeros(2, 3, dtype=torch.double))
         assert torch.equal(sample.error(sample.scale), torch.zeros(2, 3, dtype=torch.double))
     model, x = net.mlp(), torch.randn(3, 3, 4, 4)

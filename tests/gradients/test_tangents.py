@@ -8,8 +8,8 @@ import qualms
 from qualms.gradients.batch import take_samples
 from qualms.gradients.input_data import batches
 from qualms.gradients.model_input import ModelInput
-from qualms.gradients.sketching.push import PUSHES, forward_mode
-from qualms.gradients.sketching.tangents import tangent
+from qualms.gradients.sketching.jvp import JVP_FUNCTIONS, Jvp, forward_mode
+from qualms.gradients.sketching.tangents import TangentDistribution
 from tests import networks as net
 from tests.cases import CASES, Case
 
@@ -27,8 +27,10 @@ def test_one_input_takes_several_tangents_at_once(case: Case) -> None:
         torch.testing.assert_close(
             alone(take_samples(batch, [0])).scores["regrad+layers"], want[:1], rtol=1e-7, atol=0
         )
-    assert [found for key, found in alone._cache.found.items() if key[0] == "several"] == [True]
-    assert not any(key[0] == "several" for key in together._cache.found)
+    assert [found for key, found in alone._cache.found.items() if key[0] == "stacked tangents"] == [
+        True
+    ]
+    assert not any(key[0] == "stacked tangents" for key in together._cache.found)
 
 
 def test_where_several_tangents_cannot_be_pushed_at_once_one_by_one_will_do(
@@ -38,14 +40,12 @@ def test_where_several_tangents_cannot_be_pushed_at_once_one_by_one_will_do(
     model, x = net.mlp().double(), torch.randn(1, 3, 4, 4, dtype=torch.double)
     want = qualms.score(model, x, "regrad", engine="sketch")
 
-    def off(
-        model: nn.Module, on: ModelInput, s: dict[str, Tensor], several: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def off(model: nn.Module, on: ModelInput, s: dict[str, Tensor], several: bool = False) -> Jvp:
         z, dz = forward_mode(model, on, s, several)
-        return z, dz * (1 + several)
+        return Jvp(z, dz * (1 + several))
 
     monkeypatch.setattr("qualms.gradients.engines.sketch.forward_mode", off)
-    monkeypatch.setitem(PUSHES, "forward mode", off)
+    monkeypatch.setitem(JVP_FUNCTIONS, "forward mode", off)
     torch.testing.assert_close(qualms.score(model, x, "regrad", engine="sketch"), want)
 
 
@@ -54,7 +54,8 @@ def test_large_parameters_have_signs_for_tangents() -> None:
         "large": torch.empty(70, 70, dtype=torch.double),
         "small": torch.empty(9, dtype=torch.double),
     }
-    drawn = [tangent(like, [(["large", "small"], 0.5)], "normal", False, 3, j) for j in range(200)]
+    distribution = TangentDistribution(like, [(["large", "small"], 0.5)], "normal", False, 3)
+    drawn = [distribution.draw(j) for j in range(200)]
     large, small = (torch.stack([s[name].flatten() for s in drawn]) for name in like)
     assert torch.equal(large.abs(), torch.full_like(large, 0.5))
     assert small.abs().unique().numel() == small.numel()

@@ -1,6 +1,6 @@
 """Function modes for forward passes: noise on embeddings, and mends of torch's normalizations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,53 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
+from qualms.gradients.fallback import runs_user_code
 
-class NoisyEmbedding(TorchFunctionMode):
+
+class CallMode(TorchFunctionMode):
+    """A function mode that sees every call of a function of torch; subclasses implement `call`."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out a call of `func`, in the same way or in another, and return its result."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """What torch calls in place of `func`.
+
+        Args:
+            func: a function of torch.
+            types: the types of its arguments, unused.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+        return self.call(func, args, kwargs or {})
+
+
+@runs_user_code
+def run_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of torch as the model does; what fails in it is the model's failure."""
+    return func(*args, **kwargs)
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch, without the overload of an ATen operation."""
+    return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+def bind_arguments(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Positional and keyword arguments by name, as far as `names` goes."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+class NoisyEmbedding(CallMode):
     """Adds noise to the output of the first embedding that reads the model's own input.
 
     Set `ids` to the tensor that the model is called with before the pass; `done` says afterwards
@@ -26,24 +71,10 @@ class NoisyEmbedding(TorchFunctionMode):
         self.done = False
         self.ids: Tensor | None = None
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call `func`, and add the noise to what an embedding of the input returns.
-
-        Args:
-            func: a function of torch.
-            types: unused.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-        """
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self.done or not getattr(func, "__name__", "").startswith("embedding"):
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func`, and add the noise to what an embedding of the input returns."""
+        out = run_function(func, args, kwargs)
+        if self.done or not name_of(func).startswith("embedding"):
             return out
         for index in (*args, *kwargs.values()):
             axis = self._sample_axis(index)
@@ -81,30 +112,17 @@ def _unwrap_functorch(t: Tensor) -> Tensor:
     return t
 
 
-class ContiguousBatchNormGrad(TorchFunctionMode):
+class ContiguousBatchNormGrad(CallMode):
     """Gives the backward pass of batch and instance normalization a contiguous gradient.
 
     torch's derivatives on the CPU are wrong for a single image whose incoming gradient has the
     strides of a [position, channel] matrix, (C, 1, …): they are read as contiguous.
     """
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call `func`, and hook the gradient of what a normalization returns.
-
-        Args:
-            func: a function of torch.
-            types: unused.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-        """
-        out = func(*args, **(kwargs or {}))
-        normalizes = getattr(func, "__name__", "") in ("batch_norm", "instance_norm")
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func`, and hook the gradient of what a normalization returns."""
+        out = run_function(func, args, kwargs)
+        normalizes = name_of(func) in ("batch_norm", "instance_norm")
         if normalizes and isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(_contiguous)
         return out
@@ -114,33 +132,19 @@ def _contiguous(gradient: Tensor) -> Tensor:
     return gradient.clone(memory_format=torch.contiguous_format)
 
 
-class ContiguousGroupNorm(TorchFunctionMode):
+class ContiguousGroupNorm(CallMode):
     """Gives group normalization a contiguous input.
 
     In channels-last format torch's derivative on the CPU ends the process if that of the input is
     not asked for, and the forward-mode derivative takes a view that does not exist.
     """
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call `func`, with a contiguous input if it is group normalization.
-
-        Args:
-            func: a function of torch.
-            types: unused.
-            args: its positional arguments, the input first.
-            kwargs: its keyword arguments.
-        """
-        kwargs = dict(kwargs or {})
-        if getattr(func, "__name__", "") != "group_norm":
-            return func(*args, **kwargs)
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func`, with a contiguous input if it is group normalization."""
+        if name_of(func) != "group_norm":
+            return run_function(func, args, kwargs)
         if args:
             args = (args[0].contiguous(), *args[1:])
-        else:
-            kwargs["input"] = kwargs["input"].contiguous()
-        return func(*args, **kwargs)
+        elif "input" in kwargs:
+            kwargs = {**kwargs, "input": kwargs["input"].contiguous()}
+        return run_function(func, args, kwargs)

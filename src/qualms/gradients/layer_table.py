@@ -11,7 +11,7 @@ from qualms.gradients.engines.base import ClassNorms, combine_parameters
 from qualms.gradients.engines.exact import exact
 from qualms.gradients.engines.layer_cut import LayerCut
 from qualms.gradients.engines.reference import reference
-from qualms.gradients.engines.sketch import sketch_layers
+from qualms.gradients.engines.sketch import SketchEngine
 from qualms.gradients.layers import group_by_layer
 from qualms.gradients.measure import Kind
 from qualms.gradients.plan_cache import PlanCache
@@ -55,32 +55,26 @@ def layer_table(
             layers alike.
     """
     done: list[ClassNorms] = []
-    errors: list[ClassNorms] = []
     late: LayerCut | None = None
     for job in jobs:
         settings = job.settings
         kind: Kind = "gram" if gram else settings.norm
         if settings.sketch is not None:
-            found, logits = sketch_layers(job, learnt)
-            done.append(
-                ClassNorms({layer: norms for layer, (norms, _) in found.items()}, logits, set())
-            )
-            errors.append(
-                ClassNorms({layer: error for layer, (_, error) in found.items()}, logits, set())
-            )
+            engine = SketchEngine(learnt)
+            done.append(engine.run(engine.plan(job), job))
         elif settings.engine == "reference":
             done.append(reference(job, settings.norm))
         else:
             late = None if gram else late_layers(job, lam, learnt)
             done.append(_exact(job, kind, learnt, regrouped, late))
     whole = ClassNorms.concatenate(done)
-    if errors:
+    if whole.errors is not None:
         dtype = at_least_float32(whole.logits).dtype
-        norms, error = (
-            torch.stack(list(m.values.values()), dim=-1).to(dtype)
-            for m in (whole, ClassNorms.concatenate(errors))
+        norms, errors = (
+            torch.stack(list(columns.values()), dim=-1).to(dtype)
+            for columns in (whole.values, whole.errors)
         )
-        return LayerTable(norms, whole.logits, list(whole.values), [], error)
+        return LayerTable(norms, whole.logits, list(whole.values), [], errors)
     groups = group_by_layer(job.model, list(whole.values), settings.granularity)
     dtype = at_least_float32(whole.logits).dtype
     columns: list[Tensor] = []

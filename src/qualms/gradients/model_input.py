@@ -19,6 +19,7 @@ from qualms.gradients.batch import (
     take_samples,
     with_tensors,
 )
+from qualms.gradients.fallback import runs_user_code
 from qualms.gradients.function_modes import (
     ContiguousBatchNormGrad,
     ContiguousGroupNorm,
@@ -172,6 +173,7 @@ def forward_logits(
     return validate_logits(output, rows)
 
 
+@runs_user_code
 def call_model(model: nn.Module, batch: Batch) -> Any:
     """The model's raw output for a batch.
 
@@ -230,9 +232,9 @@ def validate_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
     shape = tuple(logits.shape)
     if logits.ndim > 2 and shape[0] == rows:
         raise QualmsError(
-            f"the model returns logits of shape {shape}, one answer for each of many positions; "
-            "pass class_dim= to qualms.Scorer, the axis of the classes: -1 for language models, 1 "
-            "for segmentation."
+            f"the model returns logits of shape {shape}, so it answers at many positions; pass "
+            "class_dim= to qualms.Scorer, the axis of the classes: -1 for language models, 1 for "
+            "segmentation."
         )
     if logits.ndim != 2 or shape[0] != rows or shape[1] < 2:
         raise QualmsError(

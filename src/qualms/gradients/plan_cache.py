@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from qualms.errors import ProbabilitiesWarning, SlowWarning, reason
+from qualms.gradients.fallback import Fallback
 from qualms.gradients.precision import look_like_probabilities
 
 T = TypeVar("T")
@@ -48,11 +49,11 @@ class PlanCache:
         found: T = self.get(key)
         return found
 
-    def warn_slow(self, error: Exception) -> None:
+    def warn_slow(self, error: Exception | Fallback) -> None:
         """Say why inputs run one at a time, once for each reason: it may be a defect, or a lack of
         memory.
         """
-        why = reason(error)
+        why = error.reason if isinstance(error, Fallback) else reason(error)
         if why not in self.warned:
             self.warned.add(why)
             warnings.warn(

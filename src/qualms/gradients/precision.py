@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from qualms.gradients.function_modes import CallMode, run_function
 from qualms.gradients.nested import tensors_in
 
 # Rounding, nothing more; 16-bit numbers are coarse.
@@ -22,26 +22,27 @@ MIN_COARSE_ROWS = 4  # rows of 16-bit numbers that must look like probabilities
 NOTHING = 1e-6  # of the largest row, which is rounding in a row of zeros
 
 
-class Narrowest(TorchFunctionMode):
-    """Watches a forward pass for casts: numbers are only as precise as the narrowest type they have
-    gone through.
+class Narrowest(CallMode):
+    """Watches a forward pass for casts.
+
+    Numbers are only as precise as the narrowest type they have gone through.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.cast_to: torch.dtype | None = None
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = [_rounding(t.dtype) for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func`, and note the type of its result if that rounds more than its arguments."""
+        out = run_function(func, args, kwargs)
+        finest = None
+        for t in tensors_in((args, kwargs)):
+            if t.is_floating_point():
+                finest = t.dtype if finest is None else min(t.dtype, finest, key=_rounding)
+        if finest is None:
+            return out
         for t in tensors_in(out):
-            if given and t.is_floating_point() and _rounding(t.dtype) > min(given):
+            if t.is_floating_point() and _rounding(t.dtype) > _rounding(finest):
                 self.cast_to = t.dtype if self.cast_to is None else coarser(t.dtype, self.cast_to)
         return out
 

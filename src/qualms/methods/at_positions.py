@@ -15,9 +15,9 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.directions import project_one_set
-from qualms.gradients.engines.positions import Pushed
+from qualms.gradients.engines.position_sketch import PositionProducts
 from qualms.gradients.precision import at_least_float32
-from qualms.gradients.sketching.stable import unbiased_root
+from qualms.gradients.sketching.projections import unbiased_root
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
@@ -122,7 +122,7 @@ class TangentSums:
         """Bytes kept for each tangent at once: the rows' mean, where there are several."""
         return DOUBLE * shape[0] * shape[1] if rows > 1 else 0
 
-    def add(self, pushed: Pushed) -> None:
+    def add(self, pushed: PositionProducts) -> None:
         """Take in what some tangents say of one row."""
         if pushed.row == 0:
             self.own = pushed.logits
@@ -180,7 +180,7 @@ class TangentSums:
             self.of_targets += list(texts)
 
     def _averaged(
-        self, name: str, some: slice, pushed: Pushed, y: Float[Tensor, "n g c"]
+        self, name: str, some: slice, pushed: PositionProducts, y: Float[Tensor, "n g c"]
     ) -> Float[Tensor, "n g m"]:
         """The projections, averaged over the rows up to this one."""
         now = project_one_set(name, pushed.logits[some][:, None], y)

@@ -17,7 +17,7 @@ from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, parts_of, take_samples
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.class_sampling import MIN_CLASSES
-from qualms.gradients.engines.sketch import sketch_totals
+from qualms.gradients.engines.sketch import project_gradients
 from qualms.gradients.input_data import labeled_batches
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.layer_table import LayerTable, late_layers, layer_table
@@ -29,7 +29,7 @@ from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.sample_memory import PassMemory
 from qualms.gradients.settings import Settings
-from qualms.gradients.sketching.stable import Sample
+from qualms.gradients.sketching.projections import Projections
 from qualms.gradients.smoothing import Smoothing
 from qualms.methods.divergence import log_softmax
 from qualms.methods.few_classes import ClassSums, layer_sums_by_few_classes
@@ -325,11 +325,13 @@ class BatchContext:
         methods = dict.fromkeys(like if method in foreseen else [method])
         parts = {m: list[tuple[Tensor, Tensor]]() for m in methods}
         request, left_out = self._late_job(self.request(wanted, method.smooth), method.layers)
-        for sample, logits in sketch_totals(request, method.layers, self.model_context.cache):
-            norms = sample.scale
+        for projections, logits in project_gradients(
+            request, method.layers, self.model_context.cache
+        ):
+            norms = projections.scale
             for m in methods:
                 columns = self._columns(m.direction, wanted)
-                own = Sample(sample.projections[:, :, columns], sample.law)
+                own = Projections(projections.values[:, :, columns], projections.law)
                 weights = m.weights_at(logits)
                 scale = norms[:, columns]
                 if m.power == 2:

@@ -1,28 +1,25 @@
-"""The sketch engine: norms of all class gradients from k random tangents on the weights, whatever
-the class count.
+"""The sketch engine: norms of all class gradients from k random tangents on the weights.
 
-For a tangent s on the weights one forward-mode pass over a batch gives J s, and v·(J s) = ⟨Jᵀv, s⟩
-for every direction
-v: the projections of all class gradients on s at once. The same k tangents serve all inputs, so
-most of their noise is common to all and leaves the ranking alone. The weights a_l of the layers are
-folded into the tangents:
+For a tangent s one forward-mode pass over a batch gives J s, and v·(J s) = ⟨Jᵀv, s⟩ for every
+direction v: the projections of all class gradients on s at once, whatever the class count. The same
+k tangents serve all samples, so most of their noise is common to all and leaves the ranking alone.
+The weights a_l of the layers are folded into the tangents:
 
 - *quadrature*: s_l = a_l ξ_l with ξ_l random signs (normal for small parameters). A projection has
   variance Σ_l a_l² ‖g_l‖², and as a sum of many terms it is as good as normal.
 - *sum*, the paper's form: s_l = a_l ξ_l / ζ_l with ζ_l one normal number for each layer. A layer's
-  projection is Cauchy with scale a_l ‖g_l‖, and scales of independent Cauchy variables add up: Σ_l
-  a_l ‖g_l‖, with no tangent of its own for any layer.
+  projection is Cauchy with scale a_l ‖g_l‖, and scales of independent Cauchy variables add up:
+  Σ_l a_l ‖g_l‖, without tangents of its own for any layer.
 - L1 norms: every entry of s_l is a_l times a Cauchy number, and the scale is Σ_l a_l ‖g_l‖₁.
 
-Smoothing averages the projections of an input's rows, which is averaging gradients before the norm
-is taken. Before a tangent is believed, v·(J s) of the first row is compared with ⟨Jᵀv, s⟩ from
-plain autograd, and the rows' J s with what they give in other company.
+Smoothing averages the projections of a sample's rows, which is averaging gradients before the norm
+is taken. `SketchEngine.plan` looks at the first rows; `run` and `project` check each tangent's
+products before they are used (`sketching/jvp_check.py`).
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -31,244 +28,331 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
 from qualms.gradients.directions import project_directions
-from qualms.gradients.layers import group_by_layer, layer_weights
+from qualms.gradients.engines.base import ClassNorms
+from qualms.gradients.fallback import Fallback, attempt
+from qualms.gradients.layers import group_by_layer
 from qualms.gradients.memory import release_free_memory, require_room
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import Key, PlanCache
-from qualms.gradients.precision import close, close_logits
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Sketch
-from qualms.gradients.sketching.push import (
-    KnownRows,
-    Push,
-    PushProbe,
+from qualms.gradients.sketching.jvp import Jvp, JvpFunction, forward_mode
+from qualms.gradients.sketching.jvp_check import check_batches, find_jvp_function, same_products
+from qualms.gradients.sketching.projections import Projections
+from qualms.gradients.sketching.sketch_probe import CheckRows, SketchProbe, probe_rows
+from qualms.gradients.sketching.tangents import (
     Tangent,
-    checked_pushes,
-    forward_mode,
-    working_push,
+    Tangents,
+    tangents_of_layers,
+    tangents_of_model,
 )
-from qualms.gradients.sketching.stable import Law, Sample
-from qualms.gradients.sketching.tangents import Layer, Tangents, tangent
 
 log = logging.getLogger("qualms")
-MOST_BYTES = 2**24  # of one result
-# as large as the largest, which a pass with a tangent holds for a row, kernels' copies included
-RESULTS = 24
-TANGENT_AND_GRADIENT = "a tangent on the weights and the gradient that it is checked with"
+PROBED_SAMPLES = 8  # of which three rows are run by plain autograd
+MAX_RESULT_BYTES = 2**24  # of one operation on all rows of a pass: larger results leave the cache
+# What a pass with a tangent holds for a row, in results as large as the largest, with the copies
+# that kernels make.
+RESULTS_PER_ROW = 24
+DOUBLES = 16  # bytes of a projection, and of its copy
+NEEDS = "a tangent on the weights and the gradient that it is checked with"
 INSTEAD = "select fewer parameters by `params`, or take engine='exact'"
-LOOKED_AT = 8  # inputs, of which three are run by plain autograd
+
+ProjectionBlock = tuple[Projections, Float[Tensor, "b c"]]  # of some samples, with their logits
 
 
-def sketch_totals(
-    job: GradientRequest, lam: float | None, learnt: PlanCache
-) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
-    """Projections of whole gradients, and the logits, block by block; with a λ, layers weighted by
-    exp(λ(l - L)).
+def project_gradients(
+    request: GradientRequest, lam: float | None, cache: PlanCache
+) -> Iterator[ProjectionBlock]:
+    """Projections of whole gradients on k tangents, block by block.
+
+    Args:
+        request: what is sketched.
+        lam: layer l is weighted by exp(λ(l - L)); None for the plain gradient.
+        cache: what is known of the model.
+
+    Yields:
+        The projections of some samples along all directions, and their logits.
     """
-    work = SketchRun.on(job, learnt)
-    return work.samples(work.weighted_tangents(lam))
-
-
-def sketch_layers(
-    job: GradientRequest, learnt: PlanCache
-) -> tuple[dict[str, tuple[Tensor, Tensor]], Float[Tensor, "b c"]]:
-    """Norms [b, m] of each layer's gradients and their standard errors, from k tangents for every
-    layer.
-    """
-    work = SketchRun.on(job, learnt)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    for layer, names in group_by_layer(
-        job.model, work.probe.counted, job.settings.granularity
-    ).items():
-        blocks = [
-            (s.scale, s.error(s.scale), z) for s, z in work.samples(work.tangents([(names, 1.0)]))
-        ]
-        norms, errors, logits = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-        found[layer] = norms, errors
-    return found, logits
+    engine = SketchEngine(cache)
+    plan = engine.plan(request)
+    tangents = tangents_of_model(request, plan.probe.counted, lam, cache)
+    yield from engine.project(plan, request, tangents)
 
 
 @dataclass
-class SketchRun:
-    """One job, ready to have tangents pushed through the model."""
+class SketchPlan:
+    """How the samples of a request are sketched.
 
-    job: GradientRequest
-    how: Sketch
-    learnt: PlanCache
-    probe: PushProbe
-    row_gradients: (
-        KnownRows | None
-    )  # rows with their gradients; None if the look was taken on another batch
-    at_once: int  # inputs in one pass
+    Attributes:
+        probe: what the first rows have shown of the model.
+        check_rows: rows of this request to check products with; None until they are needed, if the
+            probe has seen another batch.
+        samples_at_once: how many run in one pass.
+    """
 
-    @classmethod
-    def on(cls, job: GradientRequest, learnt: PlanCache) -> "SketchRun":
-        """Looks at the first rows, unless such rows were seen before; decides how many inputs run
-        at once.
+    probe: SketchProbe
+    check_rows: CheckRows | None
+    samples_at_once: int
+
+
+class SketchEngine:
+    """Estimates norms from random tangents.
+
+    Args:
+        cache: of the model.
+    """
+
+    def __init__(self, cache: PlanCache) -> None:
+        self.cache = cache
+
+    def plan(self, request: GradientRequest) -> SketchPlan:
+        """Look at the first rows, unless such rows were seen before, and size the passes.
+
+        Raises:
+            QualmsError: if a tangent does not fit into memory, or the model is random.
         """
-        key, gradients = ("push probe", job.shapes, tuple(job.selected)), None
-        probe: PushProbe | None = learnt.get(key)
-        weights = sum(p.nbytes for p in job.selected.values())
+        key = ("sketch probe", request.shapes, tuple(request.selected))
+        probe: SketchProbe | None = self.cache.get(key)
+        check_rows = None
+        weights = sum(p.nbytes for p in request.selected.values())
         if probe is None:
-            require_room(2 * weights, job.limit, TANGENT_AND_GRADIENT, INSTEAD)
-            probe, gradients = PushProbe.of(
-                job.model, job.rows(slice(0, LOOKED_AT)), job.selected, job.budget // 8
-            )
-            learnt.keep(key, probe)
+            require_room(2 * weights, request.limit, NEEDS, INSTEAD)
+            probe, check_rows = _probe_first_rows(request)
+            self.cache.keep(key, probe)
             release_free_memory()
-        of_row = RESULTS * max(1, probe.largest_result)
+        row_bytes = RESULTS_PER_ROW * max(1, probe.largest_result)
         # Half of what a row takes are kernels' copies, which come and go.
-        require_room(2 * weights + of_row // 2, job.limit, TANGENT_AND_GRADIENT, INSTEAD)
-        # Those that are kept take a quarter of the budget, and another one may be drawn beside
-        # them.
-        kept = min(job.budget // 4, (job.settings.sketch or Sketch()).tangents * weights)
-        room = job.budget - kept // max(1, weights) * weights - weights
-        # Larger results leave the cache, smaller ones wait for the weights.
-        most = (
-            min(MOST_BYTES // max(1, probe.largest_result), room // of_row) // job.rows_per_sample
-        )
-        at_once = max(1, min(job.settings.batch_size or job.inputs, most))
-        return cls(job, job.settings.sketch or Sketch(), learnt, probe, gradients, at_once)
+        require_room(2 * weights + row_bytes // 2, request.limit, NEEDS, INSTEAD)
+        return SketchPlan(probe, check_rows, _samples_at_once(request, probe, weights))
 
-    def weighted_tangents(self, lam: float | None) -> Tangents:
-        """Tangents on the whole model, made once for each λ; layers weighted by exp(λ(l - L)) if
-        there is one.
-        """
-        groups = group_by_layer(self.job.model, self.probe.counted, self.job.settings.granularity)
-        weights = layer_weights(len(groups), lam or 0.0).tolist()
-        sums = self.how.combine == "sum" and lam is not None
-        parts = list(zip(groups.values(), weights, strict=True))
-        kept = sum(
-            other.size for other in self.learnt.found.values() if isinstance(other, Tangents)
-        )
-        room = max(0, self.job.budget // 4 - kept)
-        return self.learnt.once(
-            ("tangents", lam, tuple(self.probe.counted)), lambda: self.tangents(parts, sums, room)
-        )
+    def run(self, plan: SketchPlan, request: GradientRequest) -> ClassNorms:
+        """The norms of each layer's gradients and their standard errors, k tangents a layer."""
+        model, granularity = request.model, request.settings.granularity
+        values: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
+        for layer, names in group_by_layer(model, plan.probe.counted, granularity).items():
+            tangents = tangents_of_layers(request, [(names, 1.0)])
+            norms: list[Tensor] = []
+            norm_errors: list[Tensor] = []
+            logits: list[Tensor] = []
+            for projections, z in self.project(plan, request, tangents):
+                scale = projections.scale
+                norms.append(scale)
+                norm_errors.append(projections.error(scale))
+                logits.append(z)
+            values[layer] = torch.cat(norms)
+            errors[layer] = torch.cat(norm_errors)
+        return ClassNorms(values, torch.cat(logits), set(), errors)
 
-    def tangents(self, layers: Sequence[Layer], sums: bool = False, room: int = 0) -> Tangents:
-        """Tangents on these layers whose projections add up layers in quadrature, or as the `sums`
-        of their norms.
-        """
-        l1 = self.job.settings.norm == "l1"
-        law: Law = "cauchy" if l1 or sums else "normal"
-        like = {name: self.job.selected[name] for names, _ in layers for name in names}
-        return Tangents(
-            partial(tangent, like, layers, law, l1, self.job.settings.seed), law, like, room
-        )
+    def project(
+        self, plan: SketchPlan, request: GradientRequest, tangents: Tangents
+    ) -> Iterator[ProjectionBlock]:
+        """Projections of the gradients on k tangents, block by block.
 
-    def samples(self, tangents: Tangents) -> Iterator[tuple[Sample, Float[Tensor, "b c"]]]:
-        """The projections of the gradients along the directions on k tangents, and the logits,
-        block by block.
+        Args:
+            plan: of this request.
+            request: what is sketched.
+            tangents: on some or all parameters.
+
+        Yields:
+            The projections of some samples along all directions, and their logits.
+
+        Raises:
+            QualmsError: if no way of computing the products agrees with plain autograd, or they
+                are not finite.
         """
-        push = self.push(tangents)
-        for block in self._blocks():
-            try:
-                projections, logits = self._in_block(block, push, tangents)
-            except QualmsError:
-                if self.row_gradients is not None:
-                    raise
-                del self.learnt.found[
-                    self._way(tangents)
-                ]  # found on other inputs: look for one again
-                push = self.push(tangents)
-                projections, logits = self._in_block(block, push, tangents)
-            if not bool(torch.isfinite(projections).all()):
+        run = _SketchRun(plan, request, tangents, self.cache)
+        for block in run.blocks():
+            values, logits = run.project_checked(block)
+            if not bool(torch.isfinite(values).all()):
                 raise QualmsError(
-                    "engine='sketch' met numbers too large for the model's precision; use float32, or engine='exact'."
+                    "engine='sketch' met numbers too large for the model's precision; use "
+                    "float32, or engine='exact'."
                 )
-            yield Sample(projections, tangents.law), logits
+            yield Projections(values, tangents.law), logits
 
-    def push(self, tangents: Tangents) -> Push:
-        """The way of pushing tangents that plain autograd confirms on the first rows, found once
-        for each kind.
+    def jvp_function(
+        self, plan: SketchPlan, request: GradientRequest, tangents: Tangents
+    ) -> JvpFunction:
+        """The function that computes products with such tangents for this model.
+
+        Args:
+            plan: of this request.
+            request: what is sketched.
+            tangents: on some or all parameters.
         """
+        return _SketchRun(plan, request, tangents, self.cache).function()
 
-        def find() -> Push:
-            if self.row_gradients is None:
-                rows, room = self.job.rows(slice(0, LOOKED_AT)), self.job.budget // 8
-                _, self.row_gradients = PushProbe.of(self.job.model, rows, self.job.selected, room)
-            found = working_push(self.probe, self.row_gradients, tangents[0])
+
+def _probe_first_rows(request: GradientRequest) -> tuple[SketchProbe, CheckRows]:
+    first = request.rows(slice(0, PROBED_SAMPLES))
+    return probe_rows(request.model, first, request.selected, request.budget // 8)
+
+
+def _samples_at_once(request: GradientRequest, probe: SketchProbe, weights: int) -> int:
+    """How many samples run in one pass within the budget.
+
+    Larger results leave the processor's cache, smaller ones wait for the weights.
+
+    Args:
+        request: what is sketched.
+        probe: what is known of the model.
+        weights: bytes of one tangent.
+    """
+    sketch = request.settings.sketch or Sketch()
+    # Tangents that are kept take a quarter of the budget, and another one may be drawn beside them.
+    kept = min(request.budget // 4, sketch.tangents * weights)
+    whole_tangents = kept // max(1, weights) * weights
+    room = request.budget - whole_tangents - weights
+    result = max(1, probe.largest_result)
+    rows = min(MAX_RESULT_BYTES // result, room // (RESULTS_PER_ROW * result))
+    wanted = request.settings.batch_size or request.inputs
+    return max(1, min(wanted, rows // request.rows_per_sample))
+
+
+@dataclass
+class _SketchRun:
+    """Products of one request with some tangents.
+
+    Attributes:
+        plan: of the request.
+        request: what is sketched.
+        tangents: on some or all parameters.
+        cache: of the model.
+    """
+
+    plan: SketchPlan
+    request: GradientRequest
+    tangents: Tangents
+    cache: PlanCache
+
+    @property
+    def num_tangents(self) -> int:
+        """k."""
+        return (self.request.settings.sketch or Sketch()).tangents
+
+    @property
+    def _key(self) -> Key:
+        return ("jvp function", self.request.shapes, tuple(self.tangents.like))
+
+    def function(self) -> JvpFunction:
+        """The function that plain autograd confirms on the check rows, found once for each kind."""
+
+        def find() -> JvpFunction:
+            if self.plan.check_rows is None:
+                _, self.plan.check_rows = _probe_first_rows(self.request)
+            found = find_jvp_function(self.plan.probe, self.plan.check_rows, self.tangents[0])
             release_free_memory()
             return found
 
-        return self.learnt.once(self._way(tangents), find)
+        return self.cache.once(self._key, find)
 
-    def _way(self, tangents: Tangents) -> Key:
-        return ("push", self.job.shapes, tuple(tangents.like))
+    def blocks(self) -> Iterator[slice]:
+        """Samples whose rows and projections are held at the same time."""
+        one = self.request.rows(slice(0, 1))
+        row_bytes = sum(t.nbytes for t in batch_tensors(one.batch))
+        sample_bytes = row_bytes + DOUBLES * self.num_tangents * self.plan.probe.classes
+        size = max(1, self.request.budget // (2 * sample_bytes))
+        samples = self.request.inputs
+        for start in range(0, samples, size):
+            yield slice(start, min(start + size, samples))
 
-    def _blocks(self) -> Iterator[slice]:
-        """Inputs whose rows and projections are held at the same time."""
-        row_bytes = sum(t.nbytes for t in batch_tensors(self.job.rows(slice(0, 1)).batch))
-        bytes_each = row_bytes + 16 * self.how.tangents * self.probe.classes
-        size = max(1, self.job.budget // (2 * bytes_each))
-        return (slice(i, min(i + size, self.job.inputs)) for i in range(0, self.job.inputs, size))
+    def project_checked(self, block: slice) -> tuple[Tensor, Tensor]:
+        """`project`, with another function if the one at hand fails.
 
-    def _in_block(self, block: slice, push: Push, tangents: Tangents) -> tuple[Tensor, Tensor]:
-        chunks = [
-            slice(i, min(i + self.at_once, block.stop))
-            for i in range(block.start, block.stop, self.at_once)
-        ]
-        on = [self.probe.reformat(self.job.rows(chunk)) for chunk in chunks]
-        model = self.job.model
-        if len(on) == 1 and num_samples(on[0].batch) == 1:
-            found = self._several_at_once(self.job.rows(block), push, tangents)
+        It may have been found on other samples than these.
+        """
+        function = self.function()
+        try:
+            return self.project(block, function)
+        except QualmsError:
+            if self.plan.check_rows is not None:
+                raise
+        del self.cache.found[self._key]
+        return self.project(block, self.function())
+
+    def project(self, block: slice, function: JvpFunction) -> tuple[Tensor, Tensor]:
+        """The projections [k, b, m] and the logits [b, c] of the samples of a block."""
+        step = self.plan.samples_at_once
+        batches: list[ModelInput] = []
+        for start in range(block.start, block.stop, step):
+            rows = self.request.rows(slice(start, min(start + step, block.stop)))
+            batches.append(self.plan.probe.reformat(rows))
+        if len(batches) == 1 and num_samples(batches[0].batch) == 1:
+            found = self._project_stacked(self.request.rows(block), function)
             if found is not None:
                 return found
-        pushes, first_results = zip(
-            *checked_pushes(push, model, self.probe, on, tangents[0], self.learnt), strict=True
-        )
-        kept: list[list[Tensor]] = [[] for _ in chunks]
+        return self._project_one_by_one(batches, function)
+
+    def _project_one_by_one(
+        self, batches: list[ModelInput], function: JvpFunction
+    ) -> tuple[Tensor, Tensor]:
+        """One pass for each tangent and batch."""
+        model = self.request.model
+        s = self.tangents[0]
+        checked = check_batches(function, model, self.plan.probe, batches, s, self.cache)
         release_free_memory()  # that of the checks
-        s: Tangent = {}
-        for j in range(self.how.tangents):
-            del s  # before the next one is drawn: each is as large as the weights
-            s = tangents[j] if j else {}
-            for i, chunk in enumerate(on):
-                z, dz = pushes[i](model, chunk, s) if j else first_results[i]
-                apart = (
-                    z.unflatten(0, (-1, chunk.rows_per_sample)),
-                    dz.unflatten(0, (-1, chunk.rows_per_sample)),
-                )
-                kept[i].append(project_directions(self.job.directions.names, *apart))
-        logits = [
-            z[:: chunk.rows_per_sample] for (z, _), chunk in zip(first_results, on, strict=True)
+        projections = [
+            [self._projected(rows, c.first)] for rows, c in zip(batches, checked, strict=True)
         ]
-        return torch.cat([torch.stack(of_chunk) for of_chunk in kept], dim=1), torch.cat(logits)
+        for number in range(1, self.num_tangents):
+            del s  # before the next one is drawn: each is as large as the weights
+            s = self.tangents[number]
+            for i, rows in enumerate(batches):
+                product = checked[i].function(model, rows, s)
+                projections[i].append(self._projected(rows, product))
+        logits: list[Tensor] = []
+        for rows, c in zip(batches, checked, strict=True):
+            logits.append(c.first.logits[:: rows.rows_per_sample])
+        values = torch.cat([torch.stack(of_batch) for of_batch in projections], dim=1)
+        return values, torch.cat(logits)
 
-    def _several_at_once(
-        self, row: ModelInput, push: Push, tangents: Tangents
+    def _projected(self, rows: ModelInput, product: Jvp) -> Float[Tensor, "b m"]:
+        """The projections of the samples' gradients along all directions."""
+        groups = (-1, rows.rows_per_sample)
+        z = product.logits.unflatten(0, groups)
+        dz = product.derivative.unflatten(0, groups)
+        return project_directions(self.request.directions.names, z, dz)
+
+    def _project_stacked(
+        self, row: ModelInput, function: JvpFunction
     ) -> tuple[Tensor, Tensor] | None:
-        """For a single row, where a pass waits for weights more than it computes; None where that
-        fails.
+        """Several tangents in one pass over a single row; None where that fails.
 
-        The first time it must agree with one tangent at a time. Images keep the plain memory
-        format, which is that of the tangents: torch would copy each to that of its weight.
+        Such a pass waits for weights more than it computes. The first time it must agree with one
+        tangent at a time. Images keep the plain memory format, which is that of the tangents: torch
+        would copy each to that of its weight.
         """
-        key = ("several", *self._way(tangents))
-        at_once = min(
-            tangents.at_once, self.job.budget // (RESULTS * max(1, self.probe.largest_result))
-        )
-        if push is not forward_mode or at_once < 2 or self.learnt.get(key) is False:
+        key = ("stacked tangents", *self._key)
+        result = RESULTS_PER_ROW * max(1, self.plan.probe.largest_result)
+        at_once = min(self.tangents.stack_size, self.request.budget // result)
+        known: bool | None = self.cache.get(key)
+        if function is not forward_mode or at_once < 2 or known is False:
             return None
-        model, number, done = self.job.model, self.how.tangents, list[Tensor]()
-        try:
-            one = push(model, row, tangents[0]) if self.learnt.get(key) is None else None
-            for start in range(0, number, at_once):
-                stacked = tangents.stacked(start, min(number, start + at_once))
-                z, dz = forward_mode(model, row, stacked, several=True)
-                done += dz.unbind(0)
-            rounds = self.probe.precision
-            if one is not None and not (
-                close_logits(z[0], one[0], rounds) and close(done[0], one[1], rounds)
-            ):
+
+        def run() -> Jvp:
+            one = None if known else function(self.request.model, row, self.tangents[0])
+            found = self._stacked_products(row, at_once)
+            first = Jvp(found.logits, found.derivative[0])
+            if one is not None and not same_products(first, one, self.plan.probe.precision):
                 raise NotBatchable("tangents influence each other")
-        except Exception as error:
-            log.info("%s: tangents are pushed one at a time", error)
-            self.learnt.keep(key, False)
+            return found
+
+        found = attempt("push several tangents at once", run)
+        self.cache.keep(key, not isinstance(found, Fallback))
+        if isinstance(found, Fallback):
             return None
-        self.learnt.keep(key, True)
-        names, logits = self.job.directions.names, z[0]
-        return torch.stack(
-            [project_directions(names, logits[:, None], t[:, None]) for t in done]
-        ), logits
+        names = self.request.directions.names
+        z = found.logits[:, None]
+        values = [project_directions(names, z, dz[:, None]) for dz in found.derivative]
+        return torch.stack(values), found.logits
+
+    def _stacked_products(self, row: ModelInput, at_once: int) -> Jvp:
+        """The logits [1, c] of a row, and its products [k, 1, c] with all tangents."""
+        derivatives: list[Tensor] = []
+        for start in range(0, self.num_tangents, at_once):
+            stop = min(self.num_tangents, start + at_once)
+            stacked: Tangent = self.tangents.stacked(start, stop)
+            z, dz = forward_mode(self.request.model, row, stacked, several=True)
+            derivatives.append(dz)
+        return Jvp(z[0], torch.cat(derivatives))

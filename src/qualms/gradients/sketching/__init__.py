@@ -1,1 +1,1 @@
-"""The sketch: norms of all class gradients, estimated from random tangents on the weights."""
+"""Random tangents on the weights, pushed through the model: tangents, Jacobian-vector products, norms."""

@@ -1,19 +1,36 @@
-"""Attention with a derivative of its own in forward mode.
+"""Attention with a forward-mode derivative of its own.
 
-torch's kernel that has one takes it apart into a dozen steps, each a pass over [tokens, tokens].
-With P the softmax of S = s q kᵀ + mask and o = P v, and A = P ∘ dS, where dS = s (dq kᵀ + q dkᵀ) is
-one product of [dq q] and [k dk]:
+torch's kernel that has one takes attention apart into a dozen steps, each a pass over
+[tokens, tokens]. With P the softmax of S = s q kᵀ + mask and o = P v, and A = P ∘ dS, where
+dS = s (dq kᵀ + q dkᵀ) is one product of [dq q] and [k dk]:
 
     do = P dv + A v - r ∘ o,  r the sums of the rows of A.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+from qualms.gradients.function_modes import CallMode, bind_arguments, name_of, run_function
+
+PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@contextmanager
+def attention_with_forward_rule() -> Iterator[None]:
+    """Run attention by kernels that have a forward-mode rule, by `Attention` where that serves."""
+    mha: Any = torch.backends.mha
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), DifferentiableAttention():
+            yield
+    finally:
+        mha.set_fastpath_enabled(before)
 
 
 class Attention(torch.autograd.Function):
@@ -25,16 +42,27 @@ class Attention(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The result, and P for the derivative."""
+        """The result, and P for the derivative.
+
+        Args:
+            q: queries [..., t, d].
+            k: keys [..., u, d].
+            v: values [..., u, e].
+            mask: added to the scores; 0 or -inf.
+            scale: s.
+        """
         scores = (q * scale) @ k.mT
-        probs = (scores if mask is None else scores + mask).softmax(-1)
-        if mask is not None:  # a token that sees none gets nothing, as torch has it
-            probs = probs.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0)
+        if mask is None:
+            probs = scores.softmax(-1)
+        else:
+            # A token that sees none gets nothing, as in torch.
+            sees_none = (mask == -torch.inf).all(-1, keepdim=True)
+            probs = (scores + mask).softmax(-1).masked_fill(sees_none, 0.0)
         return probs @ v, probs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """What the derivative needs."""
+        """Save what the derivative needs."""
         q, k, v, _, ctx.scale = inputs
         out, probs = output
         ctx.mark_non_differentiable(probs)
@@ -42,37 +70,46 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, None]:
-        """The derivative of the result."""
+        """The derivative of the result.
+
+        Args:
+            ctx: what `setup_context` has saved.
+            dq: tangent of the queries.
+            dk: tangent of the keys.
+            dv: tangent of the values.
+        """
         q, k, v, out, probs = ctx.saved_tensors
-        a = probs * (torch.cat([dq * ctx.scale, q * ctx.scale], -1) @ torch.cat([k, dk], -1).mT)
+        left = torch.cat([dq * ctx.scale, q * ctx.scale], -1)
+        right = torch.cat([k, dk], -1)
+        a = probs * (left @ right.mT)
         return probs @ dv + a @ v - a.sum(-1, keepdim=True) * out, None
 
 
-class DifferentiableAttention(TorchFunctionMode):
-    """Attention by `Attention`, where nothing is asked of it that it does not do."""
+class DifferentiableAttention(CallMode):
+    """Replaces attention by `Attention`, unless a call asks for something that it does not do."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != "scaled_dot_product_attention":
-            return func(*args, **kwargs)
-        given = dict(zip(NAMES, args, strict=False)) | kwargs
-        q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
-        if given.get("dropout_p") or q.ndim < 2 or (mask is not None and mask.is_floating_point()):
-            return func(*args, **kwargs)  # a mask of numbers may have a derivative
-        if given.get("enable_gqa"):
-            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-        if given.get("is_causal"):
-            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func`, or `Attention` in its place."""
+        if name_of(func) != "scaled_dot_product_attention":
+            return run_function(func, args, kwargs)
+        arguments = bind_arguments(PARAMETERS, args, kwargs)
+        q, k, v = arguments["query"], arguments["key"], arguments["value"]
+        mask = arguments.get("attn_mask")
+        # A mask of numbers may have a derivative.
+        is_additive = mask is not None and mask.is_floating_point()
+        if arguments.get("dropout_p") or q.ndim < 2 or is_additive:
+            return run_function(func, args, kwargs)
+        if arguments.get("enable_gqa"):
+            k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+            v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+        if arguments.get("is_causal"):
+            square = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+            mask = square.tril()
         if mask is not None:
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(
-                ~mask, -torch.inf
-            )
-        scale = given.get("scale")
-        own: Any = Attention
-        return own.apply(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+            zeros = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+            mask = zeros.masked_fill(~mask, -torch.inf)
+        scale = arguments.get("scale")
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        attention: Any = Attention
+        return attention.apply(q, k, v, mask, scale)[0]
