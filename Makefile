@@ -12,11 +12,12 @@ AXE := .axe/.installed
 SHUFFLE := .shuffle/.installed
 MUTANTS := .mutants/.installed
 AUDIT := .audit/.installed
+BUILD := .build/.installed
 SEEDS ?= 1 2 3 4 5 6 7 8 9 10
 
 FAST := not slow and not data and not browser and not ray and not serve
 
-.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel fuzz soak shuffle mutants licenses audit check format bench-speed sweep clean
+.PHONY: demo docs results test test-all coverage test-serve test-ray test-timm test-wheel fuzz soak shuffle mutants licenses audit dist check format bench-speed sweep clean
 
 demo: $(APP)
 	$(BIN)/qualms demo
@@ -77,6 +78,12 @@ test-timm: $(TIMM)
 # What users get: the wheel, in an environment of its own, away from this folder.
 test-wheel: $(DEV)
 	PYTHON=$(BIN)/python .ci/wheel
+
+# The source distribution and the wheel, in dist, checked as the package index would.
+dist: $(BUILD)
+	rm -rf dist
+	PYTHONPATH=.build $(BIN)/python -m build --outdir dist
+	PYTHONPATH=.build $(BIN)/python -m twine check --strict dist/*
 
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -156,10 +163,14 @@ $(AUDIT): $(DEV)
 	$(BIN)/python -m pip install --quiet --target .audit pip-audit==2.10.1 -c constraints.txt
 	touch $@
 
+$(BUILD): $(DEV)
+	$(BIN)/python -m pip install --quiet --target .build build==1.6.1 twine==7.0.0 -c constraints.txt
+	touch $@
+
 # What looks for barriers in the report page; its tests skip where it is not installed.
 $(AXE):
 	npm install --silent --no-audit --no-fund --prefix .axe axe-core@4.14.0
 	touch $@
 
 clean:
-	rm -rf .venv .timm .imagenet .axe .shuffle .mutants .audit .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site
+	rm -rf .venv .timm .imagenet .axe .shuffle .mutants .audit .build .mypy_cache .ruff_cache .import_linter_cache .coverage build dist site
