@@ -3,7 +3,7 @@ fills docs/licenses.md.
 
 Run it where every extra is installed. A package whose license asks something of those who pass it
 on (GPL, LGPL, AGPL, MPL) is named above the table; one of the GPL family in what users install ends
-in an error.
+in an error. Not pip-licenses, which knows no extras and spells one license in up to five ways.
 """
 
 import re
@@ -31,81 +31,75 @@ NAMES = {
 }
 
 
-def license(name: str) -> str:
-    """What a package says of itself: the expression, a short name, or its classifiers, whichever it
-    has.
-    """
-    said = distribution(name).metadata
-    short, expression = (
-        str(said.json.get(field, "")) for field in ("license", "license_expression")
-    )
-    classifiers = [
-        line.split(" :: ")[-1]
-        for line in said.get_all("Classifier") or []
-        if line.startswith("License ::")
-    ]
-    told = [line for line in classifiers if line not in ("OSI Approved", "DFSG approved")]
+def read_license(package: str) -> str:
+    """The license in a package's metadata: its expression, its short name, or its classifiers."""
+    metadata = distribution(package).metadata
+    expression = str(metadata.json.get("license_expression", ""))
     if expression:
         return expression
+    short = str(metadata.json.get("license", ""))
     if short and "\n" not in short and len(short) < 40 and short != "UNKNOWN":
-        told = [short]
-    return " / ".join(sorted({spelled(name) for name in told})) or "not said"
+        return normalize_name(short)
+    names = set()
+    for line in metadata.get_all("Classifier") or []:
+        name = line.split(" :: ")[-1]
+        if line.startswith("License ::") and name not in ("OSI Approved", "DFSG approved"):
+            names.add(normalize_name(name))
+    return " / ".join(sorted(names)) or "not said"
 
 
-def spelled(name: str) -> str:
+def normalize_name(name: str) -> str:
     """The license's usual short name."""
-    return next(
-        (usual for usual, pattern in NAMES.items() if re.fullmatch(pattern, name.lower())), name
-    )
+    for usual, pattern in NAMES.items():
+        if re.fullmatch(pattern, name.lower()):
+            return usual
+    return name
 
 
-def needed(name: str, extras: Iterable[str]) -> set[str]:
-    """All that a package with some of its extras brings along on this platform, itself left out."""
+def find_requirements(package: str, extras: Iterable[str]) -> set[str]:
+    """All that a package with some of its extras installs on this platform, itself left out."""
     found: set[tuple[str, str]] = set()
-    left = [(name, extra) for extra in extras]
+    left = [(package, extra) for extra in extras]
     while left:
-        package, extra = left.pop()
-        if (package, extra) in found:
+        name, extra = left.pop()
+        if (name, extra) in found:
             continue
-        found.add((package, extra))
-        for line in distribution(package).requires or []:
+        found.add((name, extra))
+        for line in distribution(name).requires or []:
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                left += [
-                    (canonicalize_name(requirement.name), more)
-                    for more in ("", *requirement.extras)
-                ]
-    return {package for package, _ in found} - {name}
+                required = canonicalize_name(requirement.name)
+                left += [(required, more) for more in ("", *requirement.extras)]
+    return {name for name, _ in found} - {package}
 
 
-def reciprocal(license: str) -> bool:
+def is_reciprocal(license: str) -> bool:
     """Whether every choice that it leaves asks something of those who pass the package on."""
     return all(re.search("GPL|MPL", choice) for choice in license.split(" OR "))
 
 
-def parts() -> dict[str, str]:
-    """What fills the page."""
+def fill_parts() -> dict[str, str]:
+    """The parts of the page: packages that ask something, and the table of all."""
     try:
-        brought = {extra: needed("qualms", [extra]) for extra in EXTRAS}
+        installed = {extra: find_requirements("qualms", [extra]) for extra in EXTRAS}
     except PackageNotFoundError as error:
         raise SystemExit(f"{error}: run make licenses, which installs every extra.") from None
-    rows, noted = [], []
-    for name in sorted(set().union(*brought.values())):
-        by = (
-            ["qualms itself"]
-            if name in brought[""]
-            else [f"`{extra}`" for extra in EXTRAS[1:] if name in brought[extra]]
-        )
-        rows.append([name, license(name), ", ".join(by)])
-        if reciprocal(license(name)):
-            noted.append(f"- {name} ({license(name)}): {', '.join(by)}")
-        if "GPL" in license(name) and any(name in brought[extra] for extra in FOR_USERS):
-            raise SystemExit(f"{name}, which users install, is under {license(name)}.")
+    rows, notes = [], []
+    for name in sorted(set().union(*installed.values())):
+        license = read_license(name)
+        extras = ", ".join(f"`{extra}`" for extra in EXTRAS[1:] if name in installed[extra])
+        if name in installed[""]:
+            extras = "qualms itself"
+        rows.append([name, license, extras])
+        if is_reciprocal(license):
+            notes.append(f"- {name} ({license}): {extras}")
+        if "GPL" in license and any(name in installed[extra] for extra in FOR_USERS):
+            raise SystemExit(f"{name}, which users install, is under {license}.")
     return {
-        "noted": "\n".join(noted),
+        "noted": "\n".join(notes),
         "licenses": table(["package", "license", "brought by"], rows),
     }
 
 
 if __name__ == "__main__":
-    fill(PAGE, parts())
+    fill(PAGE, fill_parts())

@@ -65,7 +65,7 @@ def test_every_command_is_one_that_there_is(page: Path) -> None:
             command: Any = group
             while words and hasattr(command, "commands"):
                 name, words = words[0], words[1:]
-                command = command.commands[name].loaded()
+                command = command.commands[name].load()
             command.make_context(name, words, resilient_parsing=False).close()
 
 

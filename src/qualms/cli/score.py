@@ -96,7 +96,7 @@ def score(
 
         qualms score new/ --model timm:resnet18 --reference val/ --coverage 0.95
 
-        qualms score 'parts/*.tar' --model timm:resnet18 --methods heat --out functional/
+        qualms score 'parts/*.tar' --model timm:resnet18 --methods heat --out scores/
 
         qualms score texts.jsonl --model hf:FOLDER --tokens --out scores.parquet
     """
