@@ -348,10 +348,12 @@ def test_a_training_whose_folder_goes_writes_its_next_epoch_there(
     assert run(monkeypatch, *words) == 0
     want = torch.load("out/weights.pt", weights_only=True)
     shutil.rmtree("out")
-    from qualms.training.fit import _Run
+    from qualms.training.epochs import TrainingRun
 
     monkeypatch.setattr(
-        _Run, "remember_if_best", removing(_Run.remember_if_best, archive_here / "out", 2)
+        TrainingRun,
+        "remember_if_best",
+        removing(TrainingRun.remember_if_best, archive_here / "out", 2),
     )
     assert run(monkeypatch, *words) == 0
     found = torch.load("out/weights.pt", weights_only=True)

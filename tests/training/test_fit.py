@@ -16,7 +16,7 @@ from qualms.errors import QualmsError
 from qualms.models import load_model
 from qualms.random import generator
 from qualms.training import RECIPES, Recipe, fit, trained_with
-from qualms.training.augment import augmented
+from qualms.training.augment import augment
 
 NORMALIZATION = DATASETS["digits"].normalization
 SHORT = replace(RECIPES["digits"], epochs=4, drops=(2,), augment=True)
@@ -245,17 +245,17 @@ def test_a_shortened_recipe_moves_its_steps_along() -> None:
 
 def test_augmentation_keeps_the_middle_of_a_plain_image_and_follows_its_generator() -> None:
     x = torch.ones(16, 3, 32, 32)
-    moved = augmented(x, generator(0))
+    moved = augment(x, generator(0))
     torch.testing.assert_close(moved[:, :, 12:20, 12:20], x[:, :, 12:20, 12:20])
     assert (moved[:, :, 0] < 0.5).any()  # what comes in from outside is zero
-    assert torch.equal(moved, augmented(x, generator(0)))
-    assert not torch.equal(moved, augmented(x, generator(1)))
+    assert torch.equal(moved, augment(x, generator(0)))
+    assert not torch.equal(moved, augment(x, generator(1)))
 
 
 def test_augmentation_mirrors_turns_and_moves_a_dot_by_as_much_as_it_says() -> None:
     x = torch.zeros(400, 1, 33, 33)
     x[:, :, 15:18, 23:26] = 1  # 8 pixels right of the middle
-    moved = augmented(x, generator(0))[:, 0]
+    moved = augment(x, generator(0))[:, 0]
     places = torch.arange(33.0) - 16
     across = (moved * places).sum((1, 2)) / moved.sum((1, 2))
     down = (moved * places[:, None]).sum((1, 2)) / moved.sum((1, 2))

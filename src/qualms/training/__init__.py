@@ -1,6 +1,18 @@
 """Images and a network in, a trained classifier out."""
 
-from qualms.training.fit import Fitted, fit, trained_with
-from qualms.training.recipes import RECIPES, Recipe
+from typing import Any
 
-__all__ = ["RECIPES", "Fitted", "Recipe", "fit", "trained_with"]
+from qualms.errors import warn_renamed
+from qualms.training.fit import TrainingResult, fit
+from qualms.training.recipes import RECIPES, Recipe
+from qualms.training.resume import trained_with
+
+__all__ = ["RECIPES", "Recipe", "TrainingResult", "fit", "trained_with"]
+
+
+def __getattr__(name: str) -> Any:
+    """The deprecated names of this package."""
+    if name == "Fitted":
+        warn_renamed("qualms.training.Fitted", "qualms.training.TrainingResult")
+        return TrainingResult
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

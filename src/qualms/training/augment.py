@@ -11,16 +11,20 @@ PADDING = 4  # pixels that a crop may move the image by
 DEGREES = 15.0
 
 
-def augmented(x: Float[Tensor, "n c h w"], noise: torch.Generator) -> Float[Tensor, "n c h w"]:
-    """Each image mirrored half of the time, turned by up to 15 degrees and moved by up to 4 pixels.
+def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor, "n c h w"]:
+    """Mirror each image half of the time, rotate it by up to 15 degrees and move it by up to 4 pixels.
 
     All three in one resampling, x'(u) = x(A u): what comes in from outside is the padding value 0,
     the mean color of normalized images.
+
+    Args:
+        x: normalized images.
+        draws: decides what happens to each.
     """
     n, _, h, w = x.shape
-    angle = (2 * torch.rand(n, generator=noise) - 1) * math.radians(DEGREES)
-    mirror = 1 - 2 * torch.randint(0, 2, (n,), generator=noise).float()
-    moved = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=noise) * 2 / torch.tensor([w, h])
+    angle = (2 * torch.rand(n, generator=draws) - 1) * math.radians(DEGREES)
+    mirror = 1 - 2 * torch.randint(0, 2, (n,), generator=draws).float()
+    moved = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=draws) * 2 / torch.tensor([w, h])
     cos, sin = angle.cos(), angle.sin()
     rows = torch.stack(
         [mirror * cos, -sin, moved[:, 0], mirror * sin, cos, moved[:, 1]], dim=1

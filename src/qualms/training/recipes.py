@@ -50,11 +50,16 @@ class Recipe:
             )
         if not 0 < self.validation < 1:
             raise QualmsError(
-                f"a recipe keeps {self.validation} of the images for validation; it is a share below 1."
+                f"a recipe keeps {self.validation} of the images for validation; it is a share "
+                "above 0 and below 1."
             )
 
     def shortened(self, epochs: int) -> "Recipe":
-        """The same in fewer epochs, the drops of the rate moved along."""
+        """The same recipe in fewer epochs, the drops of the rate moved along.
+
+        Args:
+            epochs: how many.
+        """
         drops = tuple(max(1, round(d * epochs / self.epochs)) for d in self.drops)
         return replace(self, epochs=epochs, drops=drops)
 

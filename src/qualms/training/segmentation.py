@@ -22,11 +22,21 @@ def fit_scenes(
     seed: int = 0,
     progress: ProgressFn | None = None,
 ) -> list[float]:
-    """Train the model in place with Adam, and return the mean loss of each epoch; it ends in
-    evaluation mode.
+    """Train a model for segmentation in place, with Adam; it ends in evaluation mode.
 
     The rate falls along a cosine; there is no validation, so the last weights stay. Pixels labeled
-    `IGNORED` do not count. The seed decides the order of the scenes.
+    `IGNORED` do not count.
+
+    Args:
+        model: images [n, 1, h, w] in, logits [n, classes, h, w] out.
+        scenes: to train on.
+        normalization: of their pixels.
+        recipe: rate, epochs, batches and decay.
+        seed: decides the order of the scenes.
+        progress: called with ("epochs", done, epochs) after each.
+
+    Returns:
+        The mean loss of each epoch.
     """
     optimizer = torch.optim.Adam(model.parameters(), recipe.rate, weight_decay=recipe.decay)
     steps = recipe.epochs * -(-len(scenes) // recipe.batch)
@@ -35,9 +45,8 @@ def fit_scenes(
     model.train()
     for epoch in range(recipe.epochs):
         total = 0.0
-        for index in torch.randperm(len(scenes), generator=generator(seed, epoch)).split(
-            recipe.batch
-        ):
+        order = torch.randperm(len(scenes), generator=generator(seed, epoch))
+        for index in order.split(recipe.batch):
             logits = model(normalization.apply(scenes.pixels[index]))
             loss = F.cross_entropy(logits, scenes.labels[index], ignore_index=IGNORED)
             optimizer.zero_grad()

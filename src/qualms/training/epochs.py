@@ -1,0 +1,130 @@
+"""One epoch after another: training, measuring, remembering the best weights."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qualms.data import Images, Normalization
+from qualms.gradients.model_input import call_model, validate_logits
+from qualms.random import generator
+from qualms.training.augment import augment
+from qualms.training.recipes import Recipe
+
+SPLIT, ORDER, DRAWS = range(3)  # purposes of random numbers
+EVALUATION_BATCH = 500
+
+
+class TrainingRun:
+    """What changes from epoch to epoch.
+
+    Args:
+        model: trained in place.
+        recipe: decides optimizer and schedule.
+
+    Attributes:
+        epoch: how many epochs are done.
+        history: a row for each of them.
+        best_epoch: the epoch of the best weights; 0 before the first validation.
+        best_accuracy: on the validation images; -1 before the first validation.
+        best_state: the best weights by name.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.model, self.recipe = model, recipe
+        self.optimizer, self.schedule = _make_optimizer(model, recipe)
+        self.epoch = 0
+        self.history: list[dict[str, int | float]] = []
+        self.best_epoch, self.best_accuracy = 0, -1.0
+        self.best_state: dict[str, Tensor] = {}
+
+    def train_epoch(self, images: Images, normalization: Normalization, seed: int) -> float:
+        """Train for one epoch.
+
+        Args:
+            images: with labels.
+            normalization: of the images.
+            seed: decides their order and augmentation, together with the number of the epoch.
+
+        Returns:
+            The mean loss.
+        """
+        assert images.labels is not None
+        self.model.train()
+        device = next(self.model.parameters()).device
+        order = torch.randperm(len(images), generator=generator(seed, ORDER, self.epoch))
+        draws = generator(seed, DRAWS, self.epoch)
+        total = 0.0
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            # For the model's own dropout.
+            torch.manual_seed(int(torch.randint(2**62, (), generator=draws)))
+            for index in order.split(self.recipe.batch):
+                if len(index) == 1 < len(images):
+                    continue  # batch normalization has no variance to divide by
+                x, y = normalization.apply(images.pixels[index]), images.labels[index]
+                if self.recipe.augment:
+                    x = augment(x, draws)
+                total += self._step(x.to(device), y.to(device)) * len(index)
+        self.schedule.step()
+        self.epoch += 1
+        return total / len(images)
+
+    def _step(self, x: Tensor, y: Tensor) -> float:
+        """One step of the optimizer; returns the mean loss of the batch before it."""
+        loss = F.cross_entropy(_logits(self.model, x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def remember_if_best(self, accuracy: float) -> None:
+        """Keep the present weights if they are better than all before.
+
+        The first of equally good epochs stays.
+
+        Args:
+            accuracy: of the present weights on the validation images.
+        """
+        if accuracy > self.best_accuracy:
+            self.best_epoch, self.best_accuracy = self.epoch, accuracy
+            state = self.model.state_dict()
+            self.best_state = {name: value.detach().clone() for name, value in state.items()}
+
+
+def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimizer, Any]:
+    """Adam with a cosine schedule, or gradient descent with momentum and drops of the rate."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    schedulers = torch.optim.lr_scheduler
+    optimizer: torch.optim.Optimizer
+    if recipe.adam:
+        optimizer = torch.optim.Adam(parameters, recipe.rate, weight_decay=recipe.decay)
+        return optimizer, schedulers.CosineAnnealingLR(optimizer, recipe.epochs)
+    optimizer = torch.optim.SGD(
+        parameters, recipe.rate, momentum=recipe.momentum, weight_decay=recipe.decay
+    )
+    return optimizer, schedulers.MultiStepLR(optimizer, list(recipe.drops))
+
+
+@torch.no_grad()
+def measure_accuracy(model: nn.Module, images: Images, normalization: Normalization) -> float:
+    """The share of images that a model classifies correctly, in evaluation mode.
+
+    Args:
+        model: left in evaluation mode.
+        images: with labels.
+        normalization: of the images.
+    """
+    assert images.labels is not None
+    model.eval()
+    device = next(model.parameters()).device
+    correct = 0
+    for index in torch.arange(len(images)).split(EVALUATION_BATCH):
+        x = normalization.apply(images.pixels[index]).to(device)
+        predicted = _logits(model, x).argmax(1).cpu()
+        correct += int((predicted == images.labels[index]).sum())
+    return correct / len(images)
+
+
+def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    return validate_logits(call_model(model, x), len(x))

@@ -1,0 +1,200 @@
+"""The file from which an interrupted training resumes.
+
+It is a checkpoint of torch's with the best weights as `state_dict`, the settings that decide the
+outcome, and, until the training is complete, the state of model, optimizer and schedule. What is
+read from it is checked before the model changes, as a file may be damaged or made to do harm.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qualms.data import Normalization
+from qualms.disk import atomic_write, explain_write_failure
+from qualms.errors import QualmsError, explain_failure, reason
+from qualms.models.checkpoint import load_torch_file
+from qualms.training.epochs import TrainingRun
+
+
+def write_run(
+    run: TrainingRun, path: Path, settings: dict[str, Any], about: dict[str, Any]
+) -> None:
+    """Write the whole state, in one move: a file that is there is complete.
+
+    Args:
+        run: the state.
+        path: of the file.
+        settings: what decides the outcome.
+        about: what else to write, such as the network's name.
+    """
+    is_complete = run.epoch == run.recipe.epochs
+    content = {
+        **about,
+        "state_dict": run.best_state,
+        "settings": settings,
+        "complete": is_complete,
+        "history": run.history,
+        "best": {"epoch": run.best_epoch, "accuracy": run.best_accuracy},
+    }
+    if not is_complete:
+        content["resume"] = {
+            "epoch": run.epoch,
+            "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "schedule": run.schedule.state_dict(),
+        }
+    with explain_write_failure(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not by its name: torch would not say why the disk refused.
+        with atomic_write(path) as part, open(part, "wb") as file:
+            torch.save(content, file)
+
+
+def resume_run(run: TrainingRun, path: Path, settings: dict[str, Any]) -> None:
+    """Take up the state of an earlier run with the same settings, if there is one.
+
+    Args:
+        run: at its first epoch; takes the state.
+        path: of the file, which need not exist.
+        settings: what decides the outcome; those in the file must be the same.
+    """
+    if not path.exists():
+        return
+    content, known = _read_run(path)
+    for key in {**known, **settings}:
+        if known.get(key) != settings.get(key):
+            raise QualmsError(
+                f"{path} comes from a training with another {key} ({known.get(key)}, not "
+                f"{settings.get(key)}); choose another file, or delete it."
+            )
+
+    def explain(error: Exception) -> QualmsError:
+        return QualmsError(f"{path} is damaged ({reason(error)}); delete it, and train again.")
+
+    with explain_failure(explain):
+        _restore(run, content)
+
+
+def trained_with(path: str | Path) -> Normalization | None:
+    """The normalization that a checkpoint of `fit` was trained with.
+
+    Args:
+        path: of the checkpoint.
+
+    Returns:
+        The normalization; None for other files. What is wrong with a file is reported by those who
+        read its weights.
+
+    Example:
+        ```python
+        import torch
+        from qualms.data import Images, Normalization
+        from qualms.training import Recipe, fit, trained_with
+
+        pixels = torch.zeros(40, 1, 4, 4, dtype=torch.uint8)
+        images = Images("squares", pixels, torch.arange(40) % 2)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        recipe, scale = Recipe(epochs=1, rate=0.1), Normalization((0.5,), (0.25,))
+        fit(model, images, recipe, scale, checkpoint="squares.pt")
+        assert trained_with("squares.pt") == Normalization((0.5,), (0.25,))
+        ```
+    """
+
+    def explain(error: Exception) -> QualmsError:
+        return QualmsError(f"{path} names no normalization ({reason(error)}).")
+
+    try:
+        with explain_failure(explain):
+            _, settings = _read_run(Path(path))
+            return Normalization(tuple(settings["mean"]), tuple(settings["std"]))
+    except QualmsError:
+        return None
+
+
+def _read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file holds by name, and the settings in it."""
+
+    def explain(_: Exception) -> QualmsError:
+        return QualmsError(f"{path} is not a checkpoint of this training; choose another file.")
+
+    with explain_failure(explain):
+        # A tensor would take a name too, with a warning of torch's.
+        content = {**load_torch_file(path)}
+        return content, {**content["settings"]}
+
+
+def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
+    """Give a run the state that `write_run` wrote.
+
+    Raises:
+        Exception: of any class, before the model is changed, if the content is something else.
+    """
+    is_complete = content["complete"] is True
+    best, rest = {**content["best"]}, {**content.get("resume", {})}
+    run.epoch = run.recipe.epochs if is_complete else rest["epoch"]
+    run.history = [{**row} for row in content["history"]]
+    run.best_epoch, run.best_accuracy = best["epoch"], best["accuracy"]
+    for epoch in (run.epoch, run.best_epoch):
+        if type(epoch) is not int or not 0 <= epoch <= run.recipe.epochs:
+            raise ValueError(f"it is after the epochs {(run.epoch, run.best_epoch)}")
+    state = {**content["state_dict"]}
+    is_share = -1 <= run.best_accuracy <= 1
+    if not is_share or not _is_state_of(run.model, state or run.model.state_dict()):
+        raise ValueError("its weights are not the network's")
+    # Without hooks that a file may name.
+    run.best_state = {name: value.detach() for name, value in state.items()}
+    if is_complete:
+        return
+    if not _is_state_of(run.model, rest["model"]):
+        raise ValueError("its last weights are not the network's")
+    _require_same_types(run.schedule.state_dict(), rest["schedule"])
+    optimizer = {**rest["optimizer"]}
+    _require_optimizer_state(run.optimizer, optimizer)
+    run.optimizer.load_state_dict(optimizer)
+    run.schedule.load_state_dict(rest["schedule"])
+    run.model.load_state_dict(rest["model"])
+
+
+def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether these are tensors of the same names, shapes and types as the model's."""
+    own = model.state_dict()
+    if state.keys() != own.keys():
+        return False
+    for name, value in own.items():
+        other = state[name]
+        if not isinstance(other, Tensor):
+            return False
+        if other.shape != value.shape or other.dtype != value.dtype:
+            return False
+    return True
+
+
+def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Raise unless an optimizer's state has the settings and shapes of this one."""
+    _require_same_types(optimizer.state_dict()["param_groups"], state["param_groups"])
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    for number, values in state["state"].items():
+        for value in values.values():
+            # Numbers of steps have no axes.
+            if isinstance(value, Tensor) and value.ndim and value.shape != shapes[number]:
+                raise ValueError("its optimizer is another network's")
+
+
+def _require_same_types(ours: Any, theirs: Any) -> None:
+    """Raise if values that both have are of different types, or if keys differ."""
+    are_numbers = isinstance(ours, (int, float)) and type(theirs) in (int, float)
+    if type(ours) is not type(theirs) and not are_numbers:
+        raise ValueError(
+            f"it has a {type(theirs).__name__} in the place of a {type(ours).__name__}"
+        )
+    if isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            raise ValueError("it has other settings")
+        for key in ours:
+            _require_same_types(ours[key], theirs[key])
+    elif isinstance(ours, (list, tuple)):
+        for own, other in zip(ours, theirs, strict=True):
+            _require_same_types(own, other)
