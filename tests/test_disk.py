@@ -176,7 +176,7 @@ def test_a_file_that_another_run_takes_away_as_it_is_made_is_made_again(
         if moment == "after":
             half.unlink(missing_ok=True)
             other.close()
-        disk._take_away(path)  # by a third run
+        disk._remove_leftovers(path)  # by a third run
         file.write("whole")
     assert path.read_text() == "whole"
     assert os.listdir(tmp_path) == [path.name]

@@ -1,4 +1,8 @@
-"""Files that are written whole or not at all, and places that one run has to itself."""
+"""Files that are written completely or not at all, and files that one run has to itself.
+
+Locks are those of `fcntl`, held on the files themselves. Libraries such as filelock lock a second
+file, which stays beside each file of the user.
+"""
 
 import errno
 import os
@@ -13,111 +17,112 @@ from qualms.errors import QualmsError
 
 try:
     import fcntl
-except ImportError:  # a system without locks
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# to lock a new file. Then it is the file system that has no locks, so that no other run takes it
-# away either
-TRIES = 10
+# Attempts to lock a new file, which other runs may remove. If all fail, the file system has no
+# locks, and no other run removes the file either.
+MAX_TRIES = 10
 
 
 @contextmanager
 def explain_write_failure(what: str | Path) -> Iterator[None]:
-    """Tells in one sentence what the disk refuses, such as a byte more; `what` is the file, as its
-    user calls it.
+    """Raise one sentence for what the disk refuses inside the block, such as a full disk.
+
+    Args:
+        what: The file, as its user calls it.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        refused = (
-            error if isinstance(error, OSError) else error.__context__
-        )  # torch puts an error of its own over it
-        if not isinstance(refused, OSError):
+        # torch raises a RuntimeError while it handles the OSError.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
             raise
-        why = os.strerror(refused.errno) if refused.errno else str(refused)
+        why = os.strerror(cause.errno) if cause.errno else str(cause)
         raise QualmsError(
-            f"{what} cannot be written ({why}); put that right, or choose another place."
+            f"{what} cannot be written ({why}); fix that, or choose another path."
         ) from None
 
 
 def require_writable(path: str | Path, called: str | None = None) -> None:
-    """An error, before there is any work to lose, if `atomic_write` could not write there. Its
-    folder is made.
+    """Raise an error if `atomic_write` could not write a file; create its folder.
+
+    Commands call this before they compute anything that could be lost.
 
     Args:
-        path: the file.
-        called: what errors call it, if not by its path.
+        path: The file.
+        called: What errors call it, if not by its path.
     """
     path = Path(path)
     with explain_write_failure(called or path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        place = _place(path)
-        if place is not None:
-            with temp_sibling(place, called or str(path)):
+        target = _replaceable_file(path)
+        if target is not None:
+            with temp_sibling(target, called or str(path)):
                 pass
 
 
 @contextmanager
 def atomic_write(path: Path, called: str | None = None) -> Iterator[Path]:
-    """An empty file beside `path`, to be filled: it takes the place of `path` if all goes well, and
-    is gone if not.
+    """Yield an empty file that replaces `path` if the block succeeds, and is removed if not.
 
-    What is written is on the disk before it takes that place, so that a machine that stops leaves
-    no half of a file. A link stays, and what it leads to is replaced; a file that was there leaves
-    its mode to the new one. What is there and no file, such as /dev/stdout, is not replaced: it is
-    itself what is to be filled.
+    The data is on the disk before it replaces the file, so that a power failure leaves the old file
+    or the new one. A link stays, and the file that it leads to is replaced; the new file has the
+    mode of the old one. What is not a regular file, such as /dev/stdout, is yielded itself.
 
     Args:
-        path: the file. Its folder is there already.
-        called: what errors call it, if not by its path.
+        path: The file, in a folder that exists.
+        called: What errors call it, if not by its path.
     """
     called = called or str(path)
     with explain_write_failure(called):
-        place = _place(path)
-    if place is None:
+        target = _replaceable_file(path)
+    if target is None:
         yield path
         return
-    with temp_sibling(place, called) as part:
+    with temp_sibling(target, called) as part:
         with explain_write_failure(called):
-            if place.exists() and _mode(part) != _mode(
-                place
-            ):  # what is private is so while it is written, too
-                part.chmod(_mode(place))
+            # The mode is set first, so that a private file is private while it is written.
+            if target.exists() and _mode(part) != _mode(target):
+                part.chmod(_mode(target))
         yield part
         with explain_write_failure(called):
             with open(part, "ab") as file:
                 os.fsync(file.fileno())
-            os.replace(part, place)
+            os.replace(part, target)
 
 
 @contextmanager
 def temp_sibling(path: Path, called: str | None = None) -> Iterator[Path]:
-    """An empty file beside `path`, which is gone in the end. What runs that were killed left there
-    is taken away.
+    """Yield an empty temporary file beside `path`, and remove it in the end.
+
+    Temporary files that killed runs have left there are removed, too.
+
+    Args:
+        path: The file.
+        called: What errors call it, if not by its path.
     """
-    _take_away(path)
+    _remove_leftovers(path)
     with explain_write_failure(called or path):
-        part, held = _created(path)
+        part, lock = _create_sibling(path)
     try:
         yield part
     finally:
-        with suppress(
-            OSError
-        ):  # its folder may have become read-only: what went wrong is told already
+        with suppress(OSError):  # such as a folder that has become read-only
             part.unlink(missing_ok=True)
-        if held is not None:
-            held.close()
+        if lock is not None:
+            lock.close()
 
 
-def append_lines(file: IO[bytes], path: Path, line: bytes) -> None:
-    """Add a line to the end of an open file, on the disk when this returns; a line that does not
-    fit is not begun.
+def append_lines(file: IO[bytes], path: Path, lines: bytes) -> None:
+    """Append to an open file, completely or not at all; the data is on disk when this returns.
 
     Args:
-        file: of `lock_file`.
-        path: where it was when it was opened. It is an error if it is there no longer: the line
-            would be lost with it.
-        line: what to add.
+        file: As `lock_file` returns it.
+        path: Where it was opened. If another file or none is there now, an error is raised, since
+            the lines would be lost.
+        lines: What to append.
     """
     with explain_write_failure(path):
         end = os.fstat(file.fileno()).st_size
@@ -125,24 +130,27 @@ def append_lines(file: IO[bytes], path: Path, line: bytes) -> None:
             raise QualmsError(
                 f"{path} was removed while a run was writing to it; run the same command again."
             )
+        complete = False
         try:
-            while line:
-                line = line[file.write(line) :]
+            while lines:
+                lines = lines[file.write(lines) :]
             os.fsync(file.fileno())
-        except BaseException:  # also Ctrl-C
-            with suppress(OSError):
-                file.truncate(end)
-            raise
+            complete = True
+        finally:
+            if not complete:  # an error, or Ctrl-C
+                with suppress(OSError):
+                    file.truncate(end)
 
 
 def lock_file(path: Path) -> IO[bytes]:
-    """A file, open for reading and for writing at its end, and for nobody else who asks for it this
-    way.
+    """Open a file for reading and appending, and lock it until it is closed.
+
+    Raises:
+        QualmsError: If another run has locked it.
     """
     with explain_write_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a buffer: what a full disk refuses would stay in it, and be refused again when the
-        # file is closed.
+        # Without a buffer: what a full disk refuses would stay in it, and fail again on close.
         file = open(path, "a+b", buffering=0)  # noqa: SIM115 (it is locked as long as it is open)
     if not _lock(file):
         file.close()
@@ -150,26 +158,23 @@ def lock_file(path: Path) -> IO[bytes]:
     return file
 
 
-def _place(path: Path) -> Path | None:
-    """The file to be replaced, behind all links; None if what is there is no file, and is to be
-    written to as it is.
-    """
+def _replaceable_file(path: Path) -> Path | None:
+    """Return the file to replace, behind all links; None for what is not a regular file."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if path.exists() and not os.access(
-        path, os.W_OK
-    ):  # a file may be replaced all the same, but is protected
+    # A folder lets its files be replaced even if they are protected.
+    if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    place = Path(os.path.realpath(path))
-    return None if path.exists() and not place.is_file() else place
+    target = Path(os.path.realpath(path))
+    return None if path.exists() and not target.is_file() else target
 
 
 def _mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def _created(path: Path) -> tuple[Path, IO[bytes] | None]:
-    """A new file beside `path`, of a name that no other has, and what holds it."""
+def _create_sibling(path: Path) -> tuple[Path, IO[bytes] | None]:
+    """Create a temporary file beside `path`; return it with the open file that locks it, if any."""
     tries = 0
     while True:
         part = path.with_name(f".{path.name}.{token_hex(4)}.part")
@@ -178,18 +183,18 @@ def _created(path: Path) -> tuple[Path, IO[bytes] | None]:
             return part, file
         file.close()
         tries += 1
-        if fcntl is None or tries == TRIES:
-            return part, None  # and not open: Windows would neither move nor remove it
-        part.unlink(missing_ok=True)  # another run took it for one that nobody holds
+        if fcntl is None or tries == MAX_TRIES:
+            return part, None  # closed, since Windows neither moves nor removes open files
+        part.unlink(missing_ok=True)  # another run took it for a leftover
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still there."""
+    """Whether an open file is still the one at `path`."""
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether nobody else has locked it; it is ours as long as it is open, or its process lives."""
+    """Lock a file until it is closed or its process ends; return False if another has locked it."""
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,9 +203,11 @@ def _lock(file: IO[bytes]) -> bool:
     return True
 
 
-def _take_away(path: Path) -> None:
-    """The halves of runs that were killed: those that nobody holds."""
-    for half in path.parent.glob(f".{escape(path.name)}.*.part") if fcntl is not None else ():
-        with suppress(OSError), open(half, "rb") as file:
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of runs that were killed, which are those that nobody locks."""
+    if fcntl is None:
+        return
+    for part in path.parent.glob(f".{escape(path.name)}.*.part"):
+        with suppress(OSError), open(part, "rb") as file:
             if _lock(file):
-                half.unlink()
+                part.unlink()

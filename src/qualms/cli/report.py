@@ -45,7 +45,7 @@ from qualms.report.layer_chart import layers_of
 from qualms.report.page import write_page
 from qualms.report.tables import list_left_out
 from qualms.tasks.journal import Journal, read
-from qualms.tasks.ood import alike
+from qualms.tasks.ood import resize_like
 from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.scoring import choose_engine, score_images, select_usable
 
@@ -167,7 +167,7 @@ def report(
     echo_images(network, known, *others)
     network.require_input_size(known)
     known = network.relabel(known)
-    others = [alike(network, known, images) for images in others]
+    others = [resize_like(network, known, images) for images in others]
     if known.labels is not None:
         network.accuracy(known)  # an error if its classes are not those of the labels
     asked = parse_methods("paper" if methods is None else methods, known.name)

@@ -1,5 +1,6 @@
-"""Ablation: what each part of REGrad* adds, and how much its two parameters matter. Both are rows
-of `ood`.
+"""Ablation of REGrad*: what each of its parts adds, and how much its two parameters matter.
+
+These functions return methods, which `qualms.tasks.ood` compares.
 """
 
 import math
@@ -13,42 +14,55 @@ from qualms.tasks.paper import LAMBDA, SIGMA
 
 LAMBDAS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, math.inf)
 SIGMAS = (0.01, 0.015, 0.02, 0.025, 0.03, 0.05)
-LAST_LAYER = 50.0  # exp(-50) of the layer before the last is far below rounding: λ → ∞
+# In place of λ → ∞: exp(-50), the weight of the layer before the last, is far below rounding.
+LAST_LAYER = 50.0
 
 
 def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Method]:
-    """Each score plain, with weighted layers, and with smoothed gradients as well (tables 4 and 6)."""
+    """Return each gradient score plain, with weighted layers, and with smoothing as well.
+
+    These are the rows of tables 4 and 6 of the paper.
+
+    Args:
+        dataset: Decides λ.
+        smooth: The smoothing; by default the paper's σ.
+    """
     lam, smooth = LAMBDA.get(dataset, 0.3), smooth or Smoothing(SIGMA)
     rows: dict[str, Method] = {}
     for name, kind in (("UNGrad", UNGrad), ("ExGrad", ExGrad), ("REGrad", REGrad)):
         rows[name] = kind()
         rows[f"{name}+layers"] = kind(layers=lam)
-        rows["REGrad*" if name == "REGrad" else f"{name}+layers+smooth"] = kind(
-            layers=lam, smooth=smooth
-        )
+        full = "REGrad*" if name == "REGrad" else f"{name}+layers+smooth"
+        rows[full] = kind(layers=lam, smooth=smooth)
     return rows
 
 
 def lambda_sweep(lambdas: tuple[float, ...] = LAMBDAS) -> dict[str, Method]:
-    """REGrad+layers(λ); the paper's limit λ → 0 is the plain norm, ours at λ = 0 the sum of the
-    layers' norms.
+    """Return REGrad+layers(λ) for several λ.
+
+    The paper's limit λ → 0 is the plain norm. Ours at λ = 0 is the sum of the layers' norms.
     """
     rows: dict[str, Method] = {"λ → 0": REGrad()}
     for lam in lambdas:
-        rows["λ → ∞" if lam == math.inf else f"λ = {lam:g}"] = REGrad(layers=min(lam, LAST_LAYER))
+        name = "λ → ∞" if lam == math.inf else f"λ = {lam:g}"
+        rows[name] = REGrad(layers=min(lam, LAST_LAYER))
     return rows
 
 
 def sigma_sweep(
     dataset: str, sigmas: tuple[float, ...] = SIGMAS, smooth: Smoothing | None = None
 ) -> dict[str, Method]:
-    """REGrad+layers+smooth(σ), σ in pixels scaled to [0, 1].
+    """Return REGrad+layers+smooth(σ) for several σ.
 
-    λ is the dataset's; for SVHN 0.3, at which the paper's table 5 has its sweep, though its setting
-    elsewhere is 0.2.
+    Args:
+        dataset: Decides λ. For SVHN it is 0.3, as in table 5 of the paper, which has 0.2 elsewhere.
+        sigmas: Noise levels, in pixels scaled to [0, 1].
+        smooth: Decides the number of draws.
     """
-    how, lam = smooth or Smoothing(SIGMA), 0.3 if dataset == "svhn" else LAMBDA.get(dataset, 0.3)
-    return {
-        f"σ = {s:g}": REGrad(layers=lam, smooth=Smoothing(s, how.draws, how.antithetic))
-        for s in sigmas
-    }
+    how = smooth or Smoothing(SIGMA)
+    lam = 0.3 if dataset == "svhn" else LAMBDA.get(dataset, 0.3)
+    rows: dict[str, Method] = {}
+    for sigma in sigmas:
+        noise = Smoothing(sigma, how.draws, how.antithetic)
+        rows[f"σ = {sigma:g}"] = REGrad(layers=lam, smooth=noise)
+    return rows

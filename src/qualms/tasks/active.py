@@ -1,5 +1,4 @@
-"""Active learning: which unlabeled images are worth a label? Start small, ask for the most
-uncertain, train anew.
+"""Active learning: which unlabeled images are worth labeling?
 
 Wang & Ji, CVPR 2024, section 5.3: m1 balanced images to start with, then cycles that each add the
 m2 most uncertain of the pool and retrain from scratch. The start is drawn from the training images
@@ -23,7 +22,7 @@ from qualms.random import generator
 from qualms.selection import require_gradients, select
 from qualms.stream.network import InputBatches, Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
+from qualms.tasks.rows import CycleAbout, CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation
@@ -36,7 +35,17 @@ COLOR = "cnn-32"
 
 @dataclass(frozen=True)
 class Plan:
-    """m1 images to start with, m2 more in each cycle; how to train; and limits for a small machine."""
+    """An experiment of active learning.
+
+    Args:
+        start: The number of labeled images to start with.
+        more: The number of images that each cycle adds.
+        recipe: How the network is trained.
+        cycles: How often images are added.
+        pool: The number of images to pick from; None for all.
+        validation: The number of images that select the best epoch; None for all.
+        diversity: As in `qualms.select`.
+    """
 
     start: int
     more: int
@@ -45,6 +54,21 @@ class Plan:
     pool: int | None = None
     validation: int | None = None
     diversity: float | None = None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Positions among the training images.
+
+    Args:
+        start: The images to start with.
+        validation: Those that select the best epoch.
+        pool: Those to pick from.
+    """
+
+    start: Tensor
+    validation: Tensor
+    pool: Tensor
 
 
 def active(
@@ -59,148 +83,185 @@ def active(
     seed: int = 0,
     progress: ProgressFn | None = None,
 ) -> Iterator[CycleRow]:
-    """A row for each method and cycle: accuracy and negative log-likelihood on the test images.
+    """Compare methods by how much the images that they pick improve a network.
 
     Args:
-        build: makes the network with fresh weights; the seed decides them, the same for every cycle
-            and method.
-        train: training images with labels, which are cut into start, validation images and pool.
-        test: what the network is judged on.
-        normalization: of the network's inputs.
-        methods: by name; None picks at random. Noise in pixels scaled to [0, 1].
-        plan: how many images, how often.
-        journal: where the rows are kept; cycles that it has are not run again.
-        seed: decides the start, the weights and the order of training.
-        progress: called with what is done.
+        build: Makes the network with fresh weights. The seed decides them, and they are the same
+            for all cycles and methods.
+        train: Labeled training images, which are split into start, validation images and pool.
+        test: The images that the network is judged on.
+        normalization: Of the network's inputs.
+        methods: By the names that rows have; None picks at random. Noise in pixels scaled to
+            [0, 1].
+        plan: How many images, and how often.
+        journal: Keeps the rows; cycles that it has are not run again.
+        seed: Decides the start, the weights and the order of training.
+        progress: Is called with how many cycles are done.
+
+    Yields:
+        For each method and cycle, a row with accuracy and negative log-likelihood on the test
+        images. The start, which all methods share, comes once.
     """
-    parts = split(train, plan, seed)
-    for method in methods.values():
-        if plan.diversity is not None and method is not None:
-            require_gradients(method)
-    cached: dict[tuple[int, ...], Network] = {}
-
-    def fresh() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return build()
-
-    def trained(chosen: list[int]) -> Network:
-        """The network after labels for these images of the pool; the start's and the newest are
-        kept.
-        """
-        if tuple(chosen) not in cached:
-            for old in [key for key in cached if key]:
-                del cached[old]
-            model, validation = fresh(), parts.validation
-            labeled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
-            fit(
-                model,
-                labeled,
-                plan.recipe,
-                normalization,
-                validation=train.take(validation),
-                seed=seed,
-            )
-            cached[tuple(chosen)] = Network("active", model, normalization)
-        return cached[tuple(chosen)]
-
-    data, weights = train.name, f"{fingerprint(fresh())} {normalization}"
-    for done, (name, method) in enumerate(methods.items()):
+    if plan.diversity is not None:
+        for method in methods.values():
+            if method is not None:
+                require_gradients(method)
+    trainer = _Trainer(build, train, normalization, plan, split(train, plan, seed), seed)
+    run: CycleAbout = {"data": train.name, "seed": seed, "from": trainer.weights}
+    total = len(methods) * (plan.cycles + 1)
+    done = 0
+    for name, method in methods.items():
         chosen: list[int] = []
         for cycle in range(plan.cycles + 1):
-            by, exactly = name if cycle else "start", repr(method)
-            key: CycleKey = {
-                "row": "cycle",
-                "data": data,
-                "seed": seed,
-                "from": weights,
-                "method": by,
-                "cycle": cycle,
-            }
+            key: CycleKey = {"row": "cycle", **run, "method": "start", "cycle": cycle}
             if cycle:
-                key["exactly"] = exactly
-            judged = journal.where(**key)
-            if judged:
-                row = judged[0]
-            else:
-                began, labeled = time.perf_counter(), len(parts.start) + len(chosen)
-                measures = _judged(trained(chosen), test)
-                seconds = round(time.perf_counter() - began, 2)
-                row = journal.add(CycleRow(**key, labeled=labeled, **measures, seconds=seconds))
-            if cycle or not done:
+                key["method"], key["exactly"] = name, repr(method)
+            row = _cycle_row(trainer, key, chosen, test, journal)
+            if cycle or done == 0:
                 yield row
             if cycle < plan.cycles:
                 asked: PickKey = {
-                    "data": data,
-                    "seed": seed,
-                    "from": weights,
                     "row": "pick",
+                    **run,
                     "method": name,
-                    "exactly": exactly,
+                    "exactly": repr(method),
                     "cycle": cycle,
                 }
                 picks = journal.where(**asked)
                 if not picks:
-                    new = _pick(trained(chosen), train, parts, chosen, method, plan, seed)
-                    picks = [journal.add(PickRow(**asked, chosen=new))]
+                    picks = [journal.add(PickRow(**asked, chosen=trainer.pick(chosen, method)))]
                 chosen = chosen + picks[0]["chosen"]
+            done += 1
             if progress is not None:
-                progress(
-                    "cycles", done * (plan.cycles + 1) + cycle + 1, len(methods) * (plan.cycles + 1)
-                )
+                progress("cycles", done, total)
 
 
-def _judged(network: Network, test: Images) -> CycleMeasures:
-    logits = network.logits(test)
-    return {
+def _cycle_row(
+    trainer: "_Trainer", key: CycleKey, chosen: list[int], test: Images, journal: Journal
+) -> CycleRow:
+    """Return the row of a cycle, from the journal if it is there.
+
+    Args:
+        trainer: Trains the network.
+        key: Identifies the row.
+        chosen: The images picked so far.
+        test: The images that the network is judged on.
+        journal: Keeps the rows.
+    """
+    known = journal.where(**key)
+    if known:
+        return known[0]
+    began = time.perf_counter()
+    logits = trainer.train(chosen).logits(test)
+    measures: CycleMeasures = {
         "accuracy": accuracy(logits, test.labels),
         "nll": nll(logits, test.labels),
         "nll_softmax_twice": nll_softmax_twice(logits, test.labels),
     }
+    seconds = round(time.perf_counter() - began, 2)
+    labeled = len(trainer.parts.start) + len(chosen)
+    row: CycleRow = {**key, "labeled": labeled, **measures, "seconds": seconds}
+    return journal.add(row)
 
 
-def _pick(
-    network: Network,
-    train: Images,
-    parts: "Parts",
-    chosen: list[int],
-    method: Method | None,
-    plan: Plan,
-    seed: int,
-) -> list[int]:
-    """The images of the pool, by their position in the training set, that get a label next."""
-    left = parts.pool[~torch.isin(parts.pool, torch.tensor(chosen).long())]
-    if len(left) < plan.more:
-        raise QualmsError(
-            f"the pool has {len(left)} images left, and {plan.more} are wanted; run fewer cycles."
+class _Trainer:
+    """Trains a network on the images picked so far, and picks the next ones.
+
+    Args:
+        build: As in `active`.
+        images: The training images.
+        normalization: Of the network's inputs.
+        plan: How to train, and how many images to pick.
+        parts: Of the training images.
+        seed: Decides the weights and all draws.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        images: Images,
+        normalization: Normalization,
+        plan: Plan,
+        parts: Parts,
+        seed: int,
+    ) -> None:
+        self.build, self.images, self.normalization = build, images, normalization
+        self.plan, self.parts, self.seed = plan, parts, seed
+        self.weights = f"{fingerprint(self._build())} {normalization}"
+        self._networks: dict[tuple[int, ...], Network] = {}
+
+    def train(self, chosen: list[int]) -> Network:
+        """Return the network after labels for these images of the pool.
+
+        The network of the start, which all methods share, and the latest one are kept.
+        """
+        key = tuple(chosen)
+        if key in self._networks:
+            return self._networks[key]
+        start = self._networks.get(())
+        self._networks = {} if start is None else {(): start}
+        model = self._build()
+        fit(
+            model,
+            self._labeled(chosen),
+            self.plan.recipe,
+            self.normalization,
+            validation=self.images.take(self.parts.validation),
+            seed=self.seed,
         )
-    if method is None:
-        return left[
-            torch.randperm(len(left), generator=generator(seed, PICK, len(chosen)))[: plan.more]
-        ].tolist()
-    labeled = train.take(torch.cat([parts.start, torch.tensor(chosen).long()]))
-    needs = InputBatches(network, labeled) if TRAINING_DATA in method.needs else None
-    inputs = InputBatches(network, train.take(left))
-    own = network.scale_noise(method)
-    return left[
-        select(
-            network.model, inputs, plan.more, own, diversity=plan.diversity, seed=seed, train=needs
+        self._networks[key] = Network("active", model, self.normalization)
+        return self._networks[key]
+
+    def pick(self, chosen: list[int], method: Method | None) -> list[int]:
+        """Return the images of the pool that get a label next, as positions in the training set.
+
+        Args:
+            chosen: The images picked so far.
+            method: Scores the images; None picks at random.
+        """
+        pool, count = self.parts.pool, self.plan.more
+        left = pool[~torch.isin(pool, torch.tensor(chosen).long())]
+        if len(left) < count:
+            raise QualmsError(
+                f"the pool has {len(left)} images left, and {count} are wanted; run fewer cycles."
+            )
+        if method is None:
+            order = torch.randperm(len(left), generator=generator(self.seed, PICK, len(chosen)))
+            return left[order[:count]].tolist()
+        network = self.train(chosen)
+        batches = None
+        if TRAINING_DATA in method.needs:
+            batches = InputBatches(network, self._labeled(chosen))
+        picked = select(
+            network.model,
+            InputBatches(network, self.images.take(left)),
+            count,
+            network.scale_noise(method),
+            diversity=self.plan.diversity,
+            seed=self.seed,
+            train=batches,
         )
-    ].tolist()
+        return left[picked].tolist()
 
+    def _build(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.build()
 
-@dataclass(frozen=True)
-class Parts:
-    """Positions among the training images."""
-
-    start: Tensor
-    validation: Tensor
-    pool: Tensor
+    def _labeled(self, chosen: list[int]) -> Images:
+        return self.images.take(torch.cat([self.parts.start, torch.tensor(chosen).long()]))
 
 
 def split(train: Images, plan: Plan, seed: int) -> Parts:
-    """A balanced start, validation images and the pool; thirds where there are not more than 20,000
-    images.
+    """Split training images into a balanced start, validation images and the pool.
+
+    Each of the first two is drawn from 10,000 images, or from a third where there are not more than
+    20,000.
+
+    Args:
+        train: Labeled images.
+        plan: How many images to start with, to validate on and to pick from.
+        seed: Decides the start.
     """
     if train.labels is None:
         raise QualmsError(f"{train.name} has no labels; active learning needs them.")
@@ -212,11 +273,15 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
             f"a balanced start of {plan.start} images is not a multiple of the {classes} classes."
         )
     order = torch.randperm(block, generator=generator(seed, START))
-    of_class = [order[train.labels[order] == c][:each] for c in range(classes)]
-    short = next((c for c, found in enumerate(of_class) if len(found) < each), None)
-    if short is not None:
-        raise QualmsError(
-            f"class {short} has fewer than {each} of the first {block} images; start with fewer images."
-        )
+    start = []
+    for number in range(classes):
+        of_class = order[train.labels[order] == number][:each]
+        if len(of_class) < each:
+            raise QualmsError(
+                f"class {number} has fewer than {each} of the first {block} images; start with "
+                "fewer images."
+            )
+        start.append(of_class)
+    validation = torch.arange(block, 2 * block)[: plan.validation]
     pool = torch.arange(2 * block, len(train))[: plan.pool]
-    return Parts(torch.cat(of_class), torch.arange(block, 2 * block)[: plan.validation], pool)
+    return Parts(torch.cat(start), validation, pool)

@@ -1,4 +1,4 @@
-"""Uncertainty calibration: are the predictions that a score calls certain the right ones?"""
+"""Calibration of uncertainty: are the predictions with the lowest scores the correct ones?"""
 
 from collections.abc import Iterator
 
@@ -34,10 +34,23 @@ def calibration(
     train: Images | None = None,
     progress: ProgressFn | None = None,
 ) -> Iterator[CalibrationRow]:
-    """A row for each method: rAULC with its 95 % interval, the area under risk and coverage, and
-    selective risks.
+    """Measure how well scores rank predictions by whether they are right.
 
-    Where all predictions are right, or all wrong, there is no rAULC; the row has None and says why.
+    Args:
+        network: The network that is scored.
+        images: Labeled images.
+        methods: By the names that rows have; noise in pixels scaled to [0, 1].
+        journal: Keeps the rows; those that it has are not computed again.
+        seed: Of all random draws.
+        engine: How gradient scores are computed.
+        tolerance: As for `Scorer`; None for its default.
+        train: Training images, for the methods that need some.
+        progress: Is called with how many images are scored.
+
+    Yields:
+        For each method, a row with rAULC and its 95 % interval, the area under the risk-coverage
+        curve, and selective risks. If all predictions are right, or all wrong, rAULC is None, and
+        the row says why.
     """
     if images.labels is None:
         raise QualmsError(
@@ -67,12 +80,12 @@ def calibration(
             "n": len(images),
             "images": images.fingerprint(),
         }
-        known = journal.where(**key)
-        yield (
-            known[0]
-            if known
-            else journal.add(CalibrationRow(**key, **_measures(found.scores[name], found.correct)))
-        )
+        rows = journal.where(**key)
+        if rows:
+            yield rows[0]
+        else:
+            measures = _measures(found.scores[name], found.correct)
+            yield journal.add(CalibrationRow(**key, **measures))
 
 
 def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasures:

@@ -1,19 +1,30 @@
-"""Rows of numbers on disk, as JSON lines: each is written before the next is computed, so a killed
-run loses nothing.
+"""Rows of numbers on disk, as JSON lines, so that a run that is killed can be resumed.
 
-The first line says what the run is about; a file is only ever continued by the same run. A line
-that was cut short by a kill is dropped when the file is opened again.
+Each row is written before the next is computed. The first line describes the run, and a file is
+only continued by the same run. A line that was cut short is dropped when the file is opened again.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar, overload
+from types import NoneType, UnionType
+from typing import (
+    IO,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from qualms.disk import append_lines, lock_file
 from qualms.errors import QualmsError
-from qualms.tasks.checked import require_row
 from qualms.tasks.rows import (
     AccuracyRow,
     CalibrationRow,
@@ -31,18 +42,30 @@ from qualms.tasks.rows import (
 
 Kind = TypeVar("Kind", bound=Row)
 START = b'{"row": "run"'  # how every file of rows begins
+ROW_TYPES: dict[str, Any] = {
+    "ood": OodRow,
+    "calibration": CalibrationRow,
+    "scores": ScoresRow,
+    "accuracy": AccuracyRow,
+    "cycle": CycleRow,
+    "pick": PickRow,
+    "runtime": RuntimeRow,
+    "tokens": TokensRow,
+    "text": TextRow,
+    "next-token": NextTokenRow,
+    "part": PartRow,
+}
 
 
 class Journal(AbstractContextManager["Journal"]):
     """The rows of one run, in memory and, with a path, on disk.
 
     Args:
-        path: the file; None keeps the rows in memory alone.
-        about: what decides the rows' values, such as the network and the seed; the file must say
-            the same.
-        advice: what errors tell the user to do about a file that cannot be continued.
-        replace: whether such a file, if it holds rows of a run at all, is emptied and begun anew
-            instead.
+        path: The file; None keeps the rows in memory only.
+        about: What decides the values of the rows, such as the network and the seed. An existing
+            file must have the same.
+        advice: What errors advise about a file that cannot be continued.
+        replace: Whether to start such a file anew instead, provided that it holds rows of a run.
     """
 
     def __init__(
@@ -56,19 +79,17 @@ class Journal(AbstractContextManager["Journal"]):
         self._file: IO[bytes] | None = None
         if path is None:
             return
-        self._path, self._file = Path(path), lock_file(Path(path))
-        try:
-            self._begin(
-                Path(path), json.loads(json.dumps({"row": "run", **about})), advice, replace
-            )
-        except BaseException:  # also Ctrl-C
-            self._file.close()
-            raise
+        self._path = Path(path)
+        with ExitStack() as on_failure:
+            self._file = on_failure.enter_context(lock_file(self._path))
+            self._begin(json.loads(json.dumps({"row": "run", **about})), advice, replace)
+            on_failure.pop_all()  # the file stays open
 
-    def _begin(self, path: Path, about: dict[str, Any], advice: str, replace: bool) -> None:
+    def _begin(self, about: dict[str, Any], advice: str, replace: bool) -> None:
+        """Read the rows of an earlier run, or write the first line."""
         assert self._file is not None
         try:
-            self._continue(path, about, advice)
+            self._continue(about, advice)
         except QualmsError:
             self._file.seek(0)
             if not replace or self._file.read(len(START)) != START:
@@ -77,16 +98,17 @@ class Journal(AbstractContextManager["Journal"]):
             self._rows = []
             self._write(about)
 
-    def _continue(self, path: Path, about: dict[str, Any], advice: str) -> None:
+    def _continue(self, about: dict[str, Any], advice: str) -> None:
         assert self._file is not None
-        first, *self._rows = _read(self._file, path) or [{}]
+        first, *self._rows = _read_and_repair(self._file, self._path) or [{}]
         if not first:
             self._write(about)
         elif first != about:
-            raise QualmsError(f"{path} holds a run with {_difference(first, about)}; {advice}.")
+            difference = _describe_difference(first, about)
+            raise QualmsError(f"{self._path} holds a run with {difference}; {advice}.")
 
     def add(self, row: Kind) -> Kind:
-        """Keep a row; it is on disk when this returns."""
+        """Keep a row, which is on disk when this returns; return the row."""
         if self._file is not None:
             self._write(row)
         self._rows.append(row)
@@ -117,7 +139,7 @@ class Journal(AbstractContextManager["Journal"]):
     @overload
     def where(self, **key: Any) -> list[Row]: ...
     def where(self, **key: Any) -> Any:
-        """The rows with these values."""
+        """Return the rows that have these values."""
         return [row for row in self._rows if all(row.get(k) == v for k, v in key.items())]
 
     def __iter__(self) -> Iterator[Row]:
@@ -133,42 +155,50 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def read(path: str | Path) -> list[Any]:
-    """The rows that a run has left, whatever it was about."""
+    """Read the rows that any run has left, the first of which describes the run."""
     try:
         with open(path, "rb") as file:
-            return _rows(file.read(), Path(path), whole=True)
+            return _parse_rows(file.read(), Path(path), whole=True)
     except OSError as error:
         raise QualmsError(
-            f"{path} cannot be read ({error.strerror}); name the rows of a run."
+            f"{path} cannot be read ({error.strerror}); pass a file of rows."
         ) from None
 
 
-def _read(file: IO[bytes], path: Path) -> list[Any]:
-    """The rows of an open file, which loses a last line that was cut short."""
+def _read_and_repair(file: IO[bytes], path: Path) -> list[Any]:
+    """Read the rows of an open file, and remove a last line that was cut short."""
     file.seek(0)
     content = file.read()
-    rows = _rows(content, path, whole=False)
+    rows = _parse_rows(content, path, whole=False)
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):  # only now: a file that somebody else wrote stays as it is
+    if whole < len(content):  # only now, since a file of another kind raises an error above
         file.truncate(whole)
     return rows
 
 
-def _difference(kept: dict[str, Any], asked: dict[str, Any]) -> str:
-    """The first thing in which two runs differ: `another seed (0, not 1)`, or `other methods
+def _describe_difference(kept: dict[str, Any], asked: dict[str, Any]) -> str:
+    """Describe the first difference of two runs: `another seed (0, not 1)`, or `other methods
     (energy)`.
     """
-    what = next(k for k in {**kept, **asked} if kept.get(k) != asked.get(k))
+    what = next(key for key in {**kept, **asked} if kept.get(key) != asked.get(key))
     one, other = kept.get(what), asked.get(what)
     if not isinstance(one, dict) or not isinstance(other, dict):
         return f"another {what} ({one}, not {other})"
-    changed = [k for k in {**one, **other} if one.get(k) != other.get(k)]
-    return f"other {what} ({', '.join(changed)})"
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    return f"other {what} ({', '.join(keys)})"
 
 
-def _rows(content: bytes, path: Path, whole: bool) -> list[Any]:
+def _parse_rows(content: bytes, path: Path, whole: bool) -> list[Any]:
+    """Parse the complete lines of a file.
+
+    Args:
+        content: The bytes of the file.
+        path: Its path, for errors.
+        whole: Whether every row must have all keys of its kind.
+    """
     rows: list[Any] = []
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             require_row(row, whole)
@@ -180,3 +210,52 @@ def _rows(content: bytes, path: Path, whole: bool) -> list[Any]:
     if not content.startswith(START) and not START.startswith(content):
         raise QualmsError(f"{path} is not a file of rows; choose another file.")
     return rows
+
+
+def require_row(row: Any, whole: bool) -> None:
+    """Check that a value that was read is a row. Rows of kinds not in `ROW_TYPES` may hold anything.
+
+    Args:
+        row: The value.
+        whole: Whether all keys of its kind must be there.
+
+    Raises:
+        ValueError: If it is not a row, or a value has another type than in rows of its kind.
+    """
+    kind = row.get("row") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or (whole and not isinstance(kind, str)):
+        raise ValueError("no row")
+    row_type = ROW_TYPES.get(kind) if isinstance(kind, str) else None
+    if row_type is None:
+        return
+    hints = _type_hints(row_type)
+    for key, value in row.items():
+        if key in hints and not _has_type(value, hints[key]):
+            raise ValueError("values of other types")
+    if whole and not row_type.__required_keys__ <= row.keys():
+        raise ValueError("keys are missing")
+
+
+@cache
+def _type_hints(row_type: Any) -> dict[str, Any]:
+    return get_type_hints(row_type)
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON has a type, of those that occur in rows."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, UnionType):
+        return any(_has_type(value, one) for one in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_has_type(one, arguments[0]) for one in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            return False
+        return all(_has_type(one, arguments[1]) for one in value.values())
+    if hint is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if hint in (None, NoneType):
+        return value is None
+    return type(value) is hint

@@ -1,6 +1,4 @@
-"""Out-of-distribution detection: do scores tell images of other datasets from those that the
-network knows?
-"""
+"""Out-of-distribution detection: can scores detect images of other datasets?"""
 
 from collections.abc import Iterator, Sequence
 
@@ -34,17 +32,34 @@ def ood(
     train: Images | None = None,
     progress: ProgressFn | None = None,
 ) -> Iterator[OodRow]:
-    """A row for each method and each dataset of `outside`: AUROC with its 95 % interval, AUPR both
-    ways, FPR95.
+    """Measure how well scores distinguish other datasets from the one that the network knows.
 
-    OOD is the positive class, uncertainty the score; `aupr_in` swaps both. Shares, not percentages.
+    The other dataset is the positive class, and the score predicts it; `aupr_in` swaps both.
+    Measures are shares, not percentages.
+
+    Args:
+        network: The network that is scored.
+        inside: Images of the dataset that it knows.
+        outside: Images of other datasets.
+        methods: By the names that rows have; noise in pixels scaled to [0, 1].
+        journal: Keeps the rows; those that it has are not computed again.
+        seed: Of all random draws.
+        engine: How gradient scores are computed.
+        tolerance: As for `Scorer`; None for its default.
+        train: Training images, for the methods that need some.
+        progress: Is called with how many images are scored.
+
+    Yields:
+        For each other dataset and method, a row with AUROC and its 95 % interval, AUPR with either
+        dataset as the positive class, and FPR95.
     """
     engine, tolerance = choose_engine(network, inside, methods, engine, tolerance)
-    images = [inside, *(alike(network, inside, other) for other in outside)]
-    known, *others = (
-        score_images(
+    scored = []
+    others = [resize_like(network, inside, other) for other in outside]
+    for images in (inside, *others):
+        found = score_images(
             network,
-            i,
+            images,
             methods,
             journal,
             seed=seed,
@@ -53,38 +68,43 @@ def ood(
             train=train,
             progress=progress,
         )
-        for i in images
-    )
-    for other, of in zip(others, images[1:], strict=True):
+        scored.append(found.scores)
+    known = scored[0]
+    for images, scores in zip(others, scored[1:], strict=True):
         for name, method in methods.items():
             key: OodKey = {
                 "row": "ood",
                 "in": inside.name,
-                "out": of.name,
+                "out": images.name,
                 "method": name,
                 "exactly": parameters(method, train),
                 "seed": seed,
                 "engine": engine_label(engine, tolerance),
                 "draws": DRAWS,
                 "n_in": len(inside),
-                "n_out": len(of),
-                "images": f"{inside.fingerprint()} {of.fingerprint()}",
+                "n_out": len(images),
+                "images": f"{inside.fingerprint()} {images.fingerprint()}",
             }
-            found = journal.where(**key)
-            yield (
-                found[0]
-                if found
-                else journal.add(OodRow(**key, **_measures(known.scores[name], other.scores[name])))
-            )
+            rows = journal.where(**key)
+            if rows:
+                yield rows[0]
+            else:
+                yield journal.add(OodRow(**key, **_measures(known[name], scores[name])))
 
 
-def alike(network: Network, inside: Images, other: Images) -> Images:
-    """In the size of the images that the network knows; if it fits those anew in each batch, then
-    these too.
+def resize_like(network: Network, inside: Images, other: Images) -> Images:
+    """Resize images of another dataset to the size of those that the network knows.
+
+    Args:
+        network: Images that it resizes in each batch are not resized here.
+        inside: Images that the network knows.
+        other: The images to resize.
     """
     if network.transform is None:
         return other.convert(inside.pixels.shape[1], inside.size)
-    return network.transform.apply(other) if inside.size == network.transform.size else other
+    if inside.size == network.transform.size:
+        return network.transform.apply(other)
+    return other
 
 
 def _measures(inside: object, outside: object) -> OodMeasures:

@@ -1,10 +1,11 @@
-"""Runtime: what each method costs, in units of Entropy's single forward pass."""
+"""Runtime: the time that each method takes, in units of Entropy, which is one forward pass."""
 
 import statistics
 import time
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
@@ -17,8 +18,6 @@ from qualms.stream.sizes import BATCH
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import RuntimeKey, RuntimeRow
 from qualms.tasks.scoring import Methods, engine_label, parameters
-
-UNIT = "Entropy"
 
 
 def runtime(
@@ -34,26 +33,39 @@ def runtime(
     rounds: int = 3,
     progress: ProgressFn | None = None,
 ) -> Iterator[RuntimeRow]:
-    """A row for each method: the median over rounds of its time, divided by Entropy's in the same
-    round.
+    """Time each method on the same images.
 
-    Each method runs alone, on the same images in batches of 32, by a `Scorer` that has scored a
-    batch before: what is done once for many batches, such as the fit of `laplace` on `train`, is
-    not timed.
+    Each method runs alone, by a `Scorer` that has scored a batch before. What is done once for many
+    batches, such as the fit of `laplace` on `train`, is not timed.
+
+    Args:
+        network: The network that is scored.
+        images: The images to score.
+        methods: By the names that rows have; noise in pixels scaled to [0, 1].
+        journal: Keeps the rows; those that it has are not computed again.
+        seed: Of all random draws.
+        engine: How gradient scores are computed.
+        tolerance: As for `Scorer`; None for its default.
+        train: Training images, for the methods that need some.
+        rounds: How often each method is timed.
+        progress: Is called with how many methods are timed.
+
+    Yields:
+        For each method, a row with the median over rounds of its seconds, and of their ratio to
+        those of Entropy in the same round.
     """
     x = list(network.inputs(images).split(BATCH))
 
-    def ready(method: Method) -> Scorer:
-        learn = (
-            InputBatches(network, train)
-            if train is not None and TRAINING_DATA in method.needs
-            else None
-        )
-        one: dict[str, Method] = {"timed": method}
+    def warm_up(method: Method) -> Scorer:
+        """Return a scorer that has scored a batch."""
+        own: dict[str, Method] = {"timed": method}
+        batches = None
+        if train is not None and TRAINING_DATA in method.needs:
+            batches = InputBatches(network, train)
         scorer = Scorer(
             network.model,
-            one,
-            train=learn,
+            own,
+            train=batches,
             models=network.members,
             seed=seed,
             engine=engine,
@@ -62,13 +74,7 @@ def runtime(
         scorer(x[0])
         return scorer
 
-    def seconds(scorer: Scorer) -> float:
-        """Wall-clock time to score all images."""
-        began = time.perf_counter()
-        scorer(x).scores["timed"].cpu()  # a GPU is asked for the last scores before the clock is
-        return time.perf_counter() - began
-
-    unit = ready(Entropy())
+    unit = warm_up(Entropy())
     if progress is not None:
         progress("methods timed", 0, len(methods))
     for done, (name, method) in enumerate(methods.items(), start=1):
@@ -86,12 +92,20 @@ def runtime(
         if known:
             yield known[0]
             continue
-        scorer = ready(network.scale_noise(method))
-        timed = [(seconds(unit), seconds(scorer)) for _ in range(rounds)]
-        median, ratio = (
-            statistics.median(t for _, t in timed),
-            statistics.median(t / u for u, t in timed),
-        )
+        scorer = warm_up(network.scale_noise(method))
+        seconds, ratios = [], []
+        for _ in range(rounds):
+            entropy_seconds = _time(unit, x)
+            seconds.append(_time(scorer, x))
+            ratios.append(seconds[-1] / entropy_seconds)
+        median, ratio = statistics.median(seconds), statistics.median(ratios)
         yield journal.add(RuntimeRow(**key, seconds=median, ratio=ratio))
         if progress is not None:
             progress("methods timed", done, len(methods))
+
+
+def _time(scorer: Scorer, batches: list[Tensor]) -> float:
+    """Return the seconds that it takes to score some batches."""
+    start = time.perf_counter()
+    scorer(batches).scores["timed"].cpu()  # waits for a GPU
+    return time.perf_counter() - start
