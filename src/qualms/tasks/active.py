@@ -22,7 +22,7 @@ from qualms.random import generator
 from qualms.selection import require_gradients, select
 from qualms.stream.network import InputBatches, Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import CycleAbout, CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
+from qualms.tasks.rows import CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation
@@ -107,22 +107,30 @@ def active(
             if method is not None:
                 require_gradients(method)
     trainer = _Trainer(build, train, normalization, plan, split(train, plan, seed), seed)
-    run: CycleAbout = {"data": train.name, "seed": seed, "from": trainer.weights}
     total = len(methods) * (plan.cycles + 1)
     done = 0
     for name, method in methods.items():
         chosen: list[int] = []
         for cycle in range(plan.cycles + 1):
-            key: CycleKey = {"row": "cycle", **run, "method": "start", "cycle": cycle}
+            key: CycleKey = {
+                "row": "cycle",
+                "data": train.name,
+                "seed": seed,
+                "from": trainer.weights,
+                "method": name if cycle else "start",
+                "cycle": cycle,
+            }
             if cycle:
-                key["method"], key["exactly"] = name, repr(method)
+                key["exactly"] = repr(method)
             row = _cycle_row(trainer, key, chosen, test, journal)
             if cycle or done == 0:
                 yield row
             if cycle < plan.cycles:
                 asked: PickKey = {
                     "row": "pick",
-                    **run,
+                    "data": train.name,
+                    "seed": seed,
+                    "from": trainer.weights,
                     "method": name,
                     "exactly": repr(method),
                     "cycle": cycle,
