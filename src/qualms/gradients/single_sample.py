@@ -136,29 +136,24 @@ def sample_gradients(
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
         parameters = list(selected.values())
-        found: list[list[Tensor | None]] = []
+        columns: dict[str, list[Tensor | None]] = {name: [] for name in selected}
         for direction in directions(logits.detach()):
             of_direction = list(gradients_of(logits, parameters, direction.to(logits.dtype)))
-            for i, g in enumerate(of_direction):
-                of_direction[i] = None if g is None else reduce(g)
-            found.append(of_direction)
+            for i, name in enumerate(selected):
+                g = of_direction[i]
+                of_direction[i] = None  # freed one by one
+                columns[name].append(None if g is None else reduce(g))
     logits = logits.detach()  # frees the graph
     gradients: dict[str, Tensor] = {}
-    for i, (name, p) in enumerate(selected.items()):
-        column = [of_direction[i] for of_direction in found]
-        for of_direction in found:
-            of_direction[i] = None  # freed one by one
-        if any(g is not None for g in column):
-            for j, g in enumerate(column):
-                if g is None:
-                    column[j] = reduce(torch.zeros_like(p))
-            gradients[name] = _stack([g for g in column if g is not None])
+    for name, p in selected.items():
+        column = columns.pop(name)
+        if all(g is None for g in column):
+            continue
+        known: list[Tensor] = []
+        for g in column:
+            known.append(reduce(torch.zeros_like(p)) if g is None else g)
+        gradients[name] = known[0][None] if len(known) == 1 else torch.stack(known)
     return logits, gradients
-
-
-def _stack(parts: list[Tensor]) -> Float[Tensor, "m ..."]:
-    """The tensors along a new first axis; a single one without a copy."""
-    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
 
 def gradients_of(

@@ -92,8 +92,9 @@ class Summed:
         samples: int,
         layout: Layout,
         target: Tensor,
-        space: int,
         scale: Callable[[], Tensor] | None = None,
+        *,
+        space: int,
     ) -> "Summed":
         """Σ_t δ_t s_t over rows and space, for each channel of [n, channel, *space].
 
@@ -101,8 +102,8 @@ class Summed:
             samples: b.
             layout: of the cotangent.
             target: the parameter.
-            space: number of spatial axes.
             scale: gives s, in the cotangent's shape; 1 by default.
+            space: number of spatial axes.
         """
 
         def write(d: Tensor) -> Tensor:
@@ -164,8 +165,10 @@ class Summed:
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
             zero = torch.zeros_like(next(d for d in cotangents if d is not None))
-            each = torch.stack([zero if d is None else d for d in cotangents])
-            of_samples = at_least_float32(each).unflatten(0, (samples, -1))
+            each: list[Tensor] = []
+            for d in cotangents:
+                each.append(zero if d is None else d)
+            of_samples = at_least_float32(torch.stack(each)).unflatten(0, (samples, -1))
             return of_samples.sum(1).reshape(samples, *shape)
 
         return cls(write, shape.numel())
@@ -275,4 +278,7 @@ def _side_by_side(
 ) -> Float[Tensor, "b t g f"]:
     """One group for each, with zeros at positions that it does not have."""
     t = max(most, *(factor.shape[1] for factor in factors))
-    return torch.stack([F.pad(factor, (0, 0, 0, t - factor.shape[1])) for factor in factors], dim=2)
+    groups: list[Tensor] = []
+    for factor in factors:
+        groups.append(F.pad(factor, (0, 0, 0, t - factor.shape[1])))
+    return torch.stack(groups, dim=2)

@@ -77,7 +77,8 @@ class OpCall:
         out = self.run_with(copies)
         # A change in place of a view would lead the graph around the edge that a rule takes hold
         # of.
-        out = out.clone() if out._is_view() else out
+        if out._is_view():
+            out = out.clone()
         self.recorder.reach.enclose(out.grad_fn, before)
         return out
 
@@ -160,8 +161,8 @@ class OpCall:
                 input's way around the function mode (a script, numpy, a Python number) ends here.
         """
         alone = self.on_one_row(derived)
-        layout = self.layout(derived) if self.recorder.trace_pair else None
         parts = [derived]
+        layout = self.layout(derived) if self.recorder.trace_pair else None
         if layout is not None:
             parts = [layout.part(derived, row) for row in range(self.rows)]
         if not all(same_values(part, alone) for part in parts):

@@ -35,7 +35,7 @@ class ParamUse:
     occurrence: int
     arguments: list[Tensor]
     results: list[Tensor] = field(default_factory=list)
-    param_places: frozenset[int] = frozenset()
+    param_places: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -97,9 +97,12 @@ class TracePair:
             for i, (a, b) in enumerate(zip(one.arguments, two.arguments, strict=False)):
                 if i not in one.param_places:
                     one.arguments[i], two.arguments[i] = _compact(a, b)
-            pairs = [_compact(a, b) for a, b in zip(one.results, two.results, strict=False)]
-            one.results = [a for a, _ in pairs]
-            two.results = [b for _, b in pairs]
+            results = list(zip(one.results, two.results, strict=False))
+            one.results, two.results = [], []
+            for a, b in results:
+                a, b = _compact(a, b)
+                one.results.append(a)
+                two.results.append(b)
         return self
 
 

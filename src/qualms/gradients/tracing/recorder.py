@@ -191,9 +191,13 @@ class Recorder(TorchFunctionMode):
             kwargs: its keyword arguments.
             given: all tensors among them.
         """
-        places = frozenset(i for i, t in enumerate(given) if id(t) in self._params)
-        names = frozenset[str]().union(*(roots(given[i], self.weights) for i in places))
-        key = OpKey(full_name(func), names)
+        places: set[int] = set()
+        names: set[str] = set()
+        for i, t in enumerate(given):
+            if self.is_param(t):
+                places.add(i)
+                names |= roots(t, self.weights)
+        key = OpKey(full_name(func), frozenset(names))
         use = ParamUse(key, self._occurrences[key], given, param_places=places)
         self._occurrences[key] += 1
         if self.trace_pair is None:

@@ -1,1 +1,1 @@
-"""What follows an operation: one function, and one row in the table, for each kind."""
+"""The gradient of each operation's parameters: one function and one row in `table.py` for each."""

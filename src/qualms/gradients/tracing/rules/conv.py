@@ -147,7 +147,7 @@ def _run(
             gradient = images.plain(out.shape[-space:])
         call.add_factor(weight, [edge], gradient)
     if call.is_param(bias):
-        call.add_factor(bias, [edge], Summed.channels(call.samples, layout, bias, space))
+        call.add_factor(bias, [edge], Summed.channels(call.samples, layout, bias, space=space))
     return out
 
 

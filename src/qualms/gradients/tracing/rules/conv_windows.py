@@ -65,11 +65,11 @@ class Geometry:
         """The image with zeros around it."""
         if not any(map(any, self.padding)):
             return image
-        return F.pad(image, [size for pair in reversed(self.padding) for size in pair])
+        return F.pad(image, list(itertools.chain(*reversed(self.padding))))
 
     def shifts(self, positions: Sequence[int]) -> Iterator[tuple[slice, ...]]:
         """For each offset in a window, the pixels that the windows at all positions have there."""
-        for offset in itertools.product(*(range(k) for k in self.kernel)):
+        for offset in itertools.product(*map(range, self.kernel)):
             cut = []
             for axis, number in enumerate(positions):
                 start, step = offset[axis] * self.dilation[axis], self.stride[axis]

@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from qualms.gradients.tracing.factors import Summed
 from qualms.gradients.tracing.outer_product import Outer
 from qualms.gradients.tracing.rules.broadcast import broadcast
+from qualms.gradients.tracing.sample_axis import Layout
 
 if TYPE_CHECKING:
     from qualms.gradients.tracing.op_call import OpCall
@@ -27,14 +28,8 @@ def linear(call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = No
     layout = call.input_layout(input)
     if layout is None or weight.ndim != 2 or layout.axis == input.ndim - 1:
         return NotImplemented
-    out = call.run()
-    edge = get_gradient_edge(out)
-    if call.is_param(weight):
-        outer = Outer.product(call.samples, layout, input, weight.shape[0], _out_in)
-        call.add_factor(weight, [edge], outer)
-    if call.is_param(bias):
-        call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias))
-    return out
+    outer = Outer.product(call.samples, layout, input, weight.shape[0], _out_in)
+    return _run(call, layout, weight, outer, bias)
 
 
 def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
@@ -47,10 +42,8 @@ def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
     layout = call.input_layout(input)
     if layout is None or layout.axis == input.ndim - 1:
         return NotImplemented
-    out = call.run()
     outer = Outer.product(call.samples, layout, input, other.shape[1], _in_out)
-    call.add_factor(other, [get_gradient_edge(out)], outer)
-    return out
+    return _run(call, layout, other, outer, bias=None)
 
 
 def addmm(
@@ -70,13 +63,26 @@ def addmm(
     plain = beta == alpha == 1 and input.ndim == 1
     if layout is None or layout.axis == 1 or not plain:
         return NotImplemented
+    outer = Outer.product(call.samples, layout, mat1, mat2.shape[1], _in_out)
+    return _run(call, layout, mat2, outer, bias=input)
+
+
+def _run(call: OpCall, layout: Layout, weight: Tensor, outer: Outer, bias: Tensor | None) -> Any:
+    """Run a product and add the factors of its parameters.
+
+    Args:
+        call: the operation.
+        layout: of its input.
+        weight: W.
+        outer: the gradient of W.
+        bias: b, whose gradient is Σ_t δ_t.
+    """
     out = call.run()
     edge = get_gradient_edge(out)
-    if call.is_param(mat2):
-        outer = Outer.product(call.samples, layout, mat1, mat2.shape[1], _in_out)
-        call.add_factor(mat2, [edge], outer)
-    if call.is_param(input):
-        call.add_factor(input, [edge], Summed.trailing(call.samples, layout, input))
+    if call.is_param(weight):
+        call.add_factor(weight, [edge], outer)
+    if call.is_param(bias):
+        call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias))
     return out
 
 

@@ -6,6 +6,7 @@ x̂ is what γ multiplies: the normalized input, or the negative part of it (PRe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,15 +210,8 @@ def _channel_affine(
     layout = call.input_layout(input)
     if layout is None or layout.axis not in (None, 0):
         return NotImplemented
-    out = call.run()
-    edge = get_gradient_edge(out)
-    samples, space = call.samples, input.ndim - 2
-    if call.is_param(weight):
-        gradient = Summed.channels(samples, layout, weight, space, _once(normalize))
-        call.add_factor(weight, [edge], gradient)
-    if call.is_param(bias):
-        call.add_factor(bias, [edge], Summed.channels(samples, layout, bias, space))
-    return out
+    summed = partial(Summed.channels, call.samples, layout, space=input.ndim - 2)
+    return _affine(call, weight, bias, normalize, summed)
 
 
 def _trailing_affine(
@@ -242,13 +236,31 @@ def _trailing_affine(
         return NotImplemented
     if layout.axis is not None and layout.axis >= input.ndim - last.ndim:
         return NotImplemented
+    return _affine(call, weight, bias, normalize, partial(Summed.trailing, call.samples, layout))
+
+
+def _affine(
+    call: OpCall,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalize: Callable[[], Tensor],
+    summed: Callable[..., Summed],
+) -> Any:
+    """Run a normalization and add the factors of its parameters.
+
+    Args:
+        call: the operation.
+        weight: γ.
+        bias: β.
+        normalize: gives x̂.
+        summed: from a parameter, and what scales the cotangent, to the parameter's gradient.
+    """
     out = call.run()
     edge = get_gradient_edge(out)
     if call.is_param(weight):
-        gradient = Summed.trailing(call.samples, layout, weight, _once(normalize))
-        call.add_factor(weight, [edge], gradient)
+        call.add_factor(weight, [edge], summed(weight, scale=_once(normalize)))
     if call.is_param(bias):
-        call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias))
+        call.add_factor(bias, [edge], summed(bias))
     return out
 
 

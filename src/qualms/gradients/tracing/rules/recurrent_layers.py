@@ -74,11 +74,13 @@ class _Layer(torch.autograd.Function):
         """From the cotangents of h and c to those of x, p and the first state."""
         assert not any(ctx.needs_input_grad[3:7])
         _, w, u, *coefficients = ctx.saved_tensors
-        dh = u.new_zeros(ctx.shape) if dh is None else dh
-        delta, state = RECURSIONS[ctx.kind].pull(
-            tuple(coefficients), u, dh, others[0] if ctx.cells else None
-        )
-        dx = _linear(delta, w.t(), None) if ctx.needs_input_grad[1] else None
+        if dh is None:
+            dh = u.new_zeros(ctx.shape)
+        dc = others[0] if ctx.cells else None
+        delta, state = RECURSIONS[ctx.kind].pull(tuple(coefficients), u, dh, dc)
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = _linear(delta, w.t(), None)
         return None, dx, delta, None, None, None, None, *state
 
     @staticmethod
@@ -115,7 +117,7 @@ class _Layer(torch.autograd.Function):
             dp = torch.addcmul(_tangent(of_input, db, u, h), tangent, scale)
         state = tuple(torch.zeros_like(first) if d is None else d for d in dstate)
         dh, last = RECURSIONS[ctx.kind].push(tuple(coefficients), u, dp, state)
-        return dh, *last[1:], *(None for _ in coefficients)
+        return dh, *last[1:], *[None] * len(coefficients)
 
 
 def _linear(x: Float[Tensor, "t n f"], weight: Tensor, bias: Tensor | None) -> Gates:
@@ -226,8 +228,8 @@ def run_layers(
         (x, h), or (x, h, c) of an LSTM; NotImplemented for projections, active dropout and
         autocast.
     """
-    directions = 2 if how.bidirectional else 1
-    each = 4 if how.has_biases else 2
+    directions = 1 + how.bidirectional
+    each = 2 + 2 * how.has_biases
     if len(params) != how.num_layers * directions * each:
         return NotImplemented
     if (how.train and how.dropout > 0) or torch.is_autocast_enabled(input.device.type):
@@ -241,12 +243,18 @@ def run_layers(
             number = layer * directions + backward
             one_way = OneWay(kind, params[number * each : (number + 1) * each])
             first = tuple(state[number] for state in states)
-            h, end = run(one_way, x.flip(0) if backward else x, first)
-            outputs.append(h.flip(0) if backward else h)
+            if backward:
+                h, end = run(one_way, x.flip(0), first)
+                h = h.flip(0)
+            else:
+                h, end = run(one_way, x, first)
+            outputs.append(h)
             ends.append(end)
         x = torch.cat(outputs, dim=2) if how.bidirectional else outputs[0]
-    last = [torch.stack(parts) for parts in zip(*ends, strict=True)]
-    return (x.transpose(0, 1) if how.batch_first else x), *last
+    last = map(torch.stack, zip(*ends, strict=True))
+    if how.batch_first:
+        x = x.transpose(0, 1)
+    return x, *last
 
 
 def _run(one_way: OneWay, x: Float[Tensor, "t n f"], state: State) -> tuple[Tensor, State]:
