@@ -150,10 +150,10 @@ def too_small(seed: int = 0) -> dict[str, float]:
 
 
 def wrong_labels(steps: int = 500, share: float = 0.1, seed: int = 0) -> dict[str, float]:
-    """A wide network learns by heart 200 points in 10 dimensions, a tenth of them mislabelled.
+    """A wide network learns by heart 200 points in 10 dimensions, a tenth of them mislabeled.
 
-    Medians of ‖g_y‖ at the mislabelled points for the wrong label (`wrong`) and for the true one
-    (`true`), at the correctly labeled points (`right`), at points 1 away from the mislabelled ones
+    Medians of ‖g_y‖ at the mislabeled points for the wrong label (`wrong`) and for the true one
+    (`true`), at the correctly labeled points (`right`), at points 1 away from the mislabeled ones
     for the learnt label (`near_wrong`), against the same around the correctly labeled
     (`near_right`).
     """
