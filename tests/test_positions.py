@@ -87,11 +87,11 @@ def test_every_tangent_gives_what_plain_autograd_gives(
     model, batch = make(), inputs()
     pushed: list[Any] = []
     drawn: list[Tangents] = []
-    add, stacked = at_positions.TangentSums.add, Tangents.stacked
+    add, stacked = at_positions.TangentSums.add, Tangents.stack
     monkeypatch.setattr(
         at_positions.TangentSums, "add", lambda s, p: (pushed.append(p), add(s, p))[1]
     )
-    monkeypatch.setattr(Tangents, "stacked", lambda s, *a: (drawn.append(s), stacked(s, *a))[1])
+    monkeypatch.setattr(Tangents, "stack", lambda s, *a: (drawn.append(s), stacked(s, *a))[1])
     one = {key: t[:1] for key, t in batch.items()}
     qualms.Scorer(model, "fisher", class_dim=-1, engine=qualms.Sketch(4))(one)
     dz = torch.cat([p.tangents for p in pushed])
@@ -335,11 +335,11 @@ def test_a_mask_with_holes_is_left_to_the_model() -> None:
     ids=["mean", "max", "sum", "median"],
 )
 def test_one_number_is_made_of_the_positions_that_count(reduce: str | float, want: float) -> None:
-    from qualms.reduction import reduced
+    from qualms.positions import reduce_positions
 
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0, math.nan], [math.nan] * 5])
-    assert float(reduced(values, reduce)[0]) == want
-    assert bool(reduced(values, reduce)[1].isnan())
+    assert float(reduce_positions(values, reduce)[0]) == want
+    assert bool(reduce_positions(values, reduce)[1].isnan())
 
 
 @pytest.mark.usefixtures("as_users_meet_it")
@@ -803,6 +803,6 @@ def test_tangents_that_could_not_all_be_drawn_are_drawn_again(
         TangentDistribution, "draw", lambda s, j, *out: draw(s, j, *out) if j < 4 else 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
-        tangents.stacked(1, 17)  # others, of which the first few are written
+        tangents.stack(1, 17)  # others, of which the first few are written
     monkeypatch.setattr(TangentDistribution, "draw", draw)
     same(scorer(batch).scores["fisher"], want)

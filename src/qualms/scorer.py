@@ -28,9 +28,9 @@ from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method, in_range
 from qualms.methods.price import LONG, Price, price_of, warn_of_long_run
 from qualms.methods.registry import DEFAULT
-from qualms.positions import Positions, PositionScores, PositionTargets
+from qualms.position_scores import PositionScorer
+from qualms.positions import Positions, PositionTargets, Reduce, Spans
 from qualms.provenance import Provenance, describe_scores
-from qualms.reduction import Reduce, Spans
 from qualms.result import Scored, require_names
 from qualms.threshold import Threshold
 
@@ -333,8 +333,8 @@ class Scorer:
             position_targets: of those inputs.
         """
         with self._open_model(batch) as model_context:
-            scores = PositionScores(model_context, self.methods, positions, self.class_names)
-            scored = scores.of_batch(batch, numbers, position_targets)
+            scorer = PositionScorer(model_context, self.methods, positions, self.class_names)
+            scored = scorer.score_batch(batch, numbers, position_targets)
         return replace(scored, class_names=self.class_names, threshold=self.threshold)
 
     @contextmanager

@@ -48,7 +48,9 @@ def name_of(func: Any) -> str:
 
 
 def bind_arguments(
-    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Positional and keyword arguments by name, as far as `names` goes."""
     return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -39,7 +39,9 @@ def batches(x: Any, model: nn.Module, argument: str = "x") -> Iterator[Batch]:
 
 
 def labeled_batches(
-    x: Any, model: nn.Module, argument: str = "x"
+    x: Any,
+    model: nn.Module,
+    argument: str = "x",
 ) -> Iterator[tuple[Batch, Tensor | None]]:
     """The same batches, each with its labels [b] if it has one whole number for each sample.
 

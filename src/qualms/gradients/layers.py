@@ -15,14 +15,23 @@ Granularity = Literal["module", "tensor", "block"]
 Norm = Literal["l2", "l1"]
 Params: TypeAlias = str | Callable[[str], bool] | None
 
+WHOLE_MODEL = "(model)"  # the layer of parameters that no submodule owns
+
 
 def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
-    """The parameters that count: all, those that match a pattern such as `"layer4.*"`, or those a
-    function picks.
+    """The parameters that count, by name.
+
+    Args:
+        model: the model.
+        params: a pattern such as `"layer4.*"`, or a function that picks names; None for all.
+
+    Raises:
+        QualmsError: if nothing is selected, or a complex parameter is.
     """
-    named: dict[str, Tensor] = {
-        name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()
-    }
+    named: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        if p.is_floating_point() or p.is_complex():
+            named[name] = p
     if params is None:
         chosen = named
     elif callable(params):
@@ -31,13 +40,14 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
         chosen = {name: p for name, p in named.items() if fnmatchcase(name, params)}
     else:
         raise QualmsError(
-            f"params is a {type(params).__name__}; pass a pattern such as 'layer4.*', or a function."
+            f"params is a {type(params).__name__}; pass a pattern such as 'layer4.*', or a "
+            "function."
         )
-    unsupported = [name for name, p in chosen.items() if p.is_complex()]
-    if unsupported:
-        raise QualmsError(
-            f"the parameter {unsupported[0]} is complex, which is not supported; leave it out by `params`."
-        )
+    for name, chosen_parameter in chosen.items():
+        if chosen_parameter.is_complex():
+            raise QualmsError(
+                f"the parameter {name} is complex, which is not supported; leave it out by `params`.",
+            )
     if not named:
         raise QualmsError("the model has no parameters, so there is nothing to take gradients of.")
     if not chosen:
@@ -49,10 +59,13 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
 def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
     """The layer that a parameter belongs to.
 
-    `module` is the module that owns it directly (a parametrized one owns what its parametrization
-    holds), `tensor` the parameter itself, `block` the innermost child of a repeated container: one
-    whose children are all of one class and have children themselves, such as the stages of a ResNet
-    or the list of a transformer's layers.
+    Args:
+        model: the model.
+        name: of the parameter.
+        granularity: `tensor` for the parameter itself; `module` for the module that owns it (a
+            parametrized module owns what its parametrizations hold); `block` for the innermost
+            child of a repeated container: one whose children are all of one class and have children
+            themselves, such as the stages of a ResNet or the layers of a transformer.
     """
     if granularity == "tensor":
         return name
@@ -60,24 +73,34 @@ def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
     if owner.startswith("parametrizations."):
         owner = ""
     if granularity == "module":
-        return owner or "(model)"
+        return owner or WHOLE_MODEL
     path = owner.split(".") if owner else []
     for depth in range(len(path), 0, -1):
-        container = list(model.get_submodule(".".join(path[: depth - 1])).children())
-        one_class = len({type(child) for child in container}) == 1
-        if (
-            len(container) > 1
-            and one_class
-            and all(any(True for _ in child.children()) for child in container)
-        ):
+        container = model.get_submodule(".".join(path[: depth - 1]))
+        if _is_repeated(list(container.children())):
             return ".".join(path[:depth])
-    return owner or "(model)"
+    return owner or WHOLE_MODEL
+
+
+def _is_repeated(children: list[nn.Module]) -> bool:
+    """Whether these are several modules of one class that all have children."""
+    if len(children) < 2 or len({type(child) for child in children}) > 1:
+        return False
+    return all(any(True for _ in child.children()) for child in children)
 
 
 def group_by_layer(
-    model: nn.Module, names: list[str], granularity: Granularity
+    model: nn.Module,
+    names: list[str],
+    granularity: Granularity,
 ) -> dict[str, list[str]]:
-    """Layers in order of first use, each with its parameters."""
+    """The names of parameters by layer, layers in order of first use.
+
+    Args:
+        model: the model.
+        names: of its parameters, in order of use.
+        granularity: what a layer is.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(layer_of(model, name, granularity), []).append(name)
@@ -85,18 +108,28 @@ def group_by_layer(
 
 
 def total_norms(
-    norms: Float[Tensor, "b m l"], lam: float | None, norm: Norm
+    norms: Float[Tensor, "b m l"],
+    lam: float | None,
+    norm: Norm,
 ) -> Float[Tensor, "b m"]:
-    """‖g‖ without a λ; with one, Σ_l a_l ‖g_l‖ (λ = 0 is Σ_l ‖g_l‖, which is not the plain L2
-    norm).
+    """Norms of whole gradients from those of their layers.
+
+    Args:
+        norms: ‖g_l‖ of each layer.
+        lam: None for ‖g‖; else the result is Σ_l a_l ‖g_l‖ with `layer_weights` (λ = 0 gives
+            Σ_l ‖g_l‖, which is not the plain L2 norm).
+        norm: which norm of the whole gradient.
     """
     if lam is not None:
         return norms @ layer_weights(norms.shape[-1], lam).to(norms)
-    return norms.sum(-1) if norm == "l1" else root_of_squares(norms).to(norms)
+    if norm == "l1":
+        return norms.sum(-1)
+    return root_of_squares(norms).to(norms)
 
 
 def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:
-    """a_l = exp(λ(l - L)), l = 1..L: the paper's exp(λl) up to a constant, which ranks alike and
-    cannot overflow.
+    """a_l = exp(λ(l - L)), l = 1..L.
+
+    This is the paper's exp(λl) up to a constant, which ranks alike and cannot overflow.
     """
     return (lam * (torch.arange(1, layers + 1, dtype=torch.double) - layers)).exp()

@@ -13,31 +13,35 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 
-# a sixteenth of what is free: larger chunks are not faster on a CPU, and leave no room for the user
-SHARE = 16
-FLOOR = 2**28
+# The share of free memory that one chunk may take: larger chunks are not faster on a CPU, and leave
+# no room for the user.
+FREE_SHARE = 1 / 16
+MIN_BUDGET = 2**28
+FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
 
 
 def default_budget(device: torch.device) -> int:
     """Bytes that the work on one chunk may take."""
-    return max(FLOOR, free_bytes(device) // SHARE)
+    return max(MIN_BUDGET, int(free_bytes(device) * FREE_SHARE))
 
 
 def budget_of_rows(given: int | None, device: torch.device) -> int:
-    """Bytes that rows which run at once may take: `budget`, or an amount that does not vary from
-    run to run on a CPU.
+    """Bytes that rows which run at once may take.
 
-    What is free varies, and so would the last digits of scores; larger parts are not faster on a
-    CPU.
+    On a CPU the amount does not vary from run to run, as free memory does, so that the last digits
+    of scores do not vary either. Larger parts are not faster there.
+
+    Args:
+        given: the user's `budget`, if there is one.
+        device: where the rows run.
     """
-    return given or (FLOOR if device.type == "cpu" else default_budget(device))
-
-
-FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
+    if given:
+        return given
+    return MIN_BUDGET if device.type == "cpu" else default_budget(device)
 
 
 def require_room(needed: int, limit: int, what: str, instead: str = FEWER_PARAMETERS) -> None:
-    """An error if the smallest part of the work takes more bytes than the limit.
+    """Raise an error if the smallest part of the work takes more memory than there is.
 
     Args:
         needed: bytes that it takes.
@@ -47,13 +51,13 @@ def require_room(needed: int, limit: int, what: str, instead: str = FEWER_PARAME
     """
     if needed > limit:
         raise QualmsError(
-            f"{what} take about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} available; pass a larger "
-            f"`budget`, {instead}."
+            f"{what} take about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} "
+            f"available; pass a larger `budget`, {instead}."
         )
 
 
 def in_mebibytes(number: int) -> str:
-    """Bytes, for people."""
+    """Bytes for people to read."""
     return f"{number / 2**20:,.1f} MiB"
 
 
@@ -69,14 +73,14 @@ def free_bytes(device: torch.device) -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (ValueError, OSError, AttributeError):
-        return FLOOR * SHARE
+        return int(MIN_BUDGET / FREE_SHARE)
 
 
 def release_free_memory() -> None:
-    """Hand memory that the C library holds for later back to the system, where it can (glibc).
+    """Return memory that the C library holds for later to the system, where it can (glibc).
 
-    It keeps what is let go, in pieces that parts of another size do not fit, so that kinds of work
-    would add up.
+    It keeps what is freed in pieces that tensors of another size do not fit, so that different
+    kinds of work would add up.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -93,8 +97,10 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 @contextmanager
 def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
-    """Counts, in the list's one entry, the bytes that autograd saves; storages in `constants` do
-    not count.
+    """Count the bytes that autograd saves inside the block, in the one entry of the list.
+
+    Args:
+        constants: addresses of storages that do not count.
     """
     seen = set(constants)
     total = [0]
@@ -105,9 +111,8 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total[0] += storage.nbytes()
-        return (
-            t.detach()
-        )  # the tensor itself, kept by the operation that made it, would never be let go
+        # The tensor itself, kept by the operation that made it, would never be freed.
+        return t.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield total

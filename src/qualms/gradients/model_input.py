@@ -63,7 +63,10 @@ def some_alone(rows: int) -> list[int]:
 
 
 def make_model_input(
-    batch: Batch, smoothing: Smoothing | None, numbers: Sequence[int], seed: int
+    batch: Batch,
+    smoothing: Smoothing | None,
+    numbers: Sequence[int],
+    seed: int,
 ) -> ModelInput:
     """The rows of a batch: its samples, each followed by its perturbed copies.
 
@@ -92,7 +95,11 @@ def make_model_input(
 
 
 def perturbed_in_parts(
-    batch: Batch, smoothing: Smoothing, numbers: Sequence[int], seed: int, size: int
+    batch: Batch,
+    smoothing: Smoothing,
+    numbers: Sequence[int],
+    seed: int,
+    size: int,
 ) -> Iterator[ModelInput]:
     """The same rows; those of a single sample come in parts if they are more than `size`.
 
@@ -135,7 +142,9 @@ def in_channels_last(model_input: ModelInput) -> ModelInput:
 
 
 def forward_logits(
-    model: nn.Module, model_input: ModelInput, *modes: TorchFunctionMode
+    model: nn.Module,
+    model_input: ModelInput,
+    *modes: TorchFunctionMode,
 ) -> Float[Tensor, "rows classes"]:
     """One forward pass.
 

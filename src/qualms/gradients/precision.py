@@ -1,6 +1,4 @@
-"""How precise numbers are: what sums are taken in, and when two ways to the same numbers agree but
-for rounding.
-"""
+"""How precise numbers are: what sums are taken in, and when results agree but for rounding."""
 
 import math
 from typing import Any
@@ -12,14 +10,14 @@ from torch import Tensor
 from qualms.gradients.function_modes import CallMode, run_function
 from qualms.gradients.nested import tensors_in
 
-# Rounding, nothing more; 16-bit numbers are coarse.
+# The relative difference that rounding alone may make; 16-bit numbers are coarse.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-COARSE = 0.1
-MASKED = 100.0  # below the largest logit: a class without any probability
-SMALLEST = 1e-30  # sum of squares of many numbers in 32 bits that has all its digits
-AT_ONCE = 2**20  # numbers that are copied into 64 bits at a time
+COARSE_TOLERANCE = 0.1
+MASKED_LOGIT = 100.0  # below the largest logit: a class without any probability
+MIN_SQUARES = 1e-30  # a sum of squares of many numbers in float32 that has all its digits
+ZERO_ROW = 1e-6  # of the largest row: what rounding leaves in a row of zeros
+MAX_CONVERTED = 2**20  # numbers that are copied to float64 at a time
 MIN_COARSE_ROWS = 4  # rows of 16-bit numbers that must look like probabilities
-NOTHING = 1e-6  # of the largest row, which is rounding in a row of zeros
 
 
 class Narrowest(CallMode):
@@ -62,7 +60,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 def tolerance_of(dtype: torch.dtype) -> float:
     """The relative difference that rounding may make."""
-    return TOLERANCE.get(dtype, COARSE)
+    return TOLERANCE.get(dtype, COARSE_TOLERANCE)
 
 
 def close(
@@ -72,11 +70,15 @@ def close(
 ) -> bool:
     """Whether two tensors are the same but for rounding, each row measured by its largest entry.
 
-    `precision`: the type that rounds most on the way to them, if it is not their own.
+    Args:
+        have: one tensor.
+        want: the other.
+        precision: the type that rounds most on the way to them; their own by default.
     """
-    return have.shape == want.shape and _within(
-        have, want, want.abs().amax(-1, keepdim=True), precision
-    )
+    if have.shape != want.shape:
+        return False
+    scale = want.abs().amax(-1, keepdim=True)
+    return _is_within(have, want, scale, precision)
 
 
 def close_logits(
@@ -84,103 +86,136 @@ def close_logits(
     want: Float[Tensor, "rows c"],
     precision: torch.dtype | None = None,
 ) -> bool:
-    """The same for logits, where classes that are masked by a huge negative number set no measure
+    """Whether logits are the same but for rounding.
+
+    Classes that are masked by a huge negative number are measured by themselves, and set no measure
     for the others.
+
+    Args:
+        have: some logits.
+        want: the others.
+        precision: the type that rounds most on the way to them; their own by default.
     """
     if have.shape != want.shape:
         return False
-    live = want >= want.amax(-1, keepdim=True) - MASKED
-    scale = torch.where(live, want, 0.0).abs().amax(-1, keepdim=True).maximum(want.abs() * ~live)
-    return _within(have, want, scale, precision)
+    live = want >= want.amax(-1, keepdim=True) - MASKED_LOGIT
+    largest = torch.where(live, want, 0.0).abs().amax(-1, keepdim=True)
+    scale = largest.maximum(want.abs() * ~live)
+    return _is_within(have, want, scale, precision)
 
 
-def _within(have: Tensor, want: Tensor, scale: Tensor, precision: torch.dtype | None) -> bool:
-    tolerance = tolerance_of(precision or want.dtype)
-    return bool(((have - want).abs() <= tolerance * (scale + NOTHING * scale.max())).all())
+def _is_within(
+    have: Tensor,
+    want: Tensor,
+    scale: Tensor,
+    precision: torch.dtype | None,
+) -> bool:
+    """Whether differences are within the tolerance of a type.
 
-
-def same_values(have: Tensor, want: Tensor) -> bool:
-    """Whether two tensors that the same operations gave are equal, but for the last digits of their
-    type.
+    Args:
+        have: one tensor.
+        want: the other.
+        scale: what differences are measured by.
+        precision: the type; that of `want` by default.
     """
-    with torch.no_grad():
-        if have.dtype != want.dtype or not want.is_floating_point():
-            return torch.equal(have, want)
-        eps = torch.finfo(want.dtype).eps * (
-            4 if want.element_size() < 4 else 64
-        )  # 16 bits are coarse
-        largest = float(want.abs().max()) if want.numel() else 0.0
-        return torch.allclose(have, want, rtol=eps, atol=eps / 64 * largest)
+    tolerance = tolerance_of(precision or want.dtype)
+    room = tolerance * (scale + ZERO_ROW * scale.max())
+    return bool(((have - want).abs() <= room).all())
+
+
+@torch.no_grad()
+def same_values(have: Tensor, want: Tensor) -> bool:
+    """Whether two results of the same operations are equal but for the last digits of their type."""
+    if have.dtype != want.dtype or not want.is_floating_point():
+        return torch.equal(have, want)
+    is_coarse = want.element_size() < 4
+    rounding = torch.finfo(want.dtype).eps * (4 if is_coarse else 64)
+    largest = float(want.abs().max()) if want.numel() else 0.0
+    return torch.allclose(have, want, rtol=rounding, atol=rounding / 64 * largest)
 
 
 def same_norms(found: dict[str, Tensor], expected: dict[str, float], dtype: torch.dtype) -> bool:
-    """Whether the norms of all parameters along one direction are what plain autograd says."""
-    scale = math.hypot(*expected.values())
+    """Whether the norms of all parameters along one direction are those of plain autograd.
+
+    Args:
+        found: by the parameter's name; missing ones are zero.
+        expected: those of plain autograd.
+        dtype: the type that rounds most on the way to them.
+    """
+    total = math.hypot(*expected.values())
     tolerance = tolerance_of(dtype)
     for name in found.keys() | expected.keys():
         have = float(found[name]) if name in found else 0.0
         want = expected.get(name, 0.0)
-        if abs(have - want) > tolerance * max(have, want) + tolerance * 1e-2 * scale:
+        if abs(have - want) > tolerance * max(have, want) + tolerance * 1e-2 * total:
             return False
     return True
 
 
 def at_least_float32(t: Tensor) -> Tensor:
-    """Sums over positions of 16-bit numbers are taken in 32 bits."""
+    """The tensor, in float32 if it has 16 bits: sums over positions need as many."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 def beyond(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
-    """Where sums of squares in 32 bits are infinite, or so small that squares may have been lost."""
-    return ~((squares >= SMALLEST) & (squares < torch.inf))
+    """Where sums of squares in float32 are infinite, or so small that squares may be lost."""
+    return ~((squares >= MIN_SQUARES) & (squares < torch.inf))
 
 
 def power_of_two(size: Float[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
-    """The one that brings a size between 1/2 and 1, or 2 at most; 1 for what is 0 or not finite.
+    """The power of two that brings a size between 1/2 and 1 (2 at most), without rounding.
 
-    To divide by it rounds nothing.
+    It is 1 for sizes that are 0 or not finite.
     """
     size = size.double()
-    found = (size / torch.frexp(size).mantissa).clamp_max(2.0**1023)  # the next is infinite
+    found = size / torch.frexp(size).mantissa
+    found = found.clamp_max(2.0**1023)  # the next power is infinite
     return torch.where((size > 0) & size.isfinite(), found, 1.0)
 
 
 def root_of_squares(sizes: Float[Tensor, "*n l"]) -> Float64[Tensor, "*n"]:
-    """(Σ_l s_l²)^½ of sizes that are not negative, also of those below 1e-162, whose squares are
-    zero in 64 bits.
+    """(Σ_l s_l²)^½ of sizes that are not negative.
+
+    It also holds for sizes below 1e-162, whose squares are zero in float64.
     """
     unit = power_of_two(sizes.amax(-1, keepdim=True))
     return (sizes / unit).square().sum(-1).sqrt() * unit.squeeze(-1)
 
 
 def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
-    """Σ g² of each row; where 32 bits do not hold it, from the row divided by its largest entry."""
+    """Σ g² of each row.
+
+    Where float32 does not hold it, it is taken from the row divided by its largest entry.
+    """
     found = torch.linalg.vecdot(g, g).double()
     if not g.shape[1]:
         return found
-    low, high = (
-        found.aminmax()
-    )  # asked for every parameter and class: a quarter of the time of `beyond`
-    if not (low.item() >= SMALLEST and high.item() < torch.inf):
-        size = torch.linalg.vector_norm(g, torch.inf, dim=1)
-        odd = beyond(found) & (size > 0)
-        some = g[odd] / size[odd, None]
-        found[odd] = torch.linalg.vecdot(some, some).double() * size[odd].double().square()
+    # Done for every parameter and class: this takes a quarter of the time of `beyond`.
+    low, high = found.aminmax()
+    if low.item() >= MIN_SQUARES and high.item() < torch.inf:
+        return found
+    size = torch.linalg.vector_norm(g, torch.inf, dim=1)
+    odd = beyond(found) & (size > 0)
+    scaled = g[odd] / size[odd, None]
+    squares = torch.linalg.vecdot(scaled, scaled).double()
+    found[odd] = squares * size[odd].double().square()
     return found
 
 
 def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
-    """⟨g_m, g_n⟩ of each input's gradients; where 32 bits do not hold them, in 64 bits."""
+    """⟨g_m, g_n⟩ of each sample's gradients; in float64 where float32 does not hold them."""
     found = (g @ g.mT).double()
     squares = found.diagonal(dim1=1, dim2=2)
     odd = beyond(squares)
-    if bool(odd.any()):
-        odd &= (squares != 0) | g.any(2)  # the square of a gradient of zeros is right
-        for b in odd.any(1).nonzero().flatten().tolist():
-            found[b] = 0.0
-            for part in g[b].split(max(1, AT_ONCE // g.shape[1]), dim=1):
-                wide = part.double()
-                found[b] += wide @ wide.mT
+    if not bool(odd.any()):
+        return found
+    odd &= (squares != 0) | g.any(2)  # the square of a gradient of zeros is right
+    columns = max(1, MAX_CONVERTED // g.shape[1])
+    for b in odd.any(1).nonzero().flatten().tolist():
+        found[b] = 0.0
+        for part in g[b].split(columns, dim=1):
+            wide = part.double()
+            found[b] += wide @ wide.mT
     return found
 
 

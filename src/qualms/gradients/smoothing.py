@@ -51,35 +51,58 @@ class Smoothing:
 
     @classmethod
     def of(cls, value: Any) -> "Smoothing | None":
-        """The Smoothing itself, or one made from σ or from (σ, N); None stays None."""
+        """Read the argument `smoothing` of a function.
+
+        Args:
+            value: a `Smoothing`, σ, or the pair (σ, N); None for no smoothing.
+        """
         if value is None or isinstance(value, Smoothing):
             return value
-        given = value if isinstance(value, tuple) else (value,)
-        numbers = given[0] if isinstance(given[0], tuple) else given[:1]
-        if len(given) > 2 or not all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) for v in numbers
-        ):
+        arguments = value if isinstance(value, tuple) else (value,)
+        sigma = arguments[0]
+        numbers = sigma if isinstance(sigma, tuple) else (sigma,)
+        if len(arguments) > 2 or not all(map(_is_number, numbers)):
             raise QualmsError(
-                f"smoothing={value!r} is not known; pass qualms.Smoothing, a number σ, or the pair (σ, N)."
+                f"smoothing={value!r} is not known; pass qualms.Smoothing, a number σ, or the pair "
+                "(σ, N)."
             )
-        return cls(*given)
+        return cls(*arguments)
 
     def noise(self, shape: tuple[int, ...], number: int, seed: int) -> Float[Tensor, "rows ..."]:
-        """Perturbations of one input: zero for x_0, then N draws. The seed and its number alone
-        decide them.
+        """The perturbations of one sample: zero for x_0, then N draws.
+
+        Args:
+            shape: of the sample.
+            number: of the sample, which decides the draws together with the seed.
+            seed: of the draws.
+
+        Returns:
+            N + 1 perturbations [rows, *shape].
         """
-        half = -(-self.draws // 2) if self.antithetic else self.draws
-        drawn = torch.randn((half, *shape), generator=generator(seed, number))
+        number_of_draws = self.draws
         if self.antithetic:
-            drawn = torch.stack([drawn, -drawn], dim=1).flatten(0, 1)[: self.draws]
-        return torch.cat([torch.zeros(1, *shape), drawn]).mul_(self._scale(shape))
+            number_of_draws = -(-self.draws // 2)
+        noise = generator(seed, number)
+        drawn = torch.randn((number_of_draws, *shape), generator=noise)
+        if self.antithetic:
+            pairs = torch.stack([drawn, -drawn], dim=1)
+            drawn = pairs.flatten(0, 1)[: self.draws]
+        perturbations = torch.cat([torch.zeros(1, *shape), drawn])
+        return perturbations.mul_(self._scale(shape))
 
     def _scale(self, shape: tuple[int, ...]) -> Tensor:
+        """σ, so that it can be multiplied with a sample of this shape."""
         if not isinstance(self.sigma, tuple):
             return torch.tensor(self.sigma)
-        if not shape or len(self.sigma) not in (1, shape[0]):
+        channels = shape[0] if shape else 0
+        if not shape or len(self.sigma) not in (1, channels):
             raise QualmsError(
                 f"smoothing has {len(self.sigma)} values of sigma, but an input of shape {shape} "
-                f"has {shape[0] if shape else 0} channels; give one number, or one per channel."
+                f"has {channels} channels; pass one number, or one per channel."
             )
-        return torch.tensor(self.sigma).reshape(-1, *[1] * (len(shape) - 1))
+        ones = [1] * (len(shape) - 1)
+        return torch.tensor(self.sigma).reshape(-1, *ones)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -221,7 +221,10 @@ class PositionSketchEngine:
                 del products  # the caller lets it go as well: the next pass needs the room
 
     def _find_function(
-        self, request: GradientRequest, expected: ExpectedLogits, lam: float | None
+        self,
+        request: GradientRequest,
+        expected: ExpectedLogits,
+        lam: float | None,
     ) -> tuple[SketchProbe, JvpFunction, Tangents]:
         """What a look at three positions shows of the model, and the function that it confirms.
 
@@ -311,5 +314,5 @@ def _side_by_side(tangents: Tangents, first: int, size: int, number: int) -> Tan
         return tangents[first]
     whole = tangents.stack_size // size * size
     start = first // whole * whole
-    stacked = tangents.stacked(start, min(start + whole, number))
+    stacked = tangents.stack(start, min(start + whole, number))
     return {name: s[first - start : first - start + size] for name, s in stacked.items()}

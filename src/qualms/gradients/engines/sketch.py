@@ -61,7 +61,9 @@ ProjectionBlock = tuple[Projections, Float[Tensor, "b c"]]  # of some samples, w
 
 
 def project_gradients(
-    request: GradientRequest, lam: float | None, cache: PlanCache
+    request: GradientRequest,
+    lam: float | None,
+    cache: PlanCache,
 ) -> Iterator[ProjectionBlock]:
     """Projections of whole gradients on k tangents, block by block.
 
@@ -145,7 +147,10 @@ class SketchEngine:
         return ClassNorms(values, torch.cat(logits), set(), errors)
 
     def project(
-        self, plan: SketchPlan, request: GradientRequest, tangents: Tangents
+        self,
+        plan: SketchPlan,
+        request: GradientRequest,
+        tangents: Tangents,
     ) -> Iterator[ProjectionBlock]:
         """Projections of the gradients on k tangents, block by block.
 
@@ -163,7 +168,7 @@ class SketchEngine:
         """
         run = _SketchRun(plan, request, tangents, self.cache)
         for block in run.blocks():
-            values, logits = run.project_checked(block)
+            values, logits = run.project_block(block)
             if not bool(torch.isfinite(values).all()):
                 raise QualmsError(
                     "engine='sketch' met numbers too large for the model's precision; use "
@@ -172,7 +177,10 @@ class SketchEngine:
             yield Projections(values, tangents.law), logits
 
     def jvp_function(
-        self, plan: SketchPlan, request: GradientRequest, tangents: Tangents
+        self,
+        plan: SketchPlan,
+        request: GradientRequest,
+        tangents: Tangents,
     ) -> JvpFunction:
         """The function that computes products with such tangents for this model.
 
@@ -257,21 +265,21 @@ class _SketchRun:
         for start in range(0, samples, size):
             yield slice(start, min(start + size, samples))
 
-    def project_checked(self, block: slice) -> tuple[Tensor, Tensor]:
-        """`project`, with another function if the one at hand fails.
+    def project_block(self, block: slice) -> tuple[Tensor, Tensor]:
+        """`_project`, with another function if the one at hand fails.
 
         It may have been found on other samples than these.
         """
         function = self.function()
         try:
-            return self.project(block, function)
+            return self._project(block, function)
         except QualmsError:
             if self.plan.check_rows is not None:
                 raise
         del self.cache.found[self._key]
-        return self.project(block, self.function())
+        return self._project(block, self.function())
 
-    def project(self, block: slice, function: JvpFunction) -> tuple[Tensor, Tensor]:
+    def _project(self, block: slice, function: JvpFunction) -> tuple[Tensor, Tensor]:
         """The projections [k, b, m] and the logits [b, c] of the samples of a block."""
         step = self.plan.samples_at_once
         batches: list[ModelInput] = []
@@ -279,13 +287,15 @@ class _SketchRun:
             rows = self.request.rows(slice(start, min(start + step, block.stop)))
             batches.append(self.plan.probe.reformat(rows))
         if len(batches) == 1 and num_samples(batches[0].batch) == 1:
-            found = self._project_stacked(self.request.rows(block), function)
+            found = self._project_together(self.request.rows(block), function)
             if found is not None:
                 return found
         return self._project_one_by_one(batches, function)
 
     def _project_one_by_one(
-        self, batches: list[ModelInput], function: JvpFunction
+        self,
+        batches: list[ModelInput],
+        function: JvpFunction,
     ) -> tuple[Tensor, Tensor]:
         """One pass for each tangent and batch."""
         model = self.request.model
@@ -293,29 +303,31 @@ class _SketchRun:
         checked = check_batches(function, model, self.plan.probe, batches, s, self.cache)
         release_free_memory()  # that of the checks
         projections = [
-            [self._projected(rows, c.first)] for rows, c in zip(batches, checked, strict=True)
+            [self._project_rows(rows, c.first)] for rows, c in zip(batches, checked, strict=True)
         ]
         for number in range(1, self.num_tangents):
             del s  # before the next one is drawn: each is as large as the weights
             s = self.tangents[number]
             for i, rows in enumerate(batches):
                 product = checked[i].function(model, rows, s)
-                projections[i].append(self._projected(rows, product))
+                projections[i].append(self._project_rows(rows, product))
         logits: list[Tensor] = []
         for rows, c in zip(batches, checked, strict=True):
             logits.append(c.first.logits[:: rows.rows_per_sample])
         values = torch.cat([torch.stack(of_batch) for of_batch in projections], dim=1)
         return values, torch.cat(logits)
 
-    def _projected(self, rows: ModelInput, product: Jvp) -> Float[Tensor, "b m"]:
+    def _project_rows(self, rows: ModelInput, product: Jvp) -> Float[Tensor, "b m"]:
         """The projections of the samples' gradients along all directions."""
         groups = (-1, rows.rows_per_sample)
         z = product.logits.unflatten(0, groups)
         dz = product.derivative.unflatten(0, groups)
         return project_directions(self.request.directions.names, z, dz)
 
-    def _project_stacked(
-        self, row: ModelInput, function: JvpFunction
+    def _project_together(
+        self,
+        row: ModelInput,
+        function: JvpFunction,
     ) -> tuple[Tensor, Tensor] | None:
         """Several tangents in one pass over a single row; None where that fails.
 
@@ -352,7 +364,7 @@ class _SketchRun:
         derivatives: list[Tensor] = []
         for start in range(0, self.num_tangents, at_once):
             stop = min(self.num_tangents, start + at_once)
-            stacked: Tangent = self.tangents.stacked(start, stop)
+            stacked: Tangent = self.tangents.stack(start, stop)
             z, dz = forward_mode(self.request.model, row, stacked, several=True)
             derivatives.append(dz)
         return Jvp(z[0], torch.cat(derivatives))

@@ -137,7 +137,7 @@ def _set_process_state(model: nn.Module) -> Iterator[None]:
         indices = [device.index or 0 for device in accelerators]
         kind = accelerators[0].type if accelerators else "cuda"
         stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
-        if any(map(_is_compiled, model.modules())):
+        if any(map(_has_compiler, model.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -148,14 +148,16 @@ def _accelerators(model: nn.Module) -> list[torch.device]:
     return sorted(found, key=lambda device: device.index or 0)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def _has_compiler(module: nn.Module) -> bool:
     is_wrapper = hasattr(module, "_orig_mod")
     return is_wrapper or bool(getattr(module, "_compiled_call_impl", None))
 
 
 @contextmanager
 def _restore_modules(
-    model: nn.Module, fingerprint: ModelFingerprint, device: torch.device | None
+    model: nn.Module,
+    fingerprint: ModelFingerprint,
+    device: torch.device | None,
 ) -> Iterator[None]:
     """Put all modules into evaluation mode, and afterwards back to what they were and held."""
     modules = list(model.modules())
@@ -173,7 +175,8 @@ def _restore_modules(
 
 
 def _written_parameters(
-    modules: Sequence[nn.Module], switching: Sequence[nn.Module]
+    modules: Sequence[nn.Module],
+    switching: Sequence[nn.Module],
 ) -> list[Tensor]:
     """Parameters that modules may write to when they change modes or run."""
     found: list[Tensor] = []
@@ -228,7 +231,9 @@ def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
 
 @contextmanager
 def _evaluation_mode(
-    model: nn.Module, modules: Sequence[nn.Module], call_methods: bool
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    call_methods: bool,
 ) -> Iterator[None]:
     """Put all modules into evaluation mode, then each back into its own.
 

@@ -94,11 +94,11 @@ def restore_tensors(copies: Iterable[TensorCopy]) -> None:
     Values are compared, not versions: a write to `.data` leaves the version as it was.
     """
     for copy in copies:
-        if _has_changed(copy):
+        if _differs(copy):
             copy.tensor.copy_(copy.value)
 
 
-def _has_changed(copy: TensorCopy) -> bool:
+def _differs(copy: TensorCopy) -> bool:
     t, version, value = copy
     if t.layout == torch.strided:
         return not torch.equal(t, value)

@@ -40,7 +40,11 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         """The result, and P for the derivative.
 

@@ -39,7 +39,10 @@ JvpFunction = Callable[[nn.Module, ModelInput, Tangent], Jvp]
 
 
 def forward_mode(
-    model: nn.Module, model_input: ModelInput, tangent: Tangent, several: bool = False
+    model: nn.Module,
+    model_input: ModelInput,
+    tangent: Tangent,
+    several: bool = False,
 ) -> Jvp:
     """The exact J s, by one pass with dual numbers.
 
@@ -54,7 +57,7 @@ def forward_mode(
     size = sum(s.nbytes for s in tangent.values())
     convert = _is_channels_last(x) and size <= MAX_FORMATTED_BYTES
 
-    def formatted(t: Tensor) -> Tensor:
+    def reformat(t: Tensor) -> Tensor:
         if convert and t.ndim == 4:
             return t.contiguous(memory_format=torch.channels_last)
         return t
@@ -62,8 +65,8 @@ def forward_mode(
     theta: Tangent = {}
     tangents: Tangent = {}
     for name, s in tangent.items():
-        theta[name] = formatted(model.get_parameter(name).detach())
-        tangents[name] = formatted(s)
+        theta[name] = reformat(model.get_parameter(name).detach())
+        tangents[name] = reformat(s)
     logits_at = LogitsAt(model)
     jvp = partial(torch.func.jvp, lambda values: logits_at(values, model_input), (theta,))
     with (
@@ -166,7 +169,10 @@ class LogitsAt:
         """The logits of some rows; what has no value here keeps its own."""
         there = {place: values[name] for place, name in self.places if name in values}
         logits: Tensor = torch.func.functional_call(
-            self.inner, there, (model_input,), tie_weights=False
+            self.inner,
+            there,
+            (model_input,),
+            tie_weights=False,
         )
         return logits
 
@@ -196,7 +202,9 @@ class ConstantPadding(CallMode):
     """
 
     def __init__(
-        self, record: list[Tensor] | None = None, constants: Sequence[Tensor] = ()
+        self,
+        record: list[Tensor] | None = None,
+        constants: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
         self.record = record

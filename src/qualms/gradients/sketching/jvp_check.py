@@ -51,7 +51,10 @@ def find_jvp_function(probe: SketchProbe, check_rows: CheckRows, tangent: Tangen
 
 
 def _find_difference(
-    function: JvpFunction, probe: SketchProbe, check_rows: CheckRows, tangent: Tangent
+    function: JvpFunction,
+    probe: SketchProbe,
+    check_rows: CheckRows,
+    tangent: Tangent,
 ) -> str | None:
     """How a function's products differ from plain autograd's, or why it fails; None if they agree.
 
@@ -74,7 +77,11 @@ def _find_difference(
 
 
 def _difference_of_row(
-    function: JvpFunction, probe: SketchProbe, check_rows: CheckRows, i: int, tangent: Tangent
+    function: JvpFunction,
+    probe: SketchProbe,
+    check_rows: CheckRows,
+    i: int,
+    tangent: Tangent,
 ) -> str | None:
     """How v·(J s) of one row differs from ⟨Jᵀv, s⟩, or None.
 

@@ -66,7 +66,9 @@ class Projections:
         return scale * 2 / k * (square - scale_square) / total
 
     def weighted_error(
-        self, scale: Float[Tensor, "b m"], weights: Float[Tensor, "b m"]
+        self,
+        scale: Float[Tensor, "b m"],
+        weights: Float[Tensor, "b m"],
     ) -> Float[Tensor, " b"]:
         """The standard error of Σ_m w_m scale_m; each tangent moves all m estimates at once."""
         variance = torch.zeros_like(scale[:, 0])

@@ -132,7 +132,7 @@ class Tangents:
             self._single[number] = drawn
         return drawn
 
-    def stacked(self, start: int, stop: int) -> Tangent:
+    def stack(self, start: int, stop: int) -> Tangent:
         """Tangents number `start` to `stop - 1`, [k, …] for each parameter.
 
         They are valid until the next ones are asked for. Others are drawn anew: writing signs into
@@ -181,7 +181,10 @@ def tangents_of_layers(
 
 
 def tangents_of_model(
-    request: GradientRequest, counted: list[str], lam: float | None, cache: PlanCache
+    request: GradientRequest,
+    counted: list[str],
+    lam: float | None,
+    cache: PlanCache,
 ) -> Tangents:
     """Tangents on the whole model, made once for each λ.
 

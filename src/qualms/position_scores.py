@@ -1,0 +1,489 @@
+"""Scores at the positions of a model's answers, one input at a time."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.batch import Batch
+from qualms.gradients.directions import Directions
+from qualms.gradients.engines.position_sketch import (
+    ExpectedLogits,
+    PositionSketchEngine,
+    plain_logits,
+)
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.position_input import (
+    AtPositions,
+    SampleAlone,
+    inner_params,
+    live_positions,
+    name_arguments,
+)
+from qualms.gradients.precision import at_least_float32
+from qualms.gradients.request import GradientRequest
+from qualms.gradients.smoothing import Smoothing
+from qualms.methods.at_positions import (
+    NOWHERE,
+    TangentSums,
+    blocks,
+    groups_of,
+    logit_scores,
+    require_positions,
+)
+from qualms.methods.context import BatchContext, ModelContext
+from qualms.methods.divergence import log_softmax
+from qualms.methods.gradient_score import GradientScore
+from qualms.methods.method import Method
+from qualms.positions import Positions, PositionTargets, reduce_positions
+from qualms.result import Scored, require_names
+
+TOP_CLASSES = 5  # that are kept at every position
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What is found at the positions of one input, or of several with an axis more.
+
+    Attributes:
+        probs: of the likeliest classes.
+        classes: the likeliest classes.
+        scores: by method.
+        errors: standard errors of the scores, by method.
+        target_log_probs: log p of the targets, if there are any.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets, one number for an input.
+    """
+
+    probs: Float[Tensor, "*t k"]
+    classes: Int[Tensor, "*t k"]
+    scores: dict[str, Tensor]
+    errors: dict[str, Tensor]
+    target_log_probs: Tensor | None = None
+    sequence: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "_Table":
+        """Change every tensor of positions.
+
+        Args:
+            change: applied to each tensor [*t] or [*t, k] in turn.
+        """
+        targets = self.target_log_probs
+        return _Table(
+            change(self.probs),
+            change(self.classes),
+            {name: change(values) for name, values in self.scores.items()},
+            {name: change(values) for name, values in self.errors.items()},
+            None if targets is None else change(targets),
+            self.sequence,
+        )
+
+    @classmethod
+    def join(cls, tables: "Sequence[_Table]", join: Callable[[list[Tensor]], Tensor]) -> "_Table":
+        """Several tables as one.
+
+        Args:
+            tables: with the same scores.
+            join: `torch.stack` or `torch.cat`.
+        """
+
+        def join_optional(parts: Iterable[Tensor | None]) -> Tensor | None:
+            present = [part for part in parts if part is not None]
+            return join(present) if present else None
+
+        scores: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
+        for name in tables[0].scores:
+            scores[name] = join([t.scores[name] for t in tables])
+            errors[name] = join([t.errors[name] for t in tables])
+        return cls(
+            join([t.probs for t in tables]),
+            join([t.classes for t in tables]),
+            scores,
+            errors,
+            join_optional(t.target_log_probs for t in tables),
+            join_optional(t.sequence for t in tables),
+        )
+
+
+@dataclass(frozen=True)
+class PositionScorer:
+    """Scores the answers of a model at many positions.
+
+    Attributes:
+        model_context: the model.
+        methods: the scores, by name.
+        positions: how answers are read, and which are wanted.
+        class_names: of the model's classes, if they are known.
+    """
+
+    model_context: ModelContext
+    methods: Mapping[str, Method]
+    positions: Positions
+    class_names: tuple[str, ...] | None = None
+
+    def score_batch(
+        self,
+        batch: Batch,
+        numbers: Sequence[int],
+        position_targets: PositionTargets,
+    ) -> Scored:
+        """The scores of each input; NaN, and class -1, at positions that are masked.
+
+        Args:
+            batch: the inputs.
+            numbers: of the inputs, which decide their draws.
+            position_targets: what comes beside them.
+        """
+        if self.positions.chosen is None:
+            require_positions(self.methods)
+        batch = name_arguments(self.model_context.model, batch)
+        tables: list[_Table] = []
+        notes: dict[str, str] = {}
+        for i, number in enumerate(numbers):
+            sample = SampleAlone.of(batch, i)
+            if self.positions.chosen is None:
+                targets = self._targets_of(position_targets, batch, i)
+                tables.append(self._score_everywhere(sample, number, targets))
+            else:
+                tables.append(self._score_chosen(sample, number, notes))
+        table = _Table.join(tables, torch.stack)
+        counted = self._counted_positions(table, batch, position_targets)
+        table = table.map(lambda values: _hide(values, counted))
+        return self._to_scored(table, numbers, notes, position_targets)
+
+    def _to_scored(
+        self,
+        table: _Table,
+        numbers: Sequence[int],
+        notes: dict[str, str],
+        position_targets: PositionTargets,
+    ) -> Scored:
+        """Reduce the scores if that is wanted, and put everything into a `Scored`.
+
+        Args:
+            table: of all inputs.
+            numbers: of the inputs.
+            notes: by method.
+            position_targets: what comes beside the inputs.
+        """
+        scores = {name: table.scores[name] for name in self.methods}
+        errors = {name: table.errors[name] for name in self.methods}
+        estimated = [name for name in self.methods if self._is_estimate(name, errors[name])]
+        reduce = self.positions.reduce
+        if reduce is not None:
+            for name, values in scores.items():
+                scores[name] = reduce_positions(values, reduce, position_targets.spans)
+                unknown = torch.nan if name in estimated else 0.0
+                errors[name] = torch.full_like(scores[name], unknown)
+        return Scored(
+            scores,
+            errors,
+            table.probs,
+            numbers,
+            sketched=tuple(estimated),
+            notes=notes,
+            classes=table.classes,
+            target_log_probs=table.target_log_probs,
+            sequence=table.sequence,
+            of_spans=position_targets.spans is not None,
+        )
+
+    def _is_estimate(self, name: str, errors: Tensor) -> bool:
+        """Whether the scores of a method are estimates: from tangents, or from a few classes.
+
+        Args:
+            name: of the method.
+            errors: standard errors of its scores.
+        """
+        is_sketch = self.model_context.settings.sketch is not None
+        if is_sketch and isinstance(self.methods[name], GradientScore):
+            return True
+        return bool((errors > 0).any())
+
+    def _targets_of(
+        self,
+        position_targets: PositionTargets,
+        batch: Batch,
+        i: int,
+    ) -> Int[Tensor, "..."] | None:
+        """The targets of one input, NOWHERE where its positions are masked.
+
+        Args:
+            position_targets: of the whole batch.
+            batch: the inputs.
+            i: which of them.
+        """
+        if position_targets.targets is None:
+            return None
+        targets: Tensor = position_targets.targets[i]
+        masks: list[Tensor] = []
+        if position_targets.mask is not None:
+            masks.append(position_targets.mask[i])
+        live = live_positions(batch, tuple(targets.shape))
+        if live is not None:
+            masks.append(live[i])
+        if self.positions.ignore_index is not None:
+            masks.append(targets != self.positions.ignore_index)
+        for mask in masks:
+            if mask.shape == targets.shape:
+                targets = targets.masked_fill(~mask, NOWHERE)
+        return targets
+
+    def _logits(self, sample: SampleAlone) -> Float[Tensor, "*t c"]:
+        """The logits of one input, at its own positions.
+
+        Raises:
+            QualmsError: if they do not fit the names of the classes, or the padding.
+        """
+        model = self.model_context.model
+        logits = plain_logits(model, self.positions.class_dim, sample.batch)
+        require_names(self.class_names, logits.shape[-1])
+        sample.require_fit(len(logits))
+        return logits
+
+    def _score_everywhere(
+        self,
+        sample: SampleAlone,
+        number: int,
+        targets: Int[Tensor, "..."] | None,
+    ) -> _Table:
+        """The scores at all positions; those that need gradients by the sketch.
+
+        Args:
+            sample: the input.
+            number: of the input.
+            targets: its true classes, at positions with the padding.
+        """
+        logits = self._logits(sample)
+        shape = logits.shape[:-1]
+        flat = logits.flatten(0, -2)
+        self.model_context.cache.warn_of_probabilities(flat)
+        if targets is not None:
+            targets = _fit_targets(sample.own(targets), shape).to(flat.device)
+        table = _top_classes(flat)
+        table.scores.update(logit_scores(self.methods, flat, self.model_context))
+        if targets is not None:
+            table = replace(table, target_log_probs=_log_probs(flat, targets))
+        expected = ExpectedLogits.of(flat)
+        like = flat[:1].clone()
+        dtype = at_least_float32(like).dtype
+        del logits, flat  # passes of the sketch have logits of their own
+        for smooth, lam in groups_of(self.methods):
+            sums = self._sum_tangents(sample, number, (smooth, lam), targets, expected, like)
+            for name, (value, error) in sums.scores(self._logits(sample).flatten(0, -2)).items():
+                table.scores[name] = value
+                table.errors[name] = error.to(dtype)
+            if targets is not None and smooth is None and lam is None:
+                text = sums.of_text()
+                sequence = torch.tensor(torch.nan if text is None else text, dtype=dtype)
+                table = replace(table, sequence=sequence)
+        for name in self.methods:
+            table.scores[name] = table.scores[name].to(dtype)
+            table.errors.setdefault(name, torch.zeros_like(table.scores[name]))
+        return table.map(lambda t: sample.put_back(t.unflatten(0, shape), _missing(t)))
+
+    def _sum_tangents(
+        self,
+        sample: SampleAlone,
+        number: int,
+        group: tuple[Smoothing | None, float | None],
+        targets: Int[Tensor, " t"] | None,
+        expected: ExpectedLogits,
+        like: Float[Tensor, "1 c"],
+    ) -> TangentSums:
+        """Sketch one input for the scores that share their tangents.
+
+        Args:
+            sample: the input.
+            number: of the input.
+            group: the smoothing and the λ of the scores.
+            targets: classes of a text, whose gradient is measured without smoothing and λ.
+            expected: logits of a plain pass.
+            like: a tensor of the logits' type and device.
+        """
+        smooth, lam = group
+        methods = groups_of(self.methods)[group]
+        rows = smooth.draws + 1 if smooth else 1
+        measured = targets if group == (None, None) else None
+        sums = TangentSums(methods, expected.shape, rows, measured, like)
+        context = self.model_context
+        model = AtPositions(context.model, self.positions.class_dim)
+        params = inner_params(context.model, context.settings.params)
+        settings = replace(context.settings, params=params)
+        request = GradientRequest(
+            model,
+            sample.batch,
+            [number],
+            settings,
+            Directions(()),
+            smooth,
+        )
+        engine = PositionSketchEngine(context.cache)
+        plan = engine.plan(request, expected, lam, TangentSums.held(expected.shape, rows))
+        for products in engine.run(plan, request):
+            sums.add(products)
+            del products  # before the next pass begins
+        return sums
+
+    def _score_chosen(self, sample: SampleAlone, number: int, notes: dict[str, str]) -> _Table:
+        """The scores at a few positions, each as a classifier of its own.
+
+        Args:
+            sample: the input.
+            number: of the input.
+            notes: by method, where remarks are added.
+        """
+        logits = self._logits(sample)
+        flat = logits.flatten(0, -2)
+        live = live_positions(sample.batch, tuple(logits.shape[:-1]))
+        length = len(flat) if sample.kept is None else sample.length
+        parts: list[_Table] = []
+        for position in self.positions.chosen or ():
+            if not -length <= position < length:
+                raise QualmsError(
+                    f"positions= names {position}, and the model answers at {length} positions.",
+                )
+            own = sample.own_position(position % length)
+            table = _top_classes(flat[[own or 0]])
+            # Padding, or a hole in the mask.
+            if own is None or (live is not None and not bool(live[0, own])):
+                table = table.map(lambda t: torch.full_like(t, _missing(t)))
+                for name in self.methods:
+                    table.scores[name] = table.errors[name] = table.probs[:, 0]
+            else:
+                self._score_one(table, sample, number, own, notes)
+            parts.append(table)
+        return _Table.join(parts, torch.cat)
+
+    def _score_one(
+        self,
+        table: _Table,
+        sample: SampleAlone,
+        number: int,
+        position: int,
+        notes: dict[str, str],
+    ) -> None:
+        """Score one position of one input.
+
+        Args:
+            table: where the scores go.
+            sample: the input.
+            number: of the input.
+            position: without padding.
+            notes: by method, where remarks go.
+        """
+        context = self.model_context
+        class_dim = self.positions.class_dim
+        models = (context.model, *context.members)
+        models_at = [AtPositions(model, class_dim, [position]) for model in models]
+        params = inner_params(context.model, context.settings.params)
+        at_position = replace(
+            context,
+            model=models_at[0],
+            settings=replace(context.settings, params=params),
+            members=tuple(models_at[1:]),
+            cache=context.cache.once(("position", position), PlanCache),
+            fitted={},
+        )
+        batch_context = BatchContext(at_position, sample.batch, [number])
+        for name, method in self.methods.items():
+            table.scores[name] = method.score(batch_context).detach().to(batch_context.dtype)
+            table.errors[name] = method.error(batch_context).detach().to(batch_context.dtype)
+            note = method.note(batch_context)
+            if note is not None:
+                notes[name] = note
+
+    def _counted_positions(
+        self,
+        table: _Table,
+        batch: Batch,
+        position_targets: PositionTargets,
+    ) -> Bool[Tensor, "b ..."]:
+        """The positions that neither a mask nor a target leaves out.
+
+        Args:
+            table: of all inputs.
+            batch: the inputs.
+            position_targets: what comes beside them.
+
+        Raises:
+            QualmsError: if a mask has another shape than the answers.
+        """
+        shape = table.classes.shape[:-1]
+        chosen, ignored = self.positions.chosen, self.positions.ignore_index
+        masks: dict[str, Tensor | None] = {"mask": position_targets.mask}
+        if position_targets.targets is not None and ignored is not None:
+            masks["targets"] = position_targets.targets != ignored
+        if chosen is None:
+            masks["attention_mask"] = live_positions(batch, tuple(shape[1:]))
+        counted = torch.ones(shape, dtype=torch.bool, device=table.classes.device)
+        for name, mask in masks.items():
+            if mask is None:
+                continue
+            wanted = mask if chosen is None else mask.flatten(1)[:, list(chosen)]
+            if wanted.shape != shape:
+                raise QualmsError(
+                    f"{name} has the shape {tuple(mask.shape)}, and the model answers at positions "
+                    f"of shape {tuple(shape)}; pass one entry for each position."
+                )
+            counted &= wanted.to(counted.device)
+        return counted
+
+
+def _fit_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tensor, " t"]:
+    """The targets in one row.
+
+    Raises:
+        QualmsError: if they do not have the shape of the answers.
+    """
+    if targets.shape != shape:
+        raise QualmsError(
+            f"the targets of an input have the shape {tuple(targets.shape)}, and the model answers "
+            f"at positions of shape {tuple(shape)}; pass one target for each position."
+        )
+    return targets.flatten()
+
+
+def _hide(values: Tensor, counted: Bool[Tensor, "b ..."]) -> Tensor:
+    """The values at counted positions, and what stands for nothing at the others."""
+    keep = counted if values.ndim == counted.ndim else counted.unsqueeze(-1)
+    return values.masked_fill(~keep, _missing(values))
+
+
+def _missing(values: Tensor) -> float:
+    """What stands where there is nothing: NaN, or class -1."""
+    return torch.nan if values.is_floating_point() else -1.0
+
+
+def _top_classes(logits: Float[Tensor, "t c"]) -> _Table:
+    """The likeliest classes at each position with their probabilities, and no scores yet."""
+    probs: list[Tensor] = []
+    classes: list[Tensor] = []
+    for block in blocks(*logits.shape):
+        p = logits[block].double().softmax(-1)
+        top = p.topk(min(TOP_CLASSES, logits.shape[1]))
+        probs.append(top.values)
+        classes.append(top.indices)
+    dtype = at_least_float32(logits[:1]).dtype
+    return _Table(torch.cat(probs).to(dtype), torch.cat(classes), {}, {})
+
+
+def _log_probs(logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]) -> Float[Tensor, " t"]:
+    """log p of the targets, NaN where there is none."""
+    is_class = (targets >= 0) & (targets < logits.shape[1])
+    wrong = targets[(targets != NOWHERE) & ~is_class]
+    if len(wrong):
+        raise QualmsError(
+            f"a target is {int(wrong[0])}, and there are {logits.shape[1]} classes; count them "
+            "from 0."
+        )
+    parts: list[Tensor] = []
+    for block in blocks(*logits.shape):
+        columns = targets[block].clamp_min(0)[:, None]
+        log_p = log_softmax(logits[block].double())
+        parts.append(log_p.gather(-1, columns)[:, 0])
+    found = torch.where(targets >= 0, torch.cat(parts), torch.nan)
+    return found.to(at_least_float32(logits[:1]).dtype)
