@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -13,11 +12,11 @@ from qualms.gradients.directions import Cotangents
 from qualms.gradients.fallback import error_note
 from qualms.gradients.isolation import interrupts
 from qualms.gradients.precision import at_least_float32, inner_products, sum_of_squares
+from qualms.gradients.settings import Kind
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import Outer
 from qualms.gradients.tracing.weights import Weights, roots
 
-Kind = Literal["l2", "l1", "gram"]
 AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every edge
 EdgeIndex = dict[GradientEdge, int]  # which of the cotangents belongs to an edge
 

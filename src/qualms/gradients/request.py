@@ -1,9 +1,10 @@
-"""One batch whose gradients are wanted, as every engine takes it."""
+"""What is asked of an engine: a batch, directions, and how their gradients are computed."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, shapes_of, take_samples
@@ -11,16 +12,27 @@ from qualms.gradients.directions import Directions
 from qualms.gradients.layers import selected_parameters
 from qualms.gradients.memory import default_budget, free_bytes
 from qualms.gradients.model_input import ModelInput, make_model_input
-from qualms.gradients.settings import Settings
+from qualms.gradients.settings import Kind, Settings
 from qualms.gradients.smoothing import Smoothing
 
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """A batch, the directions along which its gradients are taken, and the perturbations they are
-    averaged over.
+    """A batch whose gradients along some directions are wanted.
 
-    `numbers` are the inputs' own, which decide their draws. The model is under `untouched`.
+    Args:
+        model: the model, inside `preserve_state`.
+        batch: the samples.
+        numbers: of the samples, which decide their random draws.
+        settings: how gradients are computed.
+        directions: v of each gradient Jᵀv.
+        smoothing: the perturbed copies that gradients are averaged over; None for the plain
+            gradient.
+        gram: inner products between the directions in place of norms.
+        known_logits: the logits [b, c] of the samples from batches of other samples, if they are
+            known: an engine compares its own with them.
+        smallest_lambda: the least λ by which any score of these gradients weights early layers
+            down; None if one of them takes all layers alike.
     """
 
     model: nn.Module
@@ -29,50 +41,76 @@ class GradientRequest:
     settings: Settings
     directions: Directions
     smoothing: Smoothing | None = None
+    gram: bool = False
+    known_logits: Tensor | None = None
+    smallest_lambda: float | None = None
 
     @cached_property
     def selected(self) -> dict[str, Tensor]:
-        """The parameters that count."""
+        """The parameters that count, by name."""
         return selected_parameters(self.model, self.settings.params)
 
     @property
+    def kind(self) -> Kind:
+        """Of the values: ‖g‖, Σ|g|, or inner products."""
+        return "gram" if self.gram else self.settings.norm
+
+    @property
     def inputs(self) -> int:
-        """How many inputs there are."""
+        """How many samples there are."""
         return num_samples(self.batch)
 
     @property
     def rows_per_sample(self) -> int:
-        """How many rows run for each input: itself and its perturbed copies."""
+        """How many rows run for each sample: itself and its perturbed copies."""
         return self.smoothing.draws + 1 if self.smoothing else 1
 
     @property
     def shapes(self) -> tuple[Hashable, ...]:
-        """What inputs of the same kind have in common: the names, shapes and types of their
-        tensors.
-        """
+        """What samples of the same kind share: the names, shapes and types of their tensors."""
         return shapes_of(self.batch)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples are."""
+        return batch_tensors(self.batch)[0].device
 
     @cached_property
     def budget(self) -> int:
-        """Bytes that the work on one chunk of inputs may take."""
-        return self.settings.budget or default_budget(batch_tensors(self.batch)[0].device)
+        """Bytes that the work on one chunk of samples may take."""
+        return self.settings.budget or default_budget(self.device)
 
     @cached_property
     def limit(self) -> int:
-        """Bytes that the smallest part of the work must fit: the budget if one was given, else all
-        that is free.
+        """Bytes that the smallest part of the work must fit: the budget, else all that is free."""
+        return self.settings.budget or free_bytes(self.device)
+
+    def take(self, some: slice | list[int]) -> "GradientRequest":
+        """The same request for some of the samples; its directions are those of these samples.
+
+        Args:
+            some: the samples, by place. Directions that differ from sample to sample can be taken
+                by a slice only.
         """
-        return self.settings.budget or free_bytes(batch_tensors(self.batch)[0].device)
+        numbers = self.numbers[some] if isinstance(some, slice) else [self.numbers[i] for i in some]
+        known = None if self.known_logits is None else self.known_logits[some]
+        directions = self.directions
+        if isinstance(some, slice):
+            directions = directions.of_inputs(some)
+        return replace(
+            self,
+            batch=take_samples(self.batch, some),
+            numbers=numbers,
+            known_logits=known,
+            directions=directions,
+        )
 
     def along_own(self, part: slice) -> "GradientRequest":
-        """The same job for some of the inputs, whose rows are at hand, with the directions of these
-        inputs alone.
-        """
+        """The same request with the directions of some samples alone, whose rows are at hand."""
         directions = self.directions.of_inputs(part)
         return self if directions is self.directions else replace(self, directions=directions)
 
     def rows(self, part: slice) -> ModelInput:
-        """The rows of some of the inputs."""
-        return make_model_input(
-            take_samples(self.batch, part), self.smoothing, self.numbers[part], self.settings.seed
-        )
+        """The rows of some of the samples."""
+        samples = take_samples(self.batch, part)
+        return make_model_input(samples, self.smoothing, self.numbers[part], self.settings.seed)

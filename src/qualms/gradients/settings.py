@@ -7,6 +7,7 @@ from qualms.errors import QualmsError
 from qualms.gradients.layers import Granularity, Norm, Params
 
 Engine = Literal["exact", "reference", "sketch", "auto"]
+Kind = Literal["l2", "l1", "gram"]  # of a value: ‖g‖, Σ|g|, or inner products
 
 
 @dataclass(frozen=True)
