@@ -11,7 +11,7 @@ from torch import nn
 import qualms
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines import choice
-from qualms.gradients.engines.choice import EXACT_PASSES, TOLERANCE
+from qualms.gradients.engines.choice import MAX_EXACT_PASSES, TOLERANCE
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
@@ -76,7 +76,7 @@ def test_work_is_counted_from_the_shapes_of_the_layers() -> None:
     few = nn.Sequential(
         nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 600)
     )  # a pass for each feature instead
-    assert counted(few, torch.randn(4, 16), 600) < EXACT_PASSES
+    assert counted(few, torch.randn(4, 16), 600) < MAX_EXACT_PASSES
 
 
 def test_norms_of_every_class_and_layer_are_sketched_where_they_are_too_many_and_the_user_is_told(

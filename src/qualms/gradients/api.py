@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, num_samples
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.choice import choose_for_layers
+from qualms.gradients.engines.choice import resolve_layer_engine
 from qualms.gradients.input_data import numbered_batches
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.layer_table import LayerTable, layer_table
@@ -124,7 +124,7 @@ def class_gradient_norms(
         inputs: Iterable[tuple[int, Batch]] = numbered_batches(x, inner)
         if settings.engine == "auto":
             begin = next(iter(inputs))
-            settings = choose_for_layers(settings, inner, begin[1])
+            settings = resolve_layer_engine(settings, inner, begin[1])
             inputs = chain([begin], inputs)
         table = _whole_table(inner, inputs, settings, ("classes",), smooth)
     probs, used = table.logits.softmax(-1), settings.engine_name

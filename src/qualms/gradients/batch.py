@@ -8,6 +8,7 @@ samples. The first tensor is the input proper: the one that smoothing perturbs.
 from collections.abc import Hashable, Iterable, Iterator
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -53,6 +54,33 @@ def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
     """The samples of a batch, at most `size` at a time."""
     for start in range(0, num_samples(batch), size):
         yield take_samples(batch, slice(start, start + size))
+
+
+def strided_groups(count: int, groups: int, period: int | None = None) -> list[list[int]]:
+    """Deal samples into groups of every n-th one: neighbors are in different groups.
+
+    Args:
+        count: how many samples there are.
+        groups: n.
+        period: dealing starts anew after so many samples; None for all of them.
+    """
+    period = period or count
+    dealt: list[list[int]] = [[] for _ in range(groups)]
+    for i in range(count):
+        dealt[i % period % groups].append(i)
+    return dealt
+
+
+def restore_order(parts: list[Tensor], groups: list[list[int]]) -> Tensor:
+    """What groups of samples gave, in the order of the samples.
+
+    Args:
+        parts: the result of each group, its first axis that of the samples.
+        groups: the numbers of the samples in each group.
+    """
+    dealt = torch.tensor([i for group in groups for i in group])
+    whole = torch.cat(parts)
+    return whole[dealt.argsort().to(whole.device)]
 
 
 def shapes_of(batch: Batch) -> tuple[Hashable, ...]:

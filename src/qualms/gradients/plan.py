@@ -269,10 +269,10 @@ class _Planning:
             raise NotBatchable("all inputs are the same")
         if plan.is_too_large(2, budget):
             return plan
-        pair = plan.formatted(self.some.take([0, second]))
+        pair = plan.reformat(self.some.take([0, second]))
         _, two = trace_forward(self.model, pair, plan.weights, None)
         mixes_samples = collapses_rows(one.shapes, two.shapes)
-        traces = TracePair(one.param_uses, two.param_uses).light()
+        traces = TracePair(one.param_uses, two.param_uses).compact()
         del one, two  # and their graphs
         self._require_own_gradient(plan, pair, traces)
         return replace(plan, trace_pair=traces, mixes_samples=mixes_samples)

@@ -42,6 +42,10 @@ class PlanCache:
             del self.found[oldest]
         self.found[key] = found
 
+    def forget(self, key: Key) -> None:
+        """Drop a finding that does not hold any more."""
+        self.found.pop(key, None)
+
     def once(self, key: Key, find: Callable[[], T]) -> T:
         """What `find` says, asked the first time only."""
         if key not in self.found:

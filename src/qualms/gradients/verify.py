@@ -1,166 +1,209 @@
-"""When may the recorded pieces be believed? Each check compares them, or what they rest on, with
-something simpler.
+"""Every check that a traced batch must pass before its gradients are believed.
 
-- The first row's gradient is also computed by plain autograd (`probe.py`).
+- The first sample's gradient is also computed by plain autograd (`plan.py`).
 - No parameter may reach the logits around its stand-in: the graph itself is searched for it
-  (`watch/forward.py`).
-- The logits of a chunk must not change when its rows are run in other company: rows that influence
-  each other do.
-- Each input's gradients must follow its own cotangent: scaled input by input, they scale alike, in
-  every layer.
+  (`tracing/traced_forward.py`).
+- *Cross-batch influence*: the logits of a chunk must not change when its samples run in other
+  batches, or alone.
+- *Separation*: each sample's gradients must follow its own cotangent: scaled sample by sample, they
+  scale alike, in every layer.
 
-Whatever fails is run by plain autograd, one row at a time, which is right by definition.
+Whatever fails runs by plain autograd, one sample at a time, which is right by definition.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.gradients.batch import NotBatchable, num_samples, take_samples
+from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
 from qualms.gradients.directions import Cotangents
 from qualms.gradients.measure import measure
 from qualms.gradients.model_input import ModelInput, forward_logits, some_alone
 from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares, tolerance_of
 from qualms.gradients.request import GradientRequest
+from qualms.gradients.settings import Kind
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.weights import Weights
+
+ROWS_AHEAD = 2048  # whose logits are computed ahead of the chunks that they are compared with
+INFLUENCE = "the inputs of a batch influence each other"
+MIXTURE = "the model mixes the inputs of a batch"
+
+
+# Cross-batch influence.
 
 
 @dataclass
 class CrossBatchCheck:
-    """The logits of a job's rows in other company than in its chunks: known, or computed for some
-    chunks at a time.
+    """The logits of a request's rows from batches of other samples than their chunks.
 
-    Of perturbed copies, those that are known are the inputs themselves, the first row of each: they
-    ran without copies.
+    They are known, or computed for some chunks at a time. Of perturbed copies, those that are known
+    are the samples themselves, the first row of each, which ran without copies.
+
+    Args:
+        request: whose samples run in chunks.
+        chunks: the samples that run together.
     """
 
-    job: GradientRequest
+    request: GradientRequest
     chunks: Sequence[slice]
-    known: Float[Tensor, "b c"] | None = None
-    _some: tuple[int, Float[Tensor, "b r c"]] | None = None  # from which input on
 
-    def __getitem__(self, chunk: slice) -> Float[Tensor, "b _ c"]:
-        if self.known is not None:
-            return self.known[chunk, None]
-        start, logits = self._some or (0, None)
-        if logits is None or chunk.stop > start + len(logits):
-            start, rest = chunk.start, [c for c in self.chunks if c.start >= chunk.start]
-            some = max(1, SOME_ROWS // (self.job.rows_per_sample * (chunk.stop - start)))
-            part = slice(start, rest[:some][-1].stop)
-            job = replace(
-                self.job, batch=take_samples(self.job.batch, part), numbers=self.job.numbers[part]
-            )
-            logits = cross_batch_logits(job, len(rest[:some]))
-            self._some = start, logits
-        return logits[chunk.start - start : chunk.stop - start]
+    def __post_init__(self) -> None:
+        self._start = 0  # the first sample whose logits are at hand
+        self._logits: Tensor | None = None
 
+    def logits_of(self, chunk: slice) -> Float[Tensor, "b _ c"]:
+        """The logits of the rows of a chunk, or of the first row of each of its samples."""
+        known = self.request.known_logits
+        if known is not None:
+            return known[chunk, None]
+        logits = self._logits
+        if logits is None or chunk.stop > self._start + len(logits):
+            logits = self._compute_from(chunk)
+        return logits[chunk.start - self._start : chunk.stop - self._start]
 
-SOME_ROWS = 2048  # whose logits are computed ahead
+    def _compute_from(self, chunk: slice) -> Float[Tensor, "b r c"]:
+        """The logits of a chunk and of those that follow it, as many as run ahead."""
+        rest = [c for c in self.chunks if c.start >= chunk.start]
+        rows = self.request.rows_per_sample * (chunk.stop - chunk.start)
+        ahead = rest[: max(1, ROWS_AHEAD // rows)]
+        part = self.request.take(slice(chunk.start, ahead[-1].stop))
+        self._start, self._logits = chunk.start, cross_batch_logits(part, len(ahead))
+        return self._logits
 
 
 @torch.no_grad()
-def cross_batch_logits(job: GradientRequest, chunks: int) -> Float[Tensor, "b r c"]:
-    """The logits of all rows from plain forward passes in other groups than the chunks of
-    consecutive inputs.
+def cross_batch_logits(request: GradientRequest, chunks: int) -> Float[Tensor, "b r c"]:
+    """The logits of all rows from plain forward passes over other groups than consecutive samples.
 
-    A group takes an input of each chunk, or every second one if there is a single chunk; and of an
-    input's rows every second one.
+    A group takes a sample of each chunk, or every second one if there is a single chunk; and of a
+    sample's rows every second one.
+
+    Args:
+        request: whose samples are run.
+        chunks: how many chunks they make up.
     """
-    step = min(job.inputs, max(2, chunks))
-    logits: Tensor | None = None
-    for start in range(step):
-        on = job.rows(slice(start, None, step))
-        members = num_samples(on.batch) // on.rows_per_sample
-        for parity in range(min(2, on.rows_per_sample)):
-            group = [
-                m * on.rows_per_sample + r
-                for m in range(members)
-                for r in range(parity, on.rows_per_sample, 2)
-            ]
-            found = forward_logits(job.model, on.take(group))
-            if logits is None:
-                logits = found.new_empty(job.inputs, on.rows_per_sample, found.shape[1])
-            logits[start::step, parity::2] = found.unflatten(0, (members, -1))
-    assert logits is not None
-    return logits
+    rows, samples = request.rows_per_sample, request.inputs
+    stride = min(samples, max(2, chunks))
+    parts: list[Tensor] = []
+    for start in range(stride):
+        some = slice(start, None, stride)
+        members = len(range(samples)[some])
+        logits = logits_in_groups(request.model, request.rows(some), min(2, rows), rows)
+        parts.append(logits.unflatten(0, (members, rows)))
+    return restore_order(parts, strided_groups(samples, stride))
+
+
+@torch.no_grad()
+def logits_in_groups(
+    model: nn.Module, model_input: ModelInput, groups: int, period: int | None = None
+) -> Float[Tensor, "rows c"]:
+    """The logits of all rows, each run with others than its neighbors.
+
+    Args:
+        model: inside `preserve_state`.
+        model_input: the rows.
+        groups: into how many groups they are dealt.
+        period: dealing starts anew after so many rows; None for all of them.
+    """
+    rows = num_samples(model_input.batch)
+    dealt = strided_groups(rows, groups, period)
+    parts = [forward_logits(model, model_input.take(group)) for group in dealt]
+    return restore_order(parts, dealt)
 
 
 def require_same_across_batches(
-    logits: Float[Tensor, "rows c"], regrouped: Float[Tensor, "rows c"], precision: torch.dtype
+    logits: Float[Tensor, "rows c"], elsewhere: Float[Tensor, "rows c"], precision: torch.dtype
 ) -> None:
-    """Rows must give the logits that they give in other company."""
-    if not close_logits(regrouped, logits, precision):
-        raise NotBatchable("the inputs of a batch influence each other")
+    """Require that rows give the logits that they give in other batches.
+
+    Args:
+        logits: of the rows in this batch.
+        elsewhere: of the same rows in other batches.
+        precision: the type that rounds most on the way to the logits.
+    """
+    if not close_logits(elsewhere, logits, precision):
+        raise NotBatchable(INFLUENCE)
 
 
 @torch.no_grad()
 def require_same_alone(
     model: nn.Module,
-    on: ModelInput,
+    model_input: ModelInput,
     logits: Float[Tensor, "rows c"],
     every: bool,
     precision: torch.dtype,
 ) -> None:
-    """Rows must give the logits that they give alone: two of them, or every one where that may not
-    tell.
+    """Require that rows give the logits that they give on their own.
 
     A model that takes values out of tensors, to branch on them or to make shapes of them, or that
     computes something from all rows at once, such as the length of the longest one, may treat a
     whole chunk as it would treat no row of it, and still treat half of it alike.
 
     Args:
-        model: under `untouched`.
-        on: the rows.
+        model: inside `preserve_state`.
+        model_input: the rows.
         logits: of all of them together.
-        every: whether two of them may not tell.
-        precision: that rounds most on the way to the logits.
+        every: whether to run every row; two of them otherwise.
+        precision: the type that rounds most on the way to the logits.
     """
-    chosen = range(num_samples(on.batch)) if every else some_alone(num_samples(on.batch))
-    if not all(
-        close_logits(forward_logits(model, on.take([i])), logits[i : i + 1], precision)
-        for i in chosen
-    ):
-        raise NotBatchable("the inputs of a batch influence each other")
+    rows = num_samples(model_input.batch)
+    for row in range(rows) if every else some_alone(rows):
+        alone = forward_logits(model, model_input.take([row]))
+        if not close_logits(alone, logits[row : row + 1], precision):
+            raise NotBatchable(INFLUENCE)
+
+
+# Separation of samples.
 
 
 @dataclass(frozen=True)
 class Separation:
-    """A further cotangent by which a chunk shows that each input's gradients are its own.
+    """A further cotangent by which a chunk shows that each sample's gradients are its own.
 
-    It is one of the chunk's cotangents v with every input b scaled by a number s_b of its own, so
-    that the norms of the gradients must be s_b times those of v. Where the model moves rows about,
-    by an index, a list or a matrix, a layer has the gradient of one input scaled by the number of
+    It is one of the chunk's cotangents v with every sample b scaled by a number s_b of its own, so
+    that the norms of the gradients must be s_b times those of v. Where the model mixes samples, by
+    an index, a list or a matrix, a layer has the gradient of one sample scaled by the number of
     another.
+
+    Attributes:
+        scales: s_b.
+        precision: the type that rounds most on the way to the logits.
     """
 
     scales: Float[Tensor, " b"]
-    precision: torch.dtype  # that rounds most on the way to the logits
+    precision: torch.dtype
 
     @classmethod
-    def of(cls, inputs: int, device: torch.device, precision: torch.dtype) -> "Separation":
-        """Numbers from 1 down that differ as much as the precision allows, in an order that no
-        model knows.
+    def of(cls, samples: int, device: torch.device, precision: torch.dtype) -> "Separation":
+        """Scales from 1 down that differ as much as the precision allows, in a random order.
+
+        Args:
+            samples: how many there are.
+            device: of the cotangents.
+            precision: the type that rounds most on the way to the logits.
         """
         octaves = 6 if precision in TOLERANCE else 3
-        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(0))
-        return cls((-octaves * order.double() / inputs).exp2().to(device), precision)
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+        return cls((-octaves * order.double() / samples).exp2().to(device), precision)
 
-    def scaled(self, cotangent: Float[Tensor, "rows c"]) -> Float[Tensor, "rows c"]:
+    def scale(self, cotangent: Float[Tensor, "rows c"]) -> Float[Tensor, "rows c"]:
         """The further cotangent."""
-        return cotangent * self.scales.repeat_interleave(len(cotangent) // len(self.scales))[
-            :, None
-        ].to(cotangent)
+        rows_per_sample = len(cotangent) // len(self.scales)
+        of_rows = self.scales.repeat_interleave(rows_per_sample)
+        return cotangent * of_rows[:, None].to(cotangent)
 
     def require(
         self, plain: dict[str, Float[Tensor, " b"]], scaled: dict[str, Float[Tensor, " b"]]
     ) -> None:
-        """Norms along the scaled v must be s_b times those along v; both come by the parameter's
-        name.
+        """Require that norms along the scaled v are s_b times those along v.
+
+        Args:
+            plain: norms along v, by the parameter's name.
+            scaled: norms along the scaled v.
         """
         names = list(plain)
         if not names:
@@ -168,76 +211,108 @@ class Separation:
         have = torch.stack([scaled[name] for name in names]).double()
         want = torch.stack([plain[name] for name in names]).double() * self.scales
         # Of a gradient that is zero but for rounding, rounding is all there is.
-        nothing = 100 * torch.finfo(self.precision).eps * root_of_squares(want.T)
-        room = tolerance_of(self.precision) * have.maximum(want) + nothing
+        rounding = 100 * torch.finfo(self.precision).eps * root_of_squares(want.T)
+        room = tolerance_of(self.precision) * have.maximum(want) + rounding
         if bool(((have - want).abs() > room).any()):
-            raise NotBatchable("the model moves the inputs of a batch about")
+            raise NotBatchable(MIXTURE)
 
 
 def require_separate_gradients(
     logits: Float[Tensor, "rows c"],
-    pieces: Sequence[GradFactor],
+    factors: Sequence[GradFactor],
     weights: Weights,
-    inputs: int,
+    samples: int,
     precision: torch.dtype,
 ) -> None:
-    """Each input's gradients must be its own, shown by two passes along a random direction where no
-    other can serve.
+    """Require that each sample's gradients are its own, by two passes along a random direction.
+
+    For where none of the passes that are made anyway can serve.
+
+    Args:
+        logits: of a traced pass, with their graph.
+        factors: of the gradients.
+        weights: the leaves.
+        samples: how many there are.
+        precision: the type that rounds most on the way to the logits.
     """
-    if inputs < 2 or not pieces:
+    if samples < 2 or not factors:
         return
-    separation = Separation.of(inputs, logits.device, precision)
-    noise = torch.randn(
-        logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double
-    ).to(logits.device)
-    norms = measure(
-        logits, torch.stack([noise, separation.scaled(noise)]), pieces, weights, inputs, "l2"
-    )
-    separation.require(*({name: value[:, i] for name, value in norms.items()} for i in (0, 1)))
+    separation = Separation.of(samples, logits.device, precision)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(logits.shape, generator=generator, dtype=torch.double).to(logits.device)
+    both = torch.stack([noise, separation.scale(noise)])
+    norms = measure(logits, both, factors, weights, samples, "l2")
+    separation.require(_column(norms, 0), _column(norms, 1))
 
 
 def measure_separate(
     logits: Float[Tensor, "rows c"],
     cotangents: Cotangents,
-    pieces: Sequence[GradFactor],
+    factors: Sequence[GradFactor],
     weights: Weights,
-    inputs: int,
-    kind: Literal["l2", "l1"],
+    samples: int,
+    kind: Kind,
     precision: torch.dtype,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """What `measure` gives, checked by one further pass: along one of the cotangents, scaled input
-    by input.
+    """What `measure` gives, verified by one further pass along a cotangent scaled by sample.
+
+    Args:
+        logits: of a traced pass, with their graph.
+        cotangents: the directions.
+        factors: of the gradients.
+        weights: the leaves.
+        samples: how many there are.
+        kind: `l2` or `l1`.
+        precision: the type that rounds most on the way to the logits.
     """
-    if inputs < 2 or not pieces:
-        return measure(logits, cotangents, pieces, weights, inputs, kind)
-    separation = Separation.of(inputs, logits.device, precision)
-    chosen: list[tuple[int, Tensor, Tensor]] = []
-
-    def with_one_more() -> Iterator[tuple[Tensor, Tensor]]:
-        number = 0
-        for block, sizes in cotangents.blocks():
-            if not chosen:  # all are of one size, but for those that are zero for some input
-                telling = (
-                    block.unflatten(1, (inputs, -1))
-                    .flatten(2)
-                    .any(2)
-                    .all(1)
-                    .nonzero()
-                    .flatten()
-                    .tolist()
-                )
-                chosen.extend((number + i, block[i].clone(), sizes[i]) for i in telling[:1])
-            number += len(block)
-            yield block, sizes
-        for _, cotangent, size in chosen:
-            yield separation.scaled(cotangent)[None], size[None]
-
-    also = Cotangents(cotangents.number + 1, with_one_more)
-    values = measure(logits, also, pieces, weights, inputs, kind)
-    if not chosen:
-        require_separate_gradients(logits, pieces, weights, inputs, precision)
-    for number, _, _ in chosen:
-        separation.require(
-            *({name: value[:, i] for name, value in values.items()} for i in (number, -1))
-        )
+    if samples < 2 or not factors:
+        return measure(logits, cotangents, factors, weights, samples, kind)
+    separation = Separation.of(samples, logits.device, precision)
+    one_more = _OneMoreCotangent(cotangents, separation, samples)
+    more = Cotangents(cotangents.number + 1, one_more.blocks)
+    values = measure(logits, more, factors, weights, samples, kind)
+    if one_more.number is None:
+        require_separate_gradients(logits, factors, weights, samples, precision)
+    else:
+        separation.require(_column(values, one_more.number), _column(values, -1))
     return {name: value[:, : cotangents.number] for name, value in values.items()}
+
+
+@dataclass
+class _OneMoreCotangent:
+    """Cotangents, followed by one of them scaled by sample.
+
+    Attributes:
+        cotangents: the directions.
+        separation: scales the further one.
+        samples: how many there are.
+        number: which of the directions the further one is made of; None if none serves.
+    """
+
+    cotangents: Cotangents
+    separation: Separation
+    samples: int
+    number: int | None = None
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Blocks of cotangents [k, rows, c] with their scales [k, b]."""
+        chosen: tuple[Tensor, Tensor] | None = None
+        before = 0
+        for block, scales in self.cotangents.blocks():
+            if chosen is None:
+                # All are of one size, but for those that are zero for some sample.
+                of_sample = block.unflatten(1, (self.samples, -1)).flatten(2)
+                serves = of_sample.any(2).all(1).nonzero().flatten().tolist()
+                if serves:
+                    self.number = before + serves[0]
+                    chosen = block[serves[0]].clone(), scales[serves[0]]
+            before += len(block)
+            yield block, scales
+        if chosen is not None:
+            cotangent, scale = chosen
+            yield self.separation.scale(cotangent)[None], scale[None]
+
+
+def _column(values: dict[str, Tensor], number: int) -> dict[str, Float[Tensor, " b"]]:
+    """The norms along one direction."""
+    return {name: value[:, number] for name, value in values.items()}

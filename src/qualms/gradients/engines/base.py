@@ -3,26 +3,28 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qualms.errors import QualmsError
 from qualms.gradients.fallback import Fallback
+from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 
-Plan = TypeVar("Plan")
+PlanT = TypeVar("PlanT")
 
 
-class Engine(Protocol[Plan]):
+class Engine(Protocol[PlanT]):
     """One way to compute the gradients of a request.
 
     An engine is made with the `PlanCache` of its model, from which it takes what earlier batches
     have shown, and in which it keeps what it finds out.
     """
 
-    def plan(self, request: GradientRequest) -> Plan | Fallback:
+    def plan(self, request: GradientRequest) -> PlanT | Fallback:
         """Decide how to serve a request, or return a `Fallback` that says why this engine cannot.
 
         Args:
@@ -33,7 +35,7 @@ class Engine(Protocol[Plan]):
             else the engine decides beforehand.
         """
 
-    def run(self, plan: Plan, request: GradientRequest) -> "ClassNorms":
+    def run(self, plan: PlanT, request: GradientRequest) -> "ClassNorms":
         """Carry out a plan.
 
         Args:
@@ -43,6 +45,27 @@ class Engine(Protocol[Plan]):
         Returns:
             The norms, or inner products, of all samples of the request.
         """
+
+
+def run_first(
+    engines: "list[Engine[Any]]", request: GradientRequest, cache: PlanCache
+) -> "ClassNorms":
+    """Run the first of several engines that can serve a request.
+
+    Args:
+        engines: in order of preference.
+        request: what to compute.
+        cache: where the user is warned if what is done instead is slow.
+    """
+    reason = "there is no engine"
+    for engine in engines:
+        plan = engine.plan(request)
+        if not isinstance(plan, Fallback):
+            return engine.run(plan, request)
+        reason = plan.reason
+        if plan.is_slow:
+            cache.warn_slow(plan)
+    raise QualmsError(f"no engine can serve this request: {reason}.")
 
 
 @dataclass

@@ -1,32 +1,36 @@
-"""The exact engine: gradient norms of all classes from one forward and C backward passes through
-the activations.
+"""The exact engine: the gradients of all classes from one forward and C backward passes.
 
 ∇θ log p_c = Jᵀ(e_c - p). Back-propagating e_c - p for a whole batch gives, at every operation that
-uses a parameter, the cotangents of all its inputs at once; the pieces that the recorder left there
+uses a parameter, the cotangents of all samples at once; the factors that the recorder left there
 turn them into norms. No weight gradient is formed for the batch as a whole, and none is kept.
 
-What the pieces say is checked before it is believed (`checks.py`). Inputs that fail, because the
-model mixes the inputs of a batch or hides operations from torch's function modes, are run by plain
-autograd, one row at a time.
+Every chunk of samples is verified (`verify.py`). One that fails, because the model mixes the samples
+of a batch or hides operations from torch's function modes, runs by plain autograd, one sample at a
+time.
 """
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from dataclasses import dataclass, replace
+from functools import partial
 
 from qualms.gradients.batch import NotBatchable, num_samples
-from qualms.gradients.engines.autograd import graph_bytes, plain_autograd
-from qualms.gradients.engines.base import ClassNorms
+from qualms.gradients.engines.autograd import (
+    AutogradEngine,
+    all_selected,
+    plain_autograd,
+    split_evenly,
+)
+from qualms.gradients.engines.base import ClassNorms, run_first
 from qualms.gradients.engines.chunked import accumulate_chunks
-from qualms.gradients.engines.last_layer import LastProduct, measure_via_last_layer
-from qualms.gradients.engines.probe import Probe
-from qualms.gradients.measure import Kind, measure
+from qualms.gradients.engines.last_layer import measure_via_last_layer
+from qualms.gradients.fallback import Fallback, attempt
+from qualms.gradients.last_product import LastProduct
+from qualms.gradients.measure import measure
 from qualms.gradients.memory import in_mebibytes
 from qualms.gradients.model_input import ModelInput
+from qualms.gradients.plan import Plan, Workload, make_plan
 from qualms.gradients.plan_cache import Key, PlanCache
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.tracing.param_use import UseOrder
-from qualms.gradients.tracing.traced_forward import trace_forward, use_order
+from qualms.gradients.tracing.traced_forward import trace_forward
 from qualms.gradients.verify import (
     CrossBatchCheck,
     measure_separate,
@@ -35,179 +39,140 @@ from qualms.gradients.verify import (
     require_separate_gradients,
 )
 
-PROBED = 16  # rows among which the probe looks for two that differ
 
-
-def exact(
-    job: GradientRequest,
-    kind: Kind,
-    learnt: PlanCache,
-    regrouped: Float[Tensor, "b c"] | None = None,
-) -> ClassNorms:
-    """Norms (or inner products) of the gradients along the job's directions, for every selected
-    parameter.
+class ExactEngine:
+    """Computes every gradient exactly, many samples at once.
 
     Args:
-        job: what is wanted.
-        kind: ‖g‖ (`l2`), Σ|g| (`l1`) or inner products (`gram`).
-        learnt: where the look at the first rows is kept for the next batch.
-        regrouped: the logits of the inputs from forward passes in other company than their
-            neighbors', if known.
+        cache: of the model.
     """
-    key = _key(job)
-    kept = learnt.get(key)
-    if isinstance(kept, Probe) and kept.serves(job.inputs * job.rows_per_sample, job.budget):
-        try:
-            return _in_order(
-                job, kind, _in_chunks(job, kind, kept, regrouped, None), kept.use_order
+
+    def __init__(self, cache: PlanCache) -> None:
+        self.cache = cache
+
+    def plan(self, request: GradientRequest) -> Plan | Fallback:
+        """The plan of an earlier batch of the same shapes, or a new one.
+
+        Args:
+            request: what to compute.
+
+        Returns:
+            A plan, or the reason why samples have to run one at a time.
+        """
+        key = _key(request)
+        kept: Plan | None = self.cache.get(key)
+        if kept is not None and kept.serves(request):
+            return kept
+        plan = make_plan(request)
+        if isinstance(plan, Plan):
+            self.cache.keep(key, replace(plan, is_reused=True))
+        return plan
+
+    def run(self, plan: Plan, request: GradientRequest) -> ClassNorms:
+        """The norms of all samples, chunk by chunk.
+
+        A plan that was made for other samples may not hold for these: it is then made anew.
+        """
+        found = self._run_chunks(plan, request)
+        if isinstance(found, Fallback):
+            self.cache.forget(_key(request))
+            return run_first([self, AutogradEngine(self.cache)], request, self.cache)
+        return all_selected(found, request, plan.use_order)
+
+    def _run_chunks(self, plan: Plan, request: GradientRequest) -> ClassNorms | Fallback:
+        """All chunks; a `Fallback` if a reused plan does not hold for one of them."""
+        work = plan.workload(request)
+        fitting = plan.samples_at_once(request.budget, work)
+        size = min(request.settings.batch_size or fitting, fitting) or 1
+        chunks = split_evenly(request.inputs, size)
+        check = CrossBatchCheck(request, chunks)
+        parts: list[ClassNorms] = []
+        for part in chunks:
+            chunk = _Chunk(plan, request.along_own(part), request.rows(part), work)
+            run = partial(chunk.run_in_parts if fitting == 0 else chunk.run, check, part)
+            found = attempt("run a chunk of samples together", run)
+            if isinstance(found, Fallback):
+                if plan.is_reused:
+                    return found
+                self.cache.warn_slow(found)
+                # If the model itself is at fault, plain autograd says so.
+                found = plain_autograd(chunk.request, chunk.model_input, plan.row_bytes)
+            parts.append(found)
+        return ClassNorms.concatenate(parts)
+
+
+def _key(request: GradientRequest) -> Key:
+    return ("plan", request.shapes, tuple(request.selected))
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Samples that run together.
+
+    Attributes:
+        plan: of the request.
+        request: the directions are those of these samples.
+        model_input: the rows of the samples.
+        work: what is computed for each of them.
+    """
+
+    plan: Plan
+    request: GradientRequest
+    model_input: ModelInput
+    work: Workload
+
+    def run(self, check: CrossBatchCheck, part: slice) -> ClassNorms:
+        """Trace the samples together, verify the trace, and measure.
+
+        Args:
+            check: knows the logits of the samples from other batches.
+            part: the place of the samples in the request.
+
+        Raises:
+            NotBatchable: if a check fails.
+        """
+        plan, request, rows = self.plan, self.request, self.work.rows_per_sample
+        model_input = plan.reformat(self.model_input)
+        samples = num_samples(model_input.batch) // rows
+        logits, recorder = trace_forward(request.model, model_input, plan.weights, plan.trace_pair)
+        if plan.is_reused and recorder.first_use != plan.use_order.names:
+            raise NotBatchable("these inputs use the model's parameters in another order")
+        by_sample = logits.unflatten(0, (samples, rows))
+        elsewhere = check.logits_of(part)
+        same_rows = by_sample.detach()[:, : elsewhere.shape[1]]
+        require_same_across_batches(
+            same_rows.flatten(0, 1), elsewhere.flatten(0, 1), plan.precision
+        )
+        every = plan.must_compare_alone(recorder)
+        require_same_alone(request.model, model_input, logits.detach(), every, plan.precision)
+        factors, weights = recorder.factors, plan.weights
+        traced = (logits, factors, weights, samples)
+        last = None
+        if self.work.via_last_layer:
+            last = LastProduct.of(logits, factors, weights)
+        if last is not None:
+            require_separate_gradients(*traced, plan.precision)
+            names = request.directions.names
+            values = measure_via_last_layer(logits, names, last, weights, samples)
+        elif request.kind == "gram":
+            require_separate_gradients(*traced, plan.precision)
+            cotangents = request.directions.along(by_sample)
+            values = measure(logits, cotangents, factors, weights, samples, "gram")
+        else:
+            cotangents = request.directions.along(by_sample)
+            values = measure_separate(
+                logits, cotangents, factors, weights, samples, request.kind, plan.precision
             )
-        except Exception:  # other inputs than those it was made on: look again
-            del learnt.found[key]
-    probe = _look(job)
-    if isinstance(probe, Exception):
-        learnt.warn_slow(probe)
-        row_bytes = graph_bytes(job, job.rows(slice(0, 1)).take([0]))
-        whole = ClassNorms.concatenate(
-            [
-                plain_autograd(job.along_own(one), job.rows(one), kind, row_bytes)
-                for one in _chunks(job.inputs, 1)
-            ]
-        )
-        return _in_order(
-            job, kind, whole, use_order(job.model, job.rows(slice(0, 1)), job.selected)
-        )
-    learnt.keep(key, probe)
-    return _in_order(job, kind, _in_chunks(job, kind, probe, regrouped, learnt), probe.use_order)
+        return ClassNorms(values, by_sample[:, 0].detach(), recorder.without_rule)
+
+    def run_in_parts(self, check: CrossBatchCheck, part: slice) -> ClassNorms:
+        """One sample whose rows do not fit at once, part of its rows by part."""
+        if self.request.gram:
+            budget = in_mebibytes(self.request.budget)
+            raise NotBatchable(f"the gradients of all classes of one input do not fit {budget}")
+        return accumulate_chunks(self.request, self.model_input, self.plan)
 
 
-def look_at(job: GradientRequest, learnt: PlanCache) -> Probe | Exception:
-    """What the first rows of a job tell, kept for all that follow; the reason if they have to run
-    one at a time.
-    """
-    kept: Probe | Exception | None = learnt.get(_key(job))
-    if kept is None:
-        kept = _look(job)
-        if isinstance(kept, Probe):
-            learnt.keep(_key(job), kept)
-    return kept
-
-
-def _key(job: GradientRequest) -> Key:
-    return ("probe", job.shapes, tuple(job.selected))
-
-
-def _look(job: GradientRequest) -> Probe | Exception:
-    return Probe.of(
-        job.model,
-        job.rows(slice(0, max(2, PROBED // job.rows_per_sample))),
-        job.selected,
-        job.budget,
-    )
-
-
-def _in_chunks(
-    job: GradientRequest, kind: Kind, probe: Probe, regrouped: Tensor | None, slow: PlanCache | None
-) -> ClassNorms:
-    """Chunk by chunk; what fails a check is run by plain autograd and reported to `slow`, or an
-    error without one.
-    """
-    by_features = probe.by_features(job.budget, job.rows_per_sample, kind, job.directions.names)
-    most = probe.inputs_in(
-        job.budget,
-        job.rows_per_sample,
-        kind,
-        by_features,
-        None if by_features else job.directions.size(probe.classes),
-    )
-    chunks = _chunks(job.inputs, min(job.settings.batch_size or most, most) or 1)
-    parts: list[ClassNorms] = []
-    of_rows = CrossBatchCheck(job, chunks, regrouped)
-    for chunk in chunks:
-        on, own = job.rows(chunk), job.along_own(chunk)
-        part: ClassNorms | None
-        try:
-            if most == 0 and kind == "gram":
-                raise NotBatchable(
-                    f"the gradients of all classes of one input do not fit {in_mebibytes(job.budget)}"
-                )
-            if most == 0:
-                part = accumulate_chunks(own, on, kind, probe)
-            else:
-                part = _by_pieces(
-                    own, probe.reformat(on), kind, probe, by_features, of_rows[chunk], slow is None
-                )
-        except Exception as error:
-            if slow is None:
-                raise
-            slow.warn_slow(error)
-            part = None
-        # Outside of the block, whose error holds the graph. If the model itself is at fault, plain
-        # autograd says so.
-        parts.append(part or plain_autograd(own, on, kind, probe.row_bytes))
-    return ClassNorms.concatenate(parts)
-
-
-def _chunks(inputs: int, most: int) -> list[slice]:
-    """Parts of nearly equal size, of at most `most` inputs."""
-    number = -(-inputs // most)
-    size = -(-inputs // number)
-    return [slice(start, min(start + size, inputs)) for start in range(0, inputs, size)]
-
-
-def _by_pieces(
-    job: GradientRequest,
-    on: ModelInput,
-    kind: Kind,
-    probe: Probe,
-    by_features: bool,
-    regrouped: Float[Tensor, "b _ c"],
-    same_path: bool,
-) -> ClassNorms:
-    """The fast way; an exception if it cannot be trusted with these inputs.
-
-    `same_path`: the probe saw other inputs, and what it says of the rows' places holds only on the
-    same path.
-    """
-    inputs = num_samples(on.batch) // on.rows_per_sample
-    logits, recorder = trace_forward(job.model, on, probe.weights, probe.trace_pair)
-    if same_path and recorder.first_use != probe.use_order.names:
-        raise NotBatchable("these inputs use the model's parameters in another order")
-    apart = logits.unflatten(0, (inputs, on.rows_per_sample))
-    compared = apart.detach()[:, : regrouped.shape[1]].flatten(0, 1)
-    require_same_across_batches(compared, regrouped.flatten(0, 1), probe.precision)
-    require_same_alone(
-        job.model, on, logits.detach(), probe.compares_alone(recorder), probe.precision
-    )
-    pieces = recorder.factors
-    last = LastProduct.of(logits, pieces, probe.weights) if by_features else None
-    if last is not None:
-        require_separate_gradients(logits, pieces, probe.weights, inputs, probe.precision)
-        values = measure_via_last_layer(logits, job.directions.names, last, probe.weights, inputs)
-    elif kind == "gram":
-        require_separate_gradients(logits, pieces, probe.weights, inputs, probe.precision)
-        values = measure(logits, job.directions.along(apart), pieces, probe.weights, inputs, kind)
-    else:
-        values = measure_separate(
-            logits,
-            job.directions.along(apart),
-            pieces,
-            probe.weights,
-            inputs,
-            kind,
-            probe.precision,
-        )
-    return ClassNorms(values, apart[:, 0].detach(), recorder.without_rule)
-
-
-def _in_order(
-    job: GradientRequest, kind: Kind, whole: ClassNorms, use_order: UseOrder
-) -> ClassNorms:
-    """The same, with all parameters that count, in the model's order; those that no input here uses
-    are zero.
-    """
-    number = job.directions.size(whole.logits.shape[1])
-    shape = (job.inputs, number, number) if kind == "gram" else (job.inputs, number)
-    nothing = torch.zeros(shape, dtype=torch.double, device=whole.logits.device)
-    order = use_order.relevant(whole.values, job.selected)
-    whole.values = {name: whole.values.get(name, nothing) for name in order}
-    return whole
+def look_at(request: GradientRequest, cache: PlanCache) -> Plan | Fallback:
+    """The plan of the exact engine."""
+    return ExactEngine(cache).plan(request)

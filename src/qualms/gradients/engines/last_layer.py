@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from qualms.gradients.directions import (
     DIRECTIONS,
@@ -33,6 +32,7 @@ from qualms.gradients.directions import (
     sum_of_others,
 )
 from qualms.gradients.isolation import interrupts
+from qualms.gradients.last_product import LastProduct
 from qualms.gradients.measure import (
     cotangents_at,
     group_by_parameter,
@@ -42,8 +42,8 @@ from qualms.gradients.measure import (
 )
 from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
 from qualms.gradients.tracing.factors import GradFactor
-from qualms.gradients.tracing.outer_product import CANCELLED, Outer, gram_is_cheaper
-from qualms.gradients.tracing.weights import Weights, nodes_behind
+from qualms.gradients.tracing.outer_product import CANCELLED, Outer
+from qualms.gradients.tracing.weights import Weights
 
 ROOM = 2**20  # numbers in what is added up at once
 
