@@ -119,7 +119,9 @@ def plain_autograd(request: GradientRequest, model_input: ModelInput, row_bytes:
     for i in range(num_samples(model_input.batch) // rows):
         sample = model_input.take(slice(i * rows, (i + 1) * rows))
         graphs = SampleGraphs(request.along_own(slice(i, i + 1)), sample, kept_rows)
-        parts.append(ClassNorms(_measure(graphs, gradient_bytes), graphs.logits[:1], set(request.selected)))
+        parts.append(
+            ClassNorms(_measure(graphs, gradient_bytes), graphs.logits[:1], set(request.selected))
+        )
     return ClassNorms.concatenate(parts)
 
 

@@ -47,27 +47,6 @@ class Engine(Protocol[PlanT]):
         """
 
 
-def run_first(
-    engines: "list[Engine[Any]]", request: GradientRequest, cache: PlanCache
-) -> "ClassNorms":
-    """Run the first of several engines that can serve a request.
-
-    Args:
-        engines: in order of preference.
-        request: what to compute.
-        cache: where the user is warned if what is done instead is slow.
-    """
-    reason = "there is no engine"
-    for engine in engines:
-        plan = engine.plan(request)
-        if not isinstance(plan, Fallback):
-            return engine.run(plan, request)
-        reason = plan.reason
-        if plan.is_slow:
-            cache.warn_slow(plan)
-    raise QualmsError(f"no engine can serve this request: {reason}.")
-
-
 @dataclass
 class ClassNorms:
     """What an engine returns: a value for each sample, direction and parameter.
@@ -134,6 +113,25 @@ def _concatenate(tables: list[dict[str, Tensor]], parts: list[ClassNorms]) -> di
             columns.append(column)
         whole[name] = torch.cat(columns)
     return whole
+
+
+def run_first(engines: list[Engine[Any]], request: GradientRequest, cache: PlanCache) -> ClassNorms:
+    """Run the first of several engines that can serve a request.
+
+    Args:
+        engines: in order of preference.
+        request: what to compute.
+        cache: where the user is warned if what is done instead is slow.
+    """
+    reason = "there is no engine"
+    for engine in engines:
+        plan = engine.plan(request)
+        if not isinstance(plan, Fallback):
+            return engine.run(plan, request)
+        reason = plan.reason
+        if plan.is_slow:
+            cache.warn_slow(plan)
+    raise QualmsError(f"no engine can serve this request: {reason}.")
 
 
 def combine_parameters(values: Iterable[Tensor], kind: str) -> Tensor:
