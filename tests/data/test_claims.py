@@ -25,7 +25,7 @@ from qualms.data.texts import read_texts
 from qualms.models import read_state
 from qualms.scale.batch import rejected_in
 from qualms.scale.cluster import not_scored, require_once
-from qualms.scale.shard_folder import begun, count_rows, finish
+from qualms.scale.shard_folder import count_rows, finish, open_shard_folder
 from qualms.stream.source import open_source
 from qualms.tasks.journal import read
 from tests.helpers import layouts
@@ -247,7 +247,7 @@ def test_a_manifest_counts_in_whole_numbers(done: Any, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with (
         pytest.raises(qualms.QualmsError, match="cannot be read as a manifest"),
-        begun(tmp_path, {"seed": 0}),
+        open_shard_folder(tmp_path, {"seed": 0}),
     ):
         pass
 

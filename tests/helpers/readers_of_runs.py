@@ -237,7 +237,7 @@ def _manifest(folder: Path) -> Path:
 
 
 def _begin(folder: Path, path: Path) -> None:
-    from qualms.scale.shard_folder import begun
+    from qualms.scale.shard_folder import open_shard_folder
 
     about = {
         "network": "n",
@@ -246,7 +246,7 @@ def _begin(folder: Path, path: Path) -> None:
         "classes": ["a", "b"],
         "threshold": None,
     }
-    with begun(folder, about) as done:
+    with open_shard_folder(folder, about) as done:
         if done is not None:
             numbers = (done.scored, done.rejected, 0 if done.accepted is None else done.accepted)
             assert all(type(number) is int and number >= 0 for number in numbers)

@@ -27,7 +27,7 @@ from qualms.cli.writing import STDOUT, deliver, rejected_file, summary, table
 from qualms.data import Images, dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.registry import DEFAULT
-from qualms.scale.shard_folder import require_own
+from qualms.scale.shard_folder import require_shard_folder
 from qualms.texts.scoring import METHOD
 from qualms.threshold import Threshold
 
@@ -127,7 +127,7 @@ def score(
             raise QualmsError(
                 "--overwrite and --json are for one table; leave them out, or name a file in --out."
             )
-        require_own(folder)
+        require_shard_folder(folder)
     place = out or (None if json_lines else FILE)
     wanted = parse_methods(
         DEFAULT if methods is None else methods, dataset_name(images, given.root) or ""

@@ -1,8 +1,7 @@
-"""The same scores by workers of a Ray cluster: Ray Data reads, schedules, retries and writes,
-qualms scores batches.
+"""Shards by workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
 
-What is there of a run that was killed is kept: Ray notes which images are in a file, and passes
-over them. Files get their place when all are there. Rows come in any order.
+A run that is killed is resumed: Ray notes which images are in a file, and skips them. Files get
+their place once all are there. Rows come in any order.
 """
 
 import logging
@@ -21,20 +20,27 @@ from qualms.data import Rejected
 from qualms.data.decode import Unreadable
 from qualms.data.parquet import explain_parquet_errors
 from qualms.data.places import import_extra
-from qualms.errors import QualmsError, reason
+from qualms.errors import QualmsError, explain_failure, reason
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
-from qualms.scale.shard_folder import Done, arrow, begun, column, count_rows, finish, shards_in
+from qualms.scale.shard_folder import (
+    Done,
+    arrow,
+    column,
+    count_rows,
+    finish,
+    open_shard_folder,
+    shards_in,
+)
 from qualms.stream.sizes import BATCH
 from qualms.stream.source import Source, Split
 
 if TYPE_CHECKING:
     from ray.data import ReadTask
 
-WRITING = ".writing"  # where Ray's files are until all are whole
+WRITING = ".writing"  # where Ray's files are until all are complete
 NOTED = ".noted"  # where Ray notes which images are done
 REJECTED = ".rejected"  # where workers list what cannot be read
-# cores that Ray needs beside those of workers: to read, to pass over what is done, and to write
-RAYS_OWN = 3
+RESERVED_CORES = 3  # that Ray needs to read, to skip what is done, and to write
 LOCAL = "local"  # Ray's word for a cluster on this machine, for this run alone
 
 
@@ -47,62 +53,70 @@ def score_on_ray(
     workers: int | None = None,
     address: str | None = None,
 ) -> Done:
-    """Score all images that are in no file of the folder yet.
+    """Score all images that are not in a file of the folder yet.
 
     Args:
-        scorer: scores some images; each worker has it.
+        scorer: scores a batch; each worker has it.
         source: all images, in files that every worker can read.
         folder: where the scores go; every worker can write there.
-        about: what decides the scores, beside the images: a folder that was made with something
-            else is refused.
-        size: rows of a file, at least, but for the last.
-        workers: processes that score; by default one for each core, three fewer on a cluster, and
-            never more.
+        about: what decides the scores, beside the images. A folder whose files were made with
+            something else is refused.
+        size: the least rows of a file, but for the last one.
+        workers: processes that score; by default one for each core, three fewer on a cluster.
         address: of the cluster, as for `ray.init`; by default one is started on this machine, and
-            stopped.
+            stopped at the end.
     """
     if source.splits is None:
         raise QualmsError(
             f"Ray cannot read {source.name}; name a folder, .parquet files or .tar files."
         )
-    whole = {**about, "inputs": source.fingerprint, "shard_size": size, "runner": "ray"}
-    folder = folder.absolute()  # workers have a working folder of their own
-    with begun(folder, whole) as before:
-        if before is None:
-            shutil.rmtree(
-                folder / REJECTED, ignore_errors=True
-            )  # none of these is noted: all are tried again
+    about = {**about, "inputs": source.fingerprint, "shard_size": size, "runner": "ray"}
+    folder = folder.absolute()  # workers have a working directory of their own
+    with open_shard_folder(folder, about) as done:
+        if done is None:
+            # None of these is noted, so all are tried again.
+            shutil.rmtree(folder / REJECTED, ignore_errors=True)
             with cluster(address, workers) as ray:
-                cores = int(ray.cluster_resources().get("CPU", 1))
-                if cores <= RAYS_OWN:
-                    raise QualmsError(
-                        f"the cluster has {cores} cores, and Ray itself needs {RAYS_OWN}; use at least {RAYS_OWN + 1}."
-                    )
-                _run(
-                    ray,
-                    scorer,
-                    source.splits(),
-                    folder,
-                    size,
-                    min(workers or cores, cores - RAYS_OWN),
-                )
-            for shard in shards_in(folder / WRITING):
-                shard.rename(folder / shard.name)
-            rejected = not_scored(rejected_in(folder / REJECTED), folder)
-            _require_all(count_rows(shards_in(folder)), len(rejected), source)
-            require_once(folder)
-            before = finish(folder, whole, shards_in(folder), rejected)
-        elif count_rows(shards_in(folder)) != before.scored:
+                count = _count_workers(ray, workers)
+                _run(ray, scorer, source.splits(), folder, size, count)
+            done = _collect(folder, about, source)
+        elif count_rows(shards_in(folder)) != done.scored:
             raise QualmsError(
-                f"{folder} lacks some of its {before.scored} rows; remove it, and score again."
+                f"{folder} lacks some of its {done.scored} rows; remove it, and score again."
             )
         for rest in (WRITING, NOTED, REJECTED):
             shutil.rmtree(folder / rest, ignore_errors=True)
-    return before
+    return done
+
+
+def _count_workers(ray: Any, wanted: int | None) -> int:
+    cores = int(ray.cluster_resources().get("CPU", 1))
+    if cores <= RESERVED_CORES:
+        raise QualmsError(
+            f"the cluster has {cores} cores, and Ray itself needs {RESERVED_CORES}; use at least "
+            f"{RESERVED_CORES + 1}."
+        )
+    return min(wanted or cores, cores - RESERVED_CORES)
+
+
+def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
+    """Move Ray's files to their places, once it has written all of them.
+
+    Args:
+        folder: of the run.
+        about: for the manifest.
+        source: whose images must all be there.
+    """
+    for shard in shards_in(folder / WRITING):
+        shard.rename(folder / shard.name)
+    rejected = not_scored(rejected_in(folder / REJECTED), folder)
+    _require_all(count_rows(shards_in(folder)), len(rejected), source)
+    require_once(folder)
+    return finish(folder, about, shards_in(folder), rejected)
 
 
 def not_scored(rejected: list[Rejected], folder: Path) -> list[Rejected]:
-    """Without those that another attempt could read."""
+    """The rejected images without those that another attempt could read."""
     left = {one.id: one for one in rejected}
     for shard in shards_in(folder):
         for name in column(shard, "id").to_pylist():
@@ -117,65 +131,91 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
         )
     if source.count not in (None, scored + rejected):
         raise QualmsError(
-            f"{source.name} has {source.count} images, and {scored} were scored and {rejected} could not be read; they "
-            "may have changed: remove the folder, and score again."
+            f"{source.name} has {source.count} images, and {scored} were scored and {rejected} "
+            "could not be read; they may have changed: remove the folder, and score again."
         )
 
 
 def require_once(folder: Path) -> None:
-    """An error if an image has two rows; in a count of all, it could stand for one that is lost."""
+    """Raise an error if an image has two rows, which could hide that another one has none."""
     tables = [arrow().table({"id": column(shard, "id")}) for shard in shards_in(folder)]
     with explain_parquet_errors(folder):
         ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
         doubled = len(ids) - len(ids.unique())
     if doubled:
         raise QualmsError(
-            f"{folder} has {doubled} rows too many, of images scored twice; remove it, and score again."
+            f"{folder} has {doubled} rows too many, of images scored twice; remove it, and score "
+            "again."
         )
 
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
-    """Ray, connected to a cluster."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell its makers
-    os.environ.setdefault(
-        "RAY_BACKEND_LOG_LEVEL", "fatal"
-    )  # what goes wrong is raised here, and is in Ray's own files
+    """The package ray, connected to a cluster.
+
+    Args:
+        address: of the cluster; None starts one on this machine.
+        workers: that score, for which a started cluster has cores.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send them to its makers
+    # What goes wrong is raised here, and is in Ray's own files.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = import_extra("ray", "ray", "a cluster", "ray")
     import_extra("ray.data", "ray[data]", "a cluster", "ray")
     if ray.is_initialized():
         yield ray
         return
-    cores = (workers or os.cpu_count() or 1) + RAYS_OWN
-    own = {} if address else {"num_cpus": cores, "include_dashboard": False}
-    try:
-        ray.init(address or LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except Exception as error:  # whatever comes up
-        raise QualmsError(
-            f"Ray cannot {f'reach a cluster at {address}' if address else 'start'} ({reason(error)}); check the "
-            "address, or try again when the machine is less busy."
-        ) from None
+    _start(ray, address, workers)
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
+def _start(ray: Any, address: str | None, workers: int | None) -> None:
+    what = f"reach a cluster at {address}" if address else "start"
+
+    def explain(error: Exception) -> QualmsError:
+        return QualmsError(
+            f"Ray cannot {what} ({reason(error)}); check the address, or try again when the "
+            "machine is less busy."
+        )
+
+    cores = (workers or os.cpu_count() or 1) + RESERVED_CORES
+    own = {} if address else {"num_cpus": cores, "include_dashboard": False}
+    with explain_failure(explain):
+        ray.init(address or LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)
+
+
 class Worker:
-    """What each process that scores is made of: the scorer, from the store that all of them share."""
+    """A process that scores; it takes the scorer from the store that all of them share.
+
+    Args:
+        stored: the scorer's reference, in a list, so that Ray does not resolve it beforehand.
+    """
 
     def __init__(self, stored: list[Any]) -> None:
         ray = import_extra("ray", "ray", "a cluster", "ray")
         self.scorer: BatchScorer = ray.get(stored[0])
 
     def __call__(self, batch: Columns) -> Columns:
-        """One batch."""
+        """Score one batch."""
         return self.scorer(batch)
 
 
 def _run(
     ray: Any, scorer: BatchScorer, splits: list[Split], folder: Path, size: int, workers: int
 ) -> None:
+    """Read, score and write all images.
+
+    Args:
+        ray: connected to a cluster.
+        scorer: for the workers.
+        splits: of the source; Ray reads each in a task.
+        folder: of the run.
+        size: the least rows of a file.
+        workers: the most processes that score.
+    """
     from ray.data import ActorPoolStrategy, DataContext
     from ray.data.checkpoint import CheckpointConfig
     from ray.data.datasource import FilenameProvider
@@ -189,29 +229,47 @@ def _run(
     context.enable_progress_bars = sys.stderr.isatty()
     on_gpu = next(scorer.network.model.parameters()).device.type == "cuda"
     try:
-        stored = ray.put(replace(scorer, rejected=folder / REJECTED))
-        ray.data.read_datasource(_files(splits), override_num_blocks=len(splits)).map_batches(
-            Worker,
-            batch_size=BATCH,
-            compute=ActorPoolStrategy(min_size=1, max_size=workers),
-            fn_constructor_args=(
-                [stored],
-            ),  # in a list, so that each worker fetches it from the store itself
-            num_cpus=1,
-            num_gpus=1 if on_gpu else 0,
-        ).write_parquet(
-            str(folder / WRITING),
-            filename_provider=FilenameProvider("shard", "parquet"),
-            min_rows_per_file=size,
-        )
-    except Exception as error:
-        raise _told(error) from None
+        with explain_failure(_explain_worker_error), _in_plain_words(ray):
+            stored = ray.put(replace(scorer, rejected=folder / REJECTED))
+            images = ray.data.read_datasource(_datasource(splits), override_num_blocks=len(splits))
+            scores = images.map_batches(
+                Worker,
+                batch_size=BATCH,
+                compute=ActorPoolStrategy(min_size=1, max_size=workers),
+                fn_constructor_args=([stored],),
+                num_cpus=1,
+                num_gpus=1 if on_gpu else 0,
+            )
+            scores.write_parquet(
+                str(folder / WRITING),
+                filename_provider=FilenameProvider("shard", "parquet"),
+                min_rows_per_file=size,
+            )
     finally:
         context.checkpoint_config, context.enable_progress_bars = before
 
 
-def _files(splits: list[Split]) -> Any:
-    """A source of Ray's: a task for each split."""
+@contextmanager
+def _in_plain_words(ray: Any) -> Iterator[None]:
+    """Explain errors of workers also if Ray raises them as subclasses of our own error."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise _explain_worker_error(error) from None
+
+
+def _explain_worker_error(error: Exception) -> QualmsError:
+    """One of our errors in its own words, which Ray passes on as the text of a traceback."""
+    ours = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
+    if ours:
+        return QualmsError(ours[-1])
+    return QualmsError(
+        f"Ray could not finish ({reason(error)}); run the same command again to resume."
+    )
+
+
+def _datasource(splits: list[Split]) -> Any:
+    """A Ray datasource with a task for each split."""
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
@@ -229,7 +287,7 @@ def _files(splits: list[Split]) -> Any:
 
 
 def _blocks(split: Split) -> Iterable[Any]:
-    """The images of a split, some in each table."""
+    """The files of a split as tables of some rows each."""
     rows: list[dict[str, Any]] = []
     for file in split():
         rows.append(_row(file))
@@ -249,18 +307,7 @@ def _row(file: Any) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> Any:
     kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
-    return arrow().table(
-        {key: arrow().array([row[key] for row in rows], kind) for key, kind in kinds.items()}
-    )
-
-
-def _told(error: Exception) -> QualmsError:
-    """The error of a worker; one of ours in its own words, which Ray hands on as the text of a
-    trace.
-    """
-    ours = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
-    if ours:
-        return QualmsError(ours[-1])
-    return QualmsError(
-        f"Ray could not finish ({reason(error)}); run the same command again to resume."
-    )
+    columns = {}
+    for name, kind in kinds.items():
+        columns[name] = arrow().array([row[name] for row in rows], kind)
+    return arrow().table(columns)

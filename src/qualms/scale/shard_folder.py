@@ -1,11 +1,10 @@
-"""A folder of scores: its manifest, which says what they were made with, its lock, and the files
-that it holds.
+"""A folder of scores: its lock, its manifest, and the files that it holds.
 
     shard….parquet     the scores of some images
-    rejected.parquet   all that could not be read, at the end
+    rejected.parquet   all images that could not be read, written at the end
     manifest.json      what decides the scores and, at the end, how many there are
 
-A file is written beside its place and moved there when it is whole, so what is there is right.
+A file is written beside its place and moved there once it is complete, so what is there is right.
 """
 
 import json
@@ -26,24 +25,30 @@ MANIFEST, REJECTED, LOCK = "manifest.json", "rejected.parquet", ".lock"
 
 @dataclass(frozen=True)
 class Done:
-    """What the shards of a folder hold."""
+    """What the shards of a folder hold.
+
+    Args:
+        scored: images with scores.
+        rejected: images that could not be read.
+        accepted: images within the threshold; None without one.
+    """
 
     scored: int
     rejected: int
-    accepted: int | None  # of those scored, if there is a threshold
+    accepted: int | None
 
     def require_counts(self) -> None:
-        """A ValueError if these are not numbers that things have."""
-        counts = [self.scored, self.rejected, *([] if self.accepted is None else [self.accepted])]
-        if (
-            not all(type(count) is int and count >= 0 for count in counts)
-            or (self.accepted or 0) > self.scored
-        ):
-            raise ValueError("no counts")
+        """Raise a ValueError if these cannot be counts of images."""
+        counts = [self.scored, self.rejected, self.accepted or 0]
+        for count in counts:
+            if type(count) is not int or count < 0:
+                raise ValueError("not a count")
+        if (self.accepted or 0) > self.scored:
+            raise ValueError("more images accepted than scored")
 
 
-def require_own(folder: Path) -> None:
-    """An error if the folder holds something else than shards, or cannot be made."""
+def require_shard_folder(folder: Path) -> None:
+    """Make the folder. Raise an error if it holds something else than shards."""
     with explain_write_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
@@ -54,16 +59,19 @@ def require_own(folder: Path) -> None:
 
 
 @contextmanager
-def begun(folder: Path, about: dict[str, Any]) -> Iterator[Done | None]:
-    """The folder for one run alone, and what an earlier run of the same has done, if it came to its
-    end.
+def open_shard_folder(folder: Path, about: dict[str, Any]) -> Iterator[Done | None]:
+    """Lock the folder for one run.
 
     Args:
         folder: where the shards go.
-        about: what decides the scores: a folder that was made with something else is refused.
+        about: what decides the scores. A folder whose shards were made with something else is
+            refused.
+
+    Yields:
+        What the folder holds, if an earlier run of the same was completed; else None.
     """
     with lock_file(folder / LOCK):
-        done = _of_the_same(folder, about)
+        done = _read_manifest(folder, about)
         for half in folder.glob(".*.part"):  # of a run that was killed
             half.unlink()
         yield done
@@ -72,28 +80,35 @@ def begun(folder: Path, about: dict[str, Any]) -> Iterator[Done | None]:
 def finish(
     folder: Path, about: dict[str, Any], shards: Iterable[Path], rejected: Iterable[Rejected]
 ) -> Done:
-    """List what could not be read, and write into the manifest how many there are."""
-    shards, accepted, listed = list(shards), None, list(rejected)
+    """List what could not be read, and write the counts into the manifest.
+
+    Args:
+        folder: of the shards.
+        about: what decides the scores.
+        shards: all of them.
+        rejected: images that could not be read.
+    """
+    shards, rejected = list(shards), list(rejected)
+    accepted = None
     for shard in shards:
         with explain_parquet_errors(shard), parquet().ParquetFile(shard) as file:
             if "accepted" in file.schema_arrow.names:
-                accepted = (accepted or 0) + _count_true(shard, file.read(["accepted"]).column(0))
-    write_rejected(folder / REJECTED, listed)
-    done = Done(count_rows(shards), len(listed), accepted)
+                decisions = file.read(["accepted"]).column(0)
+                accepted = (accepted or 0) + _count_true(shard, decisions)
+    write_rejected(folder / REJECTED, rejected)
+    done = Done(count_rows(shards), len(rejected), accepted)
     _write_json(folder / MANIFEST, {**about, "done": asdict(done)})
     return done
 
 
 def write_rejected(path: Path, rejected: Iterable[Rejected]) -> None:
-    """What could not be read, and why."""
-    listed = list(rejected)
-    columns = {key: [getattr(one, key) for one in listed] for key in ("id", "reason")}
-    write(
-        path,
-        arrow().table(
-            {key: arrow().array(values, arrow().string()) for key, values in columns.items()}
-        ),
-    )
+    """Write what could not be read, and why, as a .parquet file."""
+    rejected = list(rejected)
+    columns = {}
+    for key in ("id", "reason"):
+        values = [getattr(one, key) for one in rejected]
+        columns[key] = arrow().array(values, arrow().string())
+    write(path, arrow().table(columns))
 
 
 def shards_in(folder: Path) -> list[Path]:
@@ -102,34 +117,34 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def count_rows(shards: Iterable[Path]) -> int:
-    """Of all of them together."""
-    return sum(map(_rows, shards))
+    """The number of rows in all of some files."""
+    rows = 0
+    for shard in shards:
+        with explain_parquet_errors(shard):
+            rows += parquet().read_metadata(shard).num_rows
+    return rows
 
 
 def column(shard: Path, name: str) -> Any:
-    """One column of a file, as pyarrow has it; what is text in it is text."""
+    """One column of a file as pyarrow's array, whose text is known to be valid."""
     with explain_parquet_errors(shard):
         found = parquet().read_table(shard, columns=[name]).column(name)
         found.validate(full=True)
         return found
 
 
-def _rows(shard: Path) -> int:
-    with explain_parquet_errors(shard):
-        return parquet().read_metadata(shard).num_rows
-
-
 def _count_true(shard: Path, decisions: Any) -> int:
     found = decisions.to_pylist()
     if not all(isinstance(one, bool) for one in found):
         raise QualmsError(
-            f"the column accepted of {shard} is not all yes or no; remove the file, and score again."
+            f"the column accepted of {shard} is not all yes or no; remove the file, and score "
+            "again."
         )
     return sum(found)
 
 
 def write(path: Path, table: Any) -> None:
-    """A table of pyarrow's as a .parquet file."""
+    """Write a pyarrow.Table as a .parquet file."""
     with explain_write_failure(path), atomic_write(path) as part:
         parquet().write_table(table, part)
 
@@ -140,19 +155,20 @@ def arrow() -> Any:
 
 
 def parquet() -> Any:
-    """Its part for .parquet files."""
+    """The module pyarrow.parquet."""
     return import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
 
 
-def _of_the_same(folder: Path, about: dict[str, Any]) -> Done | None:
-    """An error that says what differs if the folder's shards were made otherwise; a new folder is
-    begun.
+def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
+    """What the folder holds if it is complete. A new folder gets its manifest.
+
+    Raises:
+        QualmsError: if its shards were made with other settings; it says which.
     """
     path, about = folder / MANIFEST, json.loads(json.dumps(about))
-    require_own(folder)
-    if not path.exists() or not any(
-        folder.glob("**/shard*.parquet")
-    ):  # also those that Ray has written so far
+    require_shard_folder(folder)
+    has_shards = any(folder.glob("**/shard*.parquet"))  # also those that Ray has written so far
+    if not path.exists() or not has_shards:
         _write_json(path, about)
         return None
     try:
@@ -162,15 +178,14 @@ def _of_the_same(folder: Path, about: dict[str, Any]) -> Done | None:
             done.require_counts()
     except (OSError, ValueError, TypeError, RecursionError):
         raise QualmsError(f"{path} cannot be read as a manifest; choose another folder.") from None
-    differ = [
-        f"{k} {found.get(k)}, not {about.get(k)}"
-        for k in {**found, **about}
-        if found.get(k) != about.get(k)
-    ]
+    differ = []
+    for key in {**found, **about}:
+        if found.get(key) != about.get(key):
+            differ.append(f"{key} {found.get(key)}, not {about.get(key)}")
     if differ:
         raise QualmsError(
-            f"{folder} holds shards made with other settings: {'; '.join(differ)}; use those settings, or choose "
-            "another folder."
+            f"{folder} holds shards made with other settings: {'; '.join(differ)}; use those "
+            "settings, or choose another folder."
         )
     return done
 

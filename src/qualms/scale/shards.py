@@ -16,7 +16,7 @@ from qualms.data.parquet import explain_parquet_errors
 from qualms.errors import QualmsError
 from qualms.progress import ProgressFn
 from qualms.result import Scored
-from qualms.scale.shard_folder import Done, arrow, begun, finish, parquet, write
+from qualms.scale.shard_folder import Done, arrow, finish, open_shard_folder, parquet, write
 from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, Source
 
@@ -52,7 +52,7 @@ def score_shards(
     def score_batch(batch: ImageBatch) -> Scored:
         return score(batch.images, batch.first)
 
-    with begun(folder, about):
+    with open_shard_folder(folder, about):
         number, is_last = 0, False
         while not is_last:
             if _shard(folder, number).exists():
