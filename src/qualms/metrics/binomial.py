@@ -11,32 +11,47 @@ import torch
 
 
 def binomial_cdf(wrong: int, inputs: int, rate: float) -> float:
-    """P(Bin(inputs, rate) <= wrong)."""
+    """P(Bin(n, p) <= k), the cumulative distribution function of the binomial distribution.
+
+    Args:
+        wrong: k.
+        inputs: n.
+        rate: p.
+    """
     if wrong >= inputs or rate <= 0:
         return 1.0
     k = torch.arange(wrong + 1, dtype=torch.double)
     n = torch.tensor(float(inputs), dtype=torch.double)
     ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    return min(
-        1.0, float((ways + k * math.log(rate) + (n - k) * math.log1p(-rate)).logsumexp(0).exp())
-    )
+    log_terms = ways + k * math.log(rate) + (n - k) * math.log1p(-rate)
+    return min(1.0, float(log_terms.logsumexp(0).exp()))
 
 
 def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
-    """The smallest rate that `wrong` of `inputs` rule out, by bisection."""
+    """The smallest rate p with P(Bin(n, p) <= k) <= 1 - confidence, by bisection.
+
+    Args:
+        wrong: k, how many of the inputs are wrong.
+        inputs: n.
+        confidence: at which all higher rates are ruled out.
+    """
     low, high = wrong / inputs, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (
-            (low, middle)
-            if binomial_cdf(wrong, inputs, middle) <= 1 - confidence
-            else (middle, high)
-        )
+        if binomial_cdf(wrong, inputs, middle) <= 1 - confidence:
+            high = middle
+        else:
+            low = middle
     return high
 
 
 def least_inputs(rate: float, confidence: float) -> int:
-    """How many inputs without a mistake rule out a rate: the smallest n with (1 - rate)ⁿ <= 1 -
-    confidence.
+    """The smallest n with (1 - rate)ⁿ <= 1 - confidence.
+
+    So many inputs without a mistake rule out the rate.
+
+    Args:
+        rate: of mistakes.
+        confidence: at which it is ruled out.
     """
     return math.ceil(math.log(1 - confidence) / math.log1p(-rate) - 1e-9)

@@ -1,6 +1,6 @@
 """How far a measure might be off because the inputs are only a sample: the percentile bootstrap."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from qualms.errors import QualmsError
 from qualms.metrics.checks import array
 
-DRAWS_PER_RESAMPLE = (
-    10  # a measure that most resamples leave undefined has no interval worth the name
-)
+# A measure that most resamples leave undefined has no interval worth the name.
+DRAWS_PER_RESAMPLE = 10
 
 
 def interval(
@@ -23,8 +22,9 @@ def interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The middle `level` of what `measure` gives on resamples, drawn with replacement, of the same
-    sizes.
+    """The middle of what a measure gives on resamples, drawn with replacement, of the same sizes.
+
+    A resample on which the measure is undefined (it raises `QualmsError`) is drawn again.
 
     Args:
         measure: such as `auroc`.
@@ -36,7 +36,8 @@ def interval(
         level: the share of them between the two ends.
         seed: decides the draws.
 
-    A resample on which the measure is undefined (it raises `QualmsError`) is drawn again.
+    Returns:
+        The quantiles (1 - level) / 2 and (1 + level) / 2.
 
     Example:
         ```python
@@ -58,27 +59,46 @@ def interval(
             f"resamples={resamples}, level={level}: one resample at least, and a share between 0 and 1."
         )
     measure(*tables)  # if it has no value on the samples themselves, it says why
-    values = list(islice(_values(measure, tables, paired, resamples, seed), resamples))
+    values = _resampled_values(measure, tables, paired, resamples, seed)
+    return middle_of(list(islice(values, resamples)), level)
+
+
+def middle_of(values: Sequence[float], level: float) -> tuple[float, float]:
+    """The quantiles (1 - level) / 2 and (1 + level) / 2.
+
+    Args:
+        values: in any order.
+        level: the share of the values between the two.
+    """
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
-def _values(
+def _resampled_values(
     measure: Callable[..., float],
     tables: list[NDArray[Any]],
     paired: bool,
     resamples: int,
     seed: int,
 ) -> Iterator[float]:
-    """The measure on one resample after the other."""
+    """The measure on one resample after the other.
+
+    Args:
+        measure: of the tables.
+        tables: whose rows are drawn.
+        paired: whether the same rows are drawn from all of them.
+        resamples: how many are needed; many more are not tried.
+        seed: decides the draws.
+    """
     random = np.random.default_rng(seed)
     for _ in range(DRAWS_PER_RESAMPLE * resamples):
-        if paired:
-            rows = [random.integers(len(tables[0]), size=len(tables[0]))] * len(tables)
-        else:
-            rows = [random.integers(len(table), size=len(table)) for table in tables]
+        resample, rows = [], None
+        for table in tables:
+            if rows is None or not paired:
+                rows = random.integers(len(table), size=len(table))
+            resample.append(table[rows])
         try:
-            yield measure(*(table[i] for table, i in zip(tables, rows, strict=True)))
+            yield measure(*resample)
         except QualmsError:
             continue
     raise QualmsError("the measure is undefined on nearly all resamples; take more inputs.")

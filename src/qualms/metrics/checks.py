@@ -15,10 +15,16 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 
 def array(values: Any, what: str) -> NDArray[Any]:
-    """Whatever numpy takes, and tensors on any device, with or without a graph behind them."""
+    """An array of at least one number.
+
+    Args:
+        values: whatever numpy takes, and tensors on any device, with or without a graph.
+        what: what errors call them.
+    """
     if isinstance(values, Tensor):
         values = values.detach().cpu()
-        values = values.double() if values.is_floating_point() else values  # numpy has no bfloat16
+        if values.is_floating_point():
+            values = values.double()  # numpy has no bfloat16
     try:
         found = np.asarray(values)
     except (ValueError, TypeError, RuntimeError):
@@ -31,7 +37,12 @@ def array(values: Any, what: str) -> NDArray[Any]:
 
 
 def scores(values: Any, what: str) -> Float[Floats, " n"]:
-    """One finite number for each input, in double precision."""
+    """One finite number for each input, in double precision.
+
+    Args:
+        values: what `array` takes.
+        what: what errors call them.
+    """
     found = array(values, what)
     if found.ndim != 1:
         raise QualmsError(
@@ -43,7 +54,12 @@ def scores(values: Any, what: str) -> Float[Floats, " n"]:
 def scores_and_outcomes(
     uncertainty: Any, correct: Any
 ) -> tuple[Float[Floats, " n"], Bool[Bools, " n"]]:
-    """For each input its uncertainty, and whether the prediction was right."""
+    """For each input its uncertainty, and whether the prediction is right.
+
+    Args:
+        uncertainty: finite numbers [n].
+        correct: truth values, or 0 and 1, [n].
+    """
     u, right = scores(uncertainty, "uncertainty"), scores(correct, "correct")
     _same_length(u, "scores in uncertainty", right, "outcomes in correct")
     if not np.isin(right, (0, 1)).all():
@@ -56,14 +72,24 @@ def scores_and_outcomes(
 def scores_and_qualities(
     uncertainty: Any, quality: Any
 ) -> tuple[Float[Floats, " n"], Float[Floats, " n"]]:
-    """For each output its uncertainty, and how good it is."""
+    """For each output its uncertainty, and how good it is.
+
+    Args:
+        uncertainty: finite numbers [n].
+        quality: finite numbers [n].
+    """
     u, q = scores(uncertainty, "uncertainty"), scores(quality, "quality")
     _same_length(u, "scores in uncertainty", q, "numbers in quality")
     return u, q
 
 
 def logits_and_labels(logits: Any, labels: Any) -> tuple[Float[Floats, "n c"], Int[Integers, " n"]]:
-    """For each input the logits of all classes, and the number of its class."""
+    """For each input the logits of all classes, and the number of its class.
+
+    Args:
+        logits: finite numbers [n, classes].
+        labels: whole numbers [n], from 0.
+    """
     z, y = array(logits, "logits"), array(labels, "labels")
     if z.ndim != 2:
         raise QualmsError(
@@ -83,6 +109,7 @@ def logits_and_labels(logits: Any, labels: Any) -> tuple[Float[Floats, "n c"], I
 
 
 def _finite(values: NDArray[Any], what: str) -> NDArray[Any]:
+    """The values, if all of them are finite."""
     bad = ~np.isfinite(values)
     if bad.any():
         raise QualmsError(
@@ -92,6 +119,14 @@ def _finite(values: NDArray[Any], what: str) -> NDArray[Any]:
 
 
 def _same_length(a: NDArray[Any], a_name: str, b: NDArray[Any], b_name: str) -> None:
+    """Raise unless two arrays have as many rows.
+
+    Args:
+        a: the one.
+        a_name: what its rows are, in the plural.
+        b: the other.
+        b_name: what its rows are, in the plural.
+    """
     if len(a) != len(b):
         raise QualmsError(
             f"there are {len(a)} {a_name} and {len(b)} {b_name}; give one for each input."

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qualms.errors import QualmsError
+from qualms.metrics.bootstrap import middle_of
 from qualms.metrics.checks import Floats
 
 
@@ -23,8 +24,7 @@ def auroc_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The middle `level` of what `auroc` gives on resamples of whole groups, drawn as `interval`
-    draws inputs.
+    """The middle of what `auroc` gives on resamples of whole groups, drawn as `interval` draws inputs.
 
     Args:
         in_groups: the scores of the known inputs, an array for each group; one may be empty.
@@ -35,7 +35,8 @@ def auroc_interval(
         seed: decides the draws.
     """
     won = pairs_won(in_groups, out_groups)
-    return _middle(won, _sizes(in_groups, out_groups), paired, resamples, level, seed)
+    sizes = _sizes(in_groups, out_groups)
+    return _share_interval(won, sizes, paired, resamples, level, seed)
 
 
 def lead_interval(
@@ -56,17 +57,22 @@ def lead_interval(
         level: the share of them between the two ends.
         seed: decides the draws.
     """
-    sizes, others = (_sizes(*of) for of in (ours, theirs))
-    if sizes != others:
+    sizes = _sizes(*ours)
+    if sizes != _sizes(*theirs):
         raise QualmsError(
             "the two scores have groups of different sizes; compare scores of the same inputs."
         )
-    return _middle(pairs_won(*ours) - pairs_won(*theirs), sizes, False, resamples, level, seed)
+    lead = pairs_won(*ours) - pairs_won(*theirs)
+    return _share_interval(lead, sizes, False, resamples, level, seed)
 
 
 def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Float[Floats, "i o"]:
     """For every two groups, in how many pairs of their inputs the unknown one has the higher score;
     a tie is half.
+
+    Args:
+        in_groups: the scores of the known inputs, an array for each group.
+        out_groups: those of the unknown ones.
     """
     known = np.concatenate(in_groups)
     owner = np.repeat(np.arange(len(in_groups)), [len(group) for group in in_groups])
@@ -81,7 +87,7 @@ def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Floa
     return won
 
 
-def _middle(
+def _share_interval(
     won: Float[Floats, "i o"],
     sizes: tuple[list[int], list[int]],
     paired: bool,
@@ -89,20 +95,28 @@ def _middle(
     level: float,
     seed: int,
 ) -> tuple[float, float]:
-    """The middle of the share of pairs that are won, over resamples of the groups."""
-    inside, outside = (np.array(each, float) for each in sizes)
+    """The middle of the share of pairs that are won, over resamples of the groups.
+
+    Args:
+        won: pairs, for every two groups.
+        sizes: of the known groups, and of the unknown ones.
+        paired: whether the same groups are drawn of both.
+        resamples: how many.
+        level: the share of them between the two ends.
+        seed: decides the draws.
+    """
+    inside, outside = np.array(sizes[0], float), np.array(sizes[1], float)
     random = np.random.default_rng(seed)
     values = []
     for _ in range(resamples):
-        a = _times_drawn(random, len(inside))
-        b = a if paired else _times_drawn(random, len(outside))
+        a = _draw_counts(random, len(inside))
+        b = a if paired else _draw_counts(random, len(outside))
         pairs = (a @ inside) * (b @ outside)
         if pairs:
             values.append((a @ won @ b) / pairs)
     if not values:
         raise QualmsError("no resample has inputs of both kinds; take more of them.")
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    return middle_of(values, level)
 
 
 def _sizes(
@@ -111,5 +125,7 @@ def _sizes(
     return [len(group) for group in in_groups], [len(group) for group in out_groups]
 
 
-def _times_drawn(random: np.random.Generator, count: int) -> Float[Floats, " n"]:
-    return np.bincount(random.integers(count, size=count), minlength=count).astype(float)
+def _draw_counts(random: np.random.Generator, count: int) -> Float[Floats, " n"]:
+    """How often each of some groups is drawn, if as many are drawn with replacement."""
+    drawn = random.integers(count, size=count)
+    return np.bincount(drawn, minlength=count).astype(float)

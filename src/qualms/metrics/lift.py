@@ -17,6 +17,13 @@ def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
     """lift_i = accuracy of the i most certain inputs / overall accuracy, i = 1..n; ties in
     expectation.
 
+    Args:
+        uncertainty: one number for each input [n]; higher means more uncertain.
+        correct: whether each prediction is right [n].
+
+    Returns:
+        A number for each i [n].
+
     Example:
         ```python
         from qualms.metrics import lift_curve
@@ -39,6 +46,10 @@ def raulc(uncertainty: Any, correct: Any) -> float:
 
     1 is the ideal order, 0 no better than chance, negative worse. Every input is a step. Inputs of
     equal uncertainty count as in every order of theirs, on average.
+
+    Args:
+        uncertainty: one number for each input [n]; higher means more uncertain.
+        correct: whether each prediction is right [n].
 
     Example:
         ```python

@@ -18,6 +18,9 @@ def pixel_metrics(
     """`auroc`, `aupr` and `fpr95` of the pixels of all images in one ranking, unknown pixels
     positive.
 
+    Large objects count for more than small ones, and one image may make up for another, as nothing
+    is averaged.
+
     Args:
         scores: a number for each pixel, such as `Scorer(model, "entropy",
             class_dim=1)(x).scores["entropy"]`.
@@ -25,9 +28,6 @@ def pixel_metrics(
         unknown: the label, or the labels, of what the model has not learnt.
         ignore_index: the label of pixels that do not count; their scores may be NaN, those of
             others may not.
-
-    Large objects count for more than small ones, and one image may make up for another, as nothing
-    is averaged.
 
     Example:
         ```python
@@ -39,15 +39,26 @@ def pixel_metrics(
         assert found["auroc"] == 5 / 6 and found["fpr95"] == 1 / 3
         ```
     """
-    ranked, positive = known_and_unknown(scores, labels, unknown, ignore_index)
+    ranked, positive = rank_pixels(scores, labels, unknown, ignore_index)
     inside, outside = ranked[~positive], ranked[positive]
-    return {measure.__name__: measure(inside, outside) for measure in (auroc, aupr, fpr95)}
+    return {
+        "auroc": auroc(inside, outside),
+        "aupr": aupr(inside, outside),
+        "fpr95": fpr95(inside, outside),
+    }
 
 
-def known_and_unknown(
+def rank_pixels(
     scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int
 ) -> tuple[Floats, Bools]:
-    """The scores of all pixels that count, in a row, and whether each is of something unknown."""
+    """The scores of all pixels that count, in a row, and whether each is of something unknown.
+
+    Args:
+        scores: a number for each pixel.
+        labels: the class of each pixel, in the same shape.
+        unknown: the label, or the labels, of unknown objects.
+        ignore_index: the label of pixels that do not count.
+    """
     given, classes = array(scores, "scores").astype(np.float64), array(labels, "labels")
     if given.shape != classes.shape or classes.dtype.kind == "f":
         raise QualmsError(
@@ -69,10 +80,8 @@ def known_and_unknown(
         )
     positive = np.isin(classes[counts], strange)
     if positive.all() or not positive.any():
-        which = (
-            "no known pixels"
-            if positive.size and positive.all()
-            else f"no pixels labeled {strange}"
-        )
+        which = f"no pixels labeled {strange}"
+        if positive.size and positive.all():
+            which = "no known pixels"
         raise QualmsError(f"there are {which} to rank, so there is no AUROC; take more images.")
     return given[counts], positive

@@ -11,6 +11,10 @@ from qualms.metrics.checks import Floats, logits_and_labels
 def accuracy(logits: Any, labels: Any) -> float:
     """The share of inputs whose largest logit is that of their label.
 
+    Args:
+        logits: one row for each input and one column for each class [n, classes].
+        labels: the class of each input [n].
+
     Example:
         ```python
         from qualms.metrics import accuracy
@@ -25,6 +29,10 @@ def accuracy(logits: Any, labels: Any) -> float:
 
 def nll(logits: Any, labels: Any) -> float:
     """The negative log-likelihood -mean log p_y, p = softmax(z), in double precision.
+
+    Args:
+        logits: one row for each input and one column for each class [n, classes].
+        labels: the class of each input [n].
 
     Example:
         ```python
@@ -47,6 +55,10 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
     is what can be put beside them. That is an inference from the range of their numbers, not
     something that the paper says. `nll` is the likelihood proper.
 
+    Args:
+        logits: one row for each input and one column for each class [n, classes].
+        labels: the class of each input [n].
+
     Example:
         ```python
         from qualms.metrics import nll, nll_softmax_twice
@@ -61,10 +73,10 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
 
 
 def _log_softmax(z: Float[Floats, "n c"]) -> Float[Floats, "n c"]:
+    """log p_c = z_c - max z - log(1 + Σ exp(z_k - max z)) over all k but the likeliest."""
     likeliest = z.argmax(1)[:, None]
     z = z - np.take_along_axis(z, likeliest, 1)
     odds = np.exp(z)
     np.put_along_axis(odds, likeliest, 0.0, 1)
-    return z - np.log1p(
-        odds.sum(1, keepdims=True)
-    )  # 1 + odds would lose those of a certain prediction
+    # log1p, as 1 + odds would lose those of a certain prediction.
+    return z - np.log1p(odds.sum(1, keepdims=True))

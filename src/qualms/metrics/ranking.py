@@ -2,9 +2,8 @@
 distribution (*in*).
 
 Out-of-distribution is the positive class and uncertainty its score, unless `positive="in"` asks for
-the other
-convention: in-distribution positive, negated uncertainty its score. AUROC is the same in both, AUPR
-and FPR95 are not.
+the other convention: in-distribution positive, negated uncertainty its score. AUROC is the same in
+both, AUPR and FPR95 are not.
 """
 
 import math
@@ -20,6 +19,10 @@ from qualms.metrics.checks import Floats, Integers, scores
 def auroc(in_scores: Any, out_scores: Any) -> float:
     """P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair: 1 is perfect, 0.5 chance, a tie half
     a success.
+
+    Args:
+        in_scores: the uncertainty of inputs from the model's own distribution [n].
+        out_scores: that of inputs from elsewhere [m].
 
     Example:
         ```python
@@ -42,6 +45,11 @@ def aupr(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
     Inputs of equal score enter together, and nothing is interpolated. Chance is the share of
     positives.
 
+    Args:
+        in_scores: the uncertainty of inputs from the model's own distribution [n].
+        out_scores: that of inputs from elsewhere [m].
+        positive: "out" or "in", the class that is to be found.
+
     Example:
         ```python
         from qualms.metrics import aupr
@@ -63,6 +71,11 @@ def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
     `positive="in"`: the share of out-of-distribution inputs that pass at a threshold that lets 95 %
     of the in-distribution ones pass. The numbers differ: say which.
 
+    Args:
+        in_scores: the uncertainty of inputs from the model's own distribution [n].
+        out_scores: that of inputs from elsewhere [m].
+        positive: "out" or "in", the class that is to be found.
+
     Example:
         ```python
         from qualms.metrics import fpr95
@@ -82,8 +95,14 @@ def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Flo
     """(false-positive rates, true-positive rates), out-of-distribution positive, from (0, 0) to (1,
     1).
 
-    There is one point for each distinct score, so that ties are straight lines, and the area below
-    is `auroc`.
+    The area below the curve is `auroc`.
+
+    Args:
+        in_scores: the uncertainty of inputs from the model's own distribution [n].
+        out_scores: that of inputs from elsewhere [m].
+
+    Returns:
+        One point for each distinct score, so that ties are straight lines, and the first one (0, 0).
 
     Example:
         ```python
@@ -95,7 +114,8 @@ def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Flo
         ```
     """
     caught, false_alarms = _counts(*_positives(in_scores, out_scores, "out"))
-    fpr, tpr = (np.concatenate([[0.0], n / n[-1]]) for n in (false_alarms, caught))
+    fpr = np.concatenate([[0.0], false_alarms / false_alarms[-1]])
+    tpr = np.concatenate([[0.0], caught / caught[-1]])
     return fpr, tpr
 
 
@@ -114,7 +134,6 @@ def _counts(
     lowest.
     """
     thresholds = np.unique(np.concatenate([positives, negatives]))[::-1]
-    caught, false_alarms = (
-        len(s) - np.searchsorted(np.sort(s), thresholds, "left") for s in (positives, negatives)
-    )
+    caught = len(positives) - np.searchsorted(np.sort(positives), thresholds, "left")
+    false_alarms = len(negatives) - np.searchsorted(np.sort(negatives), thresholds, "left")
     return caught, false_alarms

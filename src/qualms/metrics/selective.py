@@ -12,8 +12,12 @@ from qualms.metrics.ties import total_among_most_certain
 
 
 def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
-    """The error rate among the most certain inputs, `coverage` being their share, rounded up to
-    whole inputs.
+    """The error rate among the most certain inputs.
+
+    Args:
+        uncertainty: one number for each input [n]; higher means more uncertain.
+        correct: whether each prediction is right [n].
+        coverage: the share of inputs that is accepted, rounded up to whole inputs.
 
     Example:
         ```python
@@ -37,6 +41,13 @@ def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
 def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
     """risk_i = the error rate among the i most certain inputs, i = 1..n; ties in expectation.
 
+    Args:
+        uncertainty: one number for each input [n]; higher means more uncertain.
+        correct: whether each prediction is right [n].
+
+    Returns:
+        A number for each i [n].
+
     Example:
         ```python
         from qualms.metrics import risk_coverage
@@ -53,6 +64,10 @@ def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
 def aurc(uncertainty: Any, correct: Any) -> float:
     """The area under the risk-coverage curve, mean_i risk_i: the mean error rate over all
     coverages; 0 is perfect.
+
+    Args:
+        uncertainty: one number for each input [n]; higher means more uncertain.
+        correct: whether each prediction is right [n].
 
     Example:
         ```python

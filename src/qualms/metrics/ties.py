@@ -19,5 +19,6 @@ def total_among_most_certain(
     """
     _, tie, sizes = np.unique(uncertainty, return_inverse=True, return_counts=True)
     sums = np.bincount(tie, weights=values)
-    ends, totals = (np.concatenate([[0.0], np.cumsum(each)]) for each in (sizes, sums))
+    ends = np.concatenate([[0.0], np.cumsum(sizes)])
+    totals = np.concatenate([[0.0], np.cumsum(sums)])
     return np.interp(np.arange(1, len(uncertainty) + 1), ends, totals)
