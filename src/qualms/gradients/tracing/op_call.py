@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qualms.errors import reason
 from qualms.gradients.batch import NotBatchable
-from qualms.gradients.fallback import runs_user_code
+from qualms.gradients.function_modes import run_function
 from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.precision import same_values
 from qualms.gradients.tracing.factors import GradFactor, Summed
@@ -27,12 +27,6 @@ from qualms.gradients.tracing.weights import roots
 
 if TYPE_CHECKING:
     from qualms.gradients.tracing.recorder import Recorder
-
-
-@runs_user_code
-def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation of the user's model."""
-    return func(*args, **kwargs)
 
 
 class OpCall:
@@ -85,7 +79,7 @@ class OpCall:
     def run_with(self, copies: dict[int, Tensor]) -> Any:
         """Run the operation with some of its tensors, known by id, replaced."""
         args, kwargs = each_tensor((self.args, self.kwargs), lambda t: copies.get(id(t), t))
-        return run_op(self.func, args, kwargs)
+        return run_function(self.func, args, kwargs)
 
     def run_with_row_copies(self, copies: dict[int, Tensor]) -> Any:
         """Run the operation with parameters replaced by copies that have a part for each row.
@@ -253,7 +247,7 @@ class OpCall:
         for row in range(self.rows):
             args, kwargs = each_tensor((self.args, self.kwargs), partial(part_of, row=row))
             try:
-                outs.append(run_op(self.func, args, kwargs))
+                outs.append(run_function(self.func, args, kwargs))
             except RuntimeError as error:
                 raise self._not_batchable(error) from error
         for t in used:

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qualms.gradients.batch import NotBatchable
 from qualms.gradients.fallback import error_note
+from qualms.gradients.function_modes import CallMode, run_function
 from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.tracing.factors import GradFactor
-from qualms.gradients.tracing.op_call import OpCall, run_op
+from qualms.gradients.tracing.op_call import OpCall
 from qualms.gradients.tracing.op_effects import (
     bare_name,
     full_name,
@@ -51,7 +51,7 @@ from qualms.gradients.tracing.weights import Reach, Weights, roots
 Shapes = tuple[str, tuple[torch.Size, ...], tuple[torch.Size, ...]]
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(CallMode):
     """A function mode that traces one forward pass.
 
     Args:
@@ -114,23 +114,10 @@ class Recorder(TorchFunctionMode):
         """Whether `t` is a selected parameter, or a tensor computed from parameters alone."""
         return id(t) in self._params
 
-    def __torch_function__(
-        self,
-        func: Any,
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation of the forward pass, and record what it does.
-
-        Args:
-            func: the operation.
-            kinds: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
-        """
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the forward pass, and record what it does."""
         stand_in = self.weights.stand_in
-        args, kwargs = each_tensor((args, kwargs or {}), lambda t: stand_in.get(id(t), t))
+        args, kwargs = each_tensor((args, kwargs), lambda t: stand_in.get(id(t), t))
         given = list(tensors_in((args, kwargs)))
         params = [t for t in given if id(t) in self._params]
         active = [t for t in given if t in self._active]
@@ -144,7 +131,7 @@ class Recorder(TorchFunctionMode):
             self.reads_values |= reads_values(name)
             self.shapes_vary |= shape_depends_on_values(name, args, active)
         if not params or not torch.is_grad_enabled():
-            out = run_op(func, args, kwargs)
+            out = run_function(func, args, kwargs)
             if active:
                 self._note_result(name, active, out)
                 self._mark_active(given[:1] if writes(func) else [])
@@ -154,7 +141,7 @@ class Recorder(TorchFunctionMode):
         self._note_use(params)
         if isinstance(func, types.FunctionType):  # of torch, in Python: trace what it calls
             with self:
-                return run_op(without_override_checks(func), args, kwargs)
+                return run_function(without_override_checks(func), args, kwargs)
         out = self._run_use(func, args, kwargs, given)
         self._note_result(name, active, out)
         return out
@@ -171,7 +158,7 @@ class Recorder(TorchFunctionMode):
             given: all tensors among them.
         """
         params = [t for t in given if self.is_param(t)]
-        out = run_op(func, args, kwargs)
+        out = run_function(func, args, kwargs)
         changed = given[:1] if writes(func) else []
         derived = [t for t in (*tensors_in(out), *changed) if t.requires_grad]
         for t in derived:

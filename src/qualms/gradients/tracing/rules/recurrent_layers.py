@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
+from qualms.gradients.function_modes import CallMode, name_of, run_function
 from qualms.gradients.tracing.rules.recurrent_steps import (
     RECURSIONS,
     Coefficients,
@@ -262,30 +262,17 @@ def _run(one_way: OneWay, x: Float[Tensor, "t n f"], state: State) -> tuple[Tens
     return h, last
 
 
-class Unrolled(TorchFunctionMode):
+class Unrolled(CallMode):
     """Runs recurrent layers step by step: fused kernels have no rule, or a slow one, for forward
     mode.
     """
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation.
-
-        Args:
-            func: the operation.
-            types: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
-        """
-        kind, kwargs = getattr(func, "__name__", "").partition(".")[0], kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, a recurrent layer step by step."""
+        kind = name_of(func)
         how = RecurrentOptions.of(args[3:], kwargs) if kind in RECURSIONS else None
         if how is None:
-            return func(*args, **kwargs)
+            return run_function(func, args, kwargs)
         input, hx, params = args[:3]
         out = run_layers(kind, _run, input, hx, params, how)
-        return func(*args, **kwargs) if out is NotImplemented else out
+        return run_function(func, args, kwargs) if out is NotImplemented else out
