@@ -344,7 +344,7 @@ class PositionScorer:
         for position in self.positions.chosen or ():
             if not -length <= position < length:
                 raise QualmsError(
-                    f"positions= names {position}, and the model answers at {length} positions.",
+                    f"positions= names {position}, and the model answers at {length} positions."
                 )
             own = sample.own_position(position % length)
             table = _top_classes(flat[[own or 0]])

@@ -135,7 +135,7 @@ class PositionTargets:
             return
         if self.spans is not None and positions.reduce is None:
             raise QualmsError(
-                "spans need reduce=, what to make of a span's scores: mean, max, sum or a quantile.",
+                "spans need reduce=, what to make of a span's scores: mean, max, sum or a quantile."
             )
         if positions.chosen is None:
             return
@@ -167,7 +167,7 @@ class PositionTargets:
             targets = torch.as_tensor(self.targets[start:end])
             if targets.is_floating_point():
                 raise QualmsError(
-                    f"targets are {targets.dtype} numbers; pass classes, as whole numbers.",
+                    f"targets are {targets.dtype} numbers; pass classes, as whole numbers."
                 )
         if self.spans is not None:
             spans = self.spans[start:end]

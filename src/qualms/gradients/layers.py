@@ -46,7 +46,7 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
     for name, chosen_parameter in chosen.items():
         if chosen_parameter.is_complex():
             raise QualmsError(
-                f"the parameter {name} is complex, which is not supported; leave it out by `params`.",
+                f"the parameter {name} is complex, which is not supported; leave it out by `params`."
             )
     if not named:
         raise QualmsError("the model has no parameters, so there is nothing to take gradients of.")

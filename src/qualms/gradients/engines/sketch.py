@@ -276,7 +276,7 @@ class _SketchRun:
         except QualmsError:
             if self.plan.check_rows is not None:
                 raise
-        del self.cache.found[self._key]
+        self.cache.forget(self._key)
         return self._project(block, self.function())
 
     def _project(self, block: slice, function: JvpFunction) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@
 - The J s of a batch must not change when its rows run in other batches. Batches that fail run one
   row at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import NotBatchable, num_samples
+from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
 from qualms.gradients.fallback import Fallback, attempt
 from qualms.gradients.model_input import ModelInput, forward_logits, some_alone
 from qualms.gradients.plan_cache import PlanCache
@@ -38,62 +38,46 @@ def find_jvp_function(probe: SketchProbe, check_rows: CheckRows, tangent: Tangen
     Raises:
         QualmsError: if none does.
     """
+
+    def compare(function: JvpFunction) -> str | None:
+        for i in range(len(check_rows)):
+            row, gradient = check_rows[i]
+            why = _difference(function, probe, row, gradient, check_rows.model, tangent)
+            if why is not None:
+                return why
+        return None
+
     reasons: list[str] = []
     for name, function in JVP_FUNCTIONS.items():
-        why = _find_difference(function, probe, check_rows, tangent)
+        why = attempt("push a tangent through the model", partial(compare, function))
         if why is None:
             return function
-        reasons.append(f"{name}: {why}")
+        reasons.append(f"{name}: {why.reason if isinstance(why, Fallback) else why}")
     raise QualmsError(
         f"engine='sketch' cannot push tangents through this model ({'; '.join(reasons)}); use "
         "engine='exact'."
     )
 
 
-def _find_difference(
+def _difference(
     function: JvpFunction,
     probe: SketchProbe,
-    check_rows: CheckRows,
+    row: ModelInput,
+    gradient: Tangent,
+    model: nn.Module,
     tangent: Tangent,
 ) -> str | None:
-    """How a function's products differ from plain autograd's, or why it fails; None if they agree.
+    """How v·(J s) of one row differs from ⟨Jᵀv, s⟩, or None if they agree.
 
     Args:
-        function: what is checked.
+        function: gives J s.
         probe: what is known of the model.
-        check_rows: rows with their gradients.
-        tangent: whose products are compared.
-    """
-
-    def compare() -> str | None:
-        for i in range(len(check_rows)):
-            why = _difference_of_row(function, probe, check_rows, i, tangent)
-            if why is not None:
-                return why
-        return None
-
-    why = attempt("push a tangent through the model", compare)
-    return why.reason if isinstance(why, Fallback) else why
-
-
-def _difference_of_row(
-    function: JvpFunction,
-    probe: SketchProbe,
-    check_rows: CheckRows,
-    i: int,
-    tangent: Tangent,
-) -> str | None:
-    """How v·(J s) of one row differs from ⟨Jᵀv, s⟩, or None.
-
-    Args:
-        function: what is checked.
-        probe: what is known of the model.
-        check_rows: rows with their gradients.
-        i: the number of the row.
+        row: a single row.
+        gradient: Jᵀv by plain autograd.
+        model: inside `preserve_state`.
         tangent: s.
     """
-    row, gradient = check_rows[i]
-    z, dz = function(check_rows.model, probe.reformat(row), tangent)
+    z, dz = function(model, probe.reformat(row), tangent)
     have = float((random_direction(z).flatten() * dz.double().flatten()).sum())
     want = square = 0.0
     for name, g in gradient.items():
@@ -149,7 +133,7 @@ def check_batches(
             _require_independent_rows(function, model, probe, model_input, tangent, together)
         return CheckedJvp(function, together)
 
-    one_by_one = one_row_at_a_time(function)
+    one_by_one = in_groups(function)
     checked: list[CheckedJvp] = []
     for model_input in batches:
         if num_samples(model_input.batch) == 1:
@@ -187,11 +171,10 @@ def _require_independent_rows(
     precision = together.logits.dtype
     if function is forward_mode:
         precision = coarser(precision, probe.precision)
+    groups = None if probe.compare_alone else 2
+    apart = in_groups(function, groups)(model, model_input, tangent)
     if probe.compare_alone:
-        apart = one_row_at_a_time(function)(model, model_input, tangent)
         require_repeatable_rows(model, model_input)
-    else:
-        apart = in_halves(function)(model, model_input, tangent)
     same = same_products(apart, together, precision)
     for row in some_alone(num_samples(model_input.batch)):
         alone = function(model, model_input.take([row]), tangent)
@@ -210,41 +193,24 @@ def same_products(have: Jvp, want: Jvp, precision: torch.dtype) -> bool:
 
 def require_repeatable_rows(model: nn.Module, model_input: ModelInput) -> None:
     """Raise an error if a row on its own gives other logits the second time."""
-    for row in _single_rows(model_input):
+    for number in range(num_samples(model_input.batch)):
+        row = model_input.take([number])
         require_repeatable(model, row, forward_logits(model, row))
 
 
-def one_row_at_a_time(function: JvpFunction) -> JvpFunction:
-    """The same products, each row in a batch of its own."""
+def in_groups(function: JvpFunction, groups: int | None = None) -> JvpFunction:
+    """The same products, rows dealt into several batches.
 
-    def run(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
-        found = [function(model, row, tangent) for row in _single_rows(model_input)]
-        logits = torch.cat([one.logits for one in found])
-        return Jvp(logits, torch.cat([one.derivative for one in found]))
-
-    return run
-
-
-def in_halves(function: JvpFunction) -> JvpFunction:
-    """The same products, every second row in one batch and the others in another."""
+    Args:
+        function: gives the products of a batch.
+        groups: how many batches; None for each row on its own.
+    """
 
     def run(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
         rows = num_samples(model_input.batch)
-        whole: Jvp | None = None
-        for parity in (0, 1):
-            part = model_input.take(list(range(parity, rows, 2)))
-            half = function(model, part, tangent)
-            if whole is None:
-                shape = (rows, half.logits.shape[1])
-                whole = Jvp(half.logits.new_empty(shape), half.derivative.new_empty(shape))
-            whole.logits[parity::2] = half.logits
-            whole.derivative[parity::2] = half.derivative
-        assert whole is not None
-        return whole
+        dealt = strided_groups(rows, groups or rows)
+        parts = [function(model, model_input.take(group), tangent) for group in dealt]
+        logits = restore_order([part.logits for part in parts], dealt)
+        return Jvp(logits, restore_order([part.derivative for part in parts], dealt))
 
     return run
-
-
-def _single_rows(model_input: ModelInput) -> Iterator[ModelInput]:
-    for row in range(num_samples(model_input.batch)):
-        yield model_input.take([row])
