@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
+from qualms.gradients.fallback import InternalError
 from qualms.gradients.tracing.op_call import OpCall
 from qualms.gradients.tracing.rules.table import RULES, find_rule
 
@@ -65,3 +66,17 @@ def test_an_operation_that_takes_one_row_only_at_a_time_is_exact() -> None:
         have = norms(picky)
     want = qualms.class_gradient_norms(picky, X, engine="reference").norms
     torch.testing.assert_close(have, want.to(have), rtol=1e-4, atol=1e-6)
+
+
+def test_a_defect_in_a_rule_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qualms.gradients.tracing.rules.linear.Summed", None)
+    with pytest.raises(InternalError, match="the rule for linear failed"):
+        norms(model())
+
+
+def test_a_defect_in_a_gradient_is_an_error_that_names_its_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("qualms.gradients.tracing.outer_product.sum_of_squares")
+    with pytest.raises(InternalError, match=r"the gradient of 0\.weight failed"):
+        norms(model())
