@@ -4,8 +4,8 @@ about others.
 
     python examples/quickstart.py            (or cell by cell, in an editor that knows `# %%`)
 
-The digits 0 to 6 of scikit-learn's bundled dataset are learnt; 7, 8 and 9 are never shown. A good
-score is higher for them. Runs in a few seconds and needs no other data.
+The network is trained on the digits 0 to 6 of scikit-learn's bundled dataset and never sees 7, 8
+and 9. A good score is higher for them. Runs in a few seconds and needs no other data.
 """
 
 # %% The data, and the paper's CNN trained on a part of it.
@@ -18,31 +18,23 @@ from qualms.training import RECIPES, fit
 
 KNOWN = 7
 torch.manual_seed(0)
-digits, normalization = (
-    load("digits", split="train").convert(1, 16),
-    DATASETS["digits"].normalization,
-)
+digits = load("digits", split="train").convert(1, 16)
+normalization = DATASETS["digits"].normalization
 
 
-def some(wanted: torch.Tensor) -> Images:
+def take(wanted: torch.Tensor) -> Images:
     """The digits where this is true."""
     return digits.take(wanted.nonzero().squeeze(1))
 
 
 assert digits.labels is not None
-early = torch.arange(len(digits)) < 1000
-learnt, test, unknown = (
-    some(w)
-    for w in (
-        early & (digits.labels < KNOWN),
-        ~early & (digits.labels < KNOWN),
-        digits.labels >= KNOWN,
-    )
-)
+is_known = digits.labels < KNOWN
+is_early = torch.arange(len(digits)) < 1000
+train, test, unknown = take(is_early & is_known), take(~is_early & is_known), take(~is_known)
 model = paper_cnn(channels=1, size=16, classes=KNOWN)
-fit(model, learnt, RECIPES["digits"].shortened(10), normalization)
+fit(model, train, RECIPES["digits"].shortened(10), normalization)
 
-# %% How well does each score tell the digits it has learnt from those it has not?
+# %% How well does each score separate the digits it was trained on from the others?
 specs = [
     "regrad+layers+smooth",
     "regrad",
@@ -53,15 +45,14 @@ specs = [
     "coherence",
     "laplace",
 ]
-x_learnt, x_test, x_unknown = (
-    normalization.apply(images.pixels) for images in (learnt, test, unknown)
+x_train = normalization.apply(train.pixels)
+batches = list(x_train.split(256))
+std = normalization.std  # noise is in pixels from 0 to 1, and std scales it
+inside = qualms.compare(
+    model, normalization.apply(test.pixels), specs, train=batches, pixel_std=std
 )
-batches, std = (
-    list(x_learnt.split(256)),
-    normalization.std,
-)  # noise is in pixels from 0 to 1, and std scales it
-inside, outside = (
-    qualms.compare(model, x, specs, train=batches, pixel_std=std) for x in (x_test, x_unknown)
+outside = qualms.compare(
+    model, normalization.apply(unknown.pixels), specs, train=batches, pixel_std=std
 )
 print(f"{len(test)} held-out digits from 0 to {KNOWN - 1}, {len(unknown)} from {KNOWN} to 9.\n")
 print(f"{'score (higher = more uncertain)':34} AUROC, %")
