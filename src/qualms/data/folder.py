@@ -99,34 +99,6 @@ def read_folder(
         strict: whether an image that cannot be read is an error.
     """
     listing = list_folder(path, split)
-    return _read_listing(listing, name, transform, strict)
-
-
-def read_file(path: Path, name: str, transform: ImageTransform | None = None) -> Images:
-    """One image.
-
-    Args:
-        path: of the file.
-        name: of the images.
-        transform: how it is resized.
-    """
-    read = read_images([_as_file(path.parent, path)], path, transform, strict=True)
-    images = build_images(name, path, read.pixels, None)
-    source = f"{path} (image file)"
-    return replace(images, ids=(path.name,), source=source, notes=read.notes)
-
-
-def _read_listing(
-    listing: Listing, name: str, transform: ImageTransform | None, strict: bool
-) -> Images:
-    """The images of a folder.
-
-    Args:
-        listing: its files.
-        name: of the images.
-        transform: how each image is resized.
-        strict: whether an image that cannot be read is an error.
-    """
     path = listing.path
     read = read_images(list(listing.to_read()), path, transform, strict)
     labels = None
@@ -144,6 +116,20 @@ def _read_listing(
         notes=(*read.notes, *_skipped_note(listing.others)),
         rejected=read.rejected,
     )
+
+
+def read_file(path: Path, name: str, transform: ImageTransform | None = None) -> Images:
+    """One image.
+
+    Args:
+        path: of the file.
+        name: of the images.
+        transform: how it is resized.
+    """
+    read = read_images([_as_file(path.parent, path)], path, transform, strict=True)
+    images = build_images(name, path, read.pixels, None)
+    source = f"{path} (image file)"
+    return replace(images, ids=(path.name,), source=source, notes=read.notes)
 
 
 def list_folder(path: Path, split: str) -> Listing:

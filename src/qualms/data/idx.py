@@ -32,8 +32,7 @@ def read_mnist(root: Path, split: str) -> Images:
     Returns:
         Gray images [n, 1, 28, 28] with ten classes.
     """
-    images, labels = _find_files(root, MNIST_FOLDERS, split)
-    return _read("mnist", images, labels, DIGITS)
+    return _read(root, split, "mnist", MNIST_FOLDERS, DIGITS)
 
 
 def read_fashion_mnist(root: Path, split: str) -> Images:
@@ -46,16 +45,27 @@ def read_fashion_mnist(root: Path, split: str) -> Images:
     Returns:
         Gray images [n, 1, 28, 28] with ten classes.
     """
-    images, labels = _find_files(root, FASHION_FOLDERS, split)
-    return _read("fashion-mnist", images, labels, FASHION_MNIST)
+    return _read(root, split, "fashion-mnist", FASHION_FOLDERS, FASHION_MNIST)
 
 
-def _find_files(root: Path, folders: tuple[str, ...], split: str) -> tuple[Path, Path]:
-    """The file of images and the file of labels."""
+def _read(
+    root: Path, split: str, name: str, folders: tuple[str, ...], classes: tuple[str, ...]
+) -> Images:
+    """The images of one split.
+
+    Args:
+        root: the folder of datasets.
+        split: "train" or "test".
+        name: of the dataset.
+        folders: where its files are looked for.
+        classes: their names.
+    """
     places = [root / folder for folder in folders]
     images = _find(places, f"{PREFIX[split]}-images", "idx3-ubyte")
     labels = _find(places, f"{PREFIX[split]}-labels", "idx1-ubyte")
-    return images, labels
+    pixels = read_idx(images, axes=3)[:, None]
+    where = f"{images} with {labels.name}"
+    return build_images(name, where, pixels, read_idx(labels, axes=1), classes)
 
 
 def _find(folders: list[Path], stem: str, ending: str) -> Path:
@@ -66,20 +76,6 @@ def _find(folders: list[Path], stem: str, ending: str) -> Path:
             candidates.append(folder / f"{stem}{joint}{ending}.gz")
             candidates.append(folder / f"{stem}{joint}{ending}")
     return find_first(candidates, f"{stem}-{ending}[.gz]")
-
-
-def _read(name: str, images: Path, labels: Path, classes: tuple[str, ...]) -> Images:
-    """The images of one split.
-
-    Args:
-        name: of the dataset.
-        images: the file with three axes.
-        labels: the file with one.
-        classes: their names.
-    """
-    pixels = read_idx(images, axes=3)[:, None]
-    where = f"{images} with {labels.name}"
-    return build_images(name, where, pixels, read_idx(labels, axes=1), classes)
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:

@@ -49,34 +49,22 @@ class Read:
 
 
 def read_images(
-    files: Sequence[File], where: object, transform: ImageTransform | None, strict: bool
+    files: Sequence[File],
+    where: object,
+    transform: ImageTransform | None,
+    strict: bool,
+    may_be_empty: bool = False,
 ) -> Read:
-    """Read images, of which there must be at least one.
+    """Read images.
 
     Args:
         files: the images.
         where: what an error calls all of them.
         transform: how each image is resized; None leaves them in color and in one size.
         strict: whether the first image that cannot be read is an error.
+        may_be_empty: whether it is no error that none can be read, as there are others.
     """
-    read = read_available(files, where, transform, strict)
-    if not read.kept:
-        raise _nothing_read(where, read.rejected)
-    return read
-
-
-def read_available(
-    files: Sequence[File], where: object, transform: ImageTransform | None, strict: bool
-) -> Read:
-    """Read images, where it is no error that none of them can be read: there are others.
-
-    Args:
-        files: the images.
-        where: what an error calls all of them.
-        transform: how each image is resized; None leaves them in color and in one size.
-        strict: whether the first image that cannot be read is an error.
-    """
-    pixels: np.ndarray | None = None
+    pixels = np.empty((0, 3, 1, 1), np.uint8)
     kept: list[int] = []
     rejected: list[Rejected] = []
     sizes: list[tuple[int, int]] = []
@@ -93,15 +81,19 @@ def read_available(
         if transform is not None:
             image = transform.apply_to_image(image)
         array = channels_first(image)
-        if pixels is None:
+        if not kept:
             pixels = np.empty((len(files), *array.shape), np.uint8)
-        if array.shape != pixels.shape[1:]:
-            raise _other_size(where, files[kept[0]], sizes[0], file, sizes[-1])
+        elif array.shape != pixels.shape[1:]:
+            (high, wide), (other_high, other_wide) = sizes[0], sizes[-1]
+            raise QualmsError(
+                f"the images in {where} differ in size: {files[kept[0]].id} is {wide} x {high} and "
+                f"{file.id} is {other_wide} x {other_high}; pass size= to resize them while reading."
+            )
         pixels[len(kept)] = array
         kept.append(position)
         changes.update(changed)
-    if pixels is None:
-        pixels = np.empty((0, 3, 1, 1), np.uint8)
+    if not kept and not may_be_empty:
+        raise _nothing_read(where, rejected)
     notes = _describe(changes, transform, sizes)
     return Read(pixels[: len(kept)], kept, notes, tuple(rejected))
 
@@ -116,25 +108,6 @@ def _describe(
         del changes["grayscale"]  # gray images stayed gray
     resized = transform.describe(sizes)
     return (*describe_changes(changes), *([resized] if resized else []))
-
-
-def _other_size(
-    where: object, first: File, size: tuple[int, int], other: File, other_size: tuple[int, int]
-) -> QualmsError:
-    """The error that two images differ in size.
-
-    Args:
-        where: what it calls all images.
-        first: one of the two.
-        size: its height and width.
-        other: the other one.
-        other_size: its height and width.
-    """
-    (high, wide), (other_high, other_wide) = size, other_size
-    return QualmsError(
-        f"the images in {where} differ in size: {first.id} is {wide} x {high} and {other.id} is "
-        f"{other_wide} x {other_high}; pass size= to resize them while reading."
-    )
 
 
 def _nothing_read(where: object, rejected: Sequence[Rejected]) -> QualmsError:

@@ -10,7 +10,7 @@ import torch
 
 from qualms.data import Images, Rejected
 from qualms.data.decode import Unreadable
-from qualms.data.reading import File, read_available
+from qualms.data.reading import File, read_images
 from qualms.errors import QualmsError
 from qualms.result import Scored
 from qualms.scale.shard_folder import column, write_rejected
@@ -57,7 +57,7 @@ class BatchScorer:
             Columns with a row for each image that could be read.
         """
         files = self._files(batch)
-        read = read_available(files, self.name, self.network.transform, self.strict)
+        read = read_images(files, self.name, self.network.transform, self.strict, may_be_empty=True)
         if read.rejected and self.rejected is not None:
             _list(self.rejected, read.rejected)
         if not read.kept:

@@ -20,7 +20,7 @@ from qualms.data.folder import Listing, list_folder
 from qualms.data.loading import dataset_name, place_of, root_of
 from qualms.data.npz import npz_count, npz_parts
 from qualms.data.parquet import parquet_files, parquet_outline
-from qualms.data.reading import File, read_available
+from qualms.data.reading import File, read_images
 from qualms.data.tar import tar_files
 from qualms.errors import QualmsError
 from qualms.stream.sizes import BATCH, batch_sizes
@@ -323,7 +323,7 @@ def _read(
         transform: applied to each image.
         strict: whether an image that cannot be read is an error.
     """
-    read = read_available(files, where, transform, strict)
+    read = read_images(files, where, transform, strict, may_be_empty=True)
     ids = tuple(files[place].id for place in read.kept)
     images = Images(where, torch.from_numpy(read.pixels), None, ids=ids)
     return ImageBatch(len(files), images, read.rejected)
