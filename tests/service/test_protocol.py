@@ -27,7 +27,7 @@ def test_the_outputs_are_what_the_other_route_answers() -> None:
     found = columns(answer)
     assert answer.json()["id"] == "mine"
     assert answer.json()["model_name"] == NAME
-    assert answer.json()["model_version"] == usual().about.model_hash
+    assert answer.json()["model_version"] == usual().model_info.model_hash
     for key in ("prediction", "class_name", "percentile"):
         assert found[key] == [r[key] for r in want]
     assert found["confidence"] == pytest.approx([r["confidence"] for r in want], rel=1e-6)

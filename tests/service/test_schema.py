@@ -20,7 +20,7 @@ CONFIG = schemathesis.config.SchemathesisConfig.from_dict(
     {"headers": HERE, "checks": {"negative_data_rejection": {"expected-statuses": REFUSED}}}
 )
 SCHEMA = schemathesis.openapi.from_asgi(
-    "/openapi.json", services.client(images=4).app, config=CONFIG, headers=HERE
+    "/openapi.json", services.client(max_images=4).app, config=CONFIG, headers=HERE
 )
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from qualms import Scorer
 from qualms.errors import QualmsError
-from qualms.service.scoring import Served
-from qualms.service.startup import Failure, RemoteTraceback, Startup
+from qualms.service.lifecycle import Failure, RemoteTraceback, Startup
+from qualms.service.scoring import ScoringService
 from tests.helpers.servers import HERE, PATIENCE, Running, image, not_ended, port_is_free
 from tests.helpers.services import (
     BUSY,
@@ -49,7 +49,7 @@ def test_probes_say_how_far_the_start_is() -> None:
     second = ask.get("/readyz").json()
     assert (second["step"], second["step_number"], second["steps"]) == ("loading digits", 2, 3)
     assert ask.get("/healthz").status_code == ask.get("/v2/health/live").status_code == 200
-    start.finish(usual().about, usual().network.transform)
+    start.finish(usual().model_info, usual().network.transform)
     assert ask.get("/readyz").json() == {"status": "ready"}
     assert ask.post("/v1/score", files=upload(0)).status_code == 200
 
@@ -86,19 +86,19 @@ def test_a_start_that_failed_is_told_without_its_details() -> None:
     refused(
         ask.post("/v1/score", files=upload(0)),
         503,
-        "could not be loaded; the service's log has the details",
+        "could not be loaded; see the service's log",
     )
 
 
 def test_a_network_that_hangs_is_not_ready() -> None:
     ask = client(hangs=lambda: True)
     assert ask.get("/readyz").json()["status"] == "hangs"
-    refused(ask.post("/v1/score", files=upload(0)), 503, "the network hangs")
+    refused(ask.post("/v1/score", files=upload(0)), 503, "the network does not respond")
 
 
 def test_what_is_served_says_its_tolerance() -> None:
     net = network()
-    own = Served(NAME, net, Scorer(net.model, "regrad+layers", tolerance=0.1))
+    own = ScoringService(NAME, net, Scorer(net.model, "regrad+layers", tolerance=0.1))
     assert client(own).get("/v1/model").json()["tolerance"] == 0.1
 
 
@@ -119,7 +119,7 @@ def test_a_failure_in_the_other_process_is_raised_in_this_one(
 
 def test_the_log_says_each_step_with_its_seconds() -> None:
     lines: list[str] = []
-    start = Startup(usual().about, 3, lines.append)
+    start = Startup(usual().model_info, 3, lines.append)
     start.begin("loading digits")
     start.begin("scoring a first image")
     assert [re.sub(r"^\d+\.\d s", "T", line) for line in lines] == [
