@@ -1,5 +1,5 @@
-"""Clients that are slow, many, gone or mad, and networks that raise or hang: others are answered
-all the same.
+"""Slow, numerous, vanished and malicious clients, and networks that raise or hang: other clients are
+answered all the same.
 """
 
 import json
@@ -177,7 +177,7 @@ def test_headers_without_end_are_cut_off(service: Running, endless: bytes) -> No
         except OSError:  # closed
             pass
     assert sent < 32 * MEGABYTE, (
-        "whatever came was taken"
+        "headers of any size were accepted"
     )  # what the machine itself holds for a connection is in it
     assert web_side(service).memory_info().rss - before < 4 * MEGABYTE
     assert service.ask("/healthz")[0] == 200
@@ -193,8 +193,10 @@ def test_who_sends_headers_that_are_too_large_is_told(service: Running) -> None:
 
 
 def trickled(service: Running, begin: bytes, more: bytes) -> tuple[list[tuple[int, str]], float]:
-    """What is answered to one who sends a byte now and then, and how long the connection stays
-    open.
+    """Send a byte now and then.
+
+    Returns:
+        The answers, and how long the connection stays open.
     """
     with connected(service) as one:
         began, found = time.monotonic(), b""
@@ -287,7 +289,7 @@ def test_a_thousand_at_once_are_answered_or_told_to_come_back(service: Running) 
 
 
 def answered_within(service: Running, seconds: float) -> bool:
-    """Whether somebody who comes back when there is no connection for him is answered by then."""
+    """Whether a client that retries when it cannot connect gets an answer by then."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -384,7 +386,7 @@ def test_a_network_that_raises_fails_the_request_alone_and_tells_nothing(service
     for i, status, said in found:
         assert status == (200 if i % 2 else 422), said
         assert not TOLD.search(json.dumps(said))
-    assert "a secret" in service.log.read_text()  # whoever runs it is told
+    assert "a secret" in service.log.read_text()  # the log has the details
 
 
 @pytest.mark.slow
@@ -421,16 +423,16 @@ def test_a_network_that_hangs_ends_the_service_with_a_sentence(tmp_path: Path) -
         one.stop()
 
 
-def test_a_question_without_a_reply_for_two_deadlines_is_a_network_that_hangs() -> None:
-    desk = BatchClient(deadline=5.0)
-    assert not desk.is_hung
-    desk.pending["one"] = time.monotonic() - 9
-    assert not desk.is_hung
-    desk.pending["other"] = time.monotonic() - 11
-    assert desk.is_hung
+def test_a_request_without_a_response_for_two_deadlines_means_that_the_network_hangs() -> None:
+    client_ = BatchClient(deadline=5.0)
+    assert not client_.is_hung
+    client_.pending["one"] = time.monotonic() - 9
+    assert not client_.is_hung
+    client_.pending["other"] = time.monotonic() - 11
+    assert client_.is_hung
 
 
-# What is asked for.
+# Paths, numbers and names.
 
 
 NUMBERS = [
@@ -571,10 +573,8 @@ def test_a_second_name_does_not_hide_a_strange_one(hosts: tuple[str, str]) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/score/", "/v1/model/", "/v2/"])
-def test_nobody_is_sent_elsewhere(path: str) -> None:
-    """A redirect would be to the name by which the client calls the service, over plain HTTP, token
-    and all.
-    """
+def test_there_are_no_redirects(path: str) -> None:
+    """A redirect would go to the name that the client used, over plain HTTP, with the token."""
     found = client().post(path, follow_redirects=False, headers={"Host": "localhost"})
     assert "nothing at this path" in sentence((found.status_code, found.text), 404)
 

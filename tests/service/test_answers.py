@@ -1,4 +1,4 @@
-"""What is answered is what the scorer says, however the images come."""
+"""The answers are the scorer's, however the images are sent."""
 
 import time
 from dataclasses import replace
@@ -136,7 +136,7 @@ def test_a_photograph_is_fitted_as_the_command_fits_it(tmp_path: Path) -> None:
     assert found["scores"][REGRAD] == pytest.approx(float(want), rel=1e-6)
 
 
-def test_layers_are_told_when_they_are_asked_for() -> None:
+def test_layers_are_returned_on_request() -> None:
     ask = client()
     (plain,) = ask.post("/v1/score", files=upload(2)).json()["results"]
     (layered,) = ask.post("/v1/score?layers=true", files=upload(2)).json()["results"]
@@ -179,19 +179,24 @@ def test_layers_come_from_the_scorers_own_engine() -> None:
     assert shares["sketch"] != pytest.approx(shares["exact"], rel=1e-2)
 
 
-def question(*numbers: int, layers: bool = False) -> ScoreRequest:
+def score_request(*numbers: int, layers: bool = False) -> ScoreRequest:
     return ScoreRequest([digits().pixels[i].numpy() for i in numbers], layers)
 
 
-def test_an_image_has_the_same_score_in_whatever_company() -> None:
-    questions = [question(0), question(1, 2, 3), question(0, layers=True), question(3)]
-    together = score_requests(usual(), questions)
-    for asked, reply in zip(questions, together, strict=True):
-        (alone,) = score_requests(usual(), [asked])
+def test_an_image_has_the_same_score_in_any_batch() -> None:
+    requests = [
+        score_request(0),
+        score_request(1, 2, 3),
+        score_request(0, layers=True),
+        score_request(3),
+    ]
+    together = score_requests(usual(), requests)
+    for request, response in zip(requests, together, strict=True):
+        (alone,) = score_requests(usual(), [request])
         assert alone.results is not None
-        assert reply.results is not None
-        assert reply.batch_images == 6
-        for one, other in zip(alone.results, reply.results, strict=True):
+        assert response.results is not None
+        assert response.batch_images == 6
+        for one, other in zip(alone.results, response.results, strict=True):
             assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
             assert (one["layers"] is None) == (other["layers"] is None)
     for one, other in (((0, 0), (2, 0)), ((1, 2), (3, 0))):
@@ -208,7 +213,7 @@ def test_an_image_that_cannot_be_scored_fails_alone(caplog: pytest.LogCaptureFix
     own = served(("entropy",))
     own.network.model[0].register_forward_hook(not_a_number_for_black)
     black = ScoreRequest([np.zeros((1, 8, 8), dtype=np.uint8)])
-    good, bad, other = score_requests(own, [question(0), black, question(1)])
+    good, bad, other = score_requests(own, [score_request(0), black, score_request(1)])
     assert good.results is not None
     assert other.results is not None
     assert bad.results is None
@@ -230,7 +235,8 @@ def test_a_request_that_meets_a_defect_fails_alone(
 
     monkeypatch.setattr(ScoringService, "score", defective)
     good, bad, other = score_requests(
-        usual(), [question(0), ScoreRequest([np.zeros((1, 8, 8), dtype=np.uint8)]), question(1)]
+        usual(),
+        [score_request(0), ScoreRequest([np.zeros((1, 8, 8), dtype=np.uint8)]), score_request(1)],
     )
     assert (good.failed, bad.failed, other.failed) == (False, True, False)
     assert good.results is not None
@@ -255,7 +261,7 @@ def test_only_the_part_with_an_image_that_cannot_be_scored_is_scored_again(
 
     monkeypatch.setattr(ScoringService, "score", counted)
     black = ScoreRequest([np.zeros((1, 8, 8), dtype=np.uint8)] * 20)
-    found = score_requests(usual(), [*(question(i, i + 1) for i in range(12)), black])
+    found = score_requests(usual(), [*(score_request(i, i + 1) for i in range(12)), black])
     assert [reply.results is None for reply in found] == [False] * 12 + [True]
     assert scored == [16, 16, *[2] * 4, 8]  # and nothing of the rest of the black ones
     assert all(len(result["scores"]) == 2 for reply in found[:12] for result in reply.results or [])
@@ -273,8 +279,8 @@ def test_a_request_is_given_up_once_its_time_is_over(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ScoringService, "score", slow)
     now = time.monotonic()
     old, new = (
-        replace(question(*range(30)), received_at=now - 59.5),
-        replace(question(40, 41), received_at=now),
+        replace(score_request(*range(30)), received_at=now - 59.5),
+        replace(score_request(40, 41), received_at=now),
     )
     given_up, good = score_requests(usual(), [old, new], deadline=60.0)
     assert given_up == ScoreResponse(None, timed_out=True)
@@ -285,9 +291,9 @@ def test_a_request_is_given_up_once_its_time_is_over(monkeypatch: pytest.MonkeyP
 
 def test_images_of_several_sizes_share_a_request() -> None:
     small, large = np.full((1, 8, 8), 200, dtype=np.uint8), np.full((1, 9, 9), 200, dtype=np.uint8)
-    (reply,) = score_requests(usual(), [ScoreRequest([small, large, small])])
-    assert reply.results is not None
-    scores = [r["scores"]["entropy"] for r in reply.results]
+    (response,) = score_requests(usual(), [ScoreRequest([small, large, small])])
+    assert response.results is not None
+    scores = [r["scores"]["entropy"] for r in response.results]
     assert scores[0] == pytest.approx(scores[2], rel=1e-6)
 
 

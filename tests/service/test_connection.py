@@ -1,4 +1,4 @@
-"""One connection, byte by byte: what is counted, who is answered, and when it ends."""
+"""One connection, byte by byte: what is counted, what is answered, and when it ends."""
 
 import asyncio
 import threading

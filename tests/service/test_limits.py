@@ -1,6 +1,4 @@
-"""Who may ask, and how much: every limit holds, and whatever is refused is refused in one sentence
-of JSON.
-"""
+"""The token and the limits: each holds, and each refusal is one sentence of JSON."""
 
 import asyncio
 import hmac
@@ -51,7 +49,7 @@ CLOSED = (
         "Bearer é",
     ],
 )
-def test_whatever_is_not_open_needs_the_token(path: str, header: str | None) -> None:
+def test_paths_that_are_not_public_need_the_token(path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
     answer = client(token=TOKEN).get(path, headers=headers)
     refused(answer, 401, "the token is missing or wrong")
@@ -82,8 +80,8 @@ def test_probes_and_pages_need_no_token_and_hold_no_scores(path: str) -> None:
     about = client().get("/v1/model").json()
     assert not any(str(score) in answer.text for score in [about["threshold"], *about["reference"]])
     assert "seven" not in answer.text
-    told = {about[name] for name in ("model_hash", "rule") if about[name] in answer.text}
-    assert told == (
+    shown = {about[name] for name in ("model_hash", "rule") if about[name] in answer.text}
+    assert shown == (
         {about["model_hash"], about["rule"]} if path == "/" else set()
     )  # as the docs say
 
@@ -106,7 +104,7 @@ def test_other_addresses_than_the_loopback_need_a_token(host: str) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/v1/model", "/v1/score"])
 def test_a_page_elsewhere_cannot_take_the_services_place_in_a_browser(path: str) -> None:
-    """By a name of its own that it points to this machine; with a token it is told apart by that."""
+    """DNS rebinding: a page whose name points to this machine. With a token, it lacks that."""
     other = {"Host": "evil.example:8000"}
     open_, guarded = client(), client(token=TOKEN)
     ask = open_.post if path == "/v1/score" else open_.get
@@ -228,7 +226,7 @@ def test_a_body_of_no_stated_length_is_cut_off(path: str, kind: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/score", "/v2/models/digits/infer"])
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
-def test_who_goes_away_during_the_upload_is_no_error(
+def test_a_client_that_leaves_during_the_upload_is_no_error(
     path: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ask = client()
@@ -309,13 +307,13 @@ def test_the_number_of_images_is_limited() -> None:
 
 
 class Slow:
-    """Answers when it is told to."""
+    """Responds once `go` is set."""
 
     def __init__(self) -> None:
-        self.asked, self.go = 0, threading.Event()
+        self.requests, self.go = 0, threading.Event()
 
-    async def __call__(self, question: ScoreRequest) -> ScoreResponse:
-        self.asked += 1
+    async def __call__(self, request: ScoreRequest) -> ScoreResponse:
+        self.requests += 1
         while not self.go.is_set():
             await asyncio.sleep(0.01)
         result = {
@@ -326,11 +324,11 @@ class Slow:
             "percentile": None,
         }
         return ScoreResponse(
-            [{**result, "decision": None, "layers": None}] * len(question.images), 1
+            [{**result, "decision": None, "layers": None}] * len(request.images), 1
         )
 
 
-def test_one_request_too_many_is_told_to_come_back() -> None:
+def test_one_request_too_many_is_answered_429() -> None:
     slow = Slow()
     with client(ask=slow, waiting=3) as ask:
         found: list[int] = []
@@ -343,7 +341,7 @@ def test_one_request_too_many_is_told_to_come_back() -> None:
         for thread in threads:
             thread.start()
         until = time.monotonic() + 30
-        while slow.asked < 3 and time.monotonic() < until:
+        while slow.requests < 3 and time.monotonic() < until:
             time.sleep(0.01)
         answer = ask.post("/v1/score", files=upload(0))
         refused(answer, 429, "3 requests are already waiting")
@@ -371,7 +369,7 @@ def test_a_request_keeps_its_place_until_nothing_is_scored_for_it() -> None:
         refused(ask.post("/v1/score", files=upload(0)), 504, "were not ready within 0.5 s")
         assert "qualms_waiting 1.0" in ask.get("/metrics").text
         refused(ask.post("/v1/score", files=upload(0)), 429, "1 requests are already waiting")
-        assert slow.asked == 1
+        assert slow.requests == 1
         slow.go.set()
         until = time.monotonic() + 30
         while "qualms_waiting 1.0" in ask.get("/metrics").text and time.monotonic() < until:
@@ -380,16 +378,18 @@ def test_a_request_keeps_its_place_until_nothing_is_scored_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "status", "words"),
+    ("response", "status", "words"),
     [
         (ScoreResponse(None, timed_out=True), 504, "waited too long to be scored"),
         (ScoreResponse(None, failed=True), 500, "could not be scored"),
         (ScoreResponse(None), 422, "cannot score images of 8 x 8 pixels"),
     ],
 )
-def test_why_there_are_no_scores_is_told(reply: ScoreResponse, status: int, words: str) -> None:
+def test_the_answer_tells_why_there_are_no_scores(
+    response: ScoreResponse, status: int, words: str
+) -> None:
     async def none(_: ScoreRequest) -> ScoreResponse:
-        return reply
+        return response
 
     refused(client(ask=none).post("/v1/score", files=upload(0)), status, words)
 

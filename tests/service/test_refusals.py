@@ -1,6 +1,4 @@
-"""What comes in and is no image, or no question: refused in one sentence, and nothing of it is
-opened or loaded.
-"""
+"""Invalid requests: refused in one sentence, and nothing of them is opened or loaded."""
 
 import json
 import pickle
@@ -142,7 +140,7 @@ def test_forms_that_hold_something_else_are_refused() -> None:
     refused(ask.post("/v1/score", content=b""), 415, "multipart/form-data")
 
 
-def test_what_nobody_foresaw_is_told_without_its_trace_and_counted(
+def test_an_unexpected_error_is_counted_and_answered_without_its_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def broken(_: ScoreRequest) -> ScoreResponse:
@@ -155,7 +153,7 @@ def test_what_nobody_foresaw_is_told_without_its_trace_and_counted(
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/v2/models/digits/infer"])
-def test_memory_that_runs_out_is_told_without_a_trace(
+def test_memory_that_runs_out_is_answered_without_a_traceback(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def too_much(*_: object) -> None:
@@ -189,16 +187,14 @@ def test_memory_that_runs_out_as_a_file_is_decoded_is_not_the_files_fault(
         (InferRequest, {"outputs": [{}] * 50_000}),
     ],
 )
-def test_the_first_of_many_mistakes_is_told_and_the_others_are_not_looked_for(
-    kind: Any, body: dict[str, Any]
-) -> None:
+def test_only_the_first_of_many_mistakes_is_looked_for(kind: Any, body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as found:
         kind.model_validate_json(json.dumps(body))
     assert found.value.error_count() <= 102  # as many outputs can be wrong as may be named
     assert describe_validation_error(found.value)[0] == 422
 
 
-def test_many_unknown_fields_are_told_in_one_sentence() -> None:
+def test_many_unknown_fields_are_one_sentence() -> None:
     body = {"images": [[[0]]]} | {f"unknown {i}": 0 for i in range(50_000)}
     refused(client().post("/v1/score", json=body), 422, "the body has 50,000 mistakes")
 
@@ -226,7 +222,7 @@ def test_more_outputs_than_there_can_be_are_refused() -> None:
     refused(client().post("/v2/models/digits/infer", json=body), 422, "outputs is invalid")
 
 
-def test_addresses_that_are_not_there_are_told_in_json() -> None:
+def test_unknown_paths_are_answered_in_json() -> None:
     refused(client().get("/nothing"), 404, "nothing at this path")
     answer = client().get("/v1/score")
     refused(answer, 405, "does not support the HTTP method")

@@ -1,6 +1,4 @@
-"""The OpenAPI schema is kept: what it allows is answered as it says, and what it does not allow is
-refused.
-"""
+"""The OpenAPI schema is true: what it allows is answered as it describes, anything else is refused."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""The command itself, on the loopback address: batches, the token, and a stop that leaves nobody
-waiting.
+"""The command itself, on the loopback address: batches, the token, and a stop that answers all
+accepted requests.
 """
 
 import json
@@ -84,7 +84,7 @@ def test_it_listens_to_this_machine_alone(service: Running) -> None:
     assert heard == {"127.0.0.1"}
 
 
-def test_it_rests_while_nothing_is_asked(service: Running) -> None:
+def test_it_is_idle_without_requests(service: Running) -> None:
     def used() -> float:
         return sum(sum(p.cpu_times()[:2]) for p in service.family())
 
@@ -94,7 +94,7 @@ def test_it_rests_while_nothing_is_asked(service: Running) -> None:
     assert used() - before < 0.6  # a process that polls takes as much in a second
 
 
-def test_a_client_that_goes_away_takes_nobody_with_it(service: Running) -> None:
+def test_a_client_that_leaves_does_not_affect_others(service: Running) -> None:
     body = json.dumps(image(0)).encode()
     kind = "Content-Type: application/json"
     head = f"POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -212,7 +212,7 @@ def test_a_process_that_dies_as_it_loads_is_not_waited_for(tmp_path: Path) -> No
     assert "QualmsError: the process with the network ended while loading it" in done.stderr
 
 
-def test_what_cannot_be_served_is_told_in_a_sentence(
+def test_an_invalid_setup_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.delenv("QUALMS_TOKEN", raising=False)

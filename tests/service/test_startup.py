@@ -1,6 +1,4 @@
-"""While the network is loaded the service listens, says how far it is, and ends at once when it is
-told to.
-"""
+"""While the network is loaded, the service listens, reports its progress, and stops at once."""
 
 import os
 import re
@@ -54,7 +52,7 @@ def test_probes_say_how_far_the_start_is() -> None:
     assert ask.post("/v1/score", files=upload(0)).status_code == 200
 
 
-def test_until_the_network_is_ready_nobody_is_made_to_wait() -> None:
+def test_until_the_network_is_ready_requests_are_refused_at_once() -> None:
     start = starting()
     start.begin("loading digits")
     ask = client(startup=start)
@@ -71,7 +69,7 @@ def test_until_the_network_is_ready_nobody_is_made_to_wait() -> None:
     assert "is warming up" in ask.get("/").text
 
 
-def test_a_start_that_failed_is_told_without_its_details() -> None:
+def test_a_failed_start_is_reported_without_its_details() -> None:
     start = starting()
     start.begin("loading digits")
     start.fail(QualmsError("there is no file /secret/folder/digits.pt."))
@@ -201,7 +199,7 @@ def test_a_stop_ends_a_start_at_once(tmp_path: Path, factory: str, number: signa
         service.stop()
 
 
-def test_a_stop_is_heeded_while_the_process_with_the_network_is_at_its_imports(
+def test_a_stop_works_while_the_process_with_the_network_is_importing(
     tmp_path: Path,
 ) -> None:
     service = Running("--methods", "entropy", log=tmp_path / "log")

@@ -218,10 +218,8 @@ def serve(
     except KeyboardInterrupt:  # before LitServe handles it, or a second one
         _kill_children()
         raise
-    except (
-        EOFError,
-        ConnectionError,
-    ):  # LitServe's queues fail when the process with the model ends
+    except (EOFError, ConnectionError):
+        # LitServe's queues have failed, because the process with the model ended.
         raise QualmsError(
             "the process with the network ended; the lines above say why, or memory ran out."
         ) from None
