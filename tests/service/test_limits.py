@@ -344,7 +344,7 @@ def test_one_request_too_many_is_answered_429() -> None:
         while slow.requests < 3 and time.monotonic() < until:
             time.sleep(0.01)
         answer = ask.post("/v1/score", files=upload(0))
-        refused(answer, 429, "3 requests are already waiting")
+        refused(answer, 429, "too many requests are waiting (3)")
         assert int(answer.headers["retry-after"]) >= 1
         assert ask.get("/healthz").status_code == 200  # probes are answered all the same
         assert "qualms_waiting 3.0" in ask.get("/metrics").text
@@ -368,7 +368,7 @@ def test_a_request_keeps_its_place_until_nothing_is_scored_for_it() -> None:
     with client(ask=slow, deadline=0.5, waiting=1) as ask:
         refused(ask.post("/v1/score", files=upload(0)), 504, "were not ready within 0.5 s")
         assert "qualms_waiting 1.0" in ask.get("/metrics").text
-        refused(ask.post("/v1/score", files=upload(0)), 429, "1 requests are already waiting")
+        refused(ask.post("/v1/score", files=upload(0)), 429, "too many requests are waiting (1)")
         assert slow.requests == 1
         slow.go.set()
         until = time.monotonic() + 30
@@ -400,7 +400,7 @@ def test_an_image_that_is_still_decoded_keeps_its_place(monkeypatch: pytest.Monk
     with client(deadline=3.0, waiting=1) as ask:
         refused(ask.post("/v1/score", files=upload(0)), 504, "were not ready within 3 s")
         assert "qualms_waiting 1.0" in ask.get("/metrics").text
-        refused(ask.post("/v1/score", files=upload(0)), 429, "1 requests are already waiting")
+        refused(ask.post("/v1/score", files=upload(0)), 429, "too many requests are waiting (1)")
         go.set()
         until = time.monotonic() + 30
         while "qualms_waiting 1.0" in ask.get("/metrics").text and time.monotonic() < until:

@@ -63,7 +63,7 @@ def add_service(
     """Add all routes, the middleware and the error handlers to an app.
 
     Args:
-        app: Without routes of its own.
+        app: An app without routes.
         startup: The model's information, and how far the start is.
         config: The token and the limits.
         score: Sends a request to the process with the model.
@@ -96,7 +96,7 @@ def _add_score_routes(app: FastAPI, handler: RequestHandler, needs_token: list[A
     """Add the routes below /v1.
 
     Args:
-        app: To add the routes to.
+        app: The app to add the routes to.
         handler: Decodes and scores the requests.
         needs_token: The dependencies of the routes that need a token, for OpenAPI.
     """
@@ -140,7 +140,7 @@ def _add_monitoring_routes(app: FastAPI, handler: RequestHandler, needs_token: l
     """Add the probes and the metrics.
 
     Args:
-        app: To add the routes to.
+        app: The app to add the routes to.
         handler: Knows whether the network is ready.
         needs_token: The dependencies of the routes that need a token, for OpenAPI.
     """
@@ -178,7 +178,7 @@ def _add_pages(app: FastAPI, startup: Startup, has_token: bool) -> None:
     Both are HTML without external resources. They need no token: the first one asks for it.
 
     Args:
-        app: To add the routes to.
+        app: The app to add the routes to.
         startup: The model's information, and whether it is complete.
         has_token: Whether the routes need a token.
     """
@@ -202,7 +202,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     `LimitsMiddleware` answers unexpected ones.
 
     Args:
-        app: To add the handlers to.
+        app: The app to add the handlers to.
     """
 
     @app.exception_handler(StarletteHTTPException)
@@ -237,9 +237,9 @@ def render_upload_page(info: ModelInfo, has_token: bool, is_ready: bool) -> str:
     is not ready, it shows the progress of the start.
 
     Args:
-        info: Of the model.
+        info: The model's description.
         has_token: Whether the routes need a token.
-        is_ready: Whether the network is.
+        is_ready: Whether the network is ready.
     """
     scripts = [_read_report_asset("page.values.js"), _read_report_asset("page.charts.js")]
     scripts.append(_read_asset("page.js"))
@@ -257,7 +257,7 @@ def render_docs_page(schema: dict[str, Any]) -> str:
     """Render the list of the routes.
 
     Args:
-        schema: OpenAPI's.
+        schema: The OpenAPI schema of the app.
     """
     return _render("docs.html.jinja", title=schema["info"]["title"], schema=schema)
 
@@ -267,7 +267,7 @@ def _render(template: str, **values: Any) -> str:
 
     Args:
         template: The name of a file in this folder.
-        values: Of the template's variables.
+        values: The values of the template's variables.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True

@@ -46,7 +46,7 @@ class BatchClient(LitSpec):
     """Sends requests to the process with the model, and waits for the responses.
 
     Args:
-        deadline: Of a request, in seconds.
+        deadline: The deadline of a request, in seconds.
     """
 
     def __init__(self, deadline: float = math.inf) -> None:
@@ -106,7 +106,7 @@ class ScoringWorker(LitAPI):
     Args:
         load: Loads the network there, because not every model can be sent to a process.
         config: The limits of a batch.
-        startup: Where to report the progress.
+        startup: Reports the progress to the other processes.
     """
 
     def __init__(self, load: LoadFn, config: ServiceConfig, startup: Startup) -> None:
@@ -167,9 +167,9 @@ class BoundedBatchLoop(BatchedLoop):
         """Wait for a request, and return it with those that have arrived by then.
 
         Args:
-            lit_api: With the most requests in a batch.
-            request_queue: LitServe's.
-            transport: LitServe's, for the responses.
+            lit_api: The worker; its `max_batch_size` counts requests.
+            request_queue: LitServe's queue.
+            transport: LitServe's channel for responses.
 
         Returns:
             LitServe's entries of the requests, and of those whose deadline has passed.
@@ -189,8 +189,8 @@ class _BatchQueue:
 
     Args:
         first: The entry that was already taken from the queue.
-        queue: With the other entries.
-        loop: With the limits; keeps the entry that does not fit.
+        queue: The queue with the other entries.
+        loop: Holds the limits, and keeps the entry that does not fit.
     """
 
     def __init__(self, first: Any, queue: Any, loop: BoundedBatchLoop) -> None:

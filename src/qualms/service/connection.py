@@ -36,9 +36,9 @@ class LimitedConnection(HttpToolsProtocol):
     ends is in no header yet.
 
     Args:
-        args: Of uvicorn's class.
-        deadline: In seconds.
-        kwargs: Of uvicorn's class.
+        args: Positional arguments of uvicorn's class.
+        deadline: Seconds for the head of a request.
+        kwargs: Keyword arguments of uvicorn's class.
 
     Attributes:
         is_in_head: Whether a request has begun, and its headers have not ended.
@@ -152,7 +152,7 @@ class LimitedConnection(HttpToolsProtocol):
         """Replace the timeout.
 
         Args:
-            seconds: From now; None for no timeout.
+            seconds: The time from now. None for no timeout.
         """
         if self.timeout is not None:
             self.timeout.cancel()
@@ -172,8 +172,8 @@ class LimitedConnection(HttpToolsProtocol):
         """Answer with one sentence, if the client can read it, and close the connection.
 
         Args:
-            status: Of the answer.
-            message: One sentence.
+            status: The HTTP status.
+            message: One sentence: what is wrong, and what to do.
         """
         if self._can_answer():
             body = json.dumps({"error": message}).encode()
@@ -205,6 +205,6 @@ def connection_factory(deadline: float) -> Callable[..., LimitedConnection]:
     """Return what uvicorn calls for each connection.
 
     Args:
-        deadline: In seconds.
+        deadline: Seconds for the head of a request.
     """
     return partial(LimitedConnection, deadline=deadline)

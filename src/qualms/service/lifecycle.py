@@ -46,9 +46,9 @@ class Failure:
     """Why the network could not be loaded, in a form that can be sent to another process.
 
     Args:
-        message: Of the error.
+        message: The error's message.
         is_qualms_error: Whether it was a `QualmsError`.
-        traceback: As text.
+        traceback: The error's traceback as text.
     """
 
     message: str
@@ -80,14 +80,14 @@ class Progress:
 
     Args:
         step: The current step.
-        number: Of the step, from 1.
+        number: The number of the step, from 1.
         steps: The number of steps.
-        started_at: By `time.monotonic`, which all processes of a machine share.
+        started_at: The time by `time.monotonic`, which all processes of a machine share.
         status: "warming up" until the network has scored a first image, or failed to.
-        model_info: Once the network is ready.
+        model_info: The model's description, once the network is ready.
         transform: How images become the network's inputs. None until it is ready, or if it has
             none.
-        failure: If the start failed.
+        failure: Why the start failed, if it did.
     """
 
     step: str
@@ -130,7 +130,7 @@ class Startup:
     answers HTTP and the command's own process read it.
 
     Args:
-        model_info: What is known before the network is loaded.
+        model_info: The model's description before it is loaded.
         steps: The number of steps; the first one starts the process with the network.
         echo: Writes a line to the log.
     """
@@ -164,8 +164,8 @@ class Startup:
         """Report that the network is ready.
 
         Args:
-            model_info: Complete, now that the network is loaded.
-            transform: How images become its inputs.
+            model_info: The complete description of the model.
+            transform: How images become the network's inputs.
         """
         ready = replace(self.last, status="ready", model_info=model_info, transform=transform)
         self._publish(ready)
@@ -205,7 +205,7 @@ def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
     The limit is the deadline for each image, and once more, so that slow models go on.
 
     Args:
-        deadline: Of a request, in seconds.
+        deadline: The deadline of a request, in seconds.
         images: The number of images that are scored in the block.
     """
     limit = min((images + 1) * deadline, MAX_TIMER_SECONDS)
@@ -223,8 +223,8 @@ def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
 def _exit_hung(limit: float, images: int) -> None:
     """Print where the model hangs, and exit."""
     message = (
-        f"the network did not return within {limit:g} s from a batch of {images}; its process ends. "
-        "It hangs here:"
+        f"the network did not return within {limit:g} s from a batch of {images}, so its process "
+        "ends. It hangs here:"
     )
     print(f"qualms: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=STDERR)

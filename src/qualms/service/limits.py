@@ -2,9 +2,9 @@
 
 Written by hand, because the libraries' own limits answer otherwise. uvicorn's `limit_concurrency`
 also counts probes and idle connections, and answers 503 without `Retry-After`. Starlette's
-`max_body_size` and `TrustedHostMiddleware` answer in plain text, and the latter reads one of several
-`Host` headers only. LitServe's `timeout` starts when a request is queued, and its API key guards
-its own routes.
+`max_body_size` (of recent versions) and `TrustedHostMiddleware` answer in plain text, and the
+latter reads only the first of several `Host` headers. LitServe's `timeout` drops queued requests,
+but neither slow uploads nor slow scoring, and its API key guards its own routes.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ class RequestState:
     """What the middleware and the routes know of one request with a body.
 
     Args:
-        received_at: When its headers arrived, by `time.monotonic`.
-        work: What is being decoded or scored for it. This goes on after a 504.
+        received_at: When the headers arrived, by `time.monotonic`.
+        work: The decoding or scoring that runs for the request. It goes on after a 504.
     """
 
     received_at: float
@@ -138,7 +138,7 @@ class LimitsMiddleware:
             return error_response(413, self._too_large())
         waiting = self.count_waiting()
         if scope["method"] == "POST" and waiting >= self.config.waiting:
-            message = f"{waiting} requests are already waiting; retry later."
+            message = f"too many requests are waiting ({waiting}); retry later."
             return error_response(429, message, RETRY_AFTER)
         return None
 
@@ -148,9 +148,9 @@ class LimitsMiddleware:
         """Run a route that reads a body, up to the deadline.
 
         Args:
-            scope: ASGI's; gets the request's state.
-            receive: ASGI's.
-            response: Answers 408 or 504 at the deadline, unless an answer has begun.
+            scope: The ASGI scope, where the request's state is stored.
+            receive: ASGI's function to receive the body.
+            response: Sends the answer; at the deadline 408 or 504, unless another has begun.
         """
         body = _BodyReader(receive, self.config.max_body, self._too_large())
         state = RequestState(time.monotonic())
@@ -188,9 +188,9 @@ class _BodyReader:
     """Receives the body of a request, and counts its bytes.
 
     Args:
-        receive: ASGI's function.
+        receive: ASGI's function to receive the body.
         max_bytes: The most bytes that are read.
-        too_large: The message of the 413 if there are more.
+        too_large: The error message if there are more.
     """
 
     def __init__(self, receive: Receive, max_bytes: int, too_large: str) -> None:
@@ -235,7 +235,7 @@ def _check_hosts(headers: list[tuple[bytes, bytes]]) -> JSONResponse | None:
     browser lets it read the service's answers.
 
     Args:
-        headers: With names in lower case.
+        headers: The request's headers, with names in lower case.
     """
     hosts = {value.partition(b":")[0] for name, value in headers if name == b"host"}
     if hosts <= LOCAL_HOSTS:
@@ -251,9 +251,9 @@ def _check_token(path: str, headers: dict[bytes, bytes], token: str) -> JSONResp
     """Refuse requests without the token, except to public paths.
 
     Args:
-        path: Of the request.
-        headers: With names in lower case.
-        token: The service's own.
+        path: The request's path.
+        headers: The request's headers, with names in lower case.
+        token: The service's token.
     """
     if path in PUBLIC_PATHS:
         return None
@@ -279,6 +279,6 @@ def error_response(
     Args:
         status: 4xx or 5xx.
         message: One sentence: what is wrong, and what to do.
-        headers: Besides those of the content.
+        headers: Additional headers.
     """
     return JSONResponse({"error": message}, status, headers)

@@ -82,7 +82,7 @@ def add_protocol_routes(app: FastAPI, handler: RequestHandler, needs_token: list
     """Add the routes below /v2. The paths hold the model's name, so no other can be requested.
 
     Args:
-        app: To add the routes to.
+        app: The app to add the routes to.
         handler: Decodes and scores the requests.
         needs_token: The dependencies of the routes that need a token, for OpenAPI.
     """
@@ -124,7 +124,7 @@ def _add_health_routes(app: FastAPI, handler: RequestHandler) -> None:
     """Add the probes, which need no token.
 
     Args:
-        app: To add the routes to.
+        app: The app to add the routes to.
         handler: Knows whether the network is ready.
     """
 
@@ -144,7 +144,7 @@ def _describe_model(handler: RequestHandler) -> ModelMetadata:
     """Describe the inputs and outputs, with -1 for the lengths that are free.
 
     Args:
-        handler: Of a network that is ready.
+        handler: The handler of a network that is ready.
     """
     info = handler.startup.model_info
     transform = handler.startup.transform
@@ -167,8 +167,8 @@ async def _infer(request: Request, handler: RequestHandler) -> InferResponse:
     """Answer one inference request.
 
     Args:
-        request: With an `InferRequest` as its body.
-        handler: Decodes and scores it.
+        request: Its body should be an `InferRequest`.
+        handler: Decodes and scores the images.
 
     Raises:
         HTTPException: If the network is not ready, or if the request is invalid.
@@ -193,8 +193,8 @@ def _select_outputs(infer_request: InferRequest, info: ModelInfo) -> list[str]:
     """Return the names of the requested outputs, all by default.
 
     Args:
-        infer_request: With or without names.
-        info: Of the model.
+        infer_request: The request.
+        info: The model's description.
 
     Raises:
         HTTPException: 422 if there is no such output.
@@ -214,9 +214,9 @@ def _output_tensors(results: Results, names: list[str], info: ModelInfo) -> list
     """Turn results into arrays.
 
     Args:
-        results: For each image.
-        names: Of the requested outputs.
-        info: Of the model.
+        results: The results of the images.
+        names: The requested outputs.
+        info: The model's description.
     """
     datatypes = _output_types(info)
     tensors = []
@@ -233,7 +233,7 @@ def _output_types(info: ModelInfo) -> dict[str, str]:
     An output is left out if the service has nothing to put there: names of classes, or a threshold.
 
     Args:
-        info: Of the model.
+        info: The model's description.
     """
     types = {"prediction": "INT64", "confidence": "FP64"}
     for method in info.methods:
@@ -252,7 +252,7 @@ def _output_value(result: dict[str, Any], name: str) -> Any:
 
     Args:
         result: The fields of a `Result`.
-        name: Of the output.
+        name: The output's name.
     """
     if name == "accepted":
         return result["decision"] == "accepted"
@@ -265,7 +265,7 @@ def _parse_infer_request(body: bytes, reader: ImageReader) -> tuple[InferRequest
     """Parse a request and read its images.
 
     Args:
-        body: JSON.
+        body: The request's body.
         reader: Reads the images within the limits.
 
     Raises:
@@ -293,8 +293,8 @@ def _flatten_numbers(data: list[Any], count: int) -> np.ndarray | None:
     the numbers would make it allocate that length for each of them.
 
     Args:
-        data: From the body of a request.
-        count: How many numbers there should be.
+        data: Nested lists of any depth, or a flat one.
+        count: The expected number of numbers.
 
     Returns:
         [count], or None if there are more, fewer, or other things than numbers.

@@ -82,9 +82,9 @@ class RequestHandler:
         """Call a function in a thread of its own, so that other requests are answered meanwhile.
 
         Args:
-            request: Whose state holds the running call, because it goes on after a 504.
+            request: Its state keeps the running call, because that goes on after a 504.
             function: Decodes a body.
-            args: Of the function.
+            args: Arguments of the function.
 
         Raises:
             HTTPException: 413 if memory runs out.
@@ -101,8 +101,8 @@ class RequestHandler:
         """Score the images of a request, in a batch with those of other requests.
 
         Args:
-            request: Whose state holds the running work, because it goes on after a 504.
-            images: At least one.
+            request: Its state keeps the running work, because that goes on after a 504.
+            images: The images, at least one.
             with_layers: Whether the results hold the share of each layer.
 
         Returns:
@@ -133,7 +133,7 @@ class RequestHandler:
         """Read the images of a request to `/v1/score`.
 
         Args:
-            request: With a form or JSON as its body.
+            request: Its body should be a form or JSON.
 
         Returns:
             The ids of the images, and the images.
@@ -167,7 +167,7 @@ async def _read_form(request: Request, max_files: int) -> list[tuple[str, bytes]
     """Read the files of a form.
 
     Args:
-        request: With a form as its body.
+        request: Its body is a form.
         max_files: The most files in a form.
 
     Returns:

@@ -136,7 +136,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Describe the errors of a route, for OpenAPI.
 
     Args:
-        statuses: Of the errors; all by default.
+        statuses: The statuses of the errors; all by default.
 
     Returns:
         The argument `responses` of FastAPI's decorators.
@@ -237,7 +237,7 @@ def _inline_refs(schema: Any, definitions: dict[str, Any]) -> Any:
 
     Args:
         schema: A JSON schema, or a part of one.
-        definitions: The schema's `$defs`, by name.
+        definitions: The `$defs` of the schema, by name.
     """
     if isinstance(schema, list):
         return [_inline_refs(item, definitions) for item in schema]
@@ -253,7 +253,7 @@ def describe_validation_error(error: ValidationError) -> tuple[int, str]:
     """Describe the first mistake in a body.
 
     Args:
-        error: Raised by pydantic.
+        error: The error that pydantic raised.
 
     Returns:
         The status of the answer, 400 or 422, and its message.

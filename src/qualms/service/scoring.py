@@ -58,9 +58,9 @@ class ScoringService:
     """A network, and the scorer of its model.
 
     Args:
-        name: In answers and paths.
-        network: How images become inputs of the model.
-        scorer: With the methods and the threshold.
+        name: The model's name in answers and paths.
+        network: The model, and how images become its inputs.
+        scorer: The scorer of the model, with the methods and the threshold.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ScoringService:
 
     @property
     def model_info(self) -> ModelInfo:
-        """What the service tells about the network."""
+        """The description of the loaded model."""
         info = describe_unloaded(self.name, self.scorer.methods, self.scorer.threshold)
         loaded = {
             "model_hash": fingerprint(self.network.model),
@@ -140,9 +140,9 @@ def describe_unloaded(
     """Describe a model before it is loaded: without weights, classes and tolerance.
 
     Args:
-        name: In answers and paths.
-        methods: By name; the first one decides.
-        threshold: That decides, if there is one.
+        name: The model's name in answers and paths.
+        methods: The methods by name; the first one decides.
+        threshold: The threshold, if there is one.
     """
     first = next(iter(methods.values()))
     info = ModelInfo(
@@ -158,8 +158,9 @@ def describe_unloaded(
     )
     if threshold is None:
         return info
+    is_finite = math.isfinite(threshold.value)  # JSON has no infinity
     decides = {
-        "threshold": threshold.value if math.isfinite(threshold.value) else None,  # JSON has no inf
+        "threshold": threshold.value if is_finite else None,
         "rule": threshold.rule,
         "reference": list(threshold.reference),
     }
@@ -171,9 +172,9 @@ class ScoreRequest:
     """The images of one request.
 
     Args:
-        images: They may differ in size.
+        images: The images, which may differ in size.
         with_layers: Whether the results hold each layer's share of the score.
-        received_at: When the request's headers arrived, by `time.monotonic`.
+        received_at: When the headers arrived, by `time.monotonic`.
     """
 
     images: list[Pixels]
@@ -191,7 +192,8 @@ class ScoreResponse:
         failed: Whether the model raised an unexpected error.
         timed_out: Whether the deadline passed first.
 
-    Without results, and neither failed nor timed out, the network cannot score such images.
+    If there are no results, and it has neither failed nor timed out, the network cannot score such
+    images.
     """
 
     results: list[dict[str, Any]] | None
@@ -211,10 +213,10 @@ def score_requests(
     A request whose deadline has passed is dropped between batches, because nobody waits for it.
 
     Args:
-        service: Scores the images.
-        requests: That arrived together.
-        deadline: Of each request, in seconds since it was received.
-        watch: Returns a context manager to score so many images in.
+        service: The network and its scorer.
+        requests: The requests, in order of arrival.
+        deadline: Seconds from the arrival of a request to its deadline.
+        watch: Maps a number of images to the context manager in which they are scored.
 
     Returns:
         A response to each request.
@@ -232,9 +234,9 @@ class _RequestBatch:
     """Requests that are scored together, and their responses as they are filled in.
 
     Args:
-        service: Scores the images.
-        requests: That arrived together.
-        watch: Returns a context manager to score so many images in.
+        service: The network and its scorer.
+        requests: The requests, in order of arrival.
+        watch: Maps a number of images to the context manager in which they are scored.
     """
 
     def __init__(
@@ -275,7 +277,7 @@ class _RequestBatch:
         If they cannot be scored together, the images of each request are scored on their own.
 
         Args:
-            keys: Of the images.
+            keys: The keys of the images.
         """
         try:
             with self.watch(len(keys)), explain_failure(ModelError):
@@ -290,8 +292,8 @@ class _RequestBatch:
         """Score the images of each request on their own, or log why a single one fails.
 
         Args:
-            keys: Of images that could not be scored together.
-            error: Why not.
+            keys: The keys of images that could not be scored together.
+            error: The error of scoring them together.
         """
         first = keys[0][0]
         if first != keys[-1][0]:
@@ -308,7 +310,7 @@ class _RequestBatch:
         """Score images of one size.
 
         Args:
-            keys: Of the images.
+            keys: The keys of the images.
 
         Returns:
             The fields of a `Result` for each image, without its id.
@@ -328,7 +330,7 @@ def _to_results(scored: Scored) -> list[dict[str, Any]]:
     """Convert scores to JSON.
 
     Args:
-        scored: Images that were scored together.
+        scored: The scores of images of one size.
 
     Returns:
         The fields of a `Result` for each image, without its id and its layers.
@@ -340,9 +342,9 @@ def _to_results(scored: Scored) -> list[dict[str, Any]]:
         decisions = ["accepted" if taken else "abstain" for taken in scored.accepted.tolist()]
         if threshold.reference:
             percentiles = scored.percentile.tolist()
+    names = scored.class_names
     results = []
     for i, prediction in enumerate(scored.prediction.tolist()):
-        names = scored.class_names
         scores = {method: float(values[i]) for method, values in scored.scores.items()}
         result = {
             "prediction": prediction,

@@ -40,7 +40,7 @@ class ScoringServer(LitServer):
 
     Args:
         worker: The process with the model.
-        kwargs: Of LitServe's class.
+        kwargs: Arguments of LitServe's class.
     """
 
     def __init__(self, worker: ScoringWorker, **kwargs: Any) -> None:
@@ -87,12 +87,12 @@ class ScoringServer(LitServer):
         """Listen, and start the process that answers HTTP.
 
         Args:
-            port: Of LitServe's method, as all other arguments.
-            num_uvicorn_servers: One.
-            log_level: Of uvicorn.
-            sockets: Bound already.
-            args: Passed on.
-            kwargs: Passed on.
+            port: The port, for LitServe.
+            num_uvicorn_servers: The number of processes that answer HTTP, one.
+            log_level: The log level of uvicorn.
+            sockets: The bound sockets.
+            args: Further arguments of LitServe.
+            kwargs: Further arguments of LitServe and uvicorn.
         """
         self.sockets = sockets
         for bound in sockets:
@@ -109,7 +109,7 @@ class ScoringServer(LitServer):
         """Wait until the network has scored a first image.
 
         Args:
-            processes: None of them may end meanwhile.
+            processes: The processes that must not end meanwhile.
 
         Raises:
             KeyboardInterrupt: If a signal has arrived.
@@ -157,7 +157,7 @@ def build_server(
     Args:
         load: Loads the network, and chooses its device.
         config: The limits.
-        startup: Where the process with the model reports its progress.
+        startup: Reports the progress of the process with the model.
 
     Returns:
         The server, and the client to score requests with.
@@ -176,15 +176,16 @@ def serve(
     echo: Callable[[str], None],
     steps: int = 3,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM. Accepted requests are answered first, unless Ctrl-C comes twice.
+    """Serve until Ctrl-C or SIGTERM.
 
-    The port is open at once. Until the network is ready, requests are answered 503.
+    Accepted requests are answered before the service stops, unless Ctrl-C is pressed twice. The
+    port is open at once; until the network is ready, requests get 503.
 
     Args:
         load: Loads the network in a process of its own, and scores a first image. It is called with
             a function that reports a step. Must be picklable.
-        model_info: What is known before that.
-        config: Where to listen, and the limits.
+        model_info: The model's description before it is loaded.
+        config: The address, the token and the limits.
         echo: Writes a line to the log. Must be picklable.
         steps: The number of steps of the start: that of the process, and those that `load` reports.
 
@@ -252,7 +253,7 @@ def _ignore_ctrl_c_in(server: ScoringServer) -> Callable[[FastAPI], Any]:
     the two for a Ctrl-C that was pressed twice, and drop the requests it is answering.
 
     Args:
-        server: Whose own lifespan is kept.
+        server: The server, whose own lifespan runs inside.
     """
 
     @asynccontextmanager

@@ -56,7 +56,7 @@ class ImageReader:
 
         Args:
             name: What error messages call it.
-            content: Of the file.
+            content: The bytes of the file.
             max_pixels: The most pixels that are left to the request.
         """
         try:
