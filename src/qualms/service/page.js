@@ -29,13 +29,15 @@
 
   /* An axis that holds most of the reference, the threshold and this image. */
   const makeAxis = (reference, others) => {
-    const at = (share) => reference[Math.round(share * (reference.length - 1))];
-    const low = Math.min(at(0.01), ...others);
-    const high = Math.max(at(0.99), ...others);
-    if (low === high) return { low: low - (Math.abs(low) / 2 || 0.5), high: high + (Math.abs(high) / 2 || 0.5), log: false };
-    const log = at(0.05) > 0 && low > 0 && high > LOG_RATIO * at(0.05);
-    const room = log ? 1 : 0.02 * (high - low);
-    return log ? { low, high: high * 1.1, log } : { low: low - room, high: high + room, log };
+    const quantile = (share) => reference[Math.round(share * (reference.length - 1))];
+    const low = Math.min(quantile(0.01), ...others);
+    const high = Math.max(quantile(0.99), ...others);
+    if (low === high) {
+      return { low: low - (Math.abs(low) / 2 || 0.5), high: high + (Math.abs(high) / 2 || 0.5), log: false };
+    }
+    if (quantile(0.05) > 0 && low > 0 && high > LOG_RATIO * quantile(0.05)) return { low, high: high * 1.1, log: true };
+    const margin = 0.02 * (high - low);
+    return { low: low - margin, high: high + margin, log: false };
   };
 
   const draw = (score) => {
@@ -43,7 +45,8 @@
     byId("drawing").hidden = !reference.length;
     if (!reference.length) return;
     const axis = makeAxis(reference, threshold === null ? [score] : [score, threshold]);
-    const [here, limit] = [100 * place(axis, score), threshold === null ? 0 : 100 * place(axis, threshold)];
+    const here = 100 * place(axis, score);
+    const limit = threshold === null ? 0 : 100 * place(axis, threshold);
     byId("reference").style.setProperty("--at", `${limit}%`);
     byId("histogram").replaceChildren(ridge(reference, axis, 0));
     byId("here").style.left = `${here}%`;
@@ -53,23 +56,40 @@
     byId("axis").replaceChildren(...labeled(axis, "left"));
   };
 
+  const describeDecision = (decision, name) => {
+    if (decision === "accepted") return `Accepted: ${name}`;
+    if (decision === "abstain") return `Abstain. The network would predict ${name}`;
+    return name;
+  };
+
+  const describeScore = (score, percentile, isDecided) => {
+    const parts = [`The score is ${brief(score)}`];
+    if (percentile !== null) parts.push(`${percent(percentile / 100)} of the reference scores are lower`);
+    if (isDecided && info.threshold === null) parts.push("no score is accepted");
+    if (isDecided && info.threshold !== null) parts.push(`scores up to ${brief(info.threshold)} are accepted`);
+    return `${parts.join("; ")}.`;
+  };
+
+  const showDecision = (decision) => {
+    const isAccepted = decision === "accepted";
+    const tile = byId("decision-tile");
+    tile.hidden = decision === null;
+    tile.style.setProperty("--color", isAccepted ? "var(--accepted)" : "var(--flagged)");
+    show("decision", isAccepted ? "accepted" : "abstain", isAccepted ? "accepted-text" : "abstain-text");
+  };
+
   const showResult = (result) => {
+    const { decision, percentile } = result;
     const name = result.class_name ?? `class ${result.prediction}`;
+    const confidence = percent(result.confidence);
     const score = result.scores[info.methods[0]];
-    const accepted = result.decision === "accepted";
-    const lower = result.percentile === null ? "" : `${percent(result.percentile / 100)} of the reference scores are lower`;
-    const limit = info.threshold === null ? "nothing is accepted" : `scores up to ${brief(info.threshold)} are accepted`;
     show("prediction", name);
-    show("confidence", percent(result.confidence));
-    show("decision", accepted ? "accepted" : "abstain", accepted ? "accepted-text" : "abstain-text");
-    byId("decision-tile").hidden = result.decision === null;
-    byId("decision-tile").style.setProperty("--color", accepted ? "var(--accepted)" : "var(--flagged)");
-    show("percentile", result.percentile === null ? "" : percent(result.percentile / 100));
-    byId("percentile").parentElement.hidden = result.percentile === null;
-    byId("drawing-summary").textContent =
-      `The score is ${brief(score)}${lower ? `; ${lower}` : ""}${result.decision === null ? "" : `; ${limit}`}.`;
-    const verdict = { accepted: `Accepted: ${name}`, abstain: `Abstain. The network would predict ${name}` }[result.decision] ?? name;
-    byId("answer").textContent = `${verdict}, at ${percent(result.confidence)} confidence.`;
+    show("confidence", confidence);
+    showDecision(decision);
+    show("percentile", percentile === null ? "" : percent(percentile / 100));
+    byId("percentile").parentElement.hidden = percentile === null;
+    byId("drawing-summary").textContent = describeScore(score, percentile, decision !== null);
+    byId("answer").textContent = `${describeDecision(decision, name)}, at ${confidence} confidence.`;
     draw(score);
     byId("scores").tBodies[0].replaceChildren(
       ...Object.entries(result.scores).map(([method, value]) => {
