@@ -102,7 +102,7 @@ def test_another_process_says_the_same(scorer: Scorer, saved: Path, tmp_path: Pa
 
 
 def test_nothing_is_overwritten(scorer: Scorer, saved: Path) -> None:
-    with pytest.raises(QualmsError, match="is there already"):
+    with pytest.raises(QualmsError, match="already exists"):
         save_model(scorer, saved)
 
 

@@ -1,7 +1,9 @@
-"""A `Scorer` as a model of MLflow: saved with its network, loaded and asked like any other. Needs
-its own extra.
+"""A `Scorer` as an MLflow model: saved with its network, loaded and called like any other.
+
+Needs the extra `mlflow`.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,63 +18,94 @@ from qualms.gradients.input_data import batches
 from qualms.scorer import Scorer
 from qualms.version import __version__
 
-FILE = "scorer.pkl"
+PICKLE_NAME = "scorer.pkl"
 
 
 def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
-    """Write a scorer, its network and its threshold as a model that `mlflow.pyfunc.load_model`
-    reads.
+    """Save a scorer, its network and its threshold as a model for `mlflow.pyfunc.load_model`.
 
-    The loaded model's `predict` takes what the scorer takes, such as an array, or a table of
-    numbers with a row for each input; it returns a pandas table as `Scored.to_pandas` does. Random
-    draws follow an input's numbers, so that a row has the same score wherever it stands. Loading it
-    unpickles it: load what you trust.
+    The loaded model's `predict` takes the same inputs as the scorer, such as an array, or a table
+    of numbers with a row for each input. It returns a pandas table as `Scored.to_pandas` does.
+    Random draws follow the numbers of an input, so a row has the same score at any position.
+    Loading unpickles the scorer: only load models that you trust.
 
     Args:
-        scorer: with all that its methods have; training data goes along.
-        path: a folder that is not there yet.
-        more: further arguments of `mlflow.pyfunc.save_model`, such as `signature` or `code_paths`.
+        scorer: It is pickled with all that its methods hold, such as training data.
+        path: A folder that does not exist yet.
+        more: Further arguments of `mlflow.pyfunc.save_model`, such as `signature` or `code_paths`.
+
+    Raises:
+        QualmsError: If the folder exists, or if the extra is not installed.
     """
-    cloudpickle, pyfunc = _packages()
+    cloudpickle, pyfunc = _import_mlflow()
     if Path(path).exists():
-        raise QualmsError(f"{path} is there already; choose another folder.")
-    needs = [f"qualms[mlflow]=={__version__}", f"torch=={torch.__version__.partition('+')[0]}"]
+        raise QualmsError(f"{path} already exists; choose another folder.")
+    arguments = {"pip_requirements": _requirements(), **more}
     with TemporaryDirectory() as folder:
-        file = Path(folder) / FILE
+        file = Path(folder) / PICKLE_NAME
         file.write_bytes(cloudpickle.dumps(scorer))
-        given = {"pip_requirements": needs, **more}
-        pyfunc.save_model(path=str(path), loader_module=__name__, data_path=str(file), **given)
+        pyfunc.save_model(path=str(path), loader_module=__name__, data_path=str(file), **arguments)
 
 
 class ScorerModel:
-    """What MLflow asks."""
+    """The loaded model, with the method that MLflow calls."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
 
-    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> Any:
-        """A table with a row for each input."""
-        inputs = model_input.to_numpy() if hasattr(model_input, "to_numpy") else model_input
+    def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> Any:
+        """Score some inputs.
+
+        Args:
+            model_input: An array, a pandas table with a row for each input, or anything else that
+                the scorer takes.
+            params: MLflow's; ignored.
+
+        Returns:
+            A pandas table with a row for each input.
+        """
+        inputs = model_input
+        if hasattr(inputs, "to_numpy"):
+            inputs = inputs.to_numpy()
         if not isinstance(inputs, np.ndarray):
             return self.scorer(inputs).to_pandas()
-        # Draws follow an input's numbers as the network gets them, so that its score depends
-        # neither on its row nor on whether it came in 64 bits, as tables do.
-        x = cast(
-            torch.Tensor, next(batches(inputs, self.scorer.model))
-        )  # of one array, one batch of one tensor
-        rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
-        return replace(
-            self.scorer(x, numbers=[number_of(row) for row in rows]), ids=range(len(x))
-        ).to_pandas()
+        # One array is one batch of one tensor.
+        x = cast(torch.Tensor, next(batches(inputs, self.scorer.model)))
+        scored = self.scorer(x, numbers=_row_numbers(x))
+        return replace(scored, ids=range(len(x))).to_pandas()
+
+
+def _row_numbers(x: torch.Tensor) -> list[int]:
+    """Return a number for each row, which its random draws follow.
+
+    It depends on the row in the network's own precision. So a score depends neither on the row's
+    position nor on whether the table held 64 bits.
+
+    Args:
+        x: [n, ...], as the network takes it.
+    """
+    rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
+    return [number_of(row) for row in rows]
 
 
 def _load_pyfunc(path: str) -> ScorerModel:
-    """What `mlflow.pyfunc.load_model` calls, by this name, with the place of the file."""
-    cloudpickle, _ = _packages()
+    """Load a model; `mlflow.pyfunc.load_model` calls this function by its name.
+
+    Args:
+        path: Of the pickled scorer.
+    """
+    cloudpickle, _ = _import_mlflow()
     return ScorerModel(cloudpickle.loads(Path(path).read_bytes()))
 
 
-def _packages() -> tuple[Any, Any]:
+def _requirements() -> list[str]:
+    """Return the packages that a saved model needs, for pip."""
+    torch_version = torch.__version__.partition("+")[0]  # without the build, as in 2.5.1+cpu
+    return [f"qualms[mlflow]=={__version__}", f"torch=={torch_version}"]
+
+
+def _import_mlflow() -> tuple[Any, Any]:
+    """Return the modules cloudpickle and mlflow.pyfunc."""
     try:
         import cloudpickle
         from mlflow import pyfunc

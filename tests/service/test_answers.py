@@ -1,4 +1,4 @@
-"""What is answered is what the scorer says, however the images come."""
+"""The answers are the scorer's, however the images are sent."""
 
 import time
 from dataclasses import replace
@@ -14,7 +14,7 @@ from qualms.data import Images, ImageTransform
 from qualms.models.fingerprint import fingerprint
 from qualms.report.layer_chart import layer_sums
 from qualms.result import Scored
-from qualms.service.scoring import Question, Reply, Served, replies
+from qualms.service.scoring import ScoreRequest, ScoreResponse, ScoringService, score_requests
 from tests.helpers.services import (
     NAMES,
     REGRAD,
@@ -136,7 +136,7 @@ def test_a_photograph_is_fitted_as_the_command_fits_it(tmp_path: Path) -> None:
     assert found["scores"][REGRAD] == pytest.approx(float(want), rel=1e-6)
 
 
-def test_layers_are_told_when_they_are_asked_for() -> None:
+def test_layers_are_returned_on_request() -> None:
     ask = client()
     (plain,) = ask.post("/v1/score", files=upload(2)).json()["results"]
     (layered,) = ask.post("/v1/score?layers=true", files=upload(2)).json()["results"]
@@ -179,19 +179,24 @@ def test_layers_come_from_the_scorers_own_engine() -> None:
     assert shares["sketch"] != pytest.approx(shares["exact"], rel=1e-2)
 
 
-def question(*numbers: int, layers: bool = False) -> Question:
-    return Question([digits().pixels[i].numpy() for i in numbers], layers)
+def score_request(*numbers: int, layers: bool = False) -> ScoreRequest:
+    return ScoreRequest([digits().pixels[i].numpy() for i in numbers], layers)
 
 
-def test_an_image_has_the_same_score_in_whatever_company() -> None:
-    questions = [question(0), question(1, 2, 3), question(0, layers=True), question(3)]
-    together = replies(usual(), questions)
-    for asked, reply in zip(questions, together, strict=True):
-        (alone,) = replies(usual(), [asked])
+def test_an_image_has_the_same_score_in_any_batch() -> None:
+    requests = [
+        score_request(0),
+        score_request(1, 2, 3),
+        score_request(0, layers=True),
+        score_request(3),
+    ]
+    together = score_requests(usual(), requests)
+    for request, response in zip(requests, together, strict=True):
+        (alone,) = score_requests(usual(), [request])
         assert alone.results is not None
-        assert reply.results is not None
-        assert reply.together == 6
-        for one, other in zip(alone.results, reply.results, strict=True):
+        assert response.results is not None
+        assert response.batch_images == 6
+        for one, other in zip(alone.results, response.results, strict=True):
             assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
             assert (one["layers"] is None) == (other["layers"] is None)
     for one, other in (((0, 0), (2, 0)), ((1, 2), (3, 0))):
@@ -207,34 +212,33 @@ def not_a_number_for_black(_: object, x: tuple[torch.Tensor], out: torch.Tensor)
 def test_an_image_that_cannot_be_scored_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     own = served(("entropy",))
     own.network.model[0].register_forward_hook(not_a_number_for_black)
-    black = Question([np.zeros((1, 8, 8), dtype=np.uint8)])
-    good, bad, other = replies(own, [question(0), black, question(1)])
+    black = ScoreRequest([np.zeros((1, 8, 8), dtype=np.uint8)])
+    good, bad, other = score_requests(own, [score_request(0), black, score_request(1)])
     assert good.results is not None
     assert other.results is not None
     assert bad.results is None
     assert "cannot be scored" in caplog.text
     answer = client(own).post("/v1/score", json={"images": [[[0] * 8] * 8]})
     assert answer.status_code == 422
-    assert answer.json()["error"].startswith(
-        "the network cannot score these images of 8 x 8 pixels"
-    )
+    assert answer.json()["error"].startswith("the network cannot score images of 8 x 8 pixels")
 
 
 def test_a_request_that_meets_a_defect_fails_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = Served.score
+    real = ScoringService.score
 
-    def defective(own: Served, some: torch.Tensor) -> Scored:
+    def defective(own: ScoringService, some: torch.Tensor) -> Scored:
         if not some.any(dim=(1, 2, 3)).all():
             raise ZeroDivisionError("a defect with black images")
         return real(own, some)
 
-    monkeypatch.setattr(Served, "score", defective)
-    good, bad, other = replies(
-        usual(), [question(0), Question([np.zeros((1, 8, 8), dtype=np.uint8)]), question(1)]
+    monkeypatch.setattr(ScoringService, "score", defective)
+    good, bad, other = score_requests(
+        usual(),
+        [score_request(0), ScoreRequest([np.zeros((1, 8, 8), dtype=np.uint8)]), score_request(1)],
     )
-    assert (good.broken, bad.broken, other.broken) == (False, True, False)
+    assert (good.failed, bad.failed, other.failed) == (False, True, False)
     assert good.results is not None
     assert other.results is not None
     assert "a defect with black images" in caplog.text
@@ -247,17 +251,17 @@ def test_only_the_part_with_an_image_that_cannot_be_scored_is_scored_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scored: list[int] = []
-    real = Served.score
+    real = ScoringService.score
 
-    def counted(own: Served, some: torch.Tensor) -> Scored:
+    def counted(own: ScoringService, some: torch.Tensor) -> Scored:
         scored.append(len(some))
         if not some.any(dim=(1, 2, 3)).all():
             raise QualmsError("a black image.")
         return real(own, some)
 
-    monkeypatch.setattr(Served, "score", counted)
-    black = Question([np.zeros((1, 8, 8), dtype=np.uint8)] * 20)
-    found = replies(usual(), [*(question(i, i + 1) for i in range(12)), black])
+    monkeypatch.setattr(ScoringService, "score", counted)
+    black = ScoreRequest([np.zeros((1, 8, 8), dtype=np.uint8)] * 20)
+    found = score_requests(usual(), [*(score_request(i, i + 1) for i in range(12)), black])
     assert [reply.results is None for reply in found] == [False] * 12 + [True]
     assert scored == [16, 16, *[2] * 4, 8]  # and nothing of the rest of the black ones
     assert all(len(result["scores"]) == 2 for reply in found[:12] for result in reply.results or [])
@@ -265,18 +269,21 @@ def test_only_the_part_with_an_image_that_cannot_be_scored_is_scored_again(
 
 def test_a_request_is_given_up_once_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[int] = []
-    real = Served.score
+    real = ScoringService.score
 
-    def slow(own: Served, some: torch.Tensor) -> Scored:
+    def slow(own: ScoringService, some: torch.Tensor) -> Scored:
         scored.append(len(some))
         time.sleep(0.6)
         return real(own, some)
 
-    monkeypatch.setattr(Served, "score", slow)
+    monkeypatch.setattr(ScoringService, "score", slow)
     now = time.monotonic()
-    old, new = replace(question(*range(30)), came=now - 59.5), replace(question(40, 41), came=now)
-    given_up, good = replies(usual(), [old, new], deadline=60.0)
-    assert given_up == Reply(None, late=True)
+    old, new = (
+        replace(score_request(*range(30)), received_at=now - 59.5),
+        replace(score_request(40, 41), received_at=now),
+    )
+    given_up, good = score_requests(usual(), [old, new], deadline=60.0)
+    assert given_up == ScoreResponse(None, timed_out=True)
     assert good.results is not None
     assert len(good.results) == 2
     assert scored == [16, 2]
@@ -284,9 +291,9 @@ def test_a_request_is_given_up_once_its_time_is_over(monkeypatch: pytest.MonkeyP
 
 def test_images_of_several_sizes_share_a_request() -> None:
     small, large = np.full((1, 8, 8), 200, dtype=np.uint8), np.full((1, 9, 9), 200, dtype=np.uint8)
-    (reply,) = replies(usual(), [Question([small, large, small])])
-    assert reply.results is not None
-    scores = [r["scores"]["entropy"] for r in reply.results]
+    (response,) = score_requests(usual(), [ScoreRequest([small, large, small])])
+    assert response.results is not None
+    scores = [r["scores"]["entropy"] for r in response.results]
     assert scores[0] == pytest.approx(scores[2], rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""One connection, byte by byte: what is counted, who is answered, and when it ends."""
+"""One connection, byte by byte: what is counted, what is answered, and when it ends."""
 
 import asyncio
 import threading
@@ -9,8 +9,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from qualms.service.connection import HEAD, connections
-from qualms.service.watchdog import ended_if_hung
+from qualms.service.connection import MAX_HEAD_BYTES, connection_factory
+from qualms.service.lifecycle import exit_if_hung
 from tests.helpers.services import run_async
 
 pytestmark = pytest.mark.serve
@@ -65,7 +65,10 @@ def after(
     async def all_of_it() -> Wire:
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_keep_alive=0.2)
         state = ServerState()
-        wire, one = Wire(), connections(deadline)(config=config, server_state=state, app_state={})
+        wire, one = (
+            Wire(),
+            connection_factory(deadline)(config=config, server_state=state, app_state={}),
+        )
         one.connection_made(wire)
         for read in reads:
             if isinstance(read, float):
@@ -93,25 +96,27 @@ def cut(data: bytes, size: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    "size", [1000, HEAD, 2**18], ids=["small reads", "middling reads", "one read"]
+    "size", [1000, MAX_HEAD_BYTES, 2**18], ids=["small reads", "middling reads", "one read"]
 )
 @pytest.mark.parametrize(("beyond", "status"), [(0, 200), (1, 431), (2**17, 431)])
 def test_how_large_a_head_may_be_does_not_depend_on_how_it_arrives(
     size: int, beyond: int, status: int
 ) -> None:
-    one = GET + b"X: " + b"y" * (HEAD - FULL + beyond) + b"\r\n\r\n"
+    one = GET + b"X: " + b"y" * (MAX_HEAD_BYTES - FULL + beyond) + b"\r\n\r\n"
     long = (
         b"GET /"
-        + b"y" * (HEAD - len(b"GET / HTTP/1.1\r\nA: b\r\n\r\n") + beyond)
+        + b"y" * (MAX_HEAD_BYTES - len(b"GET / HTTP/1.1\r\nA: b\r\n\r\n") + beyond)
         + b" HTTP/1.1\r\nA: b\r\n\r\n"
     )
     for head in (one, long):
-        assert len(head) == HEAD + beyond
+        assert len(head) == MAX_HEAD_BYTES + beyond
         assert after(*cut(head, size)).statuses == [status]
 
 
 @pytest.mark.parametrize(
-    "trailers", [b"X: y\r\n" * HEAD, b"X: " + b"y" * 4 * HEAD], ids=["many", "one long"]
+    "trailers",
+    [b"X: y\r\n" * MAX_HEAD_BYTES, b"X: " + b"y" * 4 * MAX_HEAD_BYTES],
+    ids=["many", "one long"],
 )
 def test_what_follows_a_body_in_chunks_is_counted_too(trailers: bytes) -> None:
     wire = after(CHUNKED, *cut(b"1\r\na\r\n0\r\n" + trailers, 5000), answers=never)
@@ -130,15 +135,15 @@ def test_a_large_body_and_the_next_head_in_one_read_are_no_large_head() -> None:
 @pytest.mark.parametrize(
     "second",
     [
-        GET + b"X: " + b"y" * 2 * HEAD,
-        GET + b"X: " + b"y" * 2 * HEAD + b"\r\n\r\n",
+        GET + b"X: " + b"y" * 2 * MAX_HEAD_BYTES,
+        GET + b"X: " + b"y" * 2 * MAX_HEAD_BYTES + b"\r\n\r\n",
         b"\x00\r\n",
         GET + b"\x00",
     ],
 )
 def test_a_refusal_is_never_read_as_the_answer_to_an_earlier_request(second: bytes) -> None:
     for reads in (
-        [GET + b"\r\n" + second, *[b"y" * HEAD] * 2],
+        [GET + b"\r\n" + second, *[b"y" * MAX_HEAD_BYTES] * 2],
         [GET + b"\r\n", *cut(second, 5000)],
     ):
         wire = after(*reads, answers=never)
@@ -178,7 +183,7 @@ def test_neither_empty_lines_nor_a_body_that_nobody_reads_keep_an_idle_connectio
 @pytest.mark.parametrize("deadline", [1e9, 1e300])
 def test_a_deadline_of_any_length_can_be_waited_for(deadline: float) -> None:
     before = threading.active_count()
-    with ended_if_hung(deadline, 16):
+    with exit_if_hung(deadline, 16):
         assert threading.active_count() == before + 1
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):

@@ -27,7 +27,7 @@ ORDERLY = (
 )  # served; stopped as it loaded; as it was imported; before its first line
 
 
-def open_shard_folder(folder: Path, name: str) -> Running:
+def start_service(folder: Path, name: str) -> Running:
     return Running("--methods", REGRAD, log=folder / name)
 
 
@@ -41,7 +41,7 @@ def answer(service: Running) -> object:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, object]:
     """How long a service that is let alone takes to start, and what it answers."""
     began = time.monotonic()
-    service = open_shard_folder(tmp_path_factory.mktemp("service"), "whole")
+    service = start_service(tmp_path_factory.mktemp("service"), "whole")
     try:
         service.wait_until_ready()
         ready, found = time.monotonic() - began, answer(service)
@@ -61,7 +61,7 @@ def test_a_service_that_is_ended_takes_all_its_processes_along(
     ready, want = whole
     draw, wrong, served = random.Random(0), [], 0
     for i in range(MOMENTS):
-        service, began = open_shard_folder(tmp_path, f"log{i}"), time.monotonic()
+        service, began = start_service(tmp_path, f"log{i}"), time.monotonic()
         try:
             if i % 2:  # every second one is let come up
                 service.wait_until_ready()

@@ -1,6 +1,4 @@
-"""Who may ask, and how much: every limit holds, and whatever is refused is refused in one sentence
-of JSON.
-"""
+"""The token and the limits: each holds, and each refusal is one sentence of JSON."""
 
 import asyncio
 import hmac
@@ -16,9 +14,9 @@ from PIL import Image, ImageFile
 
 from qualms import QualmsError
 from qualms.data import ImageTransform
-from qualms.service.scoring import Question, Reply
-from qualms.service.settings import Settings
-from qualms.service.uploads import Intake
+from qualms.service.config import ServiceConfig
+from qualms.service.scoring import ScoreRequest, ScoreResponse
+from qualms.service.uploads import ImageReader
 from tests.helpers.servers import OPEN, bomb
 from tests.helpers.services import TOKEN, client, pixels, png, refused, run_async, upload, usual
 
@@ -51,7 +49,7 @@ CLOSED = (
         "Bearer é",
     ],
 )
-def test_whatever_is_not_open_needs_the_token(path: str, header: str | None) -> None:
+def test_paths_that_are_not_public_need_the_token(path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
     answer = client(token=TOKEN).get(path, headers=headers)
     refused(answer, 401, "the token is missing or wrong")
@@ -82,8 +80,8 @@ def test_probes_and_pages_need_no_token_and_hold_no_scores(path: str) -> None:
     about = client().get("/v1/model").json()
     assert not any(str(score) in answer.text for score in [about["threshold"], *about["reference"]])
     assert "seven" not in answer.text
-    told = {about[name] for name in ("model_hash", "rule") if about[name] in answer.text}
-    assert told == (
+    shown = {about[name] for name in ("model_hash", "rule") if about[name] in answer.text}
+    assert shown == (
         {about["model_hash"], about["rule"]} if path == "/" else set()
     )  # as the docs say
 
@@ -98,19 +96,19 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_other_addresses_than_the_loopback_need_a_token(host: str) -> None:
-    with pytest.raises(QualmsError, match="would be open to everybody"):
-        Settings(host=host)
-    assert Settings(host=host, token=TOKEN).host == host
-    assert Settings().host == "127.0.0.1"
+    with pytest.raises(QualmsError, match="could use the service"):
+        ServiceConfig(host=host)
+    assert ServiceConfig(host=host, token=TOKEN).host == host
+    assert ServiceConfig().host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/model", "/v1/score"])
 def test_a_page_elsewhere_cannot_take_the_services_place_in_a_browser(path: str) -> None:
-    """By a name of its own that it points to this machine; with a token it is told apart by that."""
+    """DNS rebinding: a page whose name points to this machine. With a token, it lacks that."""
     other = {"Host": "evil.example:8000"}
     open_, guarded = client(), client(token=TOKEN)
     ask = open_.post if path == "/v1/score" else open_.get
-    refused(ask(path, headers=other), 403, "only 127.0.0.1 and localhost are answered")
+    refused(ask(path, headers=other), 403, "127.0.0.1 and localhost are answered")
     assert ask(path, headers={"Host": "localhost:8000"}).status_code in (200, 415)
     assert (
         guarded.get("/v1/model", headers={**other, "Authorization": f"Bearer {TOKEN}"}).status_code
@@ -122,12 +120,12 @@ def test_a_page_elsewhere_cannot_take_the_services_place_in_a_browser(path: str)
     "token", ["", "short", "sixteen spaces  and more", "ключ-ключ-ключ-ключ", "x" * 20 + "\n"]
 )
 def test_a_token_that_protects_nothing_is_refused(token: str) -> None:
-    with pytest.raises(QualmsError, match="the token in QUALMS_TOKEN is no good"):
-        Settings(token=token)
+    with pytest.raises(QualmsError, match="the token in QUALMS_TOKEN is invalid"):
+        ServiceConfig(token=token)
 
 
 def test_a_token_is_not_shown_with_the_settings() -> None:
-    assert TOKEN not in repr(Settings(token=TOKEN))
+    assert TOKEN not in repr(ServiceConfig(token=TOKEN))
 
 
 # How large.
@@ -138,7 +136,7 @@ def test_a_token_is_not_shown_with_the_settings() -> None:
     [
         *(
             (name, value)
-            for name in ("batch", "waiting", "body", "images", "pixels")
+            for name in ("batch", "waiting", "max_body", "max_images", "max_pixels")
             for value in (0, -1)
         ),
         *(("deadline", value) for value in (0.0, -1.0, float("nan"), float("inf"))),
@@ -147,9 +145,9 @@ def test_a_token_is_not_shown_with_the_settings() -> None:
 def test_a_limit_that_limits_nothing_is_refused(name: str, value: float) -> None:
     with pytest.raises(
         QualmsError,
-        match=f"the limit '{name}' of the service is {value}; it must be a number above 0",
+        match=f"limit '{name}' is {value}",
     ):
-        Settings(**{name: value})
+        ServiceConfig(**{name: value})
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ def raw(
 
 
 def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
-    answer = raw(client(body=1000, deadline=5.0).app, b"{", content_length="1001")
+    answer = raw(client(max_body=1000, deadline=5.0).app, b"{", content_length="1001")
     assert answer.status == 413
     assert "1,000 bytes" in answer.error
     assert answer.read == 0
@@ -212,7 +210,7 @@ def test_a_body_of_no_stated_length_is_cut_off(path: str, kind: str) -> None:
         100
     )
     answer = raw(
-        client(body=1000, deadline=5.0).app,
+        client(max_body=1000, deadline=5.0).app,
         head,
         *[b"x" * 100] * 1000,
         path=path,
@@ -228,7 +226,7 @@ def test_a_body_of_no_stated_length_is_cut_off(path: str, kind: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/score", "/v2/models/digits/infer"])
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
-def test_who_goes_away_during_the_upload_is_no_error(
+def test_a_client_that_leaves_during_the_upload_is_no_error(
     path: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ask = client()
@@ -255,7 +253,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(
 
 
 def test_the_limit_on_pixels_is_for_all_images_together() -> None:
-    ask = client(pixels=3 * 64)
+    ask = client(max_pixels=3 * 64)
     assert ask.post("/v1/score", files=upload(0, 1, 2)).status_code == 200
     refused(ask.post("/v1/score", files=upload(0, 1, 2, 3)), 413, "more than 192 pixels")
     arrays = [pixels(i).tolist() for i in range(4)]
@@ -296,7 +294,7 @@ def test_an_image_that_is_long_and_thin_is_not_made_large(monkeypatch: pytest.Mo
 
 
 def test_the_number_of_images_is_limited() -> None:
-    ask = client(images=2)
+    ask = client(max_images=2)
     for count, status in ((2, 200), (3, 413), (9, 413)):
         assert ask.post("/v1/score", files=upload(*range(count))).status_code == status
         arrays = [pixels(0).tolist()] * count
@@ -309,13 +307,13 @@ def test_the_number_of_images_is_limited() -> None:
 
 
 class Slow:
-    """Answers when it is told to."""
+    """Responds once `go` is set."""
 
     def __init__(self) -> None:
-        self.asked, self.go = 0, threading.Event()
+        self.requests, self.go = 0, threading.Event()
 
-    async def __call__(self, question: Question) -> Reply:
-        self.asked += 1
+    async def __call__(self, request: ScoreRequest) -> ScoreResponse:
+        self.requests += 1
         while not self.go.is_set():
             await asyncio.sleep(0.01)
         result = {
@@ -325,10 +323,12 @@ class Slow:
             "scores": {},
             "percentile": None,
         }
-        return Reply([{**result, "decision": None, "layers": None}] * len(question.images), 1)
+        return ScoreResponse(
+            [{**result, "decision": None, "layers": None}] * len(request.images), 1
+        )
 
 
-def test_one_request_too_many_is_told_to_come_back() -> None:
+def test_one_request_too_many_is_answered_429() -> None:
     slow = Slow()
     with client(ask=slow, waiting=3) as ask:
         found: list[int] = []
@@ -341,10 +341,10 @@ def test_one_request_too_many_is_told_to_come_back() -> None:
         for thread in threads:
             thread.start()
         until = time.monotonic() + 30
-        while slow.asked < 3 and time.monotonic() < until:
+        while slow.requests < 3 and time.monotonic() < until:
             time.sleep(0.01)
         answer = ask.post("/v1/score", files=upload(0))
-        refused(answer, 429, "3 requests are waiting already")
+        refused(answer, 429, "too many requests are waiting (3)")
         assert int(answer.headers["retry-after"]) >= 1
         assert ask.get("/healthz").status_code == 200  # probes are answered all the same
         assert "qualms_waiting 3.0" in ask.get("/metrics").text
@@ -359,17 +359,17 @@ def test_one_request_too_many_is_told_to_come_back() -> None:
 def test_scores_that_do_not_come_in_time_are_not_waited_for() -> None:
     with client(ask=Slow(), deadline=0.2) as ask:
         began = time.monotonic()
-        refused(ask.post("/v1/score", files=upload(0)), 504, "did not come within 0.2 s")
+        refused(ask.post("/v1/score", files=upload(0)), 504, "were not ready within 0.2 s")
         assert time.monotonic() - began < 5
 
 
 def test_a_request_keeps_its_place_until_nothing_is_scored_for_it() -> None:
     slow = Slow()
     with client(ask=slow, deadline=0.5, waiting=1) as ask:
-        refused(ask.post("/v1/score", files=upload(0)), 504, "did not come within 0.5 s")
+        refused(ask.post("/v1/score", files=upload(0)), 504, "were not ready within 0.5 s")
         assert "qualms_waiting 1.0" in ask.get("/metrics").text
-        refused(ask.post("/v1/score", files=upload(0)), 429, "1 requests are waiting already")
-        assert slow.asked == 1
+        refused(ask.post("/v1/score", files=upload(0)), 429, "too many requests are waiting (1)")
+        assert slow.requests == 1
         slow.go.set()
         until = time.monotonic() + 30
         while "qualms_waiting 1.0" in ask.get("/metrics").text and time.monotonic() < until:
@@ -378,27 +378,29 @@ def test_a_request_keeps_its_place_until_nothing_is_scored_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "status", "words"),
+    ("response", "status", "words"),
     [
-        (Reply(None, late=True), 504, "waited too long to be scored"),
-        (Reply(None, broken=True), 500, "could not be scored"),
-        (Reply(None), 422, "cannot score these images of 8 x 8 pixels"),
+        (ScoreResponse(None, timed_out=True), 504, "waited too long to be scored"),
+        (ScoreResponse(None, failed=True), 500, "could not be scored"),
+        (ScoreResponse(None), 422, "cannot score images of 8 x 8 pixels"),
     ],
 )
-def test_why_there_are_no_scores_is_told(reply: Reply, status: int, words: str) -> None:
-    async def none(_: Question) -> Reply:
-        return reply
+def test_the_answer_tells_why_there_are_no_scores(
+    response: ScoreResponse, status: int, words: str
+) -> None:
+    async def none(_: ScoreRequest) -> ScoreResponse:
+        return response
 
     refused(client(ask=none).post("/v1/score", files=upload(0)), status, words)
 
 
 def test_an_image_that_is_still_decoded_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    go, real = threading.Event(), Intake.of_files
-    monkeypatch.setattr(Intake, "of_files", lambda *given: go.wait(30) and real(*given))
+    go, real = threading.Event(), ImageReader.read_files
+    monkeypatch.setattr(ImageReader, "read_files", lambda *given: go.wait(30) and real(*given))
     with client(deadline=3.0, waiting=1) as ask:
-        refused(ask.post("/v1/score", files=upload(0)), 504, "did not come within 3 s")
+        refused(ask.post("/v1/score", files=upload(0)), 504, "were not ready within 3 s")
         assert "qualms_waiting 1.0" in ask.get("/metrics").text
-        refused(ask.post("/v1/score", files=upload(0)), 429, "1 requests are waiting already")
+        refused(ask.post("/v1/score", files=upload(0)), 429, "too many requests are waiting (1)")
         go.set()
         until = time.monotonic() + 30
         while "qualms_waiting 1.0" in ask.get("/metrics").text and time.monotonic() < until:
@@ -407,15 +409,15 @@ def test_an_image_that_is_still_decoded_keeps_its_place(monkeypatch: pytest.Monk
 
 
 def test_images_are_decoded_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LitServe waits for its replies in those of asyncio."""
+    """LitServe waits for its responses in those of asyncio."""
     used: list[str] = []
-    real = Intake.of_numbers
+    real = ImageReader.read_arrays
 
     def seen(*given: Any) -> Any:
         used.append(threading.current_thread().name)
         return real(*given)
 
-    monkeypatch.setattr(Intake, "of_numbers", seen)
+    monkeypatch.setattr(ImageReader, "read_arrays", seen)
     tensor = {"name": "images", "shape": [1, 8, 8], "datatype": "UINT8", "data": pixels(0).tolist()}
     ask = client()
     assert ask.post("/v1/score", json={"images": [pixels(0).tolist()]}).status_code == 200

@@ -27,7 +27,7 @@ def test_the_outputs_are_what_the_other_route_answers() -> None:
     found = columns(answer)
     assert answer.json()["id"] == "mine"
     assert answer.json()["model_name"] == NAME
-    assert answer.json()["model_version"] == usual().about.model_hash
+    assert answer.json()["model_version"] == usual().model_info.model_hash
     for key in ("prediction", "class_name", "percentile"):
         assert found[key] == [r[key] for r in want]
     assert found["confidence"] == pytest.approx([r["confidence"] for r in want], rel=1e-6)
@@ -50,7 +50,7 @@ def test_numbers_may_be_flat_with_a_channel_axis_or_from_0_to_1() -> None:
         assert found["score_entropy"] == pytest.approx(want["score_entropy"], rel=1e-6)
 
 
-def test_only_the_outputs_that_are_asked_for_come() -> None:
+def test_only_the_requested_outputs_are_returned() -> None:
     body = {
         **tensor([pixels(0).tolist()], [1, 8, 8]),
         "outputs": [{"name": "accepted"}, {"name": "prediction"}],
@@ -96,7 +96,7 @@ def test_data_of_something_else_never_reaches_numpy(
     """It would make room for the longest text at each of the places."""
     ask = client()
     monkeypatch.setattr(
-        "qualms.service.protocol.np.asarray", lambda *_: pytest.fail("numpy was asked")
+        "qualms.service.protocol.np.asarray", lambda *_: pytest.fail("numpy was called")
     )
     for data in ([0] * 63 + [odd], [odd] + [0] * 63, [[[0] * 8] * 8, odd], [0] * 65, [[0] * 65]):
         answer = ask.post(f"{PATH}/infer", json=tensor(data, [1, 8, 8]))
@@ -138,6 +138,6 @@ def test_the_network_says_what_it_takes_and_gives() -> None:
 @pytest.mark.parametrize(
     "path", ["/v2/models/other", "/v2/models/other/ready", "/v2/models/other/infer"]
 )
-def test_no_other_network_can_be_asked_for(path: str) -> None:
+def test_no_other_network_can_be_requested(path: str) -> None:
     verb = "POST" if path.endswith("infer") else "GET"
     assert client().request(verb, path, json={} if verb == "POST" else None).status_code == 404

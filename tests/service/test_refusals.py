@@ -1,6 +1,4 @@
-"""What comes in and is no image, or no question: refused in one sentence, and nothing of it is
-opened or loaded.
-"""
+"""Invalid requests: refused in one sentence, and nothing of them is opened or loaded."""
 
 import json
 import pickle
@@ -12,9 +10,9 @@ import pytest
 from PIL import Image, ImageFile
 from pydantic import ValidationError
 
-from qualms.service.requests import Arrays, InferRequest, problem
-from qualms.service.scoring import Question, Reply
-from qualms.service.uploads import Intake
+from qualms.service.schemas import ImageArrays, InferRequest, describe_validation_error
+from qualms.service.scoring import ScoreRequest, ScoreResponse
+from qualms.service.uploads import ImageReader
 from tests.helpers.services import client, pixels, png, refused, upload
 
 pytestmark = pytest.mark.serve
@@ -94,22 +92,22 @@ def test_a_name_in_a_request_is_never_opened(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (b"{", 400, "the body is not JSON"),
-        (b"[" * 100_000, 400, "the body is not JSON"),
-        (b"[]", 422, "the body is not as it should be"),
-        (b"{}", 422, "images is not as it should be"),
-        (b'{"images": []}', 422, "images is not as it should be"),
-        (b'{"images": [[[0, "1"]]]}', 422, "images.0.0.1 is not as it should be"),
-        (b'{"images": [[[true]]]}', 422, "images.0.0.0 is not as it should be"),
-        (b'{"images": [[[NaN]]]}', 422, "images.0.0.0 is not as it should be"),
-        (b'{"images": [[[1e999]]]}', 422, "images.0.0.0 is not as it should be"),
-        (b'{"images": [[[256]]]}', 422, "images.0.0.0 is not as it should be"),
+        (b"{", 400, "the body is not valid JSON"),
+        (b"[" * 100_000, 400, "the body is not valid JSON"),
+        (b"[]", 422, "the body is invalid"),
+        (b"{}", 422, "images is invalid"),
+        (b'{"images": []}', 422, "images is invalid"),
+        (b'{"images": [[[0, "1"]]]}', 422, "images.0.0.1 is invalid"),
+        (b'{"images": [[[true]]]}', 422, "images.0.0.0 is invalid"),
+        (b'{"images": [[[NaN]]]}', 422, "images.0.0.0 is invalid"),
+        (b'{"images": [[[1e999]]]}', 422, "images.0.0.0 is invalid"),
+        (b'{"images": [[[256]]]}', 422, "images.0.0.0 is invalid"),
         (b'{"images": [[[0.5]]]}', 422, "image 0 has fractions, but white is 255"),
         (b'{"images": [[[2]]], "white": 1}', 422, "image 0 has numbers outside 0 to 1"),
-        (b'{"images": [[[0, 1], [0]]]}', 422, "image 0 is not a table of numbers"),
+        (b'{"images": [[[0, 1], [0]]]}', 422, "image 0 is not an array of numbers"),
         (b'{"images": [[[[0, 1]]]]}', 422, "image 0 has 2 channels"),
-        (b'{"images": [[[0]]], "white": 100}', 422, "white is not as it should be"),
-        (b'{"images": [[[0]]], "extra": 1}', 422, "extra is not as it should be"),
+        (b'{"images": [[[0]]], "white": 100}', 422, "white is invalid"),
+        (b'{"images": [[[0]]], "extra": 1}', 422, "extra is invalid"),
     ],
 )
 def test_numbers_that_are_no_image_are_refused(body: bytes, status: int, words: str) -> None:
@@ -135,33 +133,33 @@ def test_forms_that_hold_something_else_are_refused() -> None:
     refused(
         ask.post("/v1/score", content=b"x", headers={"content-type": "multipart/form-data"}),
         400,
-        "form cannot be read",
+        "form cannot be parsed",
     )
     form = {"content-type": "multipart/form-data; boundary=b"}
-    refused(ask.post("/v1/score", content=b"--b--\r\n", headers=form), 422, "holds no image")
+    refused(ask.post("/v1/score", content=b"--b--\r\n", headers=form), 422, "has no images")
     refused(ask.post("/v1/score", content=b""), 415, "multipart/form-data")
 
 
-def test_what_nobody_foresaw_is_told_without_its_trace_and_counted(
+def test_an_unexpected_error_is_counted_and_answered_without_its_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def broken(_: Question) -> Reply:
+    async def broken(_: ScoreRequest) -> ScoreResponse:
         raise RuntimeError("a secret at /home/somebody/model.py")
 
     ask = client(ask=broken)
-    refused(ask.post("/v1/score", files=upload(0)), 500, "something went wrong")
+    refused(ask.post("/v1/score", files=upload(0)), 500, "unexpected error")
     assert "a secret" in caplog.text
     assert 'qualms_requests_total{route="/v1/score",status="500"} 1.0' in ask.get("/metrics").text
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/v2/models/digits/infer"])
-def test_memory_that_runs_out_is_told_without_a_trace(
+def test_memory_that_runs_out_is_answered_without_a_traceback(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def too_much(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Intake, "of_numbers", too_much)
+    monkeypatch.setattr(ImageReader, "read_arrays", too_much)
     tensor = {"name": "images", "shape": [1, 1, 1], "datatype": "UINT8", "data": [0]}
     body = {"inputs": [tensor]} if "infer" in path else {"images": [[[0]]]}
     refused(client().post(path, json=body), 413, "more memory than there is")
@@ -181,24 +179,22 @@ def test_memory_that_runs_out_as_a_file_is_decoded_is_not_the_files_fault(
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (Arrays, {"images": [[["x"] * 50_000]]}),
-        (Arrays, {"images": [[["x"]] * 50_000]}),
-        (Arrays, {"images": [[["x"]]] * 50_000}),
+        (ImageArrays, {"images": [[["x"] * 50_000]]}),
+        (ImageArrays, {"images": [[["x"]] * 50_000]}),
+        (ImageArrays, {"images": [[["x"]]] * 50_000}),
         (InferRequest, {"inputs": [{"shape": ["x"] * 50_000}]}),
         (InferRequest, {"inputs": [{}] * 50_000}),
         (InferRequest, {"outputs": [{}] * 50_000}),
     ],
 )
-def test_the_first_of_many_mistakes_is_told_and_the_others_are_not_looked_for(
-    kind: Any, body: dict[str, Any]
-) -> None:
+def test_only_the_first_of_many_mistakes_is_looked_for(kind: Any, body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as found:
         kind.model_validate_json(json.dumps(body))
     assert found.value.error_count() <= 102  # as many outputs can be wrong as may be named
-    assert problem(found.value)[0] == 422
+    assert describe_validation_error(found.value)[0] == 422
 
 
-def test_many_unknown_fields_are_told_in_one_sentence() -> None:
+def test_many_unknown_fields_are_one_sentence() -> None:
     body = {"images": [[[0]]]} | {f"unknown {i}": 0 for i in range(50_000)}
     refused(client().post("/v1/score", json=body), 422, "the body has 50,000 mistakes")
 
@@ -209,7 +205,7 @@ def test_an_error_repeats_no_more_than_a_few_words(length: int) -> None:
     tensor = {"name": "images", "shape": [1, 8, 8], "datatype": "UINT8", "data": pixels(0).tolist()}
     wrong = {"inputs": [tensor], "outputs": [{"name": name}]}
     for answer, words in (
-        (ask.post("/v1/score", json={"images": [[[0]]], name: 0}), " is not as it should be"),
+        (ask.post("/v1/score", json={"images": [[[0]]], name: 0}), " is invalid"),
         (
             ask.post("/v1/score", files=[("images", (name, b"not an image"))]),
             " is truncated or not an image",
@@ -223,14 +219,12 @@ def test_an_error_repeats_no_more_than_a_few_words(length: int) -> None:
 def test_more_outputs_than_there_can_be_are_refused() -> None:
     tensor = {"name": "images", "shape": [1, 8, 8], "datatype": "UINT8", "data": pixels(0).tolist()}
     body = {"inputs": [tensor], "outputs": [{"name": "prediction"}] * 101}
-    refused(
-        client().post("/v2/models/digits/infer", json=body), 422, "outputs is not as it should be"
-    )
+    refused(client().post("/v2/models/digits/infer", json=body), 422, "outputs is invalid")
 
 
-def test_addresses_that_are_not_there_are_told_in_json() -> None:
-    refused(client().get("/nothing"), 404, "nothing at this address")
+def test_unknown_paths_are_answered_in_json() -> None:
+    refused(client().get("/nothing"), 404, "nothing at this path")
     answer = client().get("/v1/score")
-    refused(answer, 405, "does not take this HTTP method")
+    refused(answer, 405, "does not support the HTTP method")
     assert answer.headers["allow"] == "POST"
     assert json.loads(answer.text)

@@ -1,5 +1,5 @@
-"""The command itself, on the loopback address: batches, the token, and a stop that leaves nobody
-waiting.
+"""The command itself, on the loopback address: batches, the token, and a stop that answers all
+accepted requests.
 """
 
 import json
@@ -84,7 +84,7 @@ def test_it_listens_to_this_machine_alone(service: Running) -> None:
     assert heard == {"127.0.0.1"}
 
 
-def test_it_rests_while_nothing_is_asked(service: Running) -> None:
+def test_it_is_idle_without_requests(service: Running) -> None:
     def used() -> float:
         return sum(sum(p.cpu_times()[:2]) for p in service.family())
 
@@ -94,7 +94,7 @@ def test_it_rests_while_nothing_is_asked(service: Running) -> None:
     assert used() - before < 0.6  # a process that polls takes as much in a second
 
 
-def test_a_client_that_goes_away_takes_nobody_with_it(service: Running) -> None:
+def test_a_client_that_leaves_does_not_affect_others(service: Running) -> None:
     body = json.dumps(image(0)).encode()
     kind = "Content-Type: application/json"
     head = f"POST /v1/score HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -188,15 +188,15 @@ def test_a_dead_process_ends_the_service_with_a_sentence(start: Start) -> None:
 
 DEAD = """
 import os, sys
-from qualms.service.serve import serve
-from qualms.service.settings import Settings
+from qualms.service.server import serve
+from qualms.service.config import ServiceConfig
 from tests.helpers.services import usual
 
 def make(begin):
     os._exit(9)
 
 if __name__ == "__main__":
-    serve(make, usual().about, Settings(port=int(sys.argv[1])), print)
+    serve(make, usual().model_info, ServiceConfig(port=int(sys.argv[1])), print)
 """
 
 
@@ -209,10 +209,10 @@ def test_a_process_that_dies_as_it_loads_is_not_waited_for(tmp_path: Path) -> No
     command = [sys.executable, str(tmp_path / "dead.py"), port]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
-    assert "QualmsError: the process with the network ended as it loaded it" in done.stderr
+    assert "QualmsError: the process with the network ended while loading it" in done.stderr
 
 
-def test_what_cannot_be_served_is_told_in_a_sentence(
+def test_an_invalid_setup_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.delenv("QUALMS_TOKEN", raising=False)
@@ -224,11 +224,11 @@ def test_what_cannot_be_served_is_told_in_a_sentence(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         for words, message in (
-            (["--host", "0.0.0.0"], "would be open to everybody who reaches 0.0.0.0"),
+            (["--host", "0.0.0.0"], "can reach 0.0.0.0 could use the service"),
             (["--host", "10.0.0.1"], "cannot listen on '10.0.0.1'"),
-            (["--port", "80"], "use one from 1024"),
-            (["--waiting", "0"], "the limit 'waiting' of the service is 0"),
-            (["--deadline", "nan"], "the limit 'deadline' of the service is nan"),
+            (["--port", "80"], "choose one from 1024"),
+            (["--waiting", "0"], "limit 'waiting' is 0"),
+            (["--deadline", "nan"], "limit 'deadline' is nan"),
             (["--max-body", "inf"], "--max-body is inf"),
             (
                 ["--threshold", str(tmp_path / "t.json")],
@@ -239,11 +239,11 @@ def test_what_cannot_be_served_is_told_in_a_sentence(
             (["--size", "5"], "the model does not accept"),
             (
                 ["--size", "8", "--model", f"{HERE}:stubborn", "--classes", "3"],
-                "--classes says 3 classes",
+                "3 classes",
             ),
             (
                 ["--size", "8", "--model", f"{HERE}:stubborn", "--classes", "a,b"],
-                "--classes says 2 classes",
+                "2 classes",
             ),
         ):
             assert run(monkeypatch, "serve", *net, *words) == 1

@@ -1,6 +1,4 @@
-"""While the network is loaded the service listens, says how far it is, and ends at once when it is
-told to.
-"""
+"""While the network is loaded, the service listens, reports its progress, and stops at once."""
 
 import os
 import re
@@ -12,8 +10,8 @@ import pytest
 
 from qualms import Scorer
 from qualms.errors import QualmsError
-from qualms.service.scoring import Served
-from qualms.service.startup import Failure, RemoteTraceback, Startup
+from qualms.service.lifecycle import Failure, RemoteTraceback, Startup
+from qualms.service.scoring import ScoringService
 from tests.helpers.servers import HERE, PATIENCE, Running, image, not_ended, port_is_free
 from tests.helpers.services import (
     BUSY,
@@ -49,12 +47,12 @@ def test_probes_say_how_far_the_start_is() -> None:
     second = ask.get("/readyz").json()
     assert (second["step"], second["step_number"], second["steps"]) == ("loading digits", 2, 3)
     assert ask.get("/healthz").status_code == ask.get("/v2/health/live").status_code == 200
-    start.finish(usual().about, usual().network.transform)
+    start.finish(usual().model_info, usual().network.transform)
     assert ask.get("/readyz").json() == {"status": "ready"}
     assert ask.post("/v1/score", files=upload(0)).status_code == 200
 
 
-def test_until_the_network_is_ready_nobody_is_made_to_wait() -> None:
+def test_until_the_network_is_ready_requests_are_refused_at_once() -> None:
     start = starting()
     start.begin("loading digits")
     ask = client(startup=start)
@@ -71,7 +69,7 @@ def test_until_the_network_is_ready_nobody_is_made_to_wait() -> None:
     assert "is warming up" in ask.get("/").text
 
 
-def test_a_start_that_failed_is_told_without_its_details() -> None:
+def test_a_failed_start_is_reported_without_its_details() -> None:
     start = starting()
     start.begin("loading digits")
     start.fail(QualmsError("there is no file /secret/folder/digits.pt."))
@@ -86,19 +84,19 @@ def test_a_start_that_failed_is_told_without_its_details() -> None:
     refused(
         ask.post("/v1/score", files=upload(0)),
         503,
-        "could not be loaded; the service's log has the details",
+        "could not be loaded; see the service's log",
     )
 
 
 def test_a_network_that_hangs_is_not_ready() -> None:
     ask = client(hangs=lambda: True)
     assert ask.get("/readyz").json()["status"] == "hangs"
-    refused(ask.post("/v1/score", files=upload(0)), 503, "the network hangs")
+    refused(ask.post("/v1/score", files=upload(0)), 503, "the network does not respond")
 
 
 def test_what_is_served_says_its_tolerance() -> None:
     net = network()
-    own = Served(NAME, net, Scorer(net.model, "regrad+layers", tolerance=0.1))
+    own = ScoringService(NAME, net, Scorer(net.model, "regrad+layers", tolerance=0.1))
     assert client(own).get("/v1/model").json()["tolerance"] == 0.1
 
 
@@ -119,7 +117,7 @@ def test_a_failure_in_the_other_process_is_raised_in_this_one(
 
 def test_the_log_says_each_step_with_its_seconds() -> None:
     lines: list[str] = []
-    start = Startup(usual().about, 3, lines.append)
+    start = Startup(usual().model_info, 3, lines.append)
     start.begin("loading digits")
     start.begin("scoring a first image")
     assert [re.sub(r"^\d+\.\d s", "T", line) for line in lines] == [
@@ -201,7 +199,7 @@ def test_a_stop_ends_a_start_at_once(tmp_path: Path, factory: str, number: signa
         service.stop()
 
 
-def test_a_stop_is_heeded_while_the_process_with_the_network_is_at_its_imports(
+def test_a_stop_works_while_the_process_with_the_network_is_importing(
     tmp_path: Path,
 ) -> None:
     service = Running("--methods", "entropy", log=tmp_path / "log")

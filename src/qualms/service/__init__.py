@@ -1,1 +1,1 @@
-"""Images in over HTTP, scores and decisions out: one network, one scorer, batches across requests."""
+"""A network behind HTTP: images in, predictions, scores and decisions out."""

@@ -1,251 +1,285 @@
-"""The routes: a request is checked and decoded here, asked at the desk, and answered."""
+"""The routes of the service, and its two pages.
 
-import asyncio
+    /v1/…                        scores, and the model's information
+    /v2/…                        the same in the open inference protocol (protocol.py)
+    /healthz, /readyz, /metrics  for probes and Prometheus
+    /, /docs, /openapi.json      for people, and for programs that generate clients
+
+A request passes `LimitsMiddleware` first. A route then decodes and scores it by `RequestHandler`.
+"""
+
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import cache
+from importlib.resources import files
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Query, Request, Response, Security
+import jinja2
+from fastapi import FastAPI, Query, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import ValidationError
-from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from qualms import report
 from qualms.errors import QualmsError
-from qualms.service.answers import PROBLEMS, About, Answer, NotReady, Result
-from qualms.service.decoding import Decoding, visit_of
-from qualms.service.limits import LimitsMiddleware, problem_answer
+from qualms.service.config import ServiceConfig
+from qualms.service.lifecycle import Startup
+from qualms.service.limits import LimitsMiddleware, error_response, request_state
 from qualms.service.metrics import Metrics
-from qualms.service.protocol import add_protocol
-from qualms.service.requests import Arrays, kind_of, problem, score_body
-from qualms.service.scoring import Question, Reply
-from qualms.service.settings import Settings
-from qualms.service.startup import Startup
-from qualms.service.upload_page import docs_page, front_page
-from qualms.service.uploads import Intake, Pixels
+from qualms.service.protocol import add_protocol_routes
+from qualms.service.requests import RETRY_AFTER, RequestHandler, ScoreFn
+from qualms.service.schemas import (
+    FORMATS,
+    Answer,
+    ModelInfo,
+    NotReady,
+    Result,
+    describe_validation_error,
+    error_responses,
+    score_body_schema,
+)
 from qualms.version import __version__
 
-Ask = Callable[[Question], Awaitable[Reply]]
-RETRY = {
-    "Retry-After": "5"
-}  # seconds; a start takes some, or minutes, and a network that hangs is ended
-FIELDS = 8  # of a form, beside its files; none is read
-PLAIN = {  # where the router has no sentence
-    404: "there is nothing at this address; /docs lists what there is.",
-    405: "this address does not take this HTTP method; /docs lists those it takes.",
+DESCRIPTION = "How uncertain a network is about an image, and whether to trust its prediction."
+PROMETHEUS_TEXT = "text/plain; version=0.0.4"
+ROUTER_MESSAGES = {  # in place of Starlette's own
+    404: "there is nothing at this path; see /docs for the routes.",
+    405: "this path does not support the HTTP method; see /docs for the routes.",
 }
 log = logging.getLogger(__name__)
 
 
 def add_service(
-    app: FastAPI, startup: Startup, settings: Settings, ask: Ask, hangs: Callable[[], bool]
+    app: FastAPI,
+    startup: Startup,
+    config: ServiceConfig,
+    score: ScoreFn,
+    is_hung: Callable[[], bool],
 ) -> None:
-    """Everything that the service answers to.
+    """Add all routes, the middleware and the error handlers to an app.
 
     Args:
-        app: to which the routes are added.
-        startup: what is served, and how far it is from being ready.
-        settings: the limits.
-        ask: sends a question to the process with the model.
-        hangs: whether that process does not come back from what it was asked.
+        app: An app without routes.
+        startup: The model's information, and how far the start is.
+        config: The token and the limits.
+        score: Sends a request to the process with the model.
+        is_hung: Whether that process does not respond any more.
     """
-    metrics, decode = Metrics(), Decoding()
-    app.title, app.version = f"qualms: {startup.about.model}", __version__
-    app.description = (
-        "How far an image is beyond what a network knows, and whether to trust its prediction."
-    )
-    app.router.redirect_slashes = False  # to an address with the name by which the client calls us
-    app.add_middleware(LimitsMiddleware, settings=settings, metrics=metrics)
-    _add_problems(app)
-    token = (
-        [] if settings.token is None else [Security(HTTPBearer(auto_error=False))]
-    )  # for OpenAPI; `LimitsMiddleware` checks it
-
-    def require_ready() -> None:
-        progress = startup.progress()
-        if progress.status != "ready":
-            raise HTTPException(503, progress.sentence, RETRY)
-        if hangs():
-            raise HTTPException(503, "the network hangs; try again in a few seconds.", RETRY)
-
-    def intake() -> Intake:
-        require_ready()  # else it is not known how images become inputs
-        return Intake(startup.fit, settings)
-
-    async def answered(
-        request: Request, images: list[Pixels], layers: bool
-    ) -> list[dict[str, object]]:
-        visit = visit_of(request)
-        # It goes on if nobody waits any more, so the door is told of it.
-        visit.work = asyncio.ensure_future(ask(Question(images, layers, visit.came)))
-        reply: Reply = await asyncio.shield(visit.work)
-        if reply.late:
-            raise HTTPException(504, "the request waited too long to be scored; try again later.")
-        if reply.broken:
-            raise HTTPException(
-                500, "the images could not be scored; the service's log has the details."
-            )
-        if reply.results is None:
-            sizes = ", ".join(sorted({f"{image.shape[2]} x {image.shape[1]}" for image in images}))
-            raise HTTPException(
-                422, f"the network cannot score these images of {sizes} pixels; try another size."
-            )
-        metrics.scored(reply.results, reply.together)
-        return reply.results
-
-    @app.post(
-        "/v1/score",
-        responses=PROBLEMS,
-        openapi_extra={"requestBody": score_body(settings.images)},
-        dependencies=token,
-    )
-    async def score(
-        request: Request,
-        layers: Annotated[
-            bool, Query(description="Say which layers the score comes from.")
-        ] = False,
-    ) -> Answer:
-        """Score one image or several, as files or as numbers."""
-        names, images = await _images(request, intake(), decode)
-        found = await answered(request, images, layers)
-        about = startup.about
-        return Answer(
-            model=about.model,
-            model_hash=about.model_hash,
-            method=about.methods[0],
-            threshold=about.threshold,
-            seconds=round(time.monotonic() - visit_of(request).came, 6),
-            results=[
-                Result.model_validate({"id": name, **r})
-                for name, r in zip(names, found, strict=True)
-            ],
-        )
-
-    @app.get("/v1/model", responses={401: PROBLEMS[401], 503: PROBLEMS[503]}, dependencies=token)
-    async def model() -> About:
-        """What is served: the network, the methods, the threshold and the scores that it was set
-        on.
-        """
-        require_ready()
-        return startup.about
-
-    not_yet = {"model": NotReady, "description": "The network is not ready: how far the start is."}
-
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """Whether the service runs."""
-        return {"status": "ok"}
-
-    @app.get("/readyz", response_model=dict[str, str], responses={503: not_yet})
-    async def readyz() -> Response:
-        """Whether the network is loaded, and answers."""
-        progress = startup.progress()
-        if progress.status == "ready" and not hangs():
-            return JSONResponse({"status": "ready"})
-        return JSONResponse(progress.not_ready().model_dump(), 503, RETRY)
-
-    plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-    text: dict[int | str, dict[str, Any]] = {200: plain, 401: PROBLEMS[401]}
-
-    @app.get("/metrics", responses=text, response_class=Response, dependencies=token)
-    async def counts() -> Response:
-        """What is counted, for Prometheus."""
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
-
-    add_protocol(app, startup, intake, decode, answered, require_ready, token)
-
-    @cache
-    def front(ready: bool) -> str:
-        return front_page(startup.about, token=settings.token is not None, ready=ready)
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
-        return HTMLResponse(front(startup.progress().status == "ready"))
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(docs_page(app.openapi()))
-
+    metrics = Metrics()
+    handler = RequestHandler(startup, config, metrics, score, is_hung)
+    app.title = f"qualms: {startup.model_info.model}"
+    app.version = __version__
+    app.description = DESCRIPTION
+    # A redirect would go to whatever name the client used for this service.
+    app.router.redirect_slashes = False
+    app.add_middleware(LimitsMiddleware, config=config, metrics=metrics)
+    needs_token = []
+    if config.token is not None:
+        # For OpenAPI only: `LimitsMiddleware` checks the token.
+        needs_token = [Security(HTTPBearer(auto_error=False))]
+    _add_error_handlers(app)
+    _add_score_routes(app, handler, needs_token)
+    _add_monitoring_routes(app, handler, needs_token)
+    add_protocol_routes(app, handler, needs_token)
+    _add_pages(app, startup, has_token=config.token is not None)
     for route in app.routes:
         if isinstance(route, APIRoute):
             route.response_description = "The answer."
     app.add_api_route("/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False)
 
 
-async def _images(
-    request: Request, intake: Intake, decode: Decoding
-) -> tuple[list[str], list[Pixels]]:
-    """The images of a request, by name."""
-    kind = kind_of(request)
-    if kind == "application/json":
-        images = await decode(request, _of_json, await request.body(), intake)
-        return [str(i) for i in range(len(images))], images
-    if kind != "multipart/form-data":
-        raise HTTPException(
-            415, "the body's type is not known; send multipart/form-data or application/json."
+def _add_score_routes(app: FastAPI, handler: RequestHandler, needs_token: list[Any]) -> None:
+    """Add the routes below /v1.
+
+    Args:
+        app: The app to add the routes to.
+        handler: Decodes and scores the requests.
+        needs_token: The dependencies of the routes that need a token, for OpenAPI.
+    """
+    score_body = score_body_schema(handler.config.max_images)
+
+    @app.post(
+        "/v1/score",
+        responses=error_responses(),
+        openapi_extra={"requestBody": score_body},
+        dependencies=needs_token,
+    )
+    async def score(
+        request: Request,
+        layers: Annotated[bool, Query(description="Add each layer's share of the score.")] = False,
+    ) -> Answer:
+        """Score one or more images, sent as files or as numbers."""
+        names, images = await handler.read_images(request)
+        scored = await handler.score(request, images, layers)
+        results = []
+        for name, fields in zip(names, scored, strict=True):
+            results.append(Result.model_validate({"id": name, **fields}))
+        info = handler.startup.model_info
+        seconds = time.monotonic() - request_state(request.scope).received_at
+        return Answer(
+            model=info.model,
+            model_hash=info.model_hash,
+            method=info.methods[0],
+            threshold=info.threshold,
+            seconds=round(seconds, 6),
+            results=results,
         )
-    files = await _files(request, intake)
-    return [name for name, _ in files], await decode(request, intake.of_files, files)
+
+    @app.get("/v1/model", responses=error_responses(401, 503), dependencies=needs_token)
+    async def model() -> ModelInfo:
+        """Describe the network, the methods, the threshold and its reference scores."""
+        handler.require_ready()
+        return handler.startup.model_info
 
 
-async def _files(request: Request, intake: Intake) -> list[tuple[str, bytes]]:
-    """The files of a form, by name."""
-    most = intake.settings.images
-    try:
-        async with request.form(max_files=most, max_fields=FIELDS) as form:
-            parts = [
-                (key, part) for key, part in form.multi_items() if isinstance(part, UploadFile)
-            ]
-            if len(parts) < len(form.multi_items()) or any(key != "images" for key, _ in parts):
-                raise HTTPException(
-                    422, "the form has parts that are not files named `images`; leave them out."
-                )
-            return [
-                (part.filename or f"image {i}", await part.read())
-                for i, (_, part) in enumerate(parts)
-            ]
-    except StarletteHTTPException as error:
-        if error.status_code == 400 and "Too many files" in error.detail:
-            raise HTTPException(
-                413, f"the request holds more than {most} images; send fewer."
-            ) from None
-        if error.status_code == 400:
-            raise HTTPException(
-                400, "the form cannot be read; send multipart/form-data with its boundary."
-            ) from None
-        raise
+def _add_monitoring_routes(app: FastAPI, handler: RequestHandler, needs_token: list[Any]) -> None:
+    """Add the probes and the metrics.
+
+    Args:
+        app: The app to add the routes to.
+        handler: Knows whether the network is ready.
+        needs_token: The dependencies of the routes that need a token, for OpenAPI.
+    """
+    not_ready = {
+        "model": NotReady,
+        "description": "The network is not ready; how far the start is.",
+    }
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """Check that the service runs."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", response_model=dict[str, str], responses={503: not_ready})
+    async def readyz() -> Response:
+        """Check that the network is loaded and responds."""
+        if handler.is_ready():
+            return JSONResponse({"status": "ready"})
+        body = handler.startup.progress().describe_not_ready().model_dump()
+        return JSONResponse(body, 503, RETRY_AFTER)
+
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    responses = error_responses(401)
+    responses[200] = text
+
+    @app.get("/metrics", responses=responses, response_class=Response, dependencies=needs_token)
+    async def metrics() -> Response:
+        """Return the metrics for Prometheus."""
+        return Response(handler.metrics.render(), media_type=PROMETHEUS_TEXT)
 
 
-def _of_json(body: bytes, intake: Intake) -> list[Pixels]:
-    found = Arrays.model_validate_json(body)
-    return intake.of_numbers(found.images, found.white)
+def _add_pages(app: FastAPI, startup: Startup, has_token: bool) -> None:
+    """Add the page to try an image on, and the list of the routes.
+
+    Both are HTML without external resources. They need no token: the first one asks for it.
+
+    Args:
+        app: The app to add the routes to.
+        startup: The model's information, and whether it is complete.
+        has_token: Whether the routes need a token.
+    """
+
+    @cache
+    def upload_page(is_ready: bool) -> str:
+        return render_upload_page(startup.model_info, has_token, is_ready)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(upload_page(startup.progress().status == "ready"))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(render_docs_page(app.openapi()))
 
 
-def _add_problems(app: FastAPI) -> None:
-    """Every error is one sentence in JSON; `LimitsMiddleware` has one for what nobody foresaw."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Answer each expected error with one sentence of JSON.
+
+    `LimitsMiddleware` answers unexpected ones.
+
+    Args:
+        app: The app to add the handlers to.
+    """
 
     @app.exception_handler(StarletteHTTPException)
-    async def http(_: Request, error: StarletteHTTPException) -> Response:
-        words = PLAIN.get(error.status_code, str(error.detail))
-        return problem_answer(error.status_code, words, dict(error.headers or {}))
+    async def answer_http_error(_: Request, error: StarletteHTTPException) -> Response:
+        """Errors that the routes or the router raise."""
+        message = ROUTER_MESSAGES.get(error.status_code, str(error.detail))
+        return error_response(error.status_code, message, dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
-    async def request_invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]  # of the address: bodies are read by the routes
-        return problem_answer(422, f"{first['loc'][-1]} is not as it should be: {first['msg']}.")
+    async def answer_invalid_query(_: Request, error: RequestValidationError) -> Response:
+        """Mistakes in the query string, which FastAPI parses; the routes parse the bodies."""
+        first = error.errors()[0]
+        return error_response(422, f"{first['loc'][-1]} is invalid: {first['msg']}.")
 
     @app.exception_handler(ValidationError)
-    async def invalid(_: Request, error: ValidationError) -> Response:
-        return problem_answer(*problem(error))
+    async def answer_invalid_body(_: Request, error: ValidationError) -> Response:
+        """Mistakes in a body."""
+        status, message = describe_validation_error(error)
+        return error_response(status, message)
 
     @app.exception_handler(QualmsError)
-    async def ours(_: Request, error: QualmsError) -> Response:
-        log.warning("a request cannot be answered: %s", error)
-        return problem_answer(
-            422, "these images cannot be scored; the service's log has the details."
-        )
+    async def answer_qualms_error(_: Request, error: QualmsError) -> Response:
+        """Images that cannot become inputs; the message goes to the log, as it may name files."""
+        log.warning("a request could not be answered: %s", error)
+        return error_response(422, "the images cannot be scored; see the service's log.")
+
+
+def render_upload_page(info: ModelInfo, has_token: bool, is_ready: bool) -> str:
+    """Render the page where one drops an image and sees the decision.
+
+    The page requests scores from the routes, with the token that the user enters. While the network
+    is not ready, it shows the progress of the start.
+
+    Args:
+        info: The model's description.
+        has_token: Whether the routes need a token.
+        is_ready: Whether the network is ready.
+    """
+    scripts = [_read_report_asset("page.values.js"), _read_report_asset("page.charts.js")]
+    scripts.append(_read_asset("page.js"))
+    return _render(
+        "page.html.jinja",
+        title=f"{info.model}: score an image",
+        info=info,
+        has_token=has_token,
+        is_ready=is_ready,
+        js="".join(scripts),
+    )
+
+
+def render_docs_page(schema: dict[str, Any]) -> str:
+    """Render the list of the routes.
+
+    Args:
+        schema: The OpenAPI schema of the app.
+    """
+    return _render("docs.html.jinja", title=schema["info"]["title"], schema=schema)
+
+
+def _render(template: str, **values: Any) -> str:
+    """Render a template with the report's style.
+
+    Args:
+        template: The name of a file in this folder.
+        values: The values of the template's variables.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    css = _read_report_asset("page.css")
+    page = environment.from_string(_read_asset(template))
+    return page.render(css=css, version=__version__, formats=", ".join(FORMATS), **values)
+
+
+def _read_asset(name: str) -> str:
+    return (files(__package__) / name).read_text("utf-8")
+
+
+def _read_report_asset(name: str) -> str:
+    return (files(report) / name).read_text("utf-8")

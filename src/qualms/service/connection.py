@@ -1,5 +1,9 @@
-"""One connection: how large a request's head may be, and how long a client may take to send a
-request.
+"""One HTTP connection: limits on the head of a request, and on the time to send a request.
+
+Written by hand, because uvicorn has no limits on what has not fully arrived. Its
+`timeout_keep_alive` ends at the first byte of the next request, an empty line included. Its
+`h11_max_incomplete_event_size` exists for the slower h11 parser only, misses a large head that
+arrives in one read, and answers 400 in plain text.
 """
 
 import asyncio
@@ -11,140 +15,196 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD = (
-    2**16
-)  # bytes of a request's first line and headers, and of the trailers after a body in chunks
-TOO_LARGE = f"the request's headers have more than {HEAD:,} bytes; send fewer or shorter ones."
+MAX_HEAD_BYTES = 2**16  # of the request line and the headers, or of a chunked body's trailers
+TOO_LARGE = (
+    f"the request's headers have more than {MAX_HEAD_BYTES:,} bytes; send fewer or shorter ones."
+)
+INVALID = "this is not a valid request of HTTP/1.1; check its first line, headers and length."
+SEPARATOR = b": \r\n"  # the bytes of a header besides its name and value
+REQUEST_LINE = b"  HTTP/1.1\r\n\r\n"  # the bytes of a head besides method, address and headers
 
 
-class Connection(HttpToolsProtocol):
-    """uvicorn's, which would wait for ever for the rest of a request, and hold whatever headers
-    come meanwhile.
+class LimitedConnection(HttpToolsProtocol):
+    """uvicorn's connection, with limits on the head of a request and on the time to send it.
 
-    A client has the deadline for a request's head. It has as long again for a body: the door
-    answers at the deadline, and a body that was refused is read on, so that the client comes to
-    read why.
+    A client has the deadline to send a request's head, and as long again for its body. The
+    middleware answers at the deadline, and a refused body is read on, so that the client comes to
+    read the answer.
+
+    A request consists of parts: its head, the pieces of its body, and its end. The parser reports
+    each part that has ended. What arrives in between is counted apart, because a line that never
+    ends is in no header yet.
+
+    Args:
+        args: Positional arguments of uvicorn's class.
+        deadline: Seconds for the head of a request.
+        kwargs: Keyword arguments of uvicorn's class.
+
+    Attributes:
+        is_in_head: Whether a request has begun, and its headers have not ended.
+        head_bytes: The length of the parsed lines of the head, or of the trailers.
+        unparsed_bytes: The number of bytes received since the last part ended.
+        parts_ended: The number of parts that have ended.
+        timeout: When the client loses the connection, or gets 408 in the middle of a head.
     """
 
-    def __init__(self, *given: Any, deadline: float, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(self, *args: Any, deadline: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.deadline = deadline
-        self.in_head = False  # a request has begun, and its headers have not ended
-        self.fields = 0  # bytes of what has been read whole of its head
-        self.unread = (
-            0  # bytes that came since a part of a request ended: a line without end is in no field
-        )
-        self.ended = 0  # such parts so far
-        self.patience: asyncio.TimerHandle | None = None
+        self.is_in_head = False
+        self.head_bytes = 0
+        self.unparsed_bytes = 0
+        self.parts_ended = 0
+        self.timeout: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:
-        """A client is there, and may begin."""
+    # Called by asyncio.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time for the first request."""
         super().connection_made(transport)
-        self._wait(self.deadline)
+        self._set_timeout(self.deadline)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
-        self._wait(None)
+        """Cancel the timeout."""
+        self._set_timeout(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes came."""
-        ended = self.ended
+        """Parse some bytes, and count those that end no part of a request."""
+        parts_before = self.parts_ended
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self.ended == ended:  # or some of them are of another part
-            self.unread += len(data)
-        if self.unread > HEAD:
+        if self.parts_ended == parts_before:
+            self.unparsed_bytes += len(data)
+        if self.unparsed_bytes > MAX_HEAD_BYTES:
             self._refuse(431, TOO_LARGE)
-        elif self.patience is None and self.cycle is not None and self.cycle.response_complete:
-            # uvicorn waits no longer for the next request once anything came, be it an empty line.
-            self._wait(self.timeout_keep_alive)
+        elif self.timeout is None and self._is_idle():
+            # uvicorn has just ended its own timeout.
+            self._set_timeout(self.timeout_keep_alive)
+
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start the time for a request's head."""
         super().on_message_begin()
-        self.in_head, self.fields, self.unread = True, 0, 0
-        self._wait(self.deadline)
+        self.is_in_head = True
+        self.head_bytes = 0
+        self.unparsed_bytes = 0
+        self._set_timeout(self.deadline)
 
     def on_url(self, url: bytes) -> None:
-        """Some of its address is read."""
-        self._count(len(url))
+        """Count a piece of the address."""
+        self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of its headers is read, or one of the trailers."""
-        self._count(len(name) + len(value) + len(": \r\n"))
+        """Count a header, or a trailer."""
+        self._count_head(len(name) + len(value) + len(SEPARATOR))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Its head is read."""
-        self._count(len(self.parser.get_method()) + len("  HTTP/1.1\r\n\r\n"))
-        self.in_head = False
+        """Start the time for the body."""
+        self._count_head(len(self.parser.get_method()) + len(REQUEST_LINE))
+        self.is_in_head = False
         self._end_part()
-        self._wait(2 * self.deadline)
+        self._set_timeout(2 * self.deadline)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Some of its body is read, which the door counts."""
+        """Pass on a piece of the body, whose bytes the middleware counts."""
         self._end_part()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """All of it is read."""
+        """Cancel the timeout, now that all of the request has arrived."""
         self._end_part()
-        self._wait(None)
+        self._set_timeout(None)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Something came that is no request, or too large a one; uvicorn has logged it."""
-        if self.fields > HEAD:
+        """Refuse what the parser rejects, as one sentence of JSON; uvicorn has logged it."""
+        if self.head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, TOO_LARGE)
         else:
-            self._refuse(
-                400,
-                "this is not a request of HTTP/1.1; check its first line, its headers and its length.",
-            )
+            self._refuse(400, INVALID)
 
-    def _count(self, size: int) -> None:
-        self.fields += size
-        if self.fields > HEAD:
-            raise ValueError(TOO_LARGE)  # stops the parser, and uvicorn calls `send_400_response`
+    def _count_head(self, size: int) -> None:
+        """Count bytes of the head, and stop the parser if they are too many.
+
+        Raises:
+            ValueError: The parser turns it into its own error, and uvicorn then calls
+                `send_400_response`.
+        """
+        self.head_bytes += size
+        if self.head_bytes > MAX_HEAD_BYTES:
+            raise ValueError(TOO_LARGE)
 
     def _end_part(self) -> None:
-        self.ended += 1
-        self.unread = 0
+        self.parts_ended += 1
+        self.unparsed_bytes = 0
 
-    def _wait(self, seconds: float | None) -> None:
-        if self.patience is not None:
-            self.patience.cancel()
-        self.patience = None if seconds is None else self.loop.call_later(seconds, self._give_up)
+    def _is_idle(self) -> bool:
+        """Whether the last request was answered, and no other has begun."""
+        return self.cycle is not None and self.cycle.response_complete
 
-    def _give_up(self) -> None:
-        if self.in_head:
-            self._refuse(
-                408, f"the headers did not arrive within {self.deadline:g} s; send less, or faster."
-            )
+    def _set_timeout(self, seconds: float | None) -> None:
+        """Replace the timeout.
+
+        Args:
+            seconds: The time from now. None for no timeout.
+        """
+        if self.timeout is not None:
+            self.timeout.cancel()
+            self.timeout = None
+        if seconds is not None:
+            self.timeout = self.loop.call_later(seconds, self._time_out)
+
+    def _time_out(self) -> None:
+        """Close the connection; a client in the middle of a head gets 408."""
+        if self.is_in_head:
+            limit = f"{self.deadline:g} s"
+            self._refuse(408, f"the headers did not arrive within {limit}; send less, or faster.")
         else:
             self.transport.close()
 
-    def _refuse(self, status: int, words: str) -> None:
-        if self._is_next():
-            body = json.dumps({"error": words}).encode()
-            line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
-            fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
-            self.transport.write(f"{line}\r\n{fields}\r\n\r\n".encode() + body)
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer with one sentence, if the client can read it, and close the connection.
+
+        Args:
+            status: The HTTP status.
+            message: One sentence: what is wrong, and what to do.
+        """
+        if self._can_answer():
+            body = json.dumps({"error": message}).encode()
+            lines = [
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+                "content-type: application/json",
+                f"content-length: {len(body)}",
+                "connection: close",
+            ]
+            head = "\r\n".join(lines).encode()
+            self.transport.write(head + b"\r\n\r\n" + body)
         self.transport.close()
 
-    def _is_next(self) -> bool:
-        """Whether what is written now answers the request that is being read, and no earlier one."""
+    def _can_answer(self) -> bool:
+        """Whether the client would take an answer for that to its current request.
+
+        Otherwise it would take it for the answer to an earlier request, or it has an answer
+        already.
+        """
         if self.cycle is None:
             return True
-        if self.cycle.scope is self.scope and self.cycle.more_body:  # it is in its body
+        is_in_body = self.cycle.scope is self.scope and self.cycle.more_body
+        if is_in_body:
             return not self.cycle.response_started and not self.pipeline
         return self.cycle.response_complete
 
 
-def connections(deadline: float) -> Callable[..., Connection]:
-    """What uvicorn makes of each connection."""
-    return partial(Connection, deadline=deadline)
+def connection_factory(deadline: float) -> Callable[..., LimitedConnection]:
+    """Return what uvicorn calls for each connection.
+
+    Args:
+        deadline: Seconds for the head of a request.
+    """
+    return partial(LimitedConnection, deadline=deadline)

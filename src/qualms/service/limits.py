@@ -1,5 +1,10 @@
-"""What every request passes before its body is read: the token, the limits, the deadline; and what
-is counted of it.
+"""What every request passes before its body is read: the token, the limits and the deadline.
+
+Written by hand, because the libraries' own limits answer otherwise. uvicorn's `limit_concurrency`
+also counts probes and idle connections, and answers 503 without `Retry-After`. Starlette's
+`max_body_size` (of recent versions) and `TrustedHostMiddleware` answer in plain text, and the
+latter reads only the first of several `Host` headers. LitServe's `timeout` drops queued requests,
+but neither slow uploads nor slow scoring, and its API key guards its own routes.
 """
 
 import asyncio
@@ -8,154 +13,272 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from qualms.service.decoding import VISIT, RequestState
+from qualms.service.config import ServiceConfig
 from qualms.service.metrics import Metrics
-from qualms.service.settings import Settings
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Probes of a cluster carry no token, and neither does a browser that opens a page. These tell what
-# is served, by which method and rule, but no class, score or threshold.
-OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
-LOCAL = (
-    b"",
-    b"127.0.0.1",
-    b"localhost",
-)  # names of this machine; programs need not say one, browsers do
-RETRY_AFTER = 1  # seconds; when a place will be free is not known, and to ask again costs little
+# A cluster's probes send no token, and neither does a browser that opens a page. These paths tell
+# the model's name, the method and the threshold's rule, but no class, score or threshold.
+PUBLIC_PATHS = frozenset(
+    {
+        "/",
+        "/docs",
+        "/openapi.json",
+        "/healthz",
+        "/readyz",
+        "/v2/health/live",
+        "/v2/health/ready",
+    }
+)
+LOCAL_HOSTS = frozenset({b"", b"127.0.0.1", b"localhost"})  # programs may omit it, browsers do not
+RETRY_AFTER = {"Retry-After": "1"}  # seconds: the wait is unknown, and a retry is cheap
+STATE_KEY = "qualms.state"  # of the `RequestState` in a request's ASGI scope
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class RequestState:
+    """What the middleware and the routes know of one request with a body.
+
+    Args:
+        received_at: When the headers arrived, by `time.monotonic`.
+        work: The decoding or scoring that runs for the request. It goes on after a 504.
+    """
+
+    received_at: float
+    work: Future[Any] | asyncio.Future[Any] | None = None
+
+
 class LimitsMiddleware:
-    """ASGI middleware around all routes."""
+    """ASGI middleware around all routes: checks the limits and counts the requests.
 
-    def __init__(self, app: App, settings: Settings, metrics: Metrics) -> None:
-        self.app, self.settings, self.metrics = app, settings, metrics
-        self.taken = 0  # requests with a body that are being read, waiting or being scored
-        # What is still decoded or scored for requests that are answered already: memory holds it,
-        # so it has a place.
-        self.late: list[Future[Any] | asyncio.Future[Any]] = []
-        metrics.waiting.set_function(lambda: self.inside)
+    Args:
+        app: The next ASGI application.
+        config: The token and the limits.
+        metrics: Counts the requests.
 
-    @property
-    def inside(self) -> int:
-        """How many requests have a place."""
-        self.late = [work for work in self.late if not work.done()]
-        return self.taken + len(self.late)
+    Attributes:
+        active: The number of requests with a body that have no answer yet.
+        unfinished: What is still decoded or scored for requests that were answered 504. It takes
+            memory and time, so it counts as waiting.
+    """
+
+    def __init__(self, app: App, config: ServiceConfig, metrics: Metrics) -> None:
+        self.app = app
+        self.config = config
+        self.metrics = metrics
+        self.active = 0
+        self.unfinished: list[Future[Any] | asyncio.Future[Any]] = []
+        metrics.waiting.set_function(self.count_waiting)
+
+    def count_waiting(self) -> int:
+        """Return the number of requests that are being received, queued or scored."""
+        self.unfinished = [work for work in self.unfinished if not work.done()]
+        return self.active + len(self.unfinished)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or say why not."""
+        """Handle one request, or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answer = _Answer(send)
+        response = _ResponseSender(send)
         began = time.perf_counter()
         try:
-            problem = self._problem(scope)
-            if problem is not None:
-                await problem(scope, receive, answer)
-            elif scope["method"] == "POST":
-                await self._within_limits(scope, receive, answer)
-            else:
-                await self.app(scope, receive, answer)
-        except (
-            ClientDisconnect
-        ):  # in the middle of its body: nobody is there to be told, and nothing is wrong here
-            pass
-        except Exception:
-            if answer.status is not None:
+            await self._handle(scope, receive, response)
+        except ClientDisconnect:
+            pass  # during the upload: nobody waits for an answer
+        except Exception:  # a bug in a route: its traceback goes to the log, not to the client
+            if response.status is not None:
                 raise
-            log.exception("a request could not be answered")
-            words = "something went wrong; the service's log has the details."
-            await problem_answer(500, words)(scope, receive, answer)
+            log.exception("a request failed because of an unexpected error")
+            message = "an unexpected error occurred; see the service's log."
+            await error_response(500, message)(scope, receive, response)
         finally:
-            self.metrics.answered(scope, answer.status, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self.metrics.count_request(scope, response.status, seconds)
 
-    def _problem(self, scope: Scope) -> JSONResponse | None:
-        """What is wrong with a request, as far as its headers tell."""
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        hosts = {
-            value.partition(b":")[0] for name, value in scope["headers"] if name.lower() == b"host"
-        }
-        if self.settings.token is None and not hosts.issubset(LOCAL):
-            # A page on the web whose name was made to point here: its browser takes it for the
-            # service's own.
-            words = "only 127.0.0.1 and localhost are answered; use one, or start the service with QUALMS_TOKEN set."
-            return problem_answer(403, words)
-        if self.settings.token is not None and scope["path"] not in OPEN:
-            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            same = hmac.compare_digest(
-                token.strip(), self.settings.token.encode()
-            )  # in constant time
-            if not same or scheme.lower() != b"bearer":
-                words = "the token is missing or wrong; send it as `Authorization: Bearer …`."
-                return problem_answer(401, words, {"WWW-Authenticate": "Bearer"})
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self.settings.body:
-            return problem_answer(413, self._too_large())
-        if scope["method"] == "POST" and self.inside >= self.settings.waiting:
-            words = f"{self.inside} requests are waiting already; try again later."
-            return problem_answer(429, words, {"Retry-After": str(RETRY_AFTER)})
+    async def _handle(self, scope: Scope, receive: Receive, response: "_ResponseSender") -> None:
+        """Refuse a request, or run its route; one with a body has a deadline."""
+        refusal = self._check_headers(scope)
+        if refusal is not None:
+            await refusal(scope, receive, response)
+        elif scope["method"] == "POST":
+            await self._run_with_limits(scope, receive, response)
+        else:
+            await self.app(scope, receive, response)
+
+    def _check_headers(self, scope: Scope) -> JSONResponse | None:
+        """Check all that can be checked before the body is read.
+
+        Returns:
+            401, 403, 413 or 429, or None if the request is accepted.
+        """
+        headers = [(name.lower(), value) for name, value in scope["headers"]]
+        if self.config.token is None:
+            refusal = _check_hosts(headers)
+        else:
+            refusal = _check_token(scope["path"], dict(headers), self.config.token)
+        if refusal is not None:
+            return refusal
+        length = dict(headers).get(b"content-length", b"0")
+        # Twenty digits are more than any limit, and int() of thousands takes long.
+        if length.isdigit() and int(length[:20]) > self.config.max_body:
+            return error_response(413, self._too_large())
+        waiting = self.count_waiting()
+        if scope["method"] == "POST" and waiting >= self.config.waiting:
+            message = f"too many requests are waiting ({waiting}); retry later."
+            return error_response(429, message, RETRY_AFTER)
         return None
 
-    async def _within_limits(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
-        read, complete = 0, False
+    async def _run_with_limits(
+        self, scope: Scope, receive: Receive, response: "_ResponseSender"
+    ) -> None:
+        """Run a route that reads a body, up to the deadline.
 
-        async def counted() -> MutableMapping[str, Any]:
-            nonlocal read, complete
-            message = await receive()
-            read += len(message.get("body", b""))
-            complete = complete or not message.get("more_body", False)
-            if read > self.settings.body:
-                raise HTTPException(413, self._too_large())
-            return message
-
-        visit = scope[VISIT] = RequestState(time.monotonic())
-        self.taken += 1
+        Args:
+            scope: The ASGI scope, where the request's state is stored.
+            receive: ASGI's function to receive the body.
+            response: Sends the answer; at the deadline 408 or 504, unless another has begun.
+        """
+        body = _BodyReader(receive, self.config.max_body, self._too_large())
+        state = RequestState(time.monotonic())
+        scope[STATE_KEY] = state
+        self.active += 1
         try:
-            async with asyncio.timeout(self.settings.deadline) as limit:
-                await self.app(scope, counted, answer)
+            async with asyncio.timeout(self.config.deadline) as timeout:
+                await self.app(scope, body, response)
         except TimeoutError:
-            if answer.status is not None or not limit.expired():
+            if response.status is not None or not timeout.expired():
                 raise
-            seconds = f"{self.settings.deadline:g} s"
-            late = (
-                504,
-                f"the scores did not come within {seconds}; send fewer images, or try again later.",
-            )
-            slow = (408, f"the body did not arrive within {seconds}; send less, or faster.")
-            await problem_answer(*(late if complete else slow))(scope, receive, answer)
+            refusal = self._describe_timeout(body.is_complete)
+            await refusal(scope, receive, response)
         finally:
-            self.taken -= 1
-            if visit.work is not None and not visit.work.done():  # it keeps its place until that is
-                self.late.append(visit.work)
+            self.active -= 1
+            if state.work is not None and not state.work.done():
+                self.unfinished.append(state.work)
+
+    def _describe_timeout(self, is_body_complete: bool) -> JSONResponse:
+        """Return 504 if the service was too slow, 408 if the client was."""
+        limit = f"{self.config.deadline:g} s"
+        if is_body_complete:
+            message = (
+                f"the scores were not ready within {limit}; send fewer images, or retry later."
+            )
+            return error_response(504, message)
+        return error_response(408, f"the body did not arrive within {limit}; send less, or faster.")
 
     def _too_large(self) -> str:
-        return f"the body has more than {self.settings.body:,} bytes; send fewer or smaller images."
+        limit = self.config.max_body
+        return f"the body has more than {limit:,} bytes; send fewer or smaller images."
 
 
-class _Answer:
-    """Passes an answer on, and remembers its status."""
+class _BodyReader:
+    """Receives the body of a request, and counts its bytes.
+
+    Args:
+        receive: ASGI's function to receive the body.
+        max_bytes: The most bytes that are read.
+        too_large: The error message if there are more.
+    """
+
+    def __init__(self, receive: Receive, max_bytes: int, too_large: str) -> None:
+        self.receive = receive
+        self.max_bytes = max_bytes
+        self.too_large = too_large
+        self.bytes_read = 0
+        self.is_complete = False
+
+    async def __call__(self) -> Message:
+        """Receive a piece of the body.
+
+        Raises:
+            HTTPException: 413 if the body is too large.
+        """
+        message = await self.receive()
+        self.bytes_read += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            self.is_complete = True
+        if self.bytes_read > self.max_bytes:
+            raise HTTPException(413, self.too_large)
+        return message
+
+
+class _ResponseSender:
+    """Sends a response, and remembers its status once it has begun."""
 
     def __init__(self, send: Send) -> None:
         self.send = send
         self.status: int | None = None
 
-    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         await self.send(message)
 
 
-def problem_answer(status: int, words: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """One sentence, as JSON."""
-    return JSONResponse({"error": words}, status, headers)
+def _check_hosts(headers: list[tuple[bytes, bytes]]) -> JSONResponse | None:
+    """Refuse requests to other names than this machine's own.
+
+    This stops DNS rebinding: a web page whose name was made to point to this machine, so that its
+    browser lets it read the service's answers.
+
+    Args:
+        headers: The request's headers, with names in lower case.
+    """
+    hosts = {value.partition(b":")[0] for name, value in headers if name == b"host"}
+    if hosts <= LOCAL_HOSTS:
+        return None
+    message = (
+        "only requests to 127.0.0.1 and localhost are answered; use one of them, or start the "
+        "service with QUALMS_TOKEN set."
+    )
+    return error_response(403, message)
+
+
+def _check_token(path: str, headers: dict[bytes, bytes], token: str) -> JSONResponse | None:
+    """Refuse requests without the token, except to public paths.
+
+    Args:
+        path: The request's path.
+        headers: The request's headers, with names in lower case.
+        token: The service's token.
+    """
+    if path in PUBLIC_PATHS:
+        return None
+    scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
+    is_same = hmac.compare_digest(sent.strip(), token.encode())  # in constant time
+    if is_same and scheme.lower() == b"bearer":
+        return None
+    message = "the token is missing or wrong; send it as `Authorization: Bearer …`."
+    return error_response(401, message, {"WWW-Authenticate": "Bearer"})
+
+
+def request_state(scope: Scope) -> RequestState:
+    """Return the state of a request that has passed the middleware."""
+    state: RequestState = scope[STATE_KEY]
+    return state
+
+
+def error_response(
+    status: int, message: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """Build the response of a failed request.
+
+    Args:
+        status: 4xx or 5xx.
+        message: One sentence: what is wrong, and what to do.
+        headers: Additional headers.
+    """
+    return JSONResponse({"error": message}, status, headers)

@@ -1,57 +1,83 @@
-"""What is counted, for Prometheus. Labels come from the routes and statuses that there are, never
-from a request.
+"""Counters and histograms of the service, for Prometheus.
+
+Labels are routes and status codes, never text from a request. So the number of time series is
+bounded.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+IMAGES_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+NO_LABEL = "none"  # of a request that reached no route, or an image without a decision
 
 
 class Metrics:
-    """One service's own registry."""
+    """The metrics of one service, in a registry of their own.
+
+    `LimitsMiddleware` sets the gauge `waiting` and counts requests; routes that score count images.
+    """
 
     def __init__(self) -> None:
-        own = self.registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.requests = Counter(
-            "qualms_requests", "Requests, by route and status.", ["route", "status"], registry=own
+            "qualms_requests",
+            "Requests, by route and status.",
+            ["route", "status"],
+            registry=self.registry,
         )
         self.seconds = Histogram(
             "qualms_request_seconds",
-            "Seconds to the answer, by route.",
+            "Seconds until the answer, by route.",
             ["route"],
-            buckets=SECONDS,
-            registry=own,
+            buckets=SECONDS_BUCKETS,
+            registry=self.registry,
         )
-        # Read from the door.
         self.waiting = Gauge(
-            "qualms_waiting", "Requests that are read, waiting or being scored.", registry=own
+            "qualms_waiting",
+            "Requests that are being received, queued or scored.",
+            registry=self.registry,
         )
-        self.decisions = Counter(
-            "qualms_images", "Images scored, by decision.", ["decision"], registry=own
+        self.images = Counter(
+            "qualms_images",
+            "Scored images, by decision.",
+            ["decision"],
+            registry=self.registry,
         )
-        self.together = Histogram(
+        self.batch_images = Histogram(
             "qualms_batch_images",
-            "Images in the batch of each request.",
-            buckets=BATCHES,
-            registry=own,
+            "Images in the batch that a request was scored in.",
+            buckets=IMAGES_BUCKETS,
+            registry=self.registry,
         )
 
-    def answered(self, scope: MutableMapping[str, Any], status: int | None, seconds: float) -> None:
-        """Count one request; a route is known once the request has reached it."""
-        route = getattr(scope.get("route"), "path", "none")
-        self.requests.labels(route, str(status or "none")).inc()
+    def count_request(
+        self, scope: MutableMapping[str, Any], status: int | None, seconds: float
+    ) -> None:
+        """Count a request that has ended.
+
+        Args:
+            scope: The ASGI scope; it holds the route if the request has reached one.
+            status: The status of the answer. None if the client went away before it.
+            seconds: From the first line of the request to the end of the answer.
+        """
+        route = getattr(scope.get("route"), "path", NO_LABEL)
+        self.requests.labels(route, str(status or NO_LABEL)).inc()
         self.seconds.labels(route).observe(seconds)
 
-    def scored(self, results: list[dict[str, Any]], together: int) -> None:
-        """Count the images of one request."""
-        self.together.observe(together)
-        for result in results:
-            self.decisions.labels(result["decision"] or "none").inc()
+    def count_images(self, decisions: Iterable[str | None], batch_images: int) -> None:
+        """Count the images of a request that was scored.
 
-    def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        Args:
+            decisions: "accepted", "abstain" or None, for each image of the request.
+            batch_images: The number of images in the batch, with those of other requests.
+        """
+        self.batch_images.observe(batch_images)
+        for decision in decisions:
+            self.images.labels(decision or NO_LABEL).inc()
+
+    def render(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)

@@ -1,15 +1,15 @@
-/* Drop an image, ask the service, show its answer. Words come as text, never as HTML. */
+/* Drop an image, send it to the service, show the result. Text is inserted as text, never as HTML. */
 {
   const [file, drop, token] = [byId("file"), byId("drop"), byId("token")];
-  const LAYERS = 12; // that are shown
-  const WIDE = 30; // a reference that spans this factor is drawn on a logarithmic axis
-  let about = null;
-  let turn = 0; // of the newest image: an answer to an older one is dropped
+  const MAX_LAYERS = 12; // the number of layers shown
+  const LOG_RATIO = 30; // the axis is logarithmic if the reference spans a larger factor
+  let info = null; // of the model
+  let newest = 0; // the number of the newest image: answers to older ones are dropped
 
   const percent = (share) =>
     share < 1 && share > 0.9995 ? "over 99.9\u00a0%" : `${Number((100 * share).toFixed(1))}\u00a0%`;
 
-  const ask = async (path, options = {}) => {
+  const fetchJson = async (path, options = {}) => {
     const headers = token?.value ? { Authorization: `Bearer ${token.value}` } : {};
     let answer;
     try {
@@ -27,23 +27,26 @@
     byId(id).className = className;
   };
 
-  /* Where the reference, the threshold and this image stand on one axis. */
-  const axisOf = (reference, others) => {
-    const at = (share) => reference[Math.round(share * (reference.length - 1))];
-    const low = Math.min(at(0.01), ...others);
-    const high = Math.max(at(0.99), ...others);
-    if (low === high) return { low: low - (Math.abs(low) / 2 || 0.5), high: high + (Math.abs(high) / 2 || 0.5), log: false };
-    const log = at(0.05) > 0 && low > 0 && high > WIDE * at(0.05);
-    const room = log ? 1 : 0.02 * (high - low);
-    return log ? { low, high: high * 1.1, log } : { low: low - room, high: high + room, log };
+  /* An axis that holds most of the reference, the threshold and this image. */
+  const makeAxis = (reference, others) => {
+    const quantile = (share) => reference[Math.round(share * (reference.length - 1))];
+    const low = Math.min(quantile(0.01), ...others);
+    const high = Math.max(quantile(0.99), ...others);
+    if (low === high) {
+      return { low: low - (Math.abs(low) / 2 || 0.5), high: high + (Math.abs(high) / 2 || 0.5), log: false };
+    }
+    if (quantile(0.05) > 0 && low > 0 && high > LOG_RATIO * quantile(0.05)) return { low, high: high * 1.1, log: true };
+    const margin = 0.02 * (high - low);
+    return { low: low - margin, high: high + margin, log: false };
   };
 
   const draw = (score) => {
-    const { reference, threshold } = about;
+    const { reference, threshold } = info;
     byId("drawing").hidden = !reference.length;
     if (!reference.length) return;
-    const axis = axisOf(reference, threshold === null ? [score] : [score, threshold]);
-    const [here, limit] = [100 * place(axis, score), threshold === null ? 0 : 100 * place(axis, threshold)];
+    const axis = makeAxis(reference, threshold === null ? [score] : [score, threshold]);
+    const here = 100 * place(axis, score);
+    const limit = threshold === null ? 0 : 100 * place(axis, threshold);
     byId("reference").style.setProperty("--at", `${limit}%`);
     byId("histogram").replaceChildren(ridge(reference, axis, 0));
     byId("here").style.left = `${here}%`;
@@ -53,23 +56,40 @@
     byId("axis").replaceChildren(...labeled(axis, "left"));
   };
 
-  const tell = (result) => {
+  const describeDecision = (decision, name) => {
+    if (decision === "accepted") return `Accepted: ${name}`;
+    if (decision === "abstain") return `Abstain. The network would predict ${name}`;
+    return name;
+  };
+
+  const describeScore = (score, percentile, isDecided) => {
+    const parts = [`The score is ${brief(score)}`];
+    if (percentile !== null) parts.push(`${percent(percentile / 100)} of the reference scores are lower`);
+    if (isDecided && info.threshold === null) parts.push("no score is accepted");
+    if (isDecided && info.threshold !== null) parts.push(`scores up to ${brief(info.threshold)} are accepted`);
+    return `${parts.join("; ")}.`;
+  };
+
+  const showDecision = (decision) => {
+    const isAccepted = decision === "accepted";
+    const tile = byId("decision-tile");
+    tile.hidden = decision === null;
+    tile.style.setProperty("--color", isAccepted ? "var(--accepted)" : "var(--flagged)");
+    show("decision", isAccepted ? "accepted" : "abstain", isAccepted ? "accepted-text" : "abstain-text");
+  };
+
+  const showResult = (result) => {
+    const { decision, percentile } = result;
     const name = result.class_name ?? `class ${result.prediction}`;
-    const score = result.scores[about.methods[0]];
-    const accepted = result.decision === "accepted";
-    const lower = result.percentile === null ? "" : `${percent(result.percentile / 100)} of the reference scores are lower`;
-    const limit = about.threshold === null ? "nothing is accepted" : `scores up to ${brief(about.threshold)} are accepted`;
+    const confidence = percent(result.confidence);
+    const score = result.scores[info.methods[0]];
     show("prediction", name);
-    show("confidence", percent(result.confidence));
-    show("decision", accepted ? "accepted" : "abstain", accepted ? "accepted-text" : "abstain-text");
-    byId("decision-tile").hidden = result.decision === null;
-    byId("decision-tile").style.setProperty("--color", accepted ? "var(--accepted)" : "var(--flagged)");
-    show("percentile", result.percentile === null ? "" : percent(result.percentile / 100));
-    byId("percentile").parentElement.hidden = result.percentile === null;
-    byId("drawing-summary").textContent =
-      `The score is ${brief(score)}${lower ? `; ${lower}` : ""}${result.decision === null ? "" : `; ${limit}`}.`;
-    const verdict = { accepted: `Accepted: ${name}`, abstain: `Abstain. The network would say ${name}` }[result.decision] ?? name;
-    byId("answer").textContent = `${verdict}, at ${percent(result.confidence)} confidence.`;
+    show("confidence", confidence);
+    showDecision(decision);
+    show("percentile", percentile === null ? "" : percent(percentile / 100));
+    byId("percentile").parentElement.hidden = percentile === null;
+    byId("drawing-summary").textContent = describeScore(score, percentile, decision !== null);
+    byId("answer").textContent = `${describeDecision(decision, name)}, at ${confidence} confidence.`;
     draw(score);
     byId("scores").tBodies[0].replaceChildren(
       ...Object.entries(result.scores).map(([method, value]) => {
@@ -82,13 +102,13 @@
     );
   };
 
-  const tellLayers = (layers) => {
+  const showLayers = (layers) => {
     byId("layers").hidden = !layers;
     if (!layers) return;
-    const most = layers.toSorted((a, b) => b.share - a.share).slice(0, LAYERS);
+    const most = layers.toSorted((a, b) => b.share - a.share).slice(0, MAX_LAYERS);
     const shown = layers.filter((layer) => most.includes(layer));
     const rest = layers.length - shown.length;
-    byId("layers-said").textContent =
+    byId("layers-summary").textContent =
       `The largest share, without smoothing, comes from ${most[0].name} (${percent(most[0].share)}).` +
       (rest ? ` Not shown: ${rest} with smaller shares.` : "");
     byId("bars").replaceChildren(
@@ -105,44 +125,44 @@
     );
   };
 
-  const problem = (error) => {
+  const showError = (error) => {
     byId("problem").textContent = error.message[0].toUpperCase() + error.message.slice(1);
     byId("problem").hidden = false;
   };
 
-  const look = async (image) => {
-    const mine = ++turn;
+  const scoreImage = async (image) => {
+    const own = ++newest;
     byId("problem").hidden = true;
-    byId("answer").textContent = `Looking at ${image.name} …`;
+    byId("answer").textContent = `Scoring ${image.name} …`;
     const form = new FormData();
     form.append("images", image);
     try {
-      about ??= await ask("/v1/model");
-      byId("weights").textContent = `Weights ${about.model_hash}. `;
-      const answer = await ask("/v1/score?layers=true", { method: "POST", body: form });
-      if (mine !== turn) return;
+      info ??= await fetchJson("/v1/model");
+      byId("weights").textContent = `Weights ${info.model_hash}. `;
+      const answer = await fetchJson("/v1/score?layers=true", { method: "POST", body: form });
+      if (own !== newest) return;
       const preview = byId("preview");
       URL.revokeObjectURL(preview.src);
       preview.hidden = false;
       preview.alt = image.name;
       preview.src = URL.createObjectURL(image);
       byId("found").hidden = false;
-      tell(answer.results[0]);
-      tellLayers(answer.results[0].layers);
+      showResult(answer.results[0]);
+      showLayers(answer.results[0].layers);
     } catch (error) {
-      if (mine !== turn) return;
+      if (own !== newest) return;
       byId("answer").textContent = `${image.name} was not scored.`;
       byId("found").hidden = true;
-      problem(error);
+      showError(error);
     }
   };
 
-  /* How far the start is, once a second; the page can be used when it is over. */
-  const ASK_AGAIN = 1000; // milliseconds
+  /* While the network is warming up, show the progress once a second. */
+  const POLL_INTERVAL = 1000; // milliseconds
   const NO_ANSWER = "The service does not answer; is it still running?";
   const warmingText = ({ status, step, step_number, steps, seconds }) =>
     status === "failed"
-      ? "The network could not be loaded; the service's log has the details."
+      ? "The network could not be loaded; see the service's log."
       : `Warming up: ${step} (${step_number} of ${steps}, ${Math.round(seconds)} s)`;
   const waitUntilReady = async () => {
     const warming = byId("warming");
@@ -154,7 +174,7 @@
       } catch {
         warming.textContent = NO_ANSWER;
       }
-      await new Promise((done) => setTimeout(done, ASK_AGAIN));
+      await new Promise((done) => setTimeout(done, POLL_INTERVAL));
     }
     warming.remove();
     byId("answer").textContent = byId("answer").dataset.invitation;
@@ -163,13 +183,13 @@
   if (byId("warming")) waitUntilReady();
 
   byId("preview").addEventListener("load", ({ target }) => target.classList.toggle("large", target.naturalWidth > 192));
-  byId("preview").addEventListener("error", ({ target }) => (target.hidden = true)); // such as TIFF, which few browsers show
-  file.addEventListener("change", () => file.files[0] && look(file.files[0]));
+  byId("preview").addEventListener("error", ({ target }) => (target.hidden = true)); // few browsers show TIFF
+  file.addEventListener("change", () => file.files[0] && scoreImage(file.files[0]));
   for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
     drop.addEventListener(kind, (event) => {
       event.preventDefault();
       drop.classList.toggle("over", kind.startsWith("drage") || kind === "dragover");
-      if (kind === "drop" && !file.disabled && event.dataTransfer.files[0]) look(event.dataTransfer.files[0]);
+      if (kind === "drop" && !file.disabled && event.dataTransfer.files[0]) scoreImage(event.dataTransfer.files[0]);
     });
   }
 }

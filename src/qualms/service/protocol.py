@@ -1,7 +1,6 @@
-"""The open inference protocol (version 2): the same answers, as named arrays."""
+"""The open inference protocol (version 2): the same results, as named arrays."""
 
 import math
-from collections.abc import Awaitable, Callable
 from itertools import chain
 from typing import Any
 
@@ -9,19 +8,22 @@ import numpy as np
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from qualms.service.answers import PROBLEMS, About
-from qualms.service.decoding import Decoding
-from qualms.service.requests import InferRequest, infer_body, kind_of
-from qualms.service.startup import Startup
-from qualms.service.uploads import ECHO, Intake, Pixels
+from qualms.service.requests import RequestHandler, Results, content_type
+from qualms.service.schemas import (
+    MAX_ECHO,
+    InferRequest,
+    ModelInfo,
+    error_responses,
+    infer_body_schema,
+)
+from qualms.service.uploads import ImageReader, Pixels
 from qualms.version import __version__
 
-Answered = Callable[[Request, list[Pixels], bool], Awaitable[list[dict[str, Any]]]]
-ANY = -1  # a length that is not fixed
-MOST_AXES = 4  # images, height, width and channels
+ANY_LENGTH = -1
+MAX_AXES = 4  # images, height, width and channels
 
 
-class Described(BaseModel):
+class TensorMetadata(BaseModel):
     """One input or output of the network."""
 
     name: str
@@ -30,17 +32,17 @@ class Described(BaseModel):
 
 
 class ModelMetadata(BaseModel):
-    """What the protocol tells of a model."""
+    """The network's inputs and outputs."""
 
     name: str
     versions: list[str]
     platform: str
-    inputs: list[Described]
-    outputs: list[Described]
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
 
 
 class ServerMetadata(BaseModel):
-    """What the protocol tells of the server."""
+    """The server's name and version."""
 
     name: str
     version: str
@@ -54,19 +56,19 @@ class Live(BaseModel):
 
 
 class Ready(BaseModel):
-    """Whether the network is loaded, and answers."""
+    """Whether the network is loaded and responds."""
 
     ready: bool
 
 
-class OutputTensor(Described):
+class OutputTensor(TensorMetadata):
     """One output, with an entry for each image."""
 
     data: list[Any]
 
 
-class InferAnswer(BaseModel):
-    """An answer of the open inference protocol."""
+class InferResponse(BaseModel):
+    """A response of the open inference protocol."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -76,159 +78,243 @@ class InferAnswer(BaseModel):
     outputs: list[OutputTensor]
 
 
-def add_protocol(
-    app: FastAPI,
-    startup: Startup,
-    intake: Callable[[], Intake],
-    decode: Decoding,
-    answered: Answered,
-    require_ready: Callable[[], None],
-    token: list[Any],
-) -> None:
-    """The routes below /v2. The model's name is part of their addresses: no other can be asked for.
+def add_protocol_routes(app: FastAPI, handler: RequestHandler, needs_token: list[Any]) -> None:
+    """Add the routes below /v2. The paths hold the model's name, so no other can be requested.
 
     Args:
-        app: to which the routes are added.
-        startup: what is served.
-        intake: how images come in; raises what the client is told while the network is not ready.
-        decode: runs what reads a body.
-        answered: scores the images of a request.
-        require_ready: raises what the client is told while the network is not ready.
-        token: what the routes that need one depend on, for OpenAPI.
+        app: The app to add the routes to.
+        handler: Decodes and scores the requests.
+        needs_token: The dependencies of the routes that need a token, for OpenAPI.
     """
-    path = f"/v2/models/{startup.about.model}"
-    known: dict[int | str, dict[str, Any]] = {401: PROBLEMS[401]}
+    errors = error_responses(401)
+    errors_or_not_ready = error_responses(401, 503)
+    _add_health_routes(app, handler)
 
-    @app.get("/v2", responses=known, dependencies=token)
+    @app.get("/v2", responses=errors, dependencies=needs_token)
     async def server() -> ServerMetadata:
-        """The server."""
+        """Describe the server."""
         return ServerMetadata(name="qualms", version=__version__, extensions=[])
 
-    @app.get("/v2/health/live")
-    async def live() -> Live:
-        """Whether the server runs."""
-        return Live(live=True)
+    path = f"/v2/models/{handler.startup.model_info.model}"
 
-    @app.get("/v2/health/ready", responses={503: PROBLEMS[503]})
-    async def server_ready() -> Ready:
-        """Whether the network is loaded, and answers."""
-        require_ready()
-        return Ready(ready=True)
-
-    @app.get(f"{path}/ready", responses={**known, 503: PROBLEMS[503]}, dependencies=token)
+    @app.get(f"{path}/ready", responses=errors_or_not_ready, dependencies=needs_token)
     async def model_ready() -> Ready:
-        """Whether the network is loaded, and answers."""
-        require_ready()
+        """Check that the network is loaded and responds."""
+        handler.require_ready()
         return Ready(ready=True)
 
-    @app.get(path, responses={**known, 503: PROBLEMS[503]}, dependencies=token)
+    @app.get(path, responses=errors_or_not_ready, dependencies=needs_token)
     async def metadata() -> ModelMetadata:
-        """The network's inputs and outputs."""
-        require_ready()
-        about, fit = startup.about, startup.fit
-        size = (ANY, ANY) if fit is None else fit.size
-        channels = None if fit is None else fit.channels
-        shape = [ANY, *size, channels or ANY]
-        return ModelMetadata(
-            name=about.model,
-            versions=[about.model_hash],
-            platform="pytorch",
-            inputs=[Described(name="images", datatype="UINT8", shape=shape)],
-            outputs=[
-                Described(name=name, datatype=kind, shape=[ANY])
-                for name, kind in _outputs(about).items()
-            ],
-        )
+        """Describe the network's inputs and outputs."""
+        handler.require_ready()
+        return _describe_model(handler)
 
     @app.post(
         f"{path}/infer",
-        responses=PROBLEMS,
-        openapi_extra={"requestBody": infer_body()},
-        dependencies=token,
+        responses=error_responses(),
+        openapi_extra={"requestBody": infer_body_schema()},
+        dependencies=needs_token,
     )
-    async def infer(request: Request) -> InferAnswer:
-        """Score images that come as one array. Those of another size are fitted to the network's."""
-        if kind_of(request) != "application/json":
-            raise HTTPException(415, "the body's type is not known; send application/json.")
-        taken = intake()
-        asked, images = await decode(request, _asked, await request.body(), taken)
-        about = startup.about
-        kinds = _outputs(about)
-        wanted = list(kinds) if asked.outputs is None else [output.name for output in asked.outputs]
-        unknown = [name for name in wanted if name not in kinds]
-        if unknown:
-            raise HTTPException(
-                422, f"there is no output {unknown[0][:ECHO]!r}; choose from {', '.join(kinds)}."
-            )
-        found = await answered(request, images, False)
-        columns = {name: [_column(result, name) for result in found] for name in wanted}
-        return InferAnswer(
-            model_name=about.model,
-            model_version=about.model_hash,
-            id=asked.id,
-            outputs=[
-                OutputTensor(name=n, datatype=kinds[n], shape=[len(v)], data=v)
-                for n, v in columns.items()
-            ],
-        )
+    async def infer(request: Request) -> InferResponse:
+        """Score images sent as one array. Other sizes are resized to the network's."""
+        return await _infer(request, handler)
 
 
-def _outputs(about: About) -> dict[str, str]:
-    """Names and types of the outputs: those that the service has something to say for."""
-    kinds = {
-        "prediction": "INT64",
-        "confidence": "FP64",
-        **{f"score_{name}": "FP64" for name in about.methods},
-    }
-    kinds |= {"class_name": "BYTES"} if about.class_names else {}
-    kinds |= {"percentile": "FP64"} if about.reference else {}
-    return kinds | ({"accepted": "BOOL"} if about.rule is not None else {})
+def _add_health_routes(app: FastAPI, handler: RequestHandler) -> None:
+    """Add the probes, which need no token.
+
+    Args:
+        app: The app to add the routes to.
+        handler: Knows whether the network is ready.
+    """
+
+    @app.get("/v2/health/live")
+    async def live() -> Live:
+        """Check that the server runs."""
+        return Live(live=True)
+
+    @app.get("/v2/health/ready", responses=error_responses(503))
+    async def server_ready() -> Ready:
+        """Check that the network is loaded and responds."""
+        handler.require_ready()
+        return Ready(ready=True)
 
 
-def _column(result: dict[str, Any], name: str) -> Any:
+def _describe_model(handler: RequestHandler) -> ModelMetadata:
+    """Describe the inputs and outputs, with -1 for the lengths that are free.
+
+    Args:
+        handler: The handler of a network that is ready.
+    """
+    info = handler.startup.model_info
+    transform = handler.startup.transform
+    shape = [ANY_LENGTH] * MAX_AXES
+    if transform is not None:
+        shape = [ANY_LENGTH, *transform.size, transform.channels or ANY_LENGTH]
+    outputs = []
+    for name, datatype in _output_types(info).items():
+        outputs.append(TensorMetadata(name=name, datatype=datatype, shape=[ANY_LENGTH]))
+    return ModelMetadata(
+        name=info.model,
+        versions=[info.model_hash],
+        platform="pytorch",
+        inputs=[TensorMetadata(name="images", datatype="UINT8", shape=shape)],
+        outputs=outputs,
+    )
+
+
+async def _infer(request: Request, handler: RequestHandler) -> InferResponse:
+    """Answer one inference request.
+
+    Args:
+        request: Its body should be an `InferRequest`.
+        handler: Decodes and scores the images.
+
+    Raises:
+        HTTPException: If the network is not ready, or if the request is invalid.
+    """
+    if content_type(request) != "application/json":
+        raise HTTPException(415, "the content type is not supported; send application/json.")
+    reader = handler.image_reader()
+    body = await request.body()
+    infer_request, images = await handler.decode(request, _parse_infer_request, body, reader)
+    info = handler.startup.model_info
+    names = _select_outputs(infer_request, info)
+    results = await handler.score(request, images, with_layers=False)
+    return InferResponse(
+        model_name=info.model,
+        model_version=info.model_hash,
+        id=infer_request.id,
+        outputs=_output_tensors(results, names, info),
+    )
+
+
+def _select_outputs(infer_request: InferRequest, info: ModelInfo) -> list[str]:
+    """Return the names of the requested outputs, all by default.
+
+    Args:
+        infer_request: The request.
+        info: The model's description.
+
+    Raises:
+        HTTPException: 422 if there is no such output.
+    """
+    available = list(_output_types(info))
+    if infer_request.outputs is None:
+        return available
+    names = [output.name for output in infer_request.outputs]
+    for name in names:
+        if name not in available:
+            message = f"there is no output {name[:MAX_ECHO]!r}; choose from {', '.join(available)}."
+            raise HTTPException(422, message)
+    return names
+
+
+def _output_tensors(results: Results, names: list[str], info: ModelInfo) -> list[OutputTensor]:
+    """Turn results into arrays.
+
+    Args:
+        results: The results of the images.
+        names: The requested outputs.
+        info: The model's description.
+    """
+    datatypes = _output_types(info)
+    tensors = []
+    for name in dict.fromkeys(names):
+        data = [_output_value(result, name) for result in results]
+        tensor = OutputTensor(name=name, datatype=datatypes[name], shape=[len(data)], data=data)
+        tensors.append(tensor)
+    return tensors
+
+
+def _output_types(info: ModelInfo) -> dict[str, str]:
+    """Return the datatypes of the outputs, by name.
+
+    An output is left out if the service has nothing to put there: names of classes, or a threshold.
+
+    Args:
+        info: The model's description.
+    """
+    types = {"prediction": "INT64", "confidence": "FP64"}
+    for method in info.methods:
+        types[f"score_{method}"] = "FP64"
+    if info.class_names:
+        types["class_name"] = "BYTES"
+    if info.reference:
+        types["percentile"] = "FP64"
+    if info.rule is not None:
+        types["accepted"] = "BOOL"
+    return types
+
+
+def _output_value(result: dict[str, Any], name: str) -> Any:
+    """Return the value of one output for one image.
+
+    Args:
+        result: The fields of a `Result`.
+        name: The output's name.
+    """
     if name == "accepted":
         return result["decision"] == "accepted"
-    return (
-        result["scores"][name.removeprefix("score_")] if name.startswith("score_") else result[name]
-    )
+    if name.startswith("score_"):
+        return result["scores"][name.removeprefix("score_")]
+    return result[name]
 
 
-def _asked(body: bytes, intake: Intake) -> tuple[InferRequest, list[Pixels]]:
-    """A request, and its images."""
-    asked = InferRequest.model_validate_json(body)
-    tensor = asked.inputs[0]
-    intake.require_count(tensor.shape[0])
-    intake.require_pixels(tensor.shape)
-    values = _numbers(tensor.data, math.prod(tensor.shape))
+def _parse_infer_request(body: bytes, reader: ImageReader) -> tuple[InferRequest, list[Pixels]]:
+    """Parse a request and read its images.
+
+    Args:
+        body: The request's body.
+        reader: Reads the images within the limits.
+
+    Raises:
+        ValidationError: If the body is not an `InferRequest`.
+        HTTPException: If its data does not match its shape, or is not images.
+    """
+    infer_request = InferRequest.model_validate_json(body)
+    tensor = infer_request.inputs[0]
+    reader.require_count(tensor.shape[0])
+    reader.require_pixels(tensor.shape)
+    count = math.prod(tensor.shape)
+    values = _flatten_numbers(tensor.data, count)
     if values is None:
-        raise HTTPException(
-            422,
-            f"data does not hold the {math.prod(tensor.shape)} numbers of shape {tensor.shape}; send as many.",
-        )
+        message = f"data does not hold the {count} numbers of shape {tensor.shape}; send as many."
+        raise HTTPException(422, message)
     white = 255 if tensor.datatype == "UINT8" else 1
-    return asked, intake.of_numbers(list(values.reshape(tensor.shape)), white)
+    arrays = list(values.reshape(tensor.shape))
+    return infer_request, reader.read_arrays(arrays, white)
 
 
-def _numbers(data: list[Any], count: int) -> np.ndarray | None:
-    """So many numbers, flat; None if there are others, or something else.
+def _flatten_numbers(data: list[Any], count: int) -> np.ndarray | None:
+    """Flatten nested lists of numbers.
 
-    numpy would take whatever there is, and a text among many numbers takes its length for each of
-    them.
+    The types are checked before numpy sees them: it would convert anything, and one long text among
+    the numbers would make it allocate that length for each of them.
+
+    Args:
+        data: Nested lists of any depth, or a flat one.
+        count: The expected number of numbers.
+
+    Returns:
+        [count], or None if there are more, fewer, or other things than numbers.
     """
     flat = data
-    for _ in range(MOST_AXES - 1):
+    for _ in range(MAX_AXES - 1):
         if not flat or type(flat[0]) is not list:
             break
         length = len(flat[0])
-        if len(flat) * length > count or any(
-            type(row) is not list or len(row) != length for row in flat
-        ):
+        if len(flat) * length > count or not _are_rows(flat, length):
             return None
         flat = list(chain.from_iterable(flat))
     if len(flat) != count or not {int, float}.issuperset(map(type, flat)):
         return None
     try:
         values = np.asarray(flat)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError):  # of integers too long for any type
         return None
     return values if values.dtype.kind in "iuf" else None
+
+
+def _are_rows(data: list[Any], length: int) -> bool:
+    return all(type(row) is list and len(row) == length for row in data)

@@ -1,152 +1,219 @@
-"""What may come in, and what is told of it in OpenAPI. Nothing in it names a file, a network or an
-object to load.
-"""
+"""What all scoring routes share: check that the network is ready, decode a request, score it."""
 
-from typing import Annotated, Any, Literal
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from fastapi import Request
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from fastapi import HTTPException, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from qualms.service.uploads import ECHO, FORMATS
+from qualms.service.config import ServiceConfig
+from qualms.service.lifecycle import Startup
+from qualms.service.limits import request_state
+from qualms.service.metrics import Metrics
+from qualms.service.schemas import ImageArrays
+from qualms.service.scoring import ScoreRequest, ScoreResponse
+from qualms.service.uploads import ImageReader, Pixels
 
-Number = Annotated[float, Field(strict=True, ge=0, le=255, allow_inf_nan=False)]
-# The first mistake is told, and the others are not looked for: there may be millions.
-Color = Annotated[list[Number], Field(min_length=1, max_length=3)]
-Row = Annotated[list[Number | Color], FailFast(), Field(min_length=1)]
-Image = Annotated[list[Row], FailFast(), Field(min_length=1)]
-OUTPUTS = 100  # that a client may name; there are fewer
-MISTAKES = 100  # up to which they are made into words
-
-
-class Arrays(BaseModel):
-    """Images as numbers."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    images: Annotated[list[Image], FailFast()] = Field(
-        min_length=1,
-        description="Each image as [height][width] for gray or [height][width][3] for color, red, green and blue.",
-        examples=[[[[0, 255], [255, 0]]]],
-    )
-    white: Literal[1, 255] = Field(
-        255,
-        description="Which number is white: 255 for whole numbers from 0 to 255, or 1 for numbers from 0 to 1.",
-    )
+T = TypeVar("T")
+ScoreFn = Callable[[ScoreRequest], Awaitable[ScoreResponse]]
+Results = list[dict[str, Any]]  # for each image the fields of a `Result`, without its id
+DECODE_THREADS = 4
+MAX_FORM_FIELDS = 8  # besides the files; none is used
+RETRY_AFTER = {"Retry-After": "5"}  # seconds: a start takes some, or minutes
 
 
-INFER_EXAMPLE: dict[str, Any] = {
-    "inputs": [
-        {"name": "images", "shape": [1, 2, 2], "datatype": "UINT8", "data": [0, 255, 255, 0]}
-    ]
-}
+def _decode_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(DECODE_THREADS, "decode")
 
 
-class InputTensor(BaseModel):
-    """The images, in the open inference protocol."""
+@dataclass(frozen=True)
+class RequestHandler:
+    """Handles requests for scores, for all routes.
 
-    model_config = ConfigDict(extra="forbid")
+    Images are decoded in threads of their own. LitServe waits for responses in asyncio's threads,
+    and slow images would block them.
 
-    name: Literal["images"]
-    shape: Annotated[list[Annotated[int, Field(strict=True, ge=1, le=2**31)]], FailFast()] = Field(
-        min_length=3,
-        max_length=4,
-        description="[images, height, width] or [images, height, width, channels].",
-    )
-    datatype: Literal["UINT8", "FP32"] = Field(description="UINT8 has white at 255, FP32 at 1.")
-    data: list[Any] = Field(min_length=1, description="The numbers row by row, nested or flat.")
-    parameters: dict[str, Any] | None = Field(None, description="Not used.")
-
-
-class WantedOutput(BaseModel):
-    """One output that the client wants, in the open inference protocol."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    parameters: dict[str, Any] | None = Field(None, description="Not used.")
-
-
-class InferRequest(BaseModel):
-    """A request of the open inference protocol."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [INFER_EXAMPLE]})
-
-    id: str | None = Field(None, max_length=200, description="Comes back with the answer.")
-    inputs: Annotated[list[InputTensor], FailFast()] = Field(min_length=1, max_length=1)
-    outputs: Annotated[list[WantedOutput], Field(max_length=OUTPUTS)] | None = Field(
-        None, description="All outputs, if it is left out."
-    )
-    parameters: dict[str, Any] | None = Field(None, description="Not used.")
-
-
-def score_body(most: int) -> dict[str, Any]:
-    """The body of a request to score at most so many images, for OpenAPI: FastAPI does not see two
-    kinds of bodies.
+    Args:
+        startup: The model's information, and how far the start is.
+        config: The limits.
+        metrics: Counts the images.
+        send: Sends a request to the process with the model, and waits for the response.
+        is_hung: Whether that process does not respond any more.
     """
-    files = {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": most,
-        "items": {"type": "string", "format": "binary"},
-        "description": f"One or more image files: {', '.join(FORMATS)}.",
-    }
-    form = {
-        "type": "object",
-        "required": ["images"],
-        "properties": {"images": files},
-        "additionalProperties": False,
-    }
-    arrays = Arrays.model_json_schema()
-    arrays["properties"]["images"]["maxItems"] = most
-    return {
-        "required": True,
-        "content": {
-            "multipart/form-data": {"schema": form},
-            "application/json": {"schema": arrays},
-        },
-    }
+
+    startup: Startup
+    config: ServiceConfig
+    metrics: Metrics
+    send: ScoreFn
+    is_hung: Callable[[], bool]
+    executor: ThreadPoolExecutor = field(default_factory=_decode_threads, init=False)
+
+    def is_ready(self) -> bool:
+        """Whether the network is loaded and responds."""
+        return self.startup.progress().status == "ready" and not self.is_hung()
+
+    def require_ready(self) -> None:
+        """Check that the network is loaded and responds.
+
+        Raises:
+            HTTPException: 503 if not.
+        """
+        progress = self.startup.progress()
+        if progress.status != "ready":
+            raise HTTPException(503, progress.message, RETRY_AFTER)
+        if self.is_hung():
+            message = "the network does not respond; retry in a few seconds."
+            raise HTTPException(503, message, RETRY_AFTER)
+
+    def image_reader(self) -> ImageReader:
+        """Return what reads images in the network's size, which is known once it is ready.
+
+        Raises:
+            HTTPException: 503 if the network is not ready.
+        """
+        self.require_ready()
+        return ImageReader(self.startup.transform, self.config)
+
+    async def decode(self, request: Request, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in a thread of its own, so that other requests are answered meanwhile.
+
+        Args:
+            request: Its state keeps the running call, because that goes on after a 504.
+            function: Decodes a body.
+            args: Arguments of the function.
+
+        Raises:
+            HTTPException: 413 if memory runs out.
+        """
+        running = self.executor.submit(function, *args)
+        request_state(request.scope).work = running
+        try:
+            return await asyncio.wrap_future(running)
+        except MemoryError:
+            message = "the request needs more memory than there is; send fewer or smaller images."
+            raise HTTPException(413, message) from None
+
+    async def score(self, request: Request, images: list[Pixels], with_layers: bool) -> Results:
+        """Score the images of a request, in a batch with those of other requests.
+
+        Args:
+            request: Its state keeps the running work, because that goes on after a 504.
+            images: The images, at least one.
+            with_layers: Whether the results hold the share of each layer.
+
+        Returns:
+            The fields of a `Result` for each image, without its id.
+
+        Raises:
+            HTTPException: 504 if the deadline passed in the queue, 500 if the scoring failed, 422
+                if the network cannot score images of these sizes.
+        """
+        state = request_state(request.scope)
+        score_request = ScoreRequest(images, with_layers, state.received_at)
+        state.work = asyncio.ensure_future(self.send(score_request))
+        response: ScoreResponse = await asyncio.shield(state.work)
+        if response.timed_out:
+            raise HTTPException(504, "the request waited too long to be scored; retry later.")
+        if response.failed:
+            message = "the images could not be scored; see the service's log."
+            raise HTTPException(500, message)
+        if response.results is None:
+            sizes = ", ".join(sorted({_describe_size(image) for image in images}))
+            message = f"the network cannot score images of {sizes} pixels; try another size."
+            raise HTTPException(422, message)
+        decisions = [result["decision"] for result in response.results]
+        self.metrics.count_images(decisions, response.batch_images)
+        return response.results
+
+    async def read_images(self, request: Request) -> tuple[list[str], list[Pixels]]:
+        """Read the images of a request to `/v1/score`.
+
+        Args:
+            request: Its body should be a form or JSON.
+
+        Returns:
+            The ids of the images, and the images.
+
+        Raises:
+            HTTPException: If the network is not ready, or if the body is invalid.
+        """
+        reader = self.image_reader()
+        kind = content_type(request)
+        if kind == "application/json":
+            body = await request.body()
+            images = await self.decode(request, _parse_arrays, body, reader)
+            return [str(position) for position in range(len(images))], images
+        if kind != "multipart/form-data":
+            message = (
+                "the content type is not supported; send multipart/form-data or application/json."
+            )
+            raise HTTPException(415, message)
+        files = await _read_form(request, self.config.max_images)
+        images = await self.decode(request, reader.read_files, files)
+        return [name for name, _ in files], images
 
 
-def kind_of(request: Request) -> str:
-    """The type of a request's body, without its parameters."""
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def content_type(request: Request) -> str:
+    """Return the content type of a request, without its parameters."""
+    header: str = request.headers.get("content-type", "")
+    return header.partition(";")[0].strip().lower()
 
 
-def infer_body() -> dict[str, Any]:
-    """The body of a request of the open inference protocol, for OpenAPI: the route reads it by
-    itself.
+async def _read_form(request: Request, max_files: int) -> list[tuple[str, bytes]]:
+    """Read the files of a form.
+
+    Args:
+        request: Its body is a form.
+        max_files: The most files in a form.
+
+    Returns:
+        The name and the content of each file.
+
+    Raises:
+        HTTPException: If there are too many files or other parts, or if the form cannot be parsed.
     """
-    schema = InferRequest.model_json_schema()
-    return {
-        "required": True,
-        "content": {"application/json": {"schema": _whole(schema, schema.pop("$defs"))}},
-    }
+    try:
+        async with request.form(max_files=max_files, max_fields=MAX_FORM_FIELDS) as form:
+            files = []
+            for position, part in enumerate(_image_parts(form)):
+                name = part.filename or f"image {position}"
+                files.append((name, await part.read()))
+            return files
+    except StarletteHTTPException as error:
+        if error.status_code != 400:
+            raise
+        if "Too many files" in error.detail:
+            message = f"the request has more than {max_files} images; send fewer."
+            raise HTTPException(413, message) from None
+        message = "the form cannot be parsed; send multipart/form-data with its boundary."
+        raise HTTPException(400, message) from None
 
 
-def _whole(schema: Any, parts: dict[str, Any]) -> Any:
-    """A schema with its parts in place: OpenAPI looks for references in its own document."""
-    if isinstance(schema, list):
-        return [_whole(one, parts) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        return _whole(parts[schema["$ref"].rpartition("/")[2]], parts)
-    return {key: _whole(value, parts) for key, value in schema.items()}
+def _image_parts(form: FormData) -> list[UploadFile]:
+    """Return the parts of a form, all of which must be files named `images`.
+
+    Raises:
+        HTTPException: 422 if there are others.
+    """
+    parts = []
+    for name, part in form.multi_items():
+        if name != "images" or not isinstance(part, UploadFile):
+            message = "the form has parts that are not files named `images`; remove them."
+            raise HTTPException(422, message)
+        parts.append(part)
+    return parts
 
 
-def problem(error: ValidationError) -> tuple[int, str]:
-    """What is wrong with a body: the status of the answer, and one sentence."""
-    if error.error_count() > MISTAKES:  # each would be an object
-        return 422, f"the body has {error.error_count():,} mistakes; /docs lists what it may hold."
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return 400, "the body is not JSON; check it."
-    # Without pydantic's names of the kinds that it tried.
-    where = (
-        ".".join(str(part) for part in first["loc"] if str(part).replace("_", "").isalnum())
-        or "the body"
-    )
-    return (
-        422,
-        f"{where[:ECHO]} is not as it should be: {first['msg'][:1].lower()}{first['msg'][1:]}.",
-    )
+def _parse_arrays(body: bytes, reader: ImageReader) -> list[Pixels]:
+    arrays = ImageArrays.model_validate_json(body)
+    return reader.read_arrays(arrays.images, arrays.white)
+
+
+def _describe_size(image: Pixels) -> str:
+    """Return width x height."""
+    _, height, width = image.shape
+    return f"{width} x {height}"

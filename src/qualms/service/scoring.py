@@ -1,5 +1,7 @@
-"""Questions in, answers out: the images of several requests in one batch, each scored as if it were
-alone.
+"""The process with the model: scores the images of several requests together.
+
+An image's score does not depend on the images it shares a batch with, and a request that fails does
+not affect the others.
 """
 
 import logging
@@ -14,204 +16,354 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
 
 from qualms.data import Images
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, explain_failure, reason
 from qualms.methods.method import Method
 from qualms.methods.price import Price
 from qualms.models.fingerprint import fingerprint
 from qualms.report.layer_chart import has_layers, layer_sums
 from qualms.result import Scored
 from qualms.scorer import Scorer
-from qualms.service.answers import About, finite, results
+from qualms.service.schemas import ModelInfo
 from qualms.service.uploads import Pixels
 from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
 from qualms.stream.sizes import SERVICE_BATCH
 from qualms.threshold import Threshold
 
-NAME = "the request"  # what errors call its images
-Place = tuple[int, int]  # the number of a question, and of an image in it
-Watch = Callable[[int], AbstractContextManager[None]]  # around the scoring of so many images
+IMAGES_NAME = "the request"  # what errors call the images
+GRAY = 128
+ImageKey = tuple[int, int]  # the positions of a request in its batch, and of an image in it
+WatchFn = Callable[[int], AbstractContextManager[None]]  # around the scoring of so many images
 log = logging.getLogger(__name__)
 
 
+class ModelError(QualmsError):
+    """The model raised something other than a `QualmsError`.
+
+    Args:
+        original: What it raised.
+    """
+
+    def __init__(self, original: Exception) -> None:
+        self.original = original
+        super().__init__(f"the model raised {type(original).__name__} ({reason(original)}).")
+
+
 @dataclass(frozen=True)
-class Served:
-    """A network, which knows how images become its inputs, and the scorer of its model."""
+class ScoringService:
+    """A network, and the scorer of its model.
+
+    Args:
+        name: The model's name in answers and paths.
+        network: The model, and how images become its inputs.
+        scorer: The scorer of the model, with the methods and the threshold.
+    """
 
     name: str
     network: Network
     scorer: Scorer
 
     @property
-    def about(self) -> About:
-        """What the web side tells of it."""
+    def model_info(self) -> ModelInfo:
+        """The description of the loaded model."""
+        info = describe_unloaded(self.name, self.scorer.methods, self.scorer.threshold)
         loaded = {
             "model_hash": fingerprint(self.network.model),
             "class_names": list(self.network.class_names) or None,
             "tolerance": self.scorer.settings.tolerance,
         }
-        return about_unloaded(self.name, self.scorer.methods, self.scorer.threshold).model_copy(
-            update=loaded
-        )
+        return info.model_copy(update=loaded)
 
     @property
-    def decides(self) -> tuple[str, Method]:
-        """The first method."""
+    def first_method(self) -> tuple[str, Method]:
+        """The name of the method that decides, and the method."""
         return next(iter(self.scorer.methods.items()))
 
-    @property
-    def gray_image(self) -> torch.Tensor | None:
-        """An image to try the network on; None where nobody says which size it takes."""
-        fit = self.network.transform
-        if fit is None:
+    def gray_image(self) -> UInt8[Tensor, "1 c h w"] | None:
+        """Return an image to try the network on. None if its input size is unknown."""
+        transform = self.network.transform
+        if transform is None:
             return None
         channels = len(self.network.normalization.mean)
-        return torch.full((1, channels, *fit.size), 128, dtype=torch.uint8)
+        return torch.full((1, channels, *transform.size), GRAY, dtype=torch.uint8)
 
     def price(self) -> Price | None:
-        """What an image costs, as counted."""
-        image = self.gray_image
-        return (
-            None
-            if image is None
-            else self.scorer.price(self.network.inputs(Images(NAME, image, None)))
-        )
+        """Return the price of one image, as counted. None if the input size is unknown."""
+        image = self.gray_image()
+        if image is None:
+            return None
+        inputs = self.network.inputs(_as_images(image))
+        return self.scorer.price(inputs)
 
     def warm_up(self) -> Scored | None:
-        """Score a gray image, so that what is wrong is told now, and the first request does not
-        wait.
+        """Score a gray image: an invalid setup fails now, and the first request is not slow."""
+        image = self.gray_image()
+        if image is None:
+            return None
+        return self.score(image)
+
+    def score(self, pixels: UInt8[Tensor, "n c h w"]) -> Scored:
+        """Score images of one size.
+
+        Random draws follow the pixels, so an image's score does not depend on its batch.
         """
-        image = self.gray_image
-        return None if image is None else self.score(image)
+        return ImageScorer(self.network, self.scorer).score(_as_images(pixels))
 
-    def score(self, pixels: torch.Tensor) -> Scored:
-        """Scores of images of one size. Draws follow the pixels, so an image's company does not
-        change its score.
+    def layer_shares(self, pixels: UInt8[Tensor, "n c h w"]) -> list[list[dict[str, Any]]]:
+        """Compute each layer's share of the first method's score, without smoothing.
+
+        Args:
+            pixels: Images of one size.
+
+        Returns:
+            For each image, the fields of a `LayerShare` for each layer.
         """
-        return ImageScorer(self.network, self.scorer).score(Images(NAME, pixels, None))
+        name, method = self.first_method
+        inputs = self.network.inputs(_as_images(pixels))
+        settings = self.scorer.settings
+        layers, sums = layer_sums(self.network.model, inputs, {name: method}, settings)
+        shares = _normalize_rows(sums[name])
+        rows = []
+        for row in shares.tolist():
+            pairs = zip(layers, row, strict=True)
+            rows.append([{"name": layer, "share": share} for layer, share in pairs])
+        return rows
 
 
-def about_unloaded(name: str, methods: Mapping[str, Method], threshold: Threshold | None) -> About:
-    """What is known of what is served before it is loaded: all but the weights, the classes and the
-    tolerance.
+def describe_unloaded(
+    name: str, methods: Mapping[str, Method], threshold: Threshold | None
+) -> ModelInfo:
+    """Describe a model before it is loaded: without weights, classes and tolerance.
+
+    Args:
+        name: The model's name in answers and paths.
+        methods: The methods by name; the first one decides.
+        threshold: The threshold, if there is one.
     """
     first = next(iter(methods.values()))
-    return About(
+    info = ModelInfo(
         model=name,
         model_hash="",
         methods=list(methods),
         class_names=None,
-        threshold=None if threshold is None else finite(threshold.value),
-        rule=None if threshold is None else threshold.rule,
-        reference=[] if threshold is None else list(threshold.reference),
+        threshold=None,
+        rule=None,
+        reference=[],
         layers=has_layers(first),
         tolerance=None,
     )
+    if threshold is None:
+        return info
+    is_finite = math.isfinite(threshold.value)  # JSON has no infinity
+    decides = {
+        "threshold": threshold.value if is_finite else None,
+        "rule": threshold.rule,
+        "reference": list(threshold.reference),
+    }
+    return info.model_copy(update=decides)
 
 
 @dataclass(frozen=True)
-class Question:
-    """The images of one request, and whether the answer says which layers their scores come from."""
+class ScoreRequest:
+    """The images of one request.
+
+    Args:
+        images: The images, which may differ in size.
+        with_layers: Whether the results hold each layer's share of the score.
+        received_at: When the headers arrived, by `time.monotonic`.
+    """
 
     images: list[Pixels]
-    layers: bool = False
-    came: float = field(default_factory=time.monotonic)  # when the request's headers did
+    with_layers: bool = False
+    received_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
-class Reply:
-    """For each image of a question what `Result` holds; None if the network cannot score them."""
+class ScoreResponse:
+    """The results of one request, or why there are none.
+
+    Args:
+        results: For each image the fields of a `Result`, without its id. None if there are none.
+        batch_images: The number of images in the batch, with those of other requests.
+        failed: Whether the model raised an unexpected error.
+        timed_out: Whether the deadline passed first.
+
+    If there are no results, and it has neither failed nor timed out, the network cannot score such
+    images.
+    """
 
     results: list[dict[str, Any]] | None
-    together: int = 0  # images that were scored in the same batch
-    broken: bool = False  # there are no results by a defect, and not by the images
-    late: bool = False  # there are none since the deadline was over first
+    batch_images: int = 0
+    failed: bool = False
+    timed_out: bool = False
 
 
-def replies(
-    served: Served,
-    questions: Sequence[Question],
+def score_requests(
+    service: ScoringService,
+    requests: Sequence[ScoreRequest],
     deadline: float = math.inf,
-    watch: Watch = lambda _: nullcontext(),
-) -> list[Reply]:
-    """The answers to several requests. One that cannot be answered does not keep the others from
-    it.
+    watch: WatchFn = lambda _: nullcontext(),
+) -> list[ScoreResponse]:
+    """Score the images of several requests, in batches of images of one size.
 
-    A request whose seconds are over is given up: nobody waits for it, and others may.
+    A request whose deadline has passed is dropped between batches, because nobody waits for it.
+
+    Args:
+        service: The network and its scorer.
+        requests: The requests, in order of arrival.
+        deadline: Seconds from the arrival of a request to its deadline.
+        watch: Maps a number of images to the context manager in which they are scored.
+
+    Returns:
+        A response to each request.
     """
-    total = sum(len(question.images) for question in questions)
-    found = [Reply([{}] * len(question.images), total) for question in questions]
-    for places in _parts(questions):
-        for q in {q for q, _ in places}:
-            if time.monotonic() > questions[q].came + deadline:
-                found[q] = Reply(None, late=True)
-        left = [(q, i) for q, i in places if found[q].results is not None]
+    batch = _RequestBatch(service, requests, watch)
+    for keys in batch.split_by_size():
+        batch.drop_expired(keys, deadline)
+        left = batch.open_keys(keys)
         if left:
-            _answer(served, questions, left, found, watch)
-    return found
+            batch.score(left)
+    return batch.responses
 
 
-def _parts(questions: Sequence[Question]) -> Iterator[list[Place]]:
-    """All images: those of one size together, a few at a time."""
-    same: dict[tuple[int, ...], list[Place]] = {}
-    for q, question in enumerate(questions):
-        for i, image in enumerate(question.images):
-            same.setdefault(image.shape, []).append((q, i))
-    for places in same.values():
-        yield from (
-            places[start : start + SERVICE_BATCH] for start in range(0, len(places), SERVICE_BATCH)
-        )
+class _RequestBatch:
+    """Requests that are scored together, and their responses as they are filled in.
 
-
-def _answer(
-    served: Served,
-    questions: Sequence[Question],
-    places: list[Place],
-    found: list[Reply],
-    watch: Watch,
-) -> None:
-    """Fill in the results of some images; those of one request alone if they cannot be scored with
-    others.
+    Args:
+        service: The network and its scorer.
+        requests: The requests, in order of arrival.
+        watch: Maps a number of images to the context manager in which they are scored.
     """
-    try:
-        with watch(len(places)):
-            told = _results(served, questions, places)
-        for (q, i), result in zip(places, told, strict=True):
-            found[q].results[i] = result  # type: ignore[index]
-    except Exception as error:  # whatever a network raises
-        if places[0][0] != places[-1][0]:
-            for _, own in groupby(places, itemgetter(0)):
-                _answer(served, questions, list(own), found, watch)
-        elif isinstance(error, QualmsError):
-            log.warning("images of a request cannot be scored: %s", error)
-            found[places[0][0]] = Reply(None)
+
+    def __init__(
+        self, service: ScoringService, requests: Sequence[ScoreRequest], watch: WatchFn
+    ) -> None:
+        self.service = service
+        self.requests = requests
+        self.watch = watch
+        total = sum(len(request.images) for request in requests)
+        self.responses = []
+        for request in requests:
+            empty: list[dict[str, Any]] = [{}] * len(request.images)
+            self.responses.append(ScoreResponse(empty, total))
+
+    def split_by_size(self) -> Iterator[list[ImageKey]]:
+        """Yield the keys of all images, at most `SERVICE_BATCH` of one size at a time."""
+        by_size: dict[tuple[int, ...], list[ImageKey]] = {}
+        for r, request in enumerate(self.requests):
+            for i, image in enumerate(request.images):
+                by_size.setdefault(image.shape, []).append((r, i))
+        for keys in by_size.values():
+            for start in range(0, len(keys), SERVICE_BATCH):
+                yield keys[start : start + SERVICE_BATCH]
+
+    def drop_expired(self, keys: list[ImageKey], deadline: float) -> None:
+        """Time out the requests of these images whose deadline has passed."""
+        for r in {r for r, _ in keys}:
+            if time.monotonic() > self.requests[r].received_at + deadline:
+                self.responses[r] = ScoreResponse(None, timed_out=True)
+
+    def open_keys(self, keys: list[ImageKey]) -> list[ImageKey]:
+        """Return the keys whose requests have neither failed nor timed out."""
+        return [(r, i) for r, i in keys if self.responses[r].results is not None]
+
+    def score(self, keys: list[ImageKey]) -> None:
+        """Score images of one size, and fill in their results.
+
+        If they cannot be scored together, the images of each request are scored on their own.
+
+        Args:
+            keys: The keys of the images.
+        """
+        try:
+            with self.watch(len(keys)), explain_failure(ModelError):
+                results = self._compute_results(keys)
+        except QualmsError as error:
+            self._handle_failure(keys, error)
+            return
+        for (r, i), result in zip(keys, results, strict=True):
+            self.responses[r].results[i] = result  # type: ignore[index]
+
+    def _handle_failure(self, keys: list[ImageKey], error: QualmsError) -> None:
+        """Score the images of each request on their own, or log why a single one fails.
+
+        Args:
+            keys: The keys of images that could not be scored together.
+            error: The error of scoring them together.
+        """
+        first = keys[0][0]
+        if first != keys[-1][0]:
+            for _, own in groupby(keys, itemgetter(0)):
+                self.score(list(own))
+        elif isinstance(error, ModelError):
+            log.error("the images of a request could not be scored", exc_info=error.original)
+            self.responses[first] = ScoreResponse(None, failed=True)
         else:
-            log.exception("images of a request could not be scored")
-            found[places[0][0]] = Reply(None, broken=True)
+            log.warning("the images of a request cannot be scored: %s", error)
+            self.responses[first] = ScoreResponse(None)
+
+    def _compute_results(self, keys: list[ImageKey]) -> list[dict[str, Any]]:
+        """Score images of one size.
+
+        Args:
+            keys: The keys of the images.
+
+        Returns:
+            The fields of a `Result` for each image, without its id.
+        """
+        images = [self.requests[r].images[i] for r, i in keys]
+        pixels = torch.from_numpy(np.stack(images))
+        results = _to_results(self.service.score(pixels))
+        positions = [p for p, (r, _) in enumerate(keys) if self.requests[r].with_layers]
+        if positions and has_layers(self.service.first_method[1]):
+            shares = self.service.layer_shares(pixels[positions])
+            for position, layers in zip(positions, shares, strict=True):
+                results[position]["layers"] = layers
+        return results
 
 
-def _results(
-    served: Served, questions: Sequence[Question], places: list[Place]
-) -> list[dict[str, Any]]:
-    """What is said of images of one size."""
-    pixels = torch.from_numpy(np.stack([questions[q].images[i] for q, i in places]))
-    found = results(served.score(pixels))
-    asked = [place for place, (q, _) in enumerate(places) if questions[q].layers]
-    if asked and has_layers(served.decides[1]):
-        for place, layers in zip(asked, _shares(served, pixels[asked]), strict=True):
-            found[place]["layers"] = layers
-    return found
+def _to_results(scored: Scored) -> list[dict[str, Any]]:
+    """Convert scores to JSON.
+
+    Args:
+        scored: The scores of images of one size.
+
+    Returns:
+        The fields of a `Result` for each image, without its id and its layers.
+    """
+    threshold = scored.threshold
+    percentiles: list[float | None] = [None] * len(scored)
+    decisions: list[str | None] = [None] * len(scored)
+    if threshold is not None:
+        decisions = ["accepted" if taken else "abstain" for taken in scored.accepted.tolist()]
+        if threshold.reference:
+            percentiles = scored.percentile.tolist()
+    names = scored.class_names
+    results = []
+    for i, prediction in enumerate(scored.prediction.tolist()):
+        scores = {method: float(values[i]) for method, values in scored.scores.items()}
+        result = {
+            "prediction": prediction,
+            "class_name": names[prediction] if names else None,
+            "confidence": float(scored.confidence[i]),
+            "scores": scores,
+            "percentile": percentiles[i],
+            "decision": decisions[i],
+            "layers": None,
+        }
+        results.append(result)
+    return results
 
 
-def _shares(served: Served, pixels: torch.Tensor) -> list[list[dict[str, Any]]]:
-    """For each image what part of the first method's score each layer has, without smoothing."""
-    name, method = served.decides
-    x = served.network.inputs(Images(NAME, pixels, None))
-    names, sums = layer_sums(served.network.model, x, {name: method}, served.scorer.settings)
-    whole = sums[name].sum(1, keepdims=True)
-    shares = np.divide(sums[name], whole, out=np.zeros_like(sums[name]), where=whole > 0)
-    return [
-        [{"name": n, "share": float(s)} for n, s in zip(names, row, strict=True)] for row in shares
-    ]
+def _as_images(pixels: UInt8[Tensor, "n c h w"]) -> Images:
+    return Images(IMAGES_NAME, pixels, None)
+
+
+def _normalize_rows(sums: Float[np.ndarray, "n layers"]) -> Float[np.ndarray, "n layers"]:
+    """Divide each row by its sum; rows of zeros stay."""
+    totals = sums.sum(1, keepdims=True)
+    return np.divide(sums, totals, out=np.zeros_like(sums), where=totals > 0)

@@ -1,5 +1,6 @@
-"""What a request holds, files or numbers, to pixels: nothing larger than the limits is ever
-decode_image.
+"""From what a request holds, image files or numbers, to pixels.
+
+The limits are checked first: no image with too many pixels is ever decoded.
 """
 
 from collections.abc import Sequence
@@ -13,103 +14,164 @@ from jaxtyping import UInt8
 from qualms.data import ImageTransform
 from qualms.data.decode import TooLarge, Unreadable, decode_image, pillow
 from qualms.data.image_transform import channels_first
-from qualms.service.settings import Settings
+from qualms.service.config import ServiceConfig
+from qualms.service.schemas import FORMATS, MAX_ECHO
 
-# Formats that Pillow reads by itself: for others it may start a program such as Ghostscript.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-ECHO = 80  # characters of a request that an error repeats
-Pixels = UInt8[np.ndarray, "_ _ _"]  # [c, h, w]; those of one request may differ
+Pixels = UInt8[np.ndarray, "_ _ _"]  # [c, h, w]; images of one request may differ in size
 
 
 @dataclass(frozen=True)
-class Intake:
-    """How images come in: in the network's size if it has one, within the limits."""
+class ImageReader:
+    """Reads the images of one request, within the limits.
 
-    fit: ImageTransform | None
-    settings: Settings
+    Args:
+        transform: Resizes the images to the network's size. None leaves them as they are.
+        config: The limits.
+    """
 
-    def of_files(self, files: Sequence[tuple[str, bytes]]) -> list[Pixels]:
-        """Image files by name."""
+    transform: ImageTransform | None
+    config: ServiceConfig
+
+    def read_files(self, files: Sequence[tuple[str, bytes]]) -> list[Pixels]:
+        """Decode image files.
+
+        Args:
+            files: The name and the content of each file.
+
+        Raises:
+            HTTPException: 413 if there are too many images or pixels, 422 if a file is not an
+                image in one of `FORMATS`.
+        """
         self.require_count(len(files))
-        left, found = self.settings.pixels, []
+        pixels_left = self.config.max_pixels
+        images = []
         for name, content in files:
-            try:
-                image, _ = decode_image(content, name, formats=FORMATS, most=left)
-            except TooLarge:
-                raise self._too_many_pixels() from None
-            except Unreadable as error:
-                raise HTTPException(
-                    422, f"{name[:ECHO]} is {error.plain}; send {', '.join(FORMATS)} files."
-                ) from None
-            left -= image.width * image.height
-            found.append(self._fitted(image))
-        return found
+            image = self._decode(name, content, pixels_left)
+            pixels_left -= image.width * image.height
+            images.append(self._transform(image))
+        return images
 
-    def of_numbers(self, arrays: Sequence[Any], white: int) -> list[Pixels]:
-        """Nested lists or arrays, each [h][w] or [h][w][c], in which white is 255 (whole numbers)
-        or 1.
+    def _decode(self, name: str, content: bytes, max_pixels: int) -> Any:
+        """Decode one file to an image of Pillow's.
+
+        Args:
+            name: What error messages call it.
+            content: The bytes of the file.
+            max_pixels: The most pixels that are left to the request.
+        """
+        try:
+            image, _ = decode_image(content, name, formats=FORMATS, most=max_pixels)
+        except TooLarge:
+            raise self._too_many_pixels() from None
+        except Unreadable as error:
+            message = f"{name[:MAX_ECHO]} is {error.plain}; send {', '.join(FORMATS)} files."
+            raise HTTPException(422, message) from None
+        return image
+
+    def read_arrays(self, arrays: Sequence[Any], white: int) -> list[Pixels]:
+        """Convert images that were sent as numbers.
+
+        They take the same path as decoded files, so both get the same scores.
+
+        Args:
+            arrays: Nested lists or arrays, each [h][w] or [h][w][c].
+            white: The value of white, 255 (integers) or 1.
+
+        Raises:
+            HTTPException: 413 if there are too many images or pixels, 422 if an array is not an
+                image.
         """
         self.require_count(len(arrays))
-        left, found = self.settings.pixels, []
-        for i, array in enumerate(arrays):
-            pixels = _bytes(array, white, f"image {i}")
-            left -= pixels.shape[0] * pixels.shape[1]
-            if left < 0:
+        pixels_left = self.config.max_pixels
+        images = []
+        for position, array in enumerate(arrays):
+            values = _to_uint8(array, white, f"image {position}")
+            pixels_left -= values.shape[0] * values.shape[1]
+            if pixels_left < 0:
                 raise self._too_many_pixels()
-            found.append(
-                self._fitted(pillow().fromarray(pixels))
-            )  # on the path of files: scores agree
-        return found
+            image = pillow().fromarray(values)
+            images.append(self._transform(image))
+        return images
 
-    def _fitted(self, image: Any) -> Pixels:
-        """An image of Pillow's, as the network takes it."""
-        return channels_first(image if self.fit is None else self.fit.apply_to_image(image))
+    def _transform(self, image: Any) -> Pixels:
+        """Resize an image of Pillow's as the network needs it."""
+        if self.transform is not None:
+            image = self.transform.apply_to_image(image)
+        return channels_first(image)
 
     def require_count(self, images: int) -> None:
-        """An error if a request has no image, or too many."""
+        """Check the number of images.
+
+        Raises:
+            HTTPException: 422 if there is none, 413 if there are too many.
+        """
+        limit = self.config.max_images
         if images == 0:
-            raise HTTPException(422, "the request holds no image; send at least one.")
-        if images > self.settings.images:
-            raise HTTPException(
-                413,
-                f"the request holds {images} images, and at most {self.settings.images} are taken; send fewer.",
-            )
+            raise HTTPException(422, "the request has no images; send at least one.")
+        if images > limit:
+            message = f"the request has {images} images, but the limit is {limit}; send fewer."
+            raise HTTPException(413, message)
 
     def require_pixels(self, shape: Sequence[int]) -> None:
-        """An error if images of this shape, [n][h][w] and perhaps channels, have too many pixels."""
-        images, height, width = (int(side) for side in shape[:3])
-        if images * height * width > self.settings.pixels:
+        """Check the number of pixels that a shape announces, before any of them are read.
+
+        Args:
+            shape: [n, h, w] or [n, h, w, c].
+
+        Raises:
+            HTTPException: 413 if there are too many.
+        """
+        images, height, width = (int(length) for length in shape[:3])
+        if images * height * width > self.config.max_pixels:
             raise self._too_many_pixels()
 
     def _too_many_pixels(self) -> HTTPException:
-        most = self.settings.pixels
-        return HTTPException(
-            413, f"the images of the request have more than {most:,} pixels; send smaller ones."
+        limit = self.config.max_pixels
+        message = (
+            f"the request's images have more than {limit:,} pixels in total; send smaller ones."
         )
+        return HTTPException(413, message)
 
 
-def _bytes(array: Any, white: int, where: str) -> UInt8[np.ndarray, "h w *colors"]:
-    try:
-        values = np.asarray(array)
-    except ValueError:
-        values = np.empty(0, dtype=object)
-    if values.dtype.kind not in "iuf" or values.ndim not in (2, 3) or not values.size:
-        raise HTTPException(
-            422, f"{where} is not a table of numbers, [height][width] or [height][width][channels]."
-        )
+def _to_uint8(array: Any, white: int, where: str) -> UInt8[np.ndarray, "h w *colors"]:
+    """Check the numbers of one image and scale them to 0…255.
+
+    Args:
+        array: A nested list or an array, [h][w] or [h][w][c].
+        white: The value of white, 255 (integers) or 1.
+        where: What error messages call the image.
+
+    Returns:
+        [h, w] for gray, [h, w, 3] for RGB.
+
+    Raises:
+        HTTPException: 422 if it is not an image.
+    """
+    values = _as_array(array)
+    is_numeric = values.dtype.kind in "iuf"
+    if not is_numeric or values.ndim not in (2, 3) or not values.size:
+        message = "is not an array of numbers, [height][width] or [height][width][channels]."
+        raise HTTPException(422, f"{where} {message}")
     if values.ndim == 3 and values.shape[2] not in (1, 3):
-        raise HTTPException(
-            422, f"{where} has {values.shape[2]} channels; send 1 for gray, or 3 for color."
+        message = f"has {values.shape[2]} channels; send 1 for gray or 3 for RGB."
+        raise HTTPException(422, f"{where} {message}")
+    is_in_range = (values >= 0).all() and (values <= white).all()  # false for NaN
+    if not is_in_range:
+        message = (
+            f"has numbers outside 0 to {white}; rescale them, or set `white` (in /v2 `datatype`)."
         )
-    if not (values >= 0).all() or not (values <= white).all():  # not a number is neither
-        raise HTTPException(
-            422,
-            f"{where} has numbers outside 0 to {white}; rescale them, or set `white` (in /v2 `datatype`).",
-        )
+        raise HTTPException(422, f"{where} {message}")
     if white == 255 and values.dtype.kind == "f" and (values % 1 != 0).any():
-        raise HTTPException(
-            422,
-            f"{where} has fractions, but white is 255; for 0 to 1, set `white` to 1 (in /v2 FP32).",
-        )
+        message = "has fractions, but white is 255; for 0 to 1, set `white` to 1 (in /v2 FP32)."
+        raise HTTPException(422, f"{where} {message}")
     pixels = np.rint(values * (255 / white)).astype(np.uint8)
-    return pixels[..., 0] if pixels.shape[2:] == (1,) else pixels
+    has_one_channel = pixels.shape[2:] == (1,)
+    return pixels[..., 0] if has_one_channel else pixels
+
+
+def _as_array(array: Any) -> np.ndarray:
+    """Convert to an array; one without elements if the rows differ in length."""
+    try:
+        return np.asarray(array)
+    except ValueError:
+        return np.empty(0, dtype=object)
