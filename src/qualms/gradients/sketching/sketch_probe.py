@@ -19,10 +19,9 @@ from qualms.gradients.single_sample import (
     sample_gradients,
 )
 from qualms.gradients.sketching.jvp import forward_mode
-from qualms.gradients.tracing.param_use import largest_result
+from qualms.gradients.tracing.param_use import Weights, largest_result
 from qualms.gradients.tracing.recorder import Recorder, Shapes, collapses_rows
 from qualms.gradients.tracing.traced_forward import require_uses_that_vary, trace_forward
-from qualms.gradients.tracing.weights import Weights
 
 # Taken for the size of the largest result of a row where no result can be seen.
 DEFAULT_RESULT_BYTES = 2**22

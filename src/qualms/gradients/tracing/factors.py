@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge
 
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.tracing.outer_product import Outer, OuterSizes, released
+from qualms.gradients.tracing.param_use import Weights, slice_of
 from qualms.gradients.tracing.sample_axis import Layout
-from qualms.gradients.tracing.weights import Weights, slice_of
 
 
 @dataclass(frozen=True)

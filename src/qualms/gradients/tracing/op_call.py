@@ -20,10 +20,9 @@ from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.precision import same_values
 from qualms.gradients.tracing.factors import GradFactor, Summed
 from qualms.gradients.tracing.outer_product import Outer
-from qualms.gradients.tracing.param_use import ParamUse
+from qualms.gradients.tracing.param_use import ParamUse, roots
 from qualms.gradients.tracing.sample_axis import Layout, infer_layout
 from qualms.gradients.tracing.sample_ids import SampleIds, UnbatchedOp
-from qualms.gradients.tracing.weights import roots
 
 if TYPE_CHECKING:
     from qualms.gradients.tracing.recorder import Recorder

@@ -42,10 +42,17 @@ from qualms.gradients.tracing.op_effects import (
     without_override_checks,
     writes,
 )
-from qualms.gradients.tracing.param_use import OpKey, ParamUse, TracePair, UseOrder
+from qualms.gradients.tracing.param_use import (
+    OpKey,
+    ParamUse,
+    Reach,
+    TracePair,
+    UseOrder,
+    Weights,
+    roots,
+)
 from qualms.gradients.tracing.rules.table import UNBATCHED_RULES, find_rule
 from qualms.gradients.tracing.sample_ids import UnbatchedOp
-from qualms.gradients.tracing.weights import Reach, Weights, roots
 
 # An operation's name, and the shapes of what it reads and of its results.
 Shapes = tuple[str, tuple[torch.Size, ...], tuple[torch.Size, ...]]

@@ -12,10 +12,9 @@ from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.single_sample import NO_PATH
 from qualms.gradients.tracing.factors import merge_slices
-from qualms.gradients.tracing.param_use import TracePair, UseOrder
+from qualms.gradients.tracing.param_use import Reach, TracePair, UseOrder, Weights, nodes_behind
 from qualms.gradients.tracing.recorder import Recorder
 from qualms.gradients.tracing.sample_ids import resolve_sample_ids
-from qualms.gradients.tracing.weights import Reach, Weights, nodes_behind
 
 
 def trace_forward(
