@@ -174,21 +174,17 @@ def rms_norm(
 
 def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
     """PReLU, max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all."""
+
+    def negative_part() -> Tensor:
+        return input.detach().clamp_max(0)
+
     if weight.numel() > 1:
-        return _channel_affine(call, input, weight, None, lambda: input.clamp_max(0))
+        return _channel_affine(call, input, weight, None, negative_part)
     layout = call.input_layout(input)
     if layout is None:
         return NotImplemented
-    out = call.run()
-    samples = call.samples
-
-    def write(d: Tensor) -> Tensor:
-        product = layout.leading(at_least_float32(d) * input.detach().clamp_max(0))
-        return product.reshape(samples, -1).sum(1).reshape(samples, *weight.shape)
-
-    gradient = Summed.from_cotangent(write, weight.numel())
-    call.add_factor(weight, [get_gradient_edge(out)], gradient)
-    return out
+    summed = partial(Summed.trailing, call.samples, layout)
+    return _affine(call, weight, None, negative_part, summed)
 
 
 def _channel_affine(
