@@ -1,6 +1,7 @@
 """Runs the forward pass of a model under a recorder."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,15 @@ def trace_forward(
     return logits, recorder
 
 
+def record_forward(
+    model: nn.Module, model_input: ModelInput, selected: dict[str, Tensor]
+) -> Recorder:
+    """Trace a forward pass on one row or two with leaves made for it, for what the pass shows."""
+    weights = Weights.of(selected, model.parameters())
+    _, recorder = trace_forward(model, model_input, weights, None)
+    return recorder
+
+
 def _has_script(module: nn.Module) -> bool:
     """Whether a module is, or holds, a TorchScript: a recorder does not see what one reads."""
     scripts = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
@@ -94,13 +104,10 @@ def use_order(model: nn.Module, model_input: ModelInput, selected: dict[str, Ten
         The order; empty and not fixed if the model cannot be traced.
     """
 
-    def trace() -> UseOrder:
-        weights = Weights.of(selected, model.parameters())
-        _, recorder = trace_forward(model, model_input.take(slice(0, 1)), weights, None)
-        return recorder.use_order
-
+    trace = partial(record_forward, model, model_input.take(slice(0, 1)), selected)
+    unknown = UseOrder([], fixed=False)
     try:
-        order = attempt("trace the first sample", trace)
+        recorder = attempt("trace the first sample", trace)
     except QualmsError:  # the first sample uses none of the selected parameters
-        return UseOrder([], False)
-    return UseOrder([], False) if isinstance(order, Fallback) else order
+        return unknown
+    return unknown if isinstance(recorder, Fallback) else recorder.use_order
