@@ -116,7 +116,7 @@ class OpCall:
     def layout(self, t: Tensor) -> Layout | None:
         """Where `t`, an argument of this call, keeps its rows; None if it is the same for all."""
         if self.recorder.trace_pair is None:
-            return Layout.whole()
+            return Layout()
         place = self.use.place_of(t)
         one, two = self._uses_in_pair()
         return infer_layout(one.arguments[place], two.arguments[place], t.shape, self.rows)
@@ -128,7 +128,7 @@ class OpCall:
     def result_layout(self, place: int = 0) -> Layout | None:
         """Where the result number `place` keeps its rows; None if it is the same for all."""
         if self.recorder.trace_pair is None:
-            return Layout.whole()
+            return Layout()
         one, two = self._uses_in_pair()
         if place >= min(len(one.results), len(two.results)):
             raise NotBatchable(f"{self.use.name} does not return the same for every input")

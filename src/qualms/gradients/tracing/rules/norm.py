@@ -80,10 +80,7 @@ def group_norm(
         eps: ε.
         cudnn_enabled: not used.
     """
-
-    def normalize() -> Tensor:
-        return F.group_norm(input, num_groups, None, None, eps)
-
+    normalize = partial(F.group_norm, input, num_groups, eps=eps)
     return _channel_affine(call, input, weight, bias, normalize)
 
 
@@ -113,12 +110,8 @@ def instance_norm(
         eps: ε.
         cudnn_enabled: not used.
     """
-
-    def normalize() -> Tensor:
-        return F.instance_norm(
-            input, running_mean, running_var, None, None, use_input_stats, momentum, eps
-        )
-
+    statistics = running_mean, running_var, None, None, use_input_stats, momentum, eps
+    normalize = partial(F.instance_norm, input, *statistics)
     return _channel_affine(call, input, weight, bias, normalize)
 
 
@@ -142,10 +135,7 @@ def layer_norm(
         eps: ε.
         cudnn_enable: not used.
     """
-
-    def normalize() -> Tensor:
-        return F.layer_norm(input, normalized_shape, None, None, eps)
-
+    normalize = partial(F.layer_norm, input, normalized_shape, eps=eps)
     return _trailing_affine(call, input, weight, bias, normalize)
 
 
@@ -165,10 +155,7 @@ def rms_norm(
         weight: γ [*normalized_shape].
         eps: ε.
     """
-
-    def normalize() -> Tensor:
-        return F.rms_norm(input, normalized_shape, None, eps)
-
+    normalize = partial(F.rms_norm, input, normalized_shape, eps=eps)
     return _trailing_affine(call, input, weight, None, normalize)
 
 
