@@ -32,11 +32,11 @@ class ModuleContainers:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        # A script's attributes are not Python's; its buffers are restored like all others.
-        python_modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self.dicts: list[Any] = []
         attributes: list[Any] = []
-        for m in python_modules:
+        for m in modules:
+            if isinstance(m, torch.jit.ScriptModule):
+                continue  # its attributes are not Python's; its buffers are restored like all
             self.dicts += [d for d in (vars(m), m._parameters, m._buffers) if d]
             for name, value in vars(m).items():
                 if name not in ATTRIBUTES_OF_EVERY_MODULE:
