@@ -23,21 +23,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("qualms")
 
 _OWN_CODE = "qualms.gradients"
-# Rules, the algebra of what they return, and those of forward mode: any error there is a mistake.
-_RULES = (
-    "qualms.gradients.tracing.rules",
-    "qualms.gradients.tracing.factors",
-    "qualms.gradients.tracing.outer_product",
-    "qualms.gradients.sketching.jvp",
-)
-# The frames of a function mode that carries out a call of torch.
-_OF_FUNCTION_MODE = ["__torch_function__", "call", "run_function"]
+_RULES = "qualms.gradients.tracing.rules"
 # Frames of these packages do not tell whose call failed.
 _LIBRARIES = ("torch", "jaxtyping")
 # What a correct program does not raise, whatever the model does.
 _MISTAKES = (TypeError, AttributeError, LookupError, NameError, AssertionError)
 # Functions that carry out an operation of the user's model: what fails in them is the user's.
 _user_code: set[CodeType] = set()
+# Rules, the algebra of what they return, and those of forward mode: any error there is a mistake.
+_ANY_ERROR_IS_OURS = (
+    _RULES,
+    "qualms.gradients.tracing.factors",
+    "qualms.gradients.tracing.outer_product",
+    "qualms.gradients.sketching.jvp",
+)
+# The frames of a function mode that carries out a call of torch.
+_OF_FUNCTION_MODE = ["__torch_function__", "call", "run_function"]
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ def _raise_if_defect(error: Exception) -> None:
 def _find_defect(error: Exception) -> str | None:
     """The message for an error that comes from this package's own code; None if it does not.
 
-    The frame that failed tells whose code it is. In a rule any error is a mistake, elsewhere one
-    that a correct program never raises.
+    The innermost frame outside of torch tells whose code failed. In a rule any error is a mistake,
+    elsewhere one that a correct program never raises.
     """
     if isinstance(error, (QualmsError, NotBatchable, torch.OutOfMemoryError)):
         return None
@@ -133,7 +134,7 @@ def _find_defect(error: Exception) -> str | None:
         return None
     module = _module_of(frame)
     is_mistake = module.startswith(_OWN_CODE) and isinstance(error, _MISTAKES)
-    if not is_mistake and not module.startswith(_RULES):
+    if not is_mistake and not module.startswith(_ANY_ERROR_IS_OURS):
         return None
     notes = ", ".join(getattr(error, "__notes__", []))
     place = notes or f"{module}.{frame.f_code.co_name}"
@@ -166,7 +167,7 @@ def _frame_at_fault(error: Exception) -> FrameType | None:
     innermost = frames[-1]
     while [frame.f_code.co_name for frame in frames[-3:]] == _OF_FUNCTION_MODE:
         del frames[-3:]
-    if frames and _module_of(frames[-1]).startswith(_RULES):
+    if frames and _module_of(frames[-1]).startswith(_ANY_ERROR_IS_OURS):
         return frames[-1]
     return innermost
 
