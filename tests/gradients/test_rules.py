@@ -193,12 +193,19 @@ def test_a_defect_in_a_backward_pass_of_ours_is_an_error_that_names_it(
         norms(Steps())
 
 
-@pytest.mark.parametrize("defect", [None, fails], ids=["of type", "of shapes"])
 @pytest.mark.parametrize("part", SKETCHES_WITH_DEFECTS)
 def test_a_defect_in_a_sketch_is_an_error_that_names_it(
-    part: str, defect: Any, monkeypatch: pytest.MonkeyPatch
+    part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, name, function = SKETCHES_WITH_DEFECTS[part]
-    monkeypatch.setattr(name, defect)
+    monkeypatch.setattr(name, None)
     with pytest.raises(InternalError, match=rf"\.{function} failed"):
         score_by_sketch(build(), inputs_of(build))
+
+
+def test_a_defect_in_a_forward_rule_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TRACING + "rules.recurrent_layers.shift_steps", fails)
+    with pytest.raises(InternalError, match=r"recurrent_layers\.jvp failed"):
+        score_by_sketch(Steps(), X)

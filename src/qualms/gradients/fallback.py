@@ -30,12 +30,11 @@ _LIBRARIES = ("torch", "jaxtyping")
 _MISTAKES = (TypeError, AttributeError, LookupError, NameError, AssertionError)
 # Functions that carry out an operation of the user's model: what fails in them is the user's.
 _user_code: set[CodeType] = set()
-# Rules, the algebra of what they return, and those of forward mode: any error there is a mistake.
+# Rules, and the algebra of what they return: any error there is a mistake.
 _ANY_ERROR_IS_OURS = (
     _RULES,
     "qualms.gradients.tracing.factors",
     "qualms.gradients.tracing.outer_product",
-    "qualms.gradients.sketching.jvp",
 )
 # The frames of a function mode that carries out a call of torch.
 _OF_FUNCTION_MODE = ["__torch_function__", "call", "run_function"]
