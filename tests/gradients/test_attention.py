@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qualms.gradients.sketching import attention
-from qualms.gradients.sketching.attention import DifferentiableAttention
+from qualms.gradients.sketching.jvp import Attention, DifferentiableAttention
 
 # torch compiles rules of its own on first use, in a way that it has deprecated.
 pytestmark = pytest.mark.filterwarnings(
@@ -42,8 +41,8 @@ def test_values_and_derivatives_are_those_of_torch(
     q, k, v = (drawn(*heads, TOKENS, WIDTH) for _ in range(3))
     tangents = tuple(drawn(6, *heads, TOKENS, WIDTH) for _ in range(3))
     calls = []
-    apply = attention.Attention.apply
-    monkeypatch.setattr(attention.Attention, "apply", lambda *a: (calls.append(a), apply(*a))[1])
+    apply = Attention.apply
+    monkeypatch.setattr(Attention, "apply", lambda *a: (calls.append(a), apply(*a))[1])
 
     def several() -> tuple[Tensor, Tensor]:
         def one(*s: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,9 @@
 """How a rule says what it does not cover, and what becomes of a rule with a defect."""
 
+import re
 import warnings
+from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.gradients.fallback import InternalError
 from qualms.gradients.tracing.op_call import OpCall
+from qualms.gradients.tracing.rules.recurrent_steps import RECURSIONS
 from qualms.gradients.tracing.rules.table import RULES, find_rule
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -68,15 +72,140 @@ def test_an_operation_that_takes_one_row_only_at_a_time_is_exact() -> None:
     torch.testing.assert_close(have, want.to(have), rtol=1e-4, atol=1e-6)
 
 
-def test_a_defect_in_a_rule_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qualms.gradients.tracing.rules.linear.Summed", None)
-    with pytest.raises(InternalError, match="the rule for linear failed"):
-        norms(model())
+# Defects.
+
+TRACING = "qualms.gradients.tracing."
+SKETCHING = "qualms.gradients.sketching."
 
 
+def _fail(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("shapes do not fit")
+
+
+# What torch raises for wrong shapes, from a frame of torch's as far as anyone can tell.
+fails = FunctionType(_fail.__code__, {"__name__": "torch", "__builtins__": __builtins__})
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.fc = nn.Embedding(9, 5), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc(self.table(ids).mean(1))
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.fc = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.gru(x.unflatten(1, (3, 2)))[0][:, -1])
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.fc = nn.LSTMCell(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = x.new_zeros(len(x), 4)
+        return self.fc(self.cell(x, (zero, zero))[0])
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.fc = nn.Parameter(torch.ones(6)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x * self.scale)
+
+
+def convolution() -> nn.Module:
+    layers = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)
+    return nn.Sequential(*layers)
+
+
+def score_by_sketch(of: nn.Module, x: Tensor) -> None:
+    qualms.score(of, x, "regrad", engine="sketch")
+
+
+# Each family of rules: a network, a name that its rule uses, and what the error calls the rule.
+RULES_WITH_DEFECTS = {
+    "linear": (model, "linear.get_gradient_edge", "linear"),
+    "conv": (convolution, "conv._image_layout", "conv1d"),
+    "norm": (model, "norm._affine", "layer_norm"),
+    "embedding": (Tokens, "embedding.OuterSizes", "embedding"),
+    "recurrent": (Steps, "recurrent.shift_steps", "gru"),
+    "cell": (Cell, "recurrent._gates", "lstm_cell"),
+    "broadcast": (Scale, "broadcast._expand", "mul"),
+}
+# Likewise a name that the gradient uses, and the parameter.
+GRADIENTS_WITH_DEFECTS = {
+    "linear": (model, "outer_product.sum_of_squares", "0.weight"),
+    "conv": (convolution, "rules.conv.extract_windows", "1.weight"),
+    "norm": (model, "rules.norm.at_least_float32", "1.weight"),
+    "embedding": (Tokens, "rules.embedding.F", "table.weight"),
+    "recurrent": (Steps, "outer_product.at_least_float32", "gru.weight_ih_l0"),
+    "broadcast": (Scale, "factors.at_least_float32", "scale"),
+}
+SKETCHES_WITH_DEFECTS = {
+    "pass": (model, SKETCHING + "jvp.LogitsAt", "forward_mode"),
+    "padding": (Tokens, SKETCHING + "jvp.bind_arguments", "call"),
+    "recurrent": (Steps, TRACING + "rules.recurrent_layers.run_layers", "call"),
+}
+
+
+def inputs_of(build: Any) -> Tensor:
+    return torch.arange(20).reshape(4, 5) % 9 if build is Tokens else X
+
+
+@pytest.mark.parametrize("defect", [None, fails], ids=["of type", "of shapes"])
+@pytest.mark.parametrize("family", RULES_WITH_DEFECTS)
+def test_a_defect_in_a_rule_is_an_error_that_names_it(
+    family: str, defect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, name, rule = RULES_WITH_DEFECTS[family]
+    monkeypatch.setattr(f"{TRACING}rules.{name}", defect)
+    with pytest.raises(InternalError, match=f"the rule for {rule} failed"):
+        norms(build(), inputs_of(build))
+
+
+@pytest.mark.parametrize("defect", [None, fails], ids=["of type", "of shapes"])
+@pytest.mark.parametrize("family", GRADIENTS_WITH_DEFECTS)
 def test_a_defect_in_a_gradient_is_an_error_that_names_its_parameter(
+    family: str, defect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, name, parameter = GRADIENTS_WITH_DEFECTS[family]
+    monkeypatch.setattr(TRACING + name, defect)
+    with pytest.raises(InternalError, match=f"the gradient of {re.escape(parameter)} failed"):
+        norms(build(), inputs_of(build))
+
+
+def test_a_defect_in_a_backward_pass_of_ours_is_an_error_that_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr("qualms.gradients.tracing.outer_product.sum_of_squares")
-    with pytest.raises(InternalError, match=r"the gradient of 0\.weight failed"):
-        norms(model())
+    broken = replace(RECURSIONS["gru"], pull=fails)
+    monkeypatch.setitem(RECURSIONS, "gru", broken)
+    with pytest.raises(InternalError, match=r"recurrent_layers\.backward failed"):
+        norms(Steps())
+
+
+@pytest.mark.parametrize("part", SKETCHES_WITH_DEFECTS)
+def test_a_defect_in_a_sketch_is_an_error_that_names_it(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, name, function = SKETCHES_WITH_DEFECTS[part]
+    monkeypatch.setattr(name, None)
+    with pytest.raises(InternalError, match=rf"\.{function} failed"):
+        score_by_sketch(build(), inputs_of(build))
+
+
+def test_a_defect_in_a_forward_rule_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TRACING + "rules.recurrent_layers.shift_steps", fails)
+    with pytest.raises(InternalError, match=r"recurrent_layers\.jvp failed"):
+        score_by_sketch(Steps(), X)

@@ -30,6 +30,14 @@ _LIBRARIES = ("torch", "jaxtyping")
 _MISTAKES = (TypeError, AttributeError, LookupError, NameError, AssertionError)
 # Functions that carry out an operation of the user's model: what fails in them is the user's.
 _user_code: set[CodeType] = set()
+# Rules, and the algebra of what they return: any error there is a mistake.
+_ANY_ERROR_IS_OURS = (
+    _RULES,
+    "qualms.gradients.tracing.factors",
+    "qualms.gradients.tracing.outer_product",
+)
+# The frames of a function mode that carries out a call of torch.
+_OF_FUNCTION_MODE = ["__torch_function__", "call", "run_function"]
 
 
 @dataclass(frozen=True)
@@ -64,14 +72,10 @@ def attempt(step: str, run: Callable[[], T]) -> T | Fallback:
     """
     try:
         return run()
-    except InternalError:
-        raise
     except NotBatchable as error:
         return Fallback(str(error))
     except Exception as error:  # the user's model may raise anything
-        defect = _find_defect(error)
-        if defect is not None:
-            raise InternalError(defect) from error
+        _raise_if_defect(error)
         log.info("could not %s: %s", step, reason(error))
         return Fallback(reason(error))
 
@@ -83,7 +87,11 @@ def runs_user_code(function: F) -> F:
 
 
 class error_note:
-    """Add a note to any error that is raised inside the block: what was being worked on."""
+    """Add a note to any error that is raised inside the block: what was being worked on.
+
+    A defect that is a `TypeError` is raised as an `InternalError` at once: torch's operators, such
+    as `*`, turn a `TypeError` into `NotImplemented`, and it would be lost.
+    """
 
     def __init__(self, note: str) -> None:
         self.note = note
@@ -99,6 +107,17 @@ class error_note:
     ) -> None:
         if error is not None:
             error.add_note(self.note)
+        if isinstance(error, TypeError):
+            _raise_if_defect(error)
+
+
+def _raise_if_defect(error: Exception) -> None:
+    cause = _first_cause(error)
+    if isinstance(cause, InternalError):
+        raise cause
+    defect = _find_defect(cause)
+    if defect is not None:
+        raise InternalError(defect) from error
 
 
 def _find_defect(error: Exception) -> str | None:
@@ -107,15 +126,14 @@ def _find_defect(error: Exception) -> str | None:
     The innermost frame outside of torch tells whose code failed. In a rule any error is a mistake,
     elsewhere one that a correct program never raises.
     """
-    error = _first_cause(error)
     if isinstance(error, (QualmsError, NotBatchable, torch.OutOfMemoryError)):
         return None
-    frame = _innermost_frame(error)
+    frame = _frame_at_fault(error)
     if frame is None or frame.f_code in _user_code:
         return None
     module = _module_of(frame)
     is_mistake = module.startswith(_OWN_CODE) and isinstance(error, _MISTAKES)
-    if not is_mistake and not module.startswith(_RULES):
+    if not is_mistake and not module.startswith(_ANY_ERROR_IS_OURS):
         return None
     notes = ", ".join(getattr(error, "__notes__", []))
     place = notes or f"{module}.{frame.f_code.co_name}"
@@ -132,15 +150,25 @@ def _first_cause(error: Exception) -> Exception:
     return error
 
 
-def _innermost_frame(error: Exception) -> FrameType | None:
-    """The frame closest to where the error was raised that is not in a library."""
-    found: FrameType | None = None
+def _frame_at_fault(error: Exception) -> FrameType | None:
+    """The innermost frame that is not in a library; a rule, if function modes failed for one.
+
+    While a model runs, function modes carry out every call of torch, those that rules make too.
+    """
+    frames: list[FrameType] = []
     traceback = error.__traceback__
     while traceback is not None:
         if _module_of(traceback.tb_frame).split(".")[0] not in _LIBRARIES:
-            found = traceback.tb_frame
+            frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
-    return found
+    if not frames:
+        return None
+    innermost = frames[-1]
+    while [frame.f_code.co_name for frame in frames[-3:]] == _OF_FUNCTION_MODE:
+        del frames[-3:]
+    if frames and _module_of(frames[-1]).startswith(_ANY_ERROR_IS_OURS):
+        return frames[-1]
+    return innermost
 
 
 def _module_of(frame: FrameType) -> str:

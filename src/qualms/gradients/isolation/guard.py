@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +11,14 @@ from torch.nn.parameter import is_lazy
 
 from qualms.errors import QualmsError
 from qualms.gradients.isolation import interrupts
-from qualms.gradients.isolation.fingerprint import (
-    ModelFingerprint,
-    model_fingerprint,
-    tensor_checksum,
-)
 from qualms.gradients.isolation.snapshot import (
+    ModelFingerprint,
     ModuleContainers,
     copy_tensors,
+    model_fingerprint,
     restore_contents,
     restore_tensors,
+    tensor_checksum,
 )
 
 # One thread at a time, whatever the model: the random state, the switches of attention kernels,
@@ -72,23 +70,19 @@ def validate_model(model: object) -> nn.Module:
             f"the model's parameters are on several devices ({', '.join(devices)}); load it on "
             "one, without device_map."
         )
-    for name, p in inner.named_parameters():
-        _require_shape("parameter", name, p)
-        if p.is_inference():
+    for name, t in (*inner.named_parameters(), *inner.named_buffers()):
+        if is_lazy(t):
+            kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
             raise QualmsError(
-                "the model was created in inference mode, so it has no gradients; create it "
-                "outside of torch.inference_mode."
+                f"the {kind} {name} belongs to a lazy module and has no shape yet; run the model "
+                "once."
             )
-    for name, t in inner.named_buffers():
-        _require_shape("buffer", name, t)
-    return model
-
-
-def _require_shape(kind: str, name: str, t: Tensor) -> None:
-    if is_lazy(t):
+    if any(p.is_inference() for p in inner.parameters()):
         raise QualmsError(
-            f"the {kind} {name} belongs to a lazy module and has no shape yet; run the model once."
+            "the model was created in inference mode, so it has no gradients; create it outside of "
+            "torch.inference_mode."
         )
+    return model
 
 
 @contextmanager
@@ -108,44 +102,38 @@ def preserve_state(model: object) -> Iterator[nn.Module]:
     """
     inner = unwrap_compiled(validate_model(model))
     with _ONE_AT_A_TIME, interrupts.defer_interrupts():
-        device = _device_of_new_tensors(inner)
-        with _set_process_state(inner):
+        parameter = next(inner.parameters(), None)
+        device = None if parameter is None else parameter.device
+        device_of_new = None if torch.get_default_device().type == "cpu" else device
+        with _set_process_state(inner, device):
             fingerprint = model_fingerprint(inner)
-            with _restore_modules(inner, fingerprint, device):
+            with _restore_modules(inner, fingerprint, device_of_new):
                 yield inner
             _require_same_weights(inner, fingerprint)
 
 
-def _device_of_new_tensors(model: nn.Module) -> torch.device | None:
-    """The model's device if the user has changed torch's default device, else None."""
-    parameter = next(model.parameters(), None)
-    if parameter is None or torch.get_default_device().type == "cpu":
-        return None
-    return parameter.device
-
-
 @contextmanager
-def _set_process_state(model: nn.Module) -> Iterator[None]:
-    """Set what belongs to the process: default device, autograd, random state and compiler."""
+def _set_process_state(model: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """Set what belongs to the process: default device, autograd, random state and compiler.
+
+    Args:
+        model: the model.
+        device: of its parameters, if it has any.
+    """
     with ExitStack() as stack:
         if torch.get_default_device().type != "cpu":
             # The tensors that we make ourselves go where we say, or to the CPU.
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        accelerators = _accelerators(model)
-        indices = [device.index or 0 for device in accelerators]
-        kind = accelerators[0].type if accelerators else "cuda"
-        stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
+        if device is None or device.type == "cpu":
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+        else:
+            numbers = [device.index or 0]
+            stack.enter_context(torch.random.fork_rng(devices=numbers, device_type=device.type))
         if any(map(_has_compiler, model.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _accelerators(model: nn.Module) -> list[torch.device]:
-    """The devices of the model's parameters, the CPU aside."""
-    found = {p.device for p in model.parameters() if p.device.type != "cpu"}
-    return sorted(found, key=lambda device: device.index or 0)
 
 
 def _has_compiler(module: nn.Module) -> bool:
@@ -175,8 +163,7 @@ def _restore_modules(
 
 
 def _written_parameters(
-    modules: Sequence[nn.Module],
-    switching: Sequence[nn.Module],
+    modules: Sequence[nn.Module], switching: Sequence[nn.Module]
 ) -> list[Tensor]:
     """Parameters that modules may write to when they change modes or run."""
     found: list[Tensor] = []
@@ -202,11 +189,8 @@ def isolate_forward(model: nn.Module) -> Iterator[None]:
         return
     before = guard.containers.copy_dicts()
     try:
-        if guard.device is None:
+        with nullcontext() if guard.device is None else torch.device(guard.device):
             yield
-        else:
-            with torch.device(guard.device):
-                yield
     finally:
         restore_contents(before)
 
@@ -223,17 +207,14 @@ def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
     try:
         yield
     finally:
-        if outer is None:
-            del _guards[id(model)]
-        else:
+        del _guards[id(model)]
+        if outer is not None:
             _guards[id(model)] = outer
 
 
 @contextmanager
 def _evaluation_mode(
-    model: nn.Module,
-    modules: Sequence[nn.Module],
-    call_methods: bool,
+    model: nn.Module, modules: Sequence[nn.Module], call_methods: bool
 ) -> Iterator[None]:
     """Put all modules into evaluation mode, then each back into its own.
 
@@ -263,13 +244,9 @@ def _evaluation_mode(
 
 
 def _switch_mode(model: nn.Module, training: bool) -> None:
-    try:
-        if training:
-            model.train()
-        else:
-            model.eval()
-    except NotImplementedError:  # an exported graph has no modes
-        return
+    switch = model.train if training else model.eval
+    with suppress(NotImplementedError):  # an exported graph has no modes
+        switch()
 
 
 def _switches_modes_itself(m: nn.Module) -> bool:

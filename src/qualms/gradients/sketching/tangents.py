@@ -68,10 +68,11 @@ class TangentDistribution:
                 common = torch.randn((), generator=noise, dtype=torch.double)
                 scale = weight / float(common)
             for name in names:
+                place = self._new(name) if out is None else out[name]
                 noise = _generator(self.seed, name, number)
-                place = self._empty(name) if out is None else out[name]
                 if self.l1:
-                    self._write_cauchy(place, weight, noise)
+                    entries = torch.empty(place.shape, dtype=torch.double)
+                    place.copy_(weight * entries.cauchy_(generator=noise))
                 elif self.law == "normal" and place.numel() >= MIN_SIGNS:
                     write_signs(place, scale, noise)
                 else:
@@ -80,12 +81,8 @@ class TangentDistribution:
                 drawn[name] = place.detach()
         return drawn
 
-    def _empty(self, name: str) -> Tensor:
+    def _new(self, name: str) -> Tensor:
         return torch.empty_like(self.like[name], memory_format=torch.contiguous_format)
-
-    def _write_cauchy(self, place: Tensor, weight: float, noise: torch.Generator) -> None:
-        entries = torch.empty(place.shape, dtype=torch.double)
-        place.copy_(weight * entries.cauchy_(generator=noise))
 
 
 @dataclass

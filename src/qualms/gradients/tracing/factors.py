@@ -21,10 +21,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from qualms.gradients.batch import NotBatchable
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.tracing.outer_product import Outer, OuterSizes, released
+from qualms.gradients.tracing.param_use import Weights, slice_of
 from qualms.gradients.tracing.sample_axis import Layout
-from qualms.gradients.tracing.weights import Weights, slice_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Summed:
         """
 
         def write(d: Tensor) -> Tensor:
-            leading = at_least_float32(layout.leading(d))
+            leading = at_least_float32(layout.leading(_dense(d)))
             if layout.axis is None:
                 return leading.reshape(samples, *shape)
             # The parts of one row follow each other on the axis: put the axis back, then add the
@@ -164,14 +165,19 @@ class Summed:
         """
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
-            zero = torch.zeros_like(next(d for d in cotangents if d is not None))
-            each: list[Tensor] = []
-            for d in cotangents:
-                each.append(zero if d is None else d)
+            zero = torch.zeros_like(_dense(next(d for d in cotangents if d is not None)))
+            each = [zero if d is None else d for d in cotangents]
             of_samples = at_least_float32(torch.stack(each)).unflatten(0, (samples, -1))
             return of_samples.sum(1).reshape(samples, *shape)
 
         return cls(write, shape.numel())
+
+
+def _dense(d: Tensor) -> Tensor:
+    """The cotangent of a copy; an error if it is sparse, as that of `EmbeddingBag` may be."""
+    if d.layout != torch.strided:
+        raise NotBatchable("the gradient of a parameter is a sparse tensor")
+    return d
 
 
 def _scale(d: Tensor, scale: Callable[[], Tensor] | None) -> Tensor:
@@ -221,20 +227,15 @@ def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFa
             of_parameter[number] = factor
     for name, of_parameter in slices.items():
         if of_parameter:
-            others.append(_merge(weights.leaves[name], of_parameter))
+            target = weights.leaves[name]
+            edges = tuple(factor.edges[0] for factor in of_parameter.values())
+            others.append(GradFactor(target, edges, MergedOuter.of(of_parameter, target)))
     return others
 
 
 def _can_merge(factor: GradFactor) -> bool:
     gradient = factor.gradient
     return isinstance(gradient, Outer) and gradient.sizes.groups == 1 and len(factor.edges) == 1
-
-
-def _merge(target: Tensor, slices: dict[int, GradFactor]) -> GradFactor:
-    factors = list(slices.values())
-    outers = [factor.gradient for factor in factors if isinstance(factor.gradient, Outer)]
-    edges = tuple(factor.edges[0] for factor in factors)
-    return GradFactor(target, edges, MergedOuter.of(outers, list(slices), target))
 
 
 @dataclass
@@ -244,8 +245,13 @@ class MergedOuter(Outer):
     outers: Sequence[Outer] = ()
 
     @classmethod
-    def of(cls, outers: Sequence[Outer], numbers: list[int], target: Tensor) -> "MergedOuter":
-        """Merge the gradients of `target[number]`."""
+    def of(cls, slices: dict[int, GradFactor], target: Tensor) -> "MergedOuter":
+        """Merge the gradients of `target[number]`, by that number."""
+        numbers = list(slices)
+        outers: list[Outer] = []
+        for factor in slices.values():
+            assert isinstance(factor.gradient, Outer)
+            outers.append(factor.gradient)
 
         def arrange(grad: Float[Tensor, "b g o f"]) -> Tensor:
             parts = [outer.arrange(grad[:, [g]]) for g, outer in enumerate(outers)]
@@ -254,31 +260,30 @@ class MergedOuter(Outer):
             return whole
 
         def activations() -> Tensor:
-            return _side_by_side([outer.activation_matrix for outer in outers])
+            return _side_by_side([outer.activation_matrix for outer in outers], most)
 
         first = outers[0]
         most = max(outer.sizes.positions for outer in outers)
-        sizes = OuterSizes(most, first.sizes.out_features, first.sizes.in_features, len(outers))
+        _, out_features, in_features, _ = first.sizes
+        sizes = OuterSizes(most, out_features, in_features, len(outers))
         return cls(first.grad_outputs, activations, arrange, first.samples, sizes, outers=outers)
 
     def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
         """The factor δ that a cotangent gives; zero for a matrix that it does not reach."""
-        known: dict[int, Tensor] = {}
-        for g, d in enumerate(cotangents):
-            if d is not None:
-                known[g] = self.outers[g].delta([d])
-        some = next(iter(known.values()))
-        none = some.new_zeros(len(some), 0, some.shape[2])
-        deltas = [known.get(g, none) for g in range(len(self.outers))]
-        return self._by_position(_side_by_side(deltas, self.sizes.positions))
+        deltas: list[Tensor | None] = []
+        for outer, d in zip(self.outers, cotangents, strict=True):
+            deltas.append(None if d is None else outer.delta([d]))
+        some = next(delta for delta in deltas if delta is not None)
+        nothing = some.new_zeros(len(some), 0, some.shape[2])
+        known = [nothing if delta is None else delta for delta in deltas]
+        return self._by_position(_side_by_side(known, self.sizes.positions))
 
 
 def _side_by_side(
-    factors: Sequence[Float[Tensor, "b _ f"]], most: int = 0
+    factors: Sequence[Float[Tensor, "b _ f"]], positions: int
 ) -> Float[Tensor, "b t g f"]:
-    """One group for each, with zeros at positions that it does not have."""
-    t = max(most, *(factor.shape[1] for factor in factors))
+    """One group for each factor, with zeros at positions that it does not have."""
     groups: list[Tensor] = []
     for factor in factors:
-        groups.append(F.pad(factor, (0, 0, 0, t - factor.shape[1])))
+        groups.append(F.pad(factor, (0, 0, 0, positions - factor.shape[1])))
     return torch.stack(groups, dim=2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -20,15 +21,15 @@ from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.precision import same_values
 from qualms.gradients.tracing.factors import GradFactor, Summed
 from qualms.gradients.tracing.outer_product import Outer
-from qualms.gradients.tracing.param_use import ParamUse
+from qualms.gradients.tracing.param_use import ParamUse, roots
 from qualms.gradients.tracing.sample_axis import Layout, infer_layout
 from qualms.gradients.tracing.sample_ids import SampleIds, UnbatchedOp
-from qualms.gradients.tracing.weights import roots
 
 if TYPE_CHECKING:
     from qualms.gradients.tracing.recorder import Recorder
 
 
+@dataclass(eq=False)
 class OpCall:
     """An operation that takes both parameters and something that depends on the input.
 
@@ -42,24 +43,23 @@ class OpCall:
         use: the operation's place in the forward pass.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        use: ParamUse,
-    ) -> None:
-        """Args: see the class."""
-        self.recorder = recorder
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.use = use
-        self.rows = recorder.rows
-        self.samples = recorder.rows // recorder.rows_per_sample
+    recorder: Recorder
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    use: ParamUse
 
     # What rules use.
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the batch."""
+        return self.recorder.rows
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that the rows belong to."""
+        return self.recorder.rows // self.recorder.rows_per_sample
 
     def is_param(self, t: Any) -> TypeGuard[Tensor]:
         """Whether `t` is a selected parameter, or a tensor computed from parameters alone."""
@@ -68,7 +68,7 @@ class OpCall:
     def run(self) -> Any:
         """Run the operation as it is, on copies of its parameters that nothing else may use."""
         copies, before = self._param_copies()
-        out = self.run_with(copies)
+        out = self._run_with(copies)
         # A change in place of a view would lead the graph around the edge that a rule takes hold
         # of.
         if out._is_view():
@@ -76,21 +76,26 @@ class OpCall:
         self.recorder.reach.enclose(out.grad_fn, before)
         return out
 
-    def run_with(self, copies: dict[int, Tensor]) -> Any:
-        """Run the operation with some of its tensors, known by id, replaced."""
-        args, kwargs = each_tensor((self.args, self.kwargs), lambda t: copies.get(id(t), t))
-        return run_function(self.func, args, kwargs)
+    def run_for_rows(self, part_of: Callable[[Tensor], Tensor]) -> Any:
+        """Run the operation with its tensors replaced by those of a row, or by copies for each row.
 
-    def run_with_row_copies(self, copies: dict[int, Tensor]) -> Any:
-        """Run the operation with parameters replaced by copies that have a part for each row.
+        Args:
+            part_of: gives what replaces a tensor; the tensor itself if nothing does.
 
         Raises:
-            NotBatchable: if the operation does not take the copies' shapes.
+            NotBatchable: if the operation does not take the shapes of what replaces its tensors.
         """
+        args, kwargs = each_tensor((self.args, self.kwargs), part_of)
         try:
-            return self.run_with(copies)
-        except RuntimeError as error:
-            raise self._not_batchable(error) from error
+            return run_function(self.func, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # torch's error for shapes has no type of its own
+            if self.recorder.trace_pair is None:
+                raise  # the first row by itself: nothing was replaced by another shape
+            raise NotBatchable(
+                f"{self.use.name} does not run on one row at a time: {reason(error)}"
+            ) from error
 
     def add_factor(
         self, target: Tensor, edges: Sequence[GradientEdge], gradient: Outer | Summed
@@ -111,7 +116,7 @@ class OpCall:
     def layout(self, t: Tensor) -> Layout | None:
         """Where `t`, an argument of this call, keeps its rows; None if it is the same for all."""
         if self.recorder.trace_pair is None:
-            return Layout.whole()
+            return Layout()
         place = self.use.place_of(t)
         one, two = self._uses_in_pair()
         return infer_layout(one.arguments[place], two.arguments[place], t.shape, self.rows)
@@ -123,7 +128,7 @@ class OpCall:
     def result_layout(self, place: int = 0) -> Layout | None:
         """Where the result number `place` keeps its rows; None if it is the same for all."""
         if self.recorder.trace_pair is None:
-            return Layout.whole()
+            return Layout()
         one, two = self._uses_in_pair()
         if place >= min(len(one.results), len(two.results)):
             raise NotBatchable(f"{self.use.name} does not return the same for every input")
@@ -155,14 +160,14 @@ class OpCall:
                 input's way around the function mode (a script, numpy, a Python number) ends here.
         """
         alone = self.on_one_row(derived)
+        layout = self.layout(derived)
         parts = [derived]
-        layout = self.layout(derived) if self.recorder.trace_pair else None
         if layout is not None:
             parts = [layout.part(derived, row) for row in range(self.rows)]
         if not all(same_values(part, alone) for part in parts):
             raise NotBatchable(
-                f"an argument of {self.use.name} depends on the input in a way that "
-                "cannot be traced"
+                f"an argument of {self.use.name} depends on the input in a way that cannot be "
+                "traced"
             )
         return alone
 
@@ -184,7 +189,7 @@ class OpCall:
             shape = self.on_one_row(t).shape
             gradient = Summed.row_parts(layout, self.samples, shape)
             self.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
-        return self.run_with(copies)
+        return self._run_with(copies)
 
     def run_unbatched(
         self, gradients: dict[int, Callable[[SampleIds], Outer | Summed]] | None = None
@@ -197,7 +202,7 @@ class OpCall:
         """
         used = [t for t in self.use.arguments if self.is_param(t)]
         copies, before = self._param_copies()
-        out = each_tensor(self.run_with(copies), lambda t: t.clone() if t._is_view() else t)
+        out = each_tensor(self._run_with(copies), lambda t: t.clone() if t._is_view() else t)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if not results:
             raise NotBatchable(f"no result of {self.use.name} is differentiable")
@@ -212,6 +217,11 @@ class OpCall:
         if gradients is None:
             self._mark_without_rule(used)
         return out
+
+    def _run_with(self, copies: dict[int, Tensor]) -> Any:
+        """Run the operation with some of its tensors, known by id, replaced."""
+        args, kwargs = each_tensor((self.args, self.kwargs), lambda t: copies.get(id(t), t))
+        return run_function(self.func, args, kwargs)
 
     def _param_copies(self) -> tuple[dict[int, Tensor], list[Any]]:
         """Leaves in place of the parameters, by id, and the graph nodes of all other arguments."""
@@ -233,27 +243,20 @@ class OpCall:
         if self.use.name.endswith("_") and not self.use.name.startswith("_"):
             raise NotBatchable(f"{self.use.name} changes its argument in place")
         layouts = {id(t): self.layout(t) for t in self.use.arguments}
-        copies: dict[int, list[Tensor]] = {id(t): [] for t in used}
+        edges_of: dict[int, list[GradientEdge]] = {id(t): [] for t in used}
 
         def part_of(t: Tensor, row: int) -> Tensor:
-            if id(t) in copies:
+            if id(t) in edges_of:
                 copy = t.detach().requires_grad_()
-                copies[id(t)].append(copy)
+                edges_of[id(t)].append(get_gradient_edge(copy))
                 return copy
             layout = layouts[id(t)]
             return t if layout is None else layout.part(t, row)
 
-        outs: list[Any] = []
-        for row in range(self.rows):
-            args, kwargs = each_tensor((self.args, self.kwargs), partial(part_of, row=row))
-            try:
-                outs.append(run_function(self.func, args, kwargs))
-            except RuntimeError as error:
-                raise self._not_batchable(error) from error
+        outs = [self.run_for_rows(partial(part_of, row=row)) for row in range(self.rows)]
         for t in used:
-            edges = [get_gradient_edge(copy) for copy in copies[id(t)]]
             shape = self.on_one_row(t).shape
-            self.add_factor(t, edges, Summed.row_copies(self.samples, shape))
+            self.add_factor(t, edges_of[id(t)], Summed.row_copies(self.samples, shape))
         self._mark_without_rule(used)
         return self._join(outs)
 
@@ -274,9 +277,3 @@ class OpCall:
             return first
 
         return join(outs)
-
-    def _not_batchable(self, error: RuntimeError) -> Exception:
-        """What an operation's error on a copy for each row means."""
-        if isinstance(error, torch.OutOfMemoryError) or self.recorder.trace_pair is None:
-            return error  # not about the copies
-        return NotBatchable(f"{self.use.name} does not run on one row at a time: {reason(error)}")

@@ -73,6 +73,16 @@ def _gram(d: Float[Tensor, "bg t o"], _: list[Tensor | None]) -> Float[Tensor, "
     return torch.bmm(d, d.mT)
 
 
+def out_in(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b o f"]:
+    """Arrange the gradient of a weight [o, f], which `linear` multiplies with."""
+    return grad.squeeze(1)
+
+
+def in_out(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b f o"]:
+    """Arrange the gradient of a weight [f, o], which `matmul` multiplies with."""
+    return grad.squeeze(1).mT
+
+
 class OuterSizes(NamedTuple):
     """How large the factors of one sample's gradient are."""
 

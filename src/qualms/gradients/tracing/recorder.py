@@ -33,19 +33,17 @@ from qualms.gradients.function_modes import CallMode, run_function
 from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.op_call import OpCall
-from qualms.gradients.tracing.op_effects import (
-    bare_name,
-    full_name,
-    ignores_shape,
-    reads_values,
-    shape_depends_on_values,
-    without_override_checks,
-    writes,
+from qualms.gradients.tracing.param_use import (
+    OpKey,
+    ParamUse,
+    Reach,
+    TracePair,
+    UseOrder,
+    Weights,
+    roots,
 )
-from qualms.gradients.tracing.param_use import OpKey, ParamUse, TracePair, UseOrder
 from qualms.gradients.tracing.rules.table import UNBATCHED_RULES, find_rule
 from qualms.gradients.tracing.sample_ids import UnbatchedOp
-from qualms.gradients.tracing.weights import Reach, Weights, roots
 
 # An operation's name, and the shapes of what it reads and of its results.
 Shapes = tuple[str, tuple[torch.Size, ...], tuple[torch.Size, ...]]
@@ -78,8 +76,8 @@ class Recorder(CallMode):
         weights: Weights,
         inputs: Sequence[Tensor],
         rows: int,
-        rows_per_sample: int = 1,
-        trace_pair: TracePair | None = None,
+        rows_per_sample: int,
+        trace_pair: TracePair | None,
     ) -> None:
         """Args: see the class."""
         super().__init__()
@@ -121,6 +119,7 @@ class Recorder(CallMode):
         given = list(tensors_in((args, kwargs)))
         params = [t for t in given if id(t) in self._params]
         active = [t for t in given if t in self._active]
+        changed = given[:1] if writes(func) else []
         name = bare_name(func)
         if params and active and name == "getitem" and all(map(_is_index, active)):
             # W[e] with a single e is W[3], say: the input is read, as if by `int(e)`, and W[3] is
@@ -128,43 +127,24 @@ class Recorder(CallMode):
             active = []
             self.reads_values = True
         if active:
-            self.reads_values |= reads_values(name)
+            self.reads_values |= name in READING_VALUES
             self.shapes_vary |= shape_depends_on_values(name, args, active)
         if not params or not torch.is_grad_enabled():
             out = run_function(func, args, kwargs)
             if active:
                 self._note_result(name, active, out)
-                self._mark_active(given[:1] if writes(func) else [])
+                self._mark_active(changed)
             return out
         if not active:
-            return self._run_on_params(func, args, kwargs, given)
+            out = run_function(func, args, kwargs)
+            self._note_derived(params, [*tensors_in(out), *changed])
+            return out
         self._note_use(params)
         if isinstance(func, types.FunctionType):  # of torch, in Python: trace what it calls
             with self:
                 return run_function(without_override_checks(func), args, kwargs)
         out = self._run_use(func, args, kwargs, given)
         self._note_result(name, active, out)
-        return out
-
-    def _run_on_params(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
-    ) -> Any:
-        """Run an operation that depends on parameters alone, and so do its results.
-
-        Args:
-            func: the operation.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            given: all tensors among them.
-        """
-        params = [t for t in given if self.is_param(t)]
-        out = run_function(func, args, kwargs)
-        changed = given[:1] if writes(func) else []
-        derived = [t for t in (*tensors_in(out), *changed) if t.requires_grad]
-        for t in derived:
-            self._params[id(t)] = t
-        if derived:
-            self._note_use(params)
         return out
 
     def _run_use(
@@ -189,25 +169,24 @@ class Recorder(CallMode):
         self._occurrences[key] += 1
         if self.trace_pair is None:
             self.param_uses.append(use)
-        out = self._apply_rule(OpCall(self, func, args, kwargs, use), args, kwargs)
+        out = self._apply_rule(OpCall(self, func, args, kwargs, use))
         use.results = list(tensors_in(out))
         return out
 
-    def _apply_rule(self, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _apply_rule(self, call: OpCall) -> Any:
         """Run an operation by its rule, or by the general path that is exact for any operation."""
         number = len(self.factors)
         pair = self.trace_pair
         if pair is None or call.use.key not in pair.unbatched:
             try:
-                out = _try_rule(find_rule(call.use.name), call, args, kwargs)
+                out = _try_rule(find_rule(call.use.name), call)
                 return call.run_on_copies() if out is NotImplemented else out
             except NotBatchable:
                 if pair is None:
                     raise
                 pair.unbatched.add(call.use.key)
         del self.factors[number:]
-        rule = UNBATCHED_RULES.get(call.use.name.strip("_"))
-        out = _try_rule(rule, call, args, kwargs)
+        out = _try_rule(UNBATCHED_RULES.get(call.use.name.strip("_")), call)
         return call.run_unbatched() if out is NotImplemented else out
 
     def _note_use(self, params: list[Tensor]) -> None:
@@ -216,9 +195,17 @@ class Recorder(CallMode):
             if name is not None and name not in self.first_use:
                 self.first_use.append(name)
 
+    def _note_derived(self, params: list[Tensor], results: list[Tensor]) -> None:
+        """Note tensors that were computed from parameters alone."""
+        derived = [t for t in results if t.requires_grad]
+        for t in derived:
+            self._params[id(t)] = t
+        if derived:
+            self._note_use(params)
+
     def _note_result(self, name: str, active: list[Tensor], out: Any) -> None:
         results = list(tensors_in(out))
-        if self.trace_pair is None and not ignores_shape(name):
+        if self.trace_pair is None and name not in TAKING_TYPE_OR_DEVICE:
             read = tuple(t.shape for t in active)
             self.shapes.append((name, read, tuple(t.shape for t in results)))
         self._mark_active(results)
@@ -234,28 +221,20 @@ def _is_index(t: Tensor) -> bool:
     return t.ndim == 0 and not t.is_floating_point()
 
 
-def _try_rule(
-    rule: Callable[..., Any] | None, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Apply a rule.
-
-    Args:
-        rule: the function, or None if the operation has none.
-        call: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
+def _try_rule(rule: Callable[..., Any] | None, call: OpCall) -> Any:
+    """Run an operation by a rule.
 
     Returns:
-        The operation's result; or NotImplemented if there is no rule, or none for such arguments.
+        The operation's result; NotImplemented if there is no rule, or none for such arguments.
     """
     if rule is None:
         return NotImplemented
     try:
-        inspect.signature(rule).bind(call, *args, **kwargs)
-    except TypeError:
+        inspect.signature(rule).bind(call, *call.args, **call.kwargs)
+    except TypeError:  # arguments that the rule does not know
         return NotImplemented
     with error_note(f"the rule for {call.use.name}"):
-        return rule(call, *args, **kwargs)
+        return rule(call, *call.args, **call.kwargs)
 
 
 def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
@@ -271,3 +250,107 @@ def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
         if read_one != read_two and out_one and out_one == out_two:
             return True
     return False
+
+
+# What operations do beside computing their results, by their names.
+
+WRITING = (Tensor.__setitem__, torch.ops.aten.copy_.default)
+# Turn a tensor into something that is not traced: a number, an array.
+READING_VALUES = {
+    "allclose",
+    "array",
+    "bool",
+    "complex",
+    "contains",
+    "dlpack",
+    "equal",
+    "float",
+    "format",
+    "index",
+    "int",
+    "is_nonzero",
+    "item",
+    "numpy",
+    "reduce_ex",
+    "repr",
+    "tensor_split",
+    "tolist",
+    "untyped_storage",
+}
+# Return as many entries as the values of their arguments say.
+COUNTING_VALUES = {
+    "argwhere",
+    "bincount",
+    "masked_select",
+    "nonzero",
+    "pack_padded_sequence",
+    "to_sparse",
+    "unique",
+    "unique_consecutive",
+}
+# Depend on some of their arguments by type or device alone.
+TAKING_TYPE_OR_DEVICE = {
+    "get",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
+    "to",
+    "type_as",
+}
+
+
+def full_name(func: Any) -> str:
+    """The name of an operation without its overload: `add_` for `add_.Tensor`."""
+    return str(getattr(func, "__name__", func)).split(".")[0]
+
+
+def bare_name(func: Any) -> str:
+    """The name of an operation: `add` for `add_`, `__add__` and `add.Tensor`."""
+    return full_name(func).strip("_")
+
+
+def writes(func: Any) -> bool:
+    """Whether the operation changes its first argument in place."""
+    name = getattr(func, "__name__", "")
+    return func in WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def shape_depends_on_values(name: str, args: tuple[Any, ...], active: list[Tensor]) -> bool:
+    """Whether values decide the result's shape: how many entries are picked, or how often.
+
+    Args:
+        name: of the operation, as `bare_name` gives it.
+        args: its arguments.
+        active: those tensors among its arguments that depend on the input.
+    """
+    if name in ("getitem", "index"):
+        return any(t.dtype in (torch.bool, torch.uint8) for t in active)
+    if name == "repeat_interleave":
+        return any(not t.is_floating_point() for t in active)
+    return name in COUNTING_VALUES or (name == "where" and len(args) == 1)
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def without_override_checks(func: types.FunctionType) -> Callable[..., Any]:
+    """A copy of a Python function of torch that does not ask function modes what to do.
+
+    torch's Python functions hand over to a mode before they do anything. The copy's body runs with
+    globals in which those checks say no, so that its inner calls reach the mode one by one.
+    """
+    checks = dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never
+    )
+    inner = types.FunctionType(
+        func.__code__,
+        {**func.__globals__, **checks},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
+    )
+    inner.__kwdefaults__ = func.__kwdefaults__
+    return inner

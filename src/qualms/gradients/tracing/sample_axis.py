@@ -24,21 +24,16 @@ class Layout:
 
     Args:
         axis: the axis that counts the rows; None if there is a single row, which owns the whole
-            tensor.
+            tensor, whatever its shape.
         rows: number of rows.
         per_row: number of entries of each row.
         interleaved: whether the entries of a row are `rows` apart, not next to each other.
     """
 
-    axis: int | None
+    axis: int | None = None
     rows: int = 1
     per_row: int = 1
     interleaved: bool = False
-
-    @classmethod
-    def whole(cls) -> "Layout":
-        """The layout of any tensor when the model runs on a single row."""
-        return cls(None)
 
     def leading(self, t: Tensor) -> Tensor:
         """Move the row axis first, the entries of a row next to each other: [rows·per_row, …]."""

@@ -9,6 +9,7 @@ digit of a sample's number tells the number.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -52,53 +53,47 @@ def resolve_sample_ids(
     edges = list(dict.fromkeys(edge for op in ops for edge in op.edges))
     if not edges:
         return []
-    numbers = dict(zip(edges, _sample_numbers(logits, edges, samples), strict=True))
+    numbers = _sample_numbers(logits, edges, samples)
     factors: list[GradFactor] = []
     for op in ops:
-        ids = SampleIds([], [], [], samples)
+        found: list[NumberedResult] = []
         for result, edge in zip(op.results, op.edges, strict=True):
-            number = numbers[edge]
-            if number is not None:
-                ids.results.append(result)
-                ids.edges.append(edge)
-                ids.numbers.append(number)
-        if ids.edges:
+            if edge in numbers:
+                found.append(NumberedResult(result, edge, numbers[edge]))
+        if found:
+            ids = SampleIds(found, samples)
+            own_edges = tuple(entry.edge for entry in found)
             for target, gradient in op.gradients:
-                factors.append(GradFactor(target, tuple(ids.edges), gradient(ids)))
+                factors.append(GradFactor(target, own_edges, gradient(ids)))
     return factors
 
 
 def _sample_numbers(
     logits: Float[Tensor, "rows c"], edges: Sequence[GradientEdge], samples: int
-) -> list[Int[Tensor, "..."] | None]:
-    """The number of the sample of each entry at these edges; None where the logits do not depend
-    on any.
+) -> dict[GradientEdge, Int[Tensor, "..."]]:
+    """The number of the sample of each entry at these edges, but for those that the logits do not
+    depend on.
     """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(logits.shape, generator=generator, dtype=torch.double).to(logits)
     rows_per_sample = len(logits) // samples
     of_row = torch.arange(samples, device=logits.device).repeat_interleave(rows_per_sample)
 
-    def cotangents(factor: Tensor) -> tuple[Tensor | None, ...]:
+    def cotangents(factor: Tensor) -> dict[GradientEdge, Tensor]:
         interrupts.deliver()
-        return torch.autograd.grad(
+        found = torch.autograd.grad(
             logits, edges, noise * factor[:, None], retain_graph=True, allow_unused=True
         )
+        return {edge: d for edge, d in zip(edges, found, strict=True) if d is not None}
 
     plain = cotangents(torch.ones_like(of_row))
-    found: list[Tensor | None] = []
-    for d in plain:
-        found.append(None if d is None else torch.zeros_like(d, dtype=torch.long))
+    numbers = {edge: torch.zeros_like(d, dtype=torch.long) for edge, d in plain.items()}
     for digit in range((samples - 1).bit_length()):
-        doubled = cotangents(1 + (of_row >> digit & 1))
-        for i, number in enumerate(found):
-            d, twice = plain[i], doubled[i]
-            if d is not None and twice is not None and number is not None:
-                number += _is_doubled(d, twice).long() << digit
-    for d, number in zip(plain, found, strict=True):
-        if d is not None and number is not None:
-            number[d == 0] = NO_SAMPLE
-    return found
+        for edge, d in cotangents(1 + (of_row >> digit & 1)).items():
+            numbers[edge] += _is_doubled(plain[edge], d).long() << digit
+    for edge, d in plain.items():
+        numbers[edge][d == 0] = NO_SAMPLE
+    return numbers
 
 
 def _is_doubled(d: Tensor, other: Tensor) -> Tensor:
@@ -113,20 +108,30 @@ def _is_doubled(d: Tensor, other: Tensor) -> Tensor:
     return doubled
 
 
+class NumberedResult(NamedTuple):
+    """A result of an operation, and the sample of each of its entries.
+
+    Args:
+        result: one that the logits depend on.
+        edge: of the result, as the operation returned it.
+        numbers: of the samples, in the result's shape.
+    """
+
+    result: Tensor
+    edge: GradientEdge
+    numbers: Int[Tensor, "..."]
+
+
 @dataclass(frozen=True)
 class SampleIds:
     """Which sample each entry of an operation's results belongs to.
 
     Args:
-        results: of the operation, those that the logits depend on.
-        edges: of these results, as the operation returned them.
-        numbers: of the sample of each entry, in the shape of each result.
+        found: the results that the logits depend on.
         samples: how many there are.
     """
 
-    results: list[Tensor]
-    edges: list[GradientEdge]
-    numbers: list[Int[Tensor, "..."]]
+    found: Sequence[NumberedResult]
     samples: int
 
     def by_autograd(self, copy: Tensor) -> Summed:
@@ -136,13 +141,13 @@ class SampleIds:
             # From the edges: the results themselves may have been changed in place since.
             edges: list[GradientEdge] = []
             known: list[tuple[Tensor, Tensor]] = []
-            for edge, d, number in zip(self.edges, cotangents, self.numbers, strict=True):
+            for entry, d in zip(self.found, cotangents, strict=True):
                 if d is not None:
-                    edges.append(edge)
-                    known.append((d, number))
+                    edges.append(entry.edge)
+                    known.append((d, entry.numbers))
             of_samples: list[Tensor] = []
             for b in range(self.samples):
-                masked = [d * (number == b) for d, number in known]
+                masked = [d * (numbers == b) for d, numbers in known]
                 (g,) = torch.autograd.grad(edges, [copy], masked, retain_graph=True)
                 of_samples.append(at_least_float32(g))
             return torch.stack(of_samples)
@@ -157,7 +162,8 @@ class SampleIds:
             arrange: from [b, 1, o, f] to [b, *target.shape].
         """
         places = self._positions()
-        sizes = OuterSizes(places.shape[1], self.results[0].shape[-1], a.shape[-1], 1)
+        features = self.found[0].result.shape[-1]
+        sizes = OuterSizes(places.shape[1], features, a.shape[-1], 1)
 
         def grad_outputs(d: Tensor) -> Tensor:
             return _gather(d, places)
@@ -179,8 +185,8 @@ class SampleIds:
 
     def _positions(self) -> Int[Tensor, "b t"]:
         """The positions of each sample, padded with a number beyond all of them."""
-        (numbers,) = self.numbers
-        numbers = numbers.reshape(-1, numbers.shape[-1])
+        (only,) = self.found
+        numbers = only.numbers.reshape(-1, only.numbers.shape[-1])
         of_position = numbers.amax(1)
         if bool(((numbers != NO_SAMPLE) & (numbers != of_position[:, None])).any()):
             raise NotBatchable("the model mixes samples within a batch")

@@ -1,6 +1,7 @@
 """Runs the forward pass of a model under a recorder."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,9 @@ from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.single_sample import NO_PATH
 from qualms.gradients.tracing.factors import merge_slices
-from qualms.gradients.tracing.param_use import TracePair, UseOrder
+from qualms.gradients.tracing.param_use import Reach, TracePair, UseOrder, Weights, nodes_behind
 from qualms.gradients.tracing.recorder import Recorder
 from qualms.gradients.tracing.sample_ids import resolve_sample_ids
-from qualms.gradients.tracing.weights import Reach, Weights, nodes_behind
 
 
 def trace_forward(
@@ -49,6 +49,15 @@ def trace_forward(
     recorder.factors += resolve_sample_ids(recorder.unbatched_ops, logits, rows // rows_per_sample)
     recorder.factors = merge_slices(recorder.factors, weights)
     return logits, recorder
+
+
+def record_forward(
+    model: nn.Module, model_input: ModelInput, selected: dict[str, Tensor]
+) -> Recorder:
+    """Trace a forward pass on one row or two with leaves made for it, for what the pass shows."""
+    weights = Weights.of(selected, model.parameters())
+    _, recorder = trace_forward(model, model_input, weights, None)
+    return recorder
 
 
 def _has_script(module: nn.Module) -> bool:
@@ -95,13 +104,10 @@ def use_order(model: nn.Module, model_input: ModelInput, selected: dict[str, Ten
         The order; empty and not fixed if the model cannot be traced.
     """
 
-    def trace() -> UseOrder:
-        weights = Weights.of(selected, model.parameters())
-        _, recorder = trace_forward(model, model_input.take(slice(0, 1)), weights, None)
-        return recorder.use_order
-
+    trace = partial(record_forward, model, model_input.take(slice(0, 1)), selected)
+    unknown = UseOrder([], fixed=False)
     try:
-        order = attempt("trace the first sample", trace)
+        recorder = attempt("trace the first sample", trace)
     except QualmsError:  # the first sample uses none of the selected parameters
-        return UseOrder([], False)
-    return UseOrder([], False) if isinstance(order, Fallback) else order
+        return unknown
+    return unknown if isinstance(recorder, Fallback) else recorder.use_order

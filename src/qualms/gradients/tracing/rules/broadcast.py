@@ -55,7 +55,7 @@ def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
     for t in params:
         gradient = Summed.broadcast(layout, call.samples, t.shape)
         call.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
-    return call.run_with_row_copies(copies)
+    return call.run_for_rows(lambda t: copies.get(id(t), t))
 
 
 def _broadcasts(call: OpCall, layout: Layout, params: list[Tensor]) -> bool:

@@ -50,8 +50,9 @@ def conv(
         dilation: of the windows.
         groups: number of groups.
     """
-    geometry = Geometry.of(weight, stride, padding, dilation, groups)
-    return _run(call, input, weight, bias, geometry, transposed=False)
+    return convolution(
+        call, input, weight, bias, stride, padding, dilation, False, output_padding=0, groups=groups
+    )
 
 
 def conv_transpose(
@@ -78,8 +79,9 @@ def conv_transpose(
         groups: number of groups.
         dilation: of the windows.
     """
-    geometry = Geometry.of(weight, stride, padding, dilation, groups)
-    return _run(call, input, weight, bias, geometry, transposed=True)
+    return convolution(
+        call, input, weight, bias, stride, padding, dilation, True, output_padding, groups
+    )
 
 
 def convolution(
@@ -94,48 +96,27 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Any:
-    """aten's common form of `conv` and `conv_transpose`, which exported graphs use.
-
-    Args:
-        call: `aten.convolution`.
-        input: a.
-        weight: W.
-        bias: b.
-        stride: of the windows.
-        padding: zeros around the image.
-        dilation: of the windows.
-        transposed: which of the two it is.
-        output_padding: what is added to one side of the result.
-        groups: number of groups.
-    """
-    geometry = Geometry.of(weight, stride, padding, dilation, groups)
-    return _run(call, input, weight, bias, geometry, transposed)
-
-
-def _run(
-    call: OpCall,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    geometry: Geometry,
-    transposed: bool,
-) -> Any:
-    """Run a convolution and add the factors of its parameters.
+    """The common form of `conv` and `conv_transpose`, which is aten's: exported graphs use it.
 
     Args:
         call: the operation.
         input: a.
         weight: W.
         bias: b.
-        geometry: of the windows.
+        stride: of the windows.
+        padding: zeros around the image.
+        dilation: of the windows.
         transposed: whether the windows are those of δ.
+        output_padding: what is added to one side of the result; it shows in its shape.
+        groups: number of groups.
     """
-    layout = _image_layout(call, input, len(geometry.kernel))
+    geometry = Geometry.of(weight, stride, padding, dilation, groups)
+    space = len(geometry.kernel)
+    layout = _image_layout(call, input, space)
     if layout is None:
         return NotImplemented
     out = call.run()
     edge = get_gradient_edge(out)
-    space = len(geometry.kernel)
     if call.is_param(weight):
         images = _Images(input, weight, geometry, layout, call.samples)
         gradient: Outer | Summed

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.precision import at_least_float32
-from qualms.gradients.tracing.outer_product import Outer, OuterSizes
+from qualms.gradients.tracing.outer_product import Outer, OuterSizes, in_out
 
 if TYPE_CHECKING:
     from qualms.gradients.tracing.op_call import OpCall
@@ -58,10 +58,7 @@ def embedding(
         same = i[:, :, None] == i[:, None, :]
         return same.to(at_least_float32(weight).dtype)
 
-    def arrange(grad: Tensor) -> Tensor:  # [b, 1, o, v] -> [b, v, o]
-        return grad.squeeze(1).mT
-
     sizes = OuterSizes(input.numel() // samples, features, vocabulary, 1)
-    outer = Outer(grad_outputs, activations, arrange, samples, sizes, fast_gram=gram)
+    outer = Outer(grad_outputs, activations, in_out, samples, sizes, fast_gram=gram)
     call.add_factor(weight, [get_gradient_edge(out)], outer)
     return out

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.tracing.factors import Summed
-from qualms.gradients.tracing.outer_product import Outer
+from qualms.gradients.tracing.outer_product import Outer, in_out, out_in
 from qualms.gradients.tracing.rules.broadcast import broadcast
-from qualms.gradients.tracing.sample_axis import Layout
 
 if TYPE_CHECKING:
     from qualms.gradients.tracing.op_call import OpCall
@@ -25,11 +24,9 @@ def linear(call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = No
         weight: W [o, f].
         bias: b [o].
     """
-    layout = call.input_layout(input)
-    if layout is None or weight.ndim != 2 or layout.axis == input.ndim - 1:
+    if weight.ndim != 2:
         return NotImplemented
-    outer = Outer.product(call.samples, layout, input, weight.shape[0], _out_in)
-    return _run(call, layout, weight, outer, bias)
+    return _run(call, input, weight, bias, out_axis=0)
 
 
 def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
@@ -39,11 +36,7 @@ def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
     """
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return broadcast(call, input, other)
-    layout = call.input_layout(input)
-    if layout is None or layout.axis == input.ndim - 1:
-        return NotImplemented
-    outer = Outer.product(call.samples, layout, input, other.shape[1], _in_out)
-    return _run(call, layout, other, outer, bias=None)
+    return _run(call, input, other, None, out_axis=1)
 
 
 def addmm(
@@ -59,27 +52,30 @@ def addmm(
         beta: scale of b; covered if 1.
         alpha: scale of the product; covered if 1.
     """
-    layout = call.input_layout(mat1)
-    plain = beta == alpha == 1 and input.ndim == 1
-    if layout is None or layout.axis == 1 or not plain:
+    if beta != 1 or alpha != 1 or input.ndim != 1:
         return NotImplemented
-    outer = Outer.product(call.samples, layout, mat1, mat2.shape[1], _in_out)
-    return _run(call, layout, mat2, outer, bias=input)
+    return _run(call, mat1, mat2, input, out_axis=1)
 
 
-def _run(call: OpCall, layout: Layout, weight: Tensor, outer: Outer, bias: Tensor | None) -> Any:
+def _run(call: OpCall, a: Tensor, weight: Tensor, bias: Tensor | None, out_axis: int) -> Any:
     """Run a product and add the factors of its parameters.
 
     Args:
         call: the operation.
-        layout: of its input.
+        a: its input [..., f].
         weight: W.
-        outer: the gradient of W.
         bias: b, whose gradient is Σ_t δ_t.
+        out_axis: the axis of W that counts the features of the product.
     """
+    layout = call.input_layout(a)
+    if layout is None or layout.axis == a.ndim - 1:
+        return NotImplemented
     out = call.run()
     edge = get_gradient_edge(out)
     if call.is_param(weight):
+        arrange = in_out if out_axis else out_in
+        features = weight.shape[out_axis]
+        outer = Outer.product(call.samples, layout, a, features, arrange)
         call.add_factor(weight, [edge], outer)
     if call.is_param(bias):
         call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias))
@@ -99,7 +95,7 @@ def unbatched_linear(
     """
     if call.is_param(input) or weight.ndim != 2:
         return NotImplemented
-    gradients = {id(weight): lambda ids: ids.product(input, _out_in)}
+    gradients = {id(weight): lambda ids: ids.product(input, out_in)}
     if bias is not None:
         gradients[id(bias)] = lambda ids: ids.total(bias)
     return call.run_unbatched(gradients)
@@ -109,14 +105,4 @@ def unbatched_matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
     """`matmul` where no axis counts the rows: the same sum, over the positions of each sample."""
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return NotImplemented
-    return call.run_unbatched({id(other): lambda ids: ids.product(input, _in_out)})
-
-
-def _out_in(grad: Tensor) -> Tensor:
-    """[b, 1, o, f] to [b, o, f]."""
-    return grad.squeeze(1)
-
-
-def _in_out(grad: Tensor) -> Tensor:
-    """[b, 1, o, f] to [b, f, o]."""
-    return grad.squeeze(1).mT
+    return call.run_unbatched({id(other): lambda ids: ids.product(input, in_out)})

@@ -80,10 +80,7 @@ def group_norm(
         eps: ε.
         cudnn_enabled: not used.
     """
-
-    def normalize() -> Tensor:
-        return F.group_norm(input, num_groups, None, None, eps)
-
+    normalize = partial(F.group_norm, input, num_groups, eps=eps)
     return _channel_affine(call, input, weight, bias, normalize)
 
 
@@ -113,12 +110,8 @@ def instance_norm(
         eps: ε.
         cudnn_enabled: not used.
     """
-
-    def normalize() -> Tensor:
-        return F.instance_norm(
-            input, running_mean, running_var, None, None, use_input_stats, momentum, eps
-        )
-
+    statistics = running_mean, running_var, None, None, use_input_stats, momentum, eps
+    normalize = partial(F.instance_norm, input, *statistics)
     return _channel_affine(call, input, weight, bias, normalize)
 
 
@@ -142,10 +135,7 @@ def layer_norm(
         eps: ε.
         cudnn_enable: not used.
     """
-
-    def normalize() -> Tensor:
-        return F.layer_norm(input, normalized_shape, None, None, eps)
-
+    normalize = partial(F.layer_norm, input, normalized_shape, eps=eps)
     return _trailing_affine(call, input, weight, bias, normalize)
 
 
@@ -165,30 +155,23 @@ def rms_norm(
         weight: γ [*normalized_shape].
         eps: ε.
     """
-
-    def normalize() -> Tensor:
-        return F.rms_norm(input, normalized_shape, None, eps)
-
+    normalize = partial(F.rms_norm, input, normalized_shape, eps=eps)
     return _trailing_affine(call, input, weight, None, normalize)
 
 
 def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
     """PReLU, max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all."""
+
+    def negative_part() -> Tensor:
+        return input.detach().clamp_max(0)
+
     if weight.numel() > 1:
-        return _channel_affine(call, input, weight, None, lambda: input.clamp_max(0))
+        return _channel_affine(call, input, weight, None, negative_part)
     layout = call.input_layout(input)
     if layout is None:
         return NotImplemented
-    out = call.run()
-    samples = call.samples
-
-    def write(d: Tensor) -> Tensor:
-        product = layout.leading(at_least_float32(d) * input.detach().clamp_max(0))
-        return product.reshape(samples, -1).sum(1).reshape(samples, *weight.shape)
-
-    gradient = Summed.from_cotangent(write, weight.numel())
-    call.add_factor(weight, [get_gradient_edge(out)], gradient)
-    return out
+    summed = partial(Summed.trailing, call.samples, layout)
+    return _affine(call, weight, None, negative_part, summed)
 
 
 def _channel_affine(

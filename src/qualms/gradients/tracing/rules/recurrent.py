@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.nested import each_tensor
 from qualms.gradients.tracing.factors import Summed
-from qualms.gradients.tracing.outer_product import Outer, SharedGram
+from qualms.gradients.tracing.outer_product import Outer, SharedGram, out_in
 from qualms.gradients.tracing.rules.recurrent_layers import OneWay, RecurrentOptions, run_layers
 from qualms.gradients.tracing.rules.recurrent_steps import State, shift_steps, state_scale
 from qualms.gradients.tracing.sample_axis import Layout
@@ -91,7 +91,7 @@ def _run_one_way(
     scale, gram = state_scale(one_way.kind, coefficients), SharedGram()
 
     def product(a: Tensor, scale: Tensor | None) -> Outer:
-        outer = Outer.product(call.samples, layout, a.detach(), w.shape[0], _squeeze_group)
+        outer = Outer.product(call.samples, layout, a.detach(), w.shape[0], out_in)
         if scale is None:
             return replace(outer, delta_gram=gram)
         return replace(outer, grad_outputs=lambda d: outer.grad_outputs(d * scale))
@@ -111,64 +111,39 @@ def _constant(t: Tensor) -> Callable[[], Tensor]:
     return lambda: t
 
 
-def _squeeze_group(grad: Tensor) -> Tensor:
-    """[b, 1, o, f] to [b, o, f]."""
-    return grad.squeeze(1)
-
-
 # Single cells, in a loop of the user's: their products and sums are traced one by one.
 
 
-def lstm_cell(
-    call: OpCall,
-    input: Tensor,
-    hx: Any,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
-    """i, f, g, o = σ, σ, tanh, σ of W x + U h' + b + b', c = f c' + i g, h = o tanh c.
+def lstm_cell(call: OpCall, input: Tensor, hx: Any, *weights: Any, **named: Any) -> Any:
+    """i, f, g, o = σ, σ, tanh, σ of p + q,  c = f c' + i g,  h = o tanh c.
 
     Args:
         call: the operation.
         input: x.
         hx: (h', c').
-        w_ih: W.
-        w_hh: U.
-        b_ih: b.
-        b_hh: b'.
+        weights: those of `_gates`.
+        named: those of them that are given by name.
     """
     h, c = hx
     with call.recorder:
-        gates = F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
-        i, f, g, o = gates.chunk(4, dim=-1)
+        p, q = _gates(input, h, *weights, **named)
+        i, f, g, o = (p + q).chunk(4, dim=-1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         return o.sigmoid() * c.tanh(), c
 
 
-def gru_cell(
-    call: OpCall,
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
-    """r, z = σ of p + q, n = tanh(p + r q), h = n + z (h' - n), with p = W x + b, q = U h' + b'.
+def gru_cell(call: OpCall, input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Any:
+    """r, z = σ of p + q,  n = tanh(p + r q),  h = n + z (h' - n).
 
     Args:
         call: the operation.
         input: x.
         hx: h'.
-        w_ih: W.
-        w_hh: U.
-        b_ih: b.
-        b_hh: b'.
+        weights: those of `_gates`.
+        named: those of them that are given by name.
     """
     with call.recorder:
-        p, q = F.linear(input, w_ih, b_ih), F.linear(hx, w_hh, b_hh)
+        p, q = _gates(input, hx, *weights, **named)
         p_r, p_z, p_n = p.chunk(3, dim=-1)
         q_r, q_z, q_n = q.chunk(3, dim=-1)
         r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
@@ -181,22 +156,40 @@ def rnn_cell(
     call: OpCall,
     input: Tensor,
     hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    *weights: Any,
+    **named: Any,
 ) -> Any:
-    """h = activation(W x + U h' + b + b').
+    """h = activation(p + q).
 
     Args:
         activation: tanh or ReLU.
         call: the operation.
         input: x.
         hx: h'.
+        weights: those of `_gates`.
+        named: those of them that are given by name.
+    """
+    with call.recorder:
+        p, q = _gates(input, hx, *weights, **named)
+        return activation(p + q)
+
+
+def _gates(
+    x: Tensor,
+    h: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """p = W x + b, q = U h' + b'.
+
+    Args:
+        x: the input.
+        h: h'.
         w_ih: W.
         w_hh: U.
         b_ih: b.
         b_hh: b'.
     """
-    with call.recorder:
-        return activation(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
+    return F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)
