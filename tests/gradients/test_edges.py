@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.last_layer import Kept
+from qualms.gradients.last_layer import Kept
 from qualms.gradients.layer_table import layer_table
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import inner_products, root_of_squares

@@ -26,7 +26,7 @@ from qualms.gradients.function_modes import (
     NoisyEmbedding,
 )
 from qualms.gradients.isolation import isolate_forward
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
 from qualms.gradients.directions import BLOCK_BYTES, DOUBLE
 from qualms.gradients.fallback import Fallback, attempt
-from qualms.gradients.last_product import LastProduct, count_multiplications
+from qualms.gradients.last_layer import LastProduct, count_multiplications
 from qualms.gradients.measure import measure
 from qualms.gradients.memory import saved_bytes
 from qualms.gradients.model_input import ModelInput, in_channels_last, wants_channels_last

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from qualms.gradients.batch import tensors_in
 from qualms.gradients.function_modes import CallMode, run_function
-from qualms.gradients.nested import tensors_in
 
 # The relative difference that rounding alone may make; 16-bit numbers are coarse.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}

@@ -12,8 +12,7 @@ from qualms.gradients.directions import Directions
 from qualms.gradients.layers import selected_parameters
 from qualms.gradients.memory import default_budget, free_bytes
 from qualms.gradients.model_input import ModelInput, make_model_input
-from qualms.gradients.settings import Kind, Settings
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Kind, Settings, Smoothing
 
 
 @dataclass(frozen=True)

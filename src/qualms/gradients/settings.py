@@ -1,10 +1,16 @@
 """How gradients are computed, whatever they are for."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.layers import Granularity, Norm, Params
+from qualms.parameters import NOISE, check_parameters, whole
+from qualms.random import generator
 
 Engine = Literal["exact", "reference", "sketch", "auto"]
 Kind = Literal["l2", "l1", "gram"]  # of a value: ‖g‖, Σ|g|, or inner products
@@ -99,3 +105,93 @@ class Settings:
 def _require_known(argument: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """How to perturb.
+
+    Args:
+        sigma: standard deviation in the units of the tensor that the model receives; a number, or
+            one per channel.
+        draws: N, the number of perturbed inputs beside the input itself.
+        antithetic: draw in pairs ±Δ (an odd last draw stands alone).
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+        x = torch.rand(2, 4)
+        noise = qualms.Smoothing(sigma=0.1, draws=4)
+        smoothed = qualms.class_gradient_norms(model, x, smoothing=noise)
+        print(smoothed.norms)
+        ```
+    """
+
+    sigma: float | tuple[float, ...] = 0.02
+    draws: int = 8
+    antithetic: bool = True
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "smoothing", sigma=NOISE, draws=whole(1))
+
+    @classmethod
+    def of(cls, value: Any) -> "Smoothing | None":
+        """Read the argument `smoothing` of a function.
+
+        Args:
+            value: a `Smoothing`, σ, or the pair (σ, N); None for no smoothing.
+        """
+        if value is None or isinstance(value, Smoothing):
+            return value
+        arguments = value if isinstance(value, tuple) else (value,)
+        sigma = arguments[0]
+        numbers = sigma if isinstance(sigma, tuple) else (sigma,)
+        if len(arguments) > 2 or not all(map(_is_number, numbers)):
+            raise QualmsError(
+                f"smoothing={value!r} is not known; pass qualms.Smoothing, a number σ, or the pair "
+                "(σ, N)."
+            )
+        return cls(*arguments)
+
+    def noise(self, shape: tuple[int, ...], number: int, seed: int) -> Float[Tensor, "rows ..."]:
+        """The perturbations of one sample: zero for x_0, then N draws.
+
+        Args:
+            shape: of the sample.
+            number: of the sample, which decides the draws together with the seed.
+            seed: of the draws.
+
+        Returns:
+            N + 1 perturbations [rows, *shape].
+        """
+        number_of_draws = self.draws
+        if self.antithetic:
+            number_of_draws = -(-self.draws // 2)
+        noise = generator(seed, number)
+        drawn = torch.randn((number_of_draws, *shape), generator=noise)
+        if self.antithetic:
+            pairs = torch.stack([drawn, -drawn], dim=1)
+            drawn = pairs.flatten(0, 1)[: self.draws]
+        perturbations = torch.cat([torch.zeros(1, *shape), drawn])
+        return perturbations.mul_(self._scale(shape))
+
+    def _scale(self, shape: tuple[int, ...]) -> Tensor:
+        """σ, so that it can be multiplied with a sample of this shape."""
+        if not isinstance(self.sigma, tuple):
+            return torch.tensor(self.sigma)
+        channels = shape[0] if shape else 0
+        if not shape or len(self.sigma) not in (1, channels):
+            raise QualmsError(
+                f"smoothing has {len(self.sigma)} values of sigma, but an input of shape {shape} "
+                f"has {channels} channels; pass one number, or one per channel."
+            )
+        ones = [1] * (len(shape) - 1)
+        return torch.tensor(self.sigma).reshape(-1, *ones)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

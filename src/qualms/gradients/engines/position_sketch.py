@@ -231,21 +231,19 @@ class PositionSketchEngine:
         Both are found once for samples of one shape: a model may take another path for longer
         texts.
         """
-        model = request.model
-        selected = request.selected
+        model, selected = request.model, request.selected
+
+        def find() -> tuple[SketchProbe, JvpFunction]:
+            assert isinstance(model, AtPositions)
+            last = expected.shape[0] - 1
+            at_three = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
+            probe, check_rows = probe_rows(at_three, _single_rows(request)[0], selected)
+            tangents = tangents_of_model(request, probe.counted, lam, self.cache)
+            return probe, find_jvp_function(probe, check_rows, tangents[0])
+
         key = ("position push", request.rows_per_sample > 1, tuple(selected), *request.shapes)
-        known: tuple[SketchProbe, JvpFunction] | None = self.cache.get(key)
-        if known is not None:
-            probe, function = known
-            return probe, function, tangents_of_model(request, probe.counted, lam, self.cache)
-        assert isinstance(model, AtPositions)
-        last = expected.shape[0] - 1
-        at_three = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
-        probe, check_rows = probe_rows(at_three, _single_rows(request)[0], selected)
-        tangents = tangents_of_model(request, probe.counted, lam, self.cache)
-        function = find_jvp_function(probe, check_rows, tangents[0])
-        self.cache.keep(key, (probe, function))
-        return probe, function, tangents
+        probe, function = self.cache.once(key, find)
+        return probe, function, tangents_of_model(request, probe.counted, lam, self.cache)
 
     def _several_agree(self, plan: PositionPlan, request: GradientRequest, at_once: int) -> bool:
         """Whether several tangents in one pass give what one gives, found once for each kind."""

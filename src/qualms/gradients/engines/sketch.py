@@ -114,7 +114,7 @@ class SketchEngine:
             QualmsError: if a tangent does not fit into memory, or the model is random.
         """
         key = ("sketch probe", request.shapes, tuple(request.selected))
-        probe: SketchProbe | None = self.cache.get(key)
+        probe = self.cache.get(key, SketchProbe)
         check_rows = None
         weights = sum(p.nbytes for p in request.selected.values())
         if probe is None:
@@ -338,7 +338,7 @@ class _SketchRun:
         key = ("stacked tangents", *self._key)
         result = RESULTS_PER_ROW * max(1, self.plan.probe.largest_result)
         at_once = min(self.tangents.stack_size, self.request.budget // result)
-        known: bool | None = self.cache.get(key)
+        known = self.cache.get(key, bool)
         if function is not forward_mode or at_once < 2 or known is False:
             return None
 
