@@ -1,17 +1,19 @@
-"""Fewer backward passes than classes, where the last layer sees fewer features than there are
-classes.
+"""The linear layer that ends a forward pass: gradients of C classes from D + 2 backward passes.
+
+This pays where the last layer sees fewer features D than there are classes C. `LastProduct` finds
+the layer in a traced pass; `measure_via_last_layer` measures by it.
 
 With logits z = W h + b, D features h and C classes, every layer before the last one gets its C
 gradients from D + 1 others. Let k* be the gradient of log p of the predicted class c*, and k_d that
-of the feature h_d (the mean over an input's rows, as always). Then for every class
+of the feature h_d (the mean over a sample's rows, as always). Then for every class
 
     ∇ log p_c = k* + Σ_d (W_c - W_c*)_d k_d,    ‖∇ log p_c‖² = xᵀ K x,    x = (1, W_c - W_c*),
 
 with K the inner products of (k*, k_1, …, k_D). Starting from c* leaves nothing to cancel for
-confident inputs: k*, which is tiny then, is a backward pass of its own, and no other class has a
+confident samples: k*, which is tiny then, is a backward pass of its own, and no other class has a
 tiny direction. Where terms cancel all the same, the gradient is added up before its norm is taken.
 
-The last layer itself needs no pass: the rows of ∂W log p_c are means over an input's rows r of
+The last layer itself needs no pass: the rows of ∂W log p_c are means over a sample's rows r of
 -p_rk h_r for k ≠ c and of (1 - p_rc) h_r for k = c, so ‖∂W log p_c‖² = ‖mean (1 - p_rc) h_r‖² +
 Σ_{k≠c} ‖mean p_rk h_r‖²; for b, h is 1.
 """
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -56,6 +58,7 @@ VIEWS = (
     "SqueezeBackward1",
     "SqueezeBackward2",
 )
+BLOCK_NUMBERS = 2**20  # in what is added up at once
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,10 @@ class LastProduct:
 
     @classmethod
     def of(
-        cls, logits: Tensor, factors: Sequence[GradFactor], weights: Weights
+        cls,
+        logits: Tensor,
+        factors: Sequence[GradFactor],
+        weights: Weights,
     ) -> "LastProduct | None":
         """Find the last layer in the graph of a traced forward pass.
 
@@ -104,8 +110,8 @@ class LastProduct:
         aside = nodes_behind([n for n, _ in (*bias, weight)])
         if any(edge.node in aside for factor in body for edge in factor.edges):
             return None
-        alone, _ = group_by_parameter(factors, weights)
-        if not {id(f) for f in own} <= {id(f) for f in alone.values()}:
+        single, _ = group_by_parameter(factors, weights)
+        if not {id(f) for f in own} <= {id(f) for f in single.values()}:
             return None
         matrix = _weight_matrix(node, logits.shape[1], own, is_first=not body)
         if matrix is None or len(matrix) != logits.shape[1]:
@@ -116,7 +122,7 @@ class LastProduct:
         return cls(matrix, features, own, body)
 
     def without_graph(self) -> "LastProduct":
-        """What can be kept when the graph is let go."""
+        """What can be kept when the graph is freed."""
         own = [factor.without_graph() for factor in self.own]
         body = [factor.without_graph() for factor in self.body]
         return LastProduct(self.weight, None, own, body)
@@ -134,7 +140,7 @@ class LastProduct:
         before, kept = 0, 0
         for factor in self.body:
             before += 2 * count_multiplications(factor, rows_per_sample, m)
-            kept += numbers_kept(factor, rows_per_sample, m) + classes
+            kept += _count_kept(factor, rows_per_sample, m) + classes
         return (m + 1) * before + m * m * kept < classes * (before + classes * width)
 
     def numbers_held(self, rows_per_sample: int) -> int:
@@ -143,7 +149,7 @@ class LastProduct:
         own = 16 * rows_per_sample * classes  # in double precision
         if not self.body:
             return own
-        kept = [numbers_kept(factor, rows_per_sample, width + 1) for factor in self.body]
+        kept = [_count_kept(factor, rows_per_sample, width + 1) for factor in self.body]
         # Of the largest there are copies while K is computed; x, x K and x² are there for every
         # class.
         return own + (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes)
@@ -159,7 +165,10 @@ def _skip_views(node: Any) -> tuple[Any, set[Any]]:
 
 
 def _weight_matrix(
-    node: Any, classes: int, own: list[GradFactor], is_first: bool
+    node: Any,
+    classes: int,
+    own: list[GradFactor],
+    is_first: bool,
 ) -> Float[Tensor, "c d"] | None:
     """W; None if it has another shape.
 
@@ -179,7 +188,7 @@ def _weight_matrix(
     return widest.detach().reshape(classes, -1)
 
 
-def numbers_kept(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
+def _count_kept(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
     """How many numbers are kept of one sample's gradient: δ, or all of it.
 
     Args:
@@ -209,7 +218,7 @@ def count_multiplications(factor: GradFactor, rows_per_sample: int, cotangents: 
     return g * t * o * (t if gram_is_cheaper(t, o, f, cotangents) else f)
 
 
-ROOM = 2**20  # numbers in what is added up at once
+# The norms of all classes.
 
 
 @torch.no_grad()
@@ -218,163 +227,204 @@ def measure_via_last_layer(
     directions: Sequence[str],
     last: LastProduct,
     weights: Weights,
-    inputs: int,
+    samples: int,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """For each parameter ‖g‖ along the directions: what `measure` gives, without the C passes of
-    `classes`.
+    """‖g‖ for each parameter: what `measure` gives, without the C passes of `classes`.
+
+    Args:
+        logits: of a traced pass, with their graph.
+        directions: names of the sets, `classes` among them.
+        last: the last layer of the pass.
+        weights: the leaves.
+        samples: how many there are.
     """
-    z = logits.detach().unflatten(0, (inputs, -1))
-    rows_per_sample = z.shape[1]
+    z = logits.detach().unflatten(0, (samples, -1))
     predicted = z[:, 0].argmax(-1)
     further = [name for name in directions if name != "classes"]
-    direct = (
-        torch.cat([of_class(z, predicted), *(DIRECTIONS[name](z) for name in further)]).flatten(
-            1, 2
-        )
-        / rows_per_sample
-    )
-    known = measure(
-        logits, Cotangents.of(direct, inputs), [*last.body, *last.own], weights, inputs, "l2"
-    )
-    of_classes = _body(logits, direct[:1], predicted, last, weights, inputs) if last.body else {}
-    of_classes |= {weights.names[id(p.target)]: _own(z, p) for p in last.own}
+    sets = [of_class(z, predicted)]
+    sets += [DIRECTIONS[name](z) for name in further]
+    direct = torch.cat(sets).flatten(1, 2) / z.shape[1]
+    cotangents = Cotangents.of(direct, samples)
+    known = measure(logits, cotangents, [*last.body, *last.own], weights, samples, "l2")
+    squares: dict[str, Tensor] = {}
+    if last.body:
+        squares = _body_squares(logits, direct[:1], predicted, last, weights)
+    for factor in last.own:
+        squares[weights.names[id(factor.target)]] = _own_squares(z, factor)
     values: dict[str, Tensor] = {}
     for name, column in known.items():
-        norms = of_classes.pop(name).sqrt_().scatter_(1, predicted[:, None], column[:, :1])
-        places = [
-            norms if d == "classes" else column[:, [1 + further.index(d)]] for d in directions
-        ]
-        values[name] = torch.cat(places, dim=1)
+        of_classes = squares.pop(name).sqrt_()
+        of_classes.scatter_(1, predicted[:, None], column[:, :1])
+        parts: list[Tensor] = []
+        for direction in directions:
+            if direction == "classes":
+                parts.append(of_classes)
+            else:
+                parts.append(column[:, [1 + further.index(direction)]])
+        values[name] = torch.cat(parts, dim=1)
     return values
 
 
-def _own(z: Float[Tensor, "b r c"], piece: GradFactor) -> Float[Tensor, "b c"]:
-    """‖mean (1 - p_rc) h_r‖² + Σ_{k≠c} ‖mean p_rk h_r‖²: sums of squares, in which nothing cancels."""
+def _own_squares(z: Float[Tensor, "b r c"], factor: GradFactor) -> Float[Tensor, "b c"]:
+    """‖∂W log p_c‖² or ‖∂b log p_c‖²: sums of squares, in which nothing cancels.
+
+    Args:
+        z: the logits of all rows.
+        factor: of W or b.
+    """
     p = z.double().softmax(-1)
-    outer = piece.gradient
-    h = (
-        outer.activation_matrix.double()
-        if isinstance(outer, Outer)
-        else p.new_ones(*p.shape[:2], 1)
-    )
+    h = p.new_ones(*p.shape[:2], 1)
+    if isinstance(factor.gradient, Outer):
+        h = factor.gradient.activation_matrix.double()
+    size = max(1, BLOCK_NUMBERS // (len(h) * h.shape[2]))
 
     def squares(weight: Float[Tensor, "b r c"]) -> Float[Tensor, "b c"]:
-        some = weight.split(max(1, ROOM // (len(h) * h.shape[2])), dim=2)
-        means = (part.mT @ h / p.shape[1] for part in some)
-        return torch.cat([torch.linalg.vecdot(mean, mean) for mean in means], dim=1)
+        parts: list[Tensor] = []
+        for part in weight.split(size, dim=2):
+            mean = part.mT @ h / p.shape[1]
+            parts.append(torch.linalg.vecdot(mean, mean))
+        return torch.cat(parts, dim=1)
 
     return squares(sum_of_others(p)) + sum_of_others(squares(p))
 
 
-def _body(
+def _body_squares(
     logits: Float[Tensor, "rows c"],
     toward_predicted: Float[Tensor, "1 rows c"],
     predicted: Int[Tensor, " b"],
     last: LastProduct,
     weights: Weights,
-    inputs: int,
 ) -> dict[str, Float[Tensor, "b c"]]:
-    """xᵀ K x for every class and every parameter before the last layer."""
-    (classes, width), rows = last.weight.shape, len(logits)
-    edges, places = unique_edges(last.body)
-    alone, shared = group_by_parameter(last.body, weights)
-    found: dict[str, Kept] = {name: Kept(piece, width + 1, inputs) for name, piece in alone.items()}
-    (of_predicted,), (size,) = scale_to_unit(toward_predicted, inputs)
+    """xᵀ K x for every class and every parameter before the last layer.
+
+    Args:
+        logits: of a traced pass, with their graph.
+        toward_predicted: e_c* - p, divided by the number of a sample's rows.
+        predicted: c*.
+        last: the last layer of the pass.
+        weights: the leaves.
+    """
+    classes, width = last.weight.shape
+    rows, samples = len(logits), len(predicted)
+    edges, index = unique_edges(last.body)
+    single, shared = group_by_parameter(last.body, weights)
+    found: dict[str, FeatureGradients] = {}
+    for name, factor in single.items():
+        found[name] = FeatureGradients(factor, width + 1, samples)
+    (of_predicted,), (size,) = scale_to_unit(toward_predicted, samples)
     pulls: list[tuple[Any, Tensor]] = [(logits, of_predicted.to(logits.dtype))]
-    for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (inputs / rows):
+    for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (samples / rows):
         pulls.append((last.features, unit.expand(rows, -1)))
     for start, cotangent in pulls:
         interrupts.deliver()
         at = torch.autograd.grad([start], edges, [cotangent], retain_graph=True, allow_unused=True)
-        for name, piece in alone.items():
-            deltas = cotangents_at(piece, at, places)
+        for name, factor in single.items():
+            deltas = cotangents_at(factor, at, index)
             if deltas is not None:
                 found[name].add(deltas)
-        for name, gradient in sum_shared_gradients(shared, at, places, weights, inputs).items():
-            found.setdefault(name, Kept(None, width + 1, inputs)).factors.append(
-                gradient.flatten(1)[:, None]
-            )
+        for name, gradient in sum_shared_gradients(shared, at, index, weights, samples).items():
+            if name not in found:
+                found[name] = FeatureGradients(None, width + 1, samples)
+            found[name].kept.append(gradient.flatten(1)[:, None])
     w = at_least_float32(last.weight)
     apart = w - w[predicted][:, None]
     x = torch.cat([size.to(apart)[:, None, None].expand(-1, classes, 1), apart], dim=2)
     values: dict[str, Tensor] = {}
-    while found:  # each is let go when its norms are known
-        name, kept = found.popitem()
-        if kept.factors:
-            values[name] = kept.squares(x, predicted)
+    while found:  # each is freed when its norms are known
+        name, gradients = found.popitem()
+        if gradients.kept:
+            values[name] = gradients.squares(x, predicted)
     return values
 
 
 @dataclass
-class Kept:
-    """What is kept of a parameter's gradients k*, k_1, …, k_D: of each its δ [b·g, t, o], or all of
-    it [b, 1, p].
+class FeatureGradients:
+    """A parameter's gradients k*, k_1, …, k_D: of each its factor δ, or all of it.
+
+    Attributes:
+        factor: the only one of the parameter; None if its gradient is made of several.
+        cotangents: D + 1.
+        samples: how many there are.
+        kept: δ [b·g, t, o] or the gradient [b, 1, p], one after the other.
     """
 
-    piece: GradFactor | None  # None if the gradient is made of several
+    factor: GradFactor | None
     cotangents: int
-    inputs: int
-    factors: list[Tensor] = field(default_factory=list)
+    samples: int
+    kept: list[Tensor] = field(default_factory=list)
 
     @property
     def outer(self) -> Outer | None:
         """The outer product whose factor δ is kept."""
-        outer = self.piece.gradient if self.piece else None
-        return outer if isinstance(outer, Outer) and outer.prefers_gram(self.cotangents) else None
+        if self.factor is None or not isinstance(self.factor.gradient, Outer):
+            return None
+        outer = self.factor.gradient
+        return outer if outer.prefers_gram(self.cotangents) else None
 
     def add(self, deltas: list[Tensor | None]) -> None:
-        """Keep one gradient."""
-        assert self.piece is not None
-        outer = self.outer
-        self.factors.append(
-            outer.delta(deltas) if outer else self.piece.gradient.write(deltas).flatten(1)[:, None]
-        )
+        """Keep one gradient of a single factor."""
+        assert self.factor is not None
+        if self.outer is not None:
+            self.kept.append(self.outer.delta(deltas))
+        else:
+            self.kept.append(self.factor.gradient.write(deltas).flatten(1)[:, None])
 
     def squares(
-        self, x: Float[Tensor, "b c m"], predicted: Int[Tensor, " b"]
+        self,
+        x: Float[Tensor, "b c m"],
+        predicted: Int[Tensor, " b"],
     ) -> Float[Tensor, "b c"]:
-        """xᵀ K x; not that of the predicted class, which is known better."""
-        factors = torch.stack(self.factors, dim=1)  # [b·g, m, t, o]
-        self.factors.clear()
-        if self.outer:
-            products, scale = (
-                self.outer.inner_products(factors),
-                self.outer.sum_of_position_norms(factors),
-            )
+        """xᵀ K x; not that of the predicted class, which is known more precisely."""
+        factors = torch.stack(self.kept, dim=1)  # [b·g, m, t, o]
+        self.kept.clear()
+        if self.outer is not None:
+            products = self.outer.inner_products(factors)
+            scale = self.outer.sum_of_position_norms(factors)
         else:
             products = inner_products(factors.flatten(2))
             scale = products.diagonal(dim1=1, dim2=2)
         squares = torch.linalg.vecdot(x @ products.to(x), x)
-        cancelled = squares < CANCELLED * (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
+        without_cancellation = (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
+        again = squares < CANCELLED * without_cancellation
         odd = beyond(scale.amax(1))[:, None] | beyond(squares)
         if bool(odd.any()):
-            some = factors.flatten(1).any(1).unflatten(0, (self.inputs, -1)).any(1)[:, None]
-            squares, odd = torch.where(some, squares, 0.0), odd & some
-            if self.outer:  # nor is there more to know where a is zero
-                met = (
-                    self.outer.overlaps(factors)
-                    .any(1)
-                    .unflatten(0, (self.inputs, -1))
-                    .any(1)[:, None]
-                )
-                odd &= (squares != 0) | met
-        cancelled, squares = cancelled | odd, squares.double()
-        cancelled.scatter_(1, predicted[:, None], False)
-        for b in cancelled.any(1).nonzero().flatten().tolist():
-            chosen = cancelled[b].nonzero().flatten()
-            squares[b, chosen] = self._added_up(factors, x[b, chosen], b)
+            nonzero = self._any_group(factors.flatten(1).any(1))
+            squares = torch.where(nonzero, squares, 0.0)
+            odd &= nonzero
+            if self.outer is not None:  # nor is there more to know where a is zero
+                overlaps = self._any_group(self.outer.overlaps(factors).any(1))
+                odd &= (squares != 0) | overlaps
+        again |= odd
+        again.scatter_(1, predicted[:, None], False)
+        squares = squares.double()
+        for b in again.any(1).nonzero().flatten().tolist():
+            chosen = again[b].nonzero().flatten()
+            squares[b, chosen] = self._squares_of_sums(factors, x[b, chosen], b)
         return squares
 
-    def _added_up(
-        self, factors: Float[Tensor, "bg m t o"], x: Float[Tensor, "n m"], b: int
+    def _any_group(self, of_group: Bool[Tensor, " bg"]) -> Bool[Tensor, "b 1"]:
+        """Whether it holds for some group of each sample."""
+        return of_group.unflatten(0, (self.samples, -1)).any(1)[:, None]
+
+    def _squares_of_sums(
+        self,
+        factors: Float[Tensor, "bg m t o"],
+        x: Float[Tensor, "n m"],
+        b: int,
     ) -> Float[Tensor, " n"]:
-        """‖Σ_m x_m k_m‖² of one input, from the sum itself."""
-        of_input = factors.unflatten(0, (self.inputs, -1))[b].transpose(0, 1)  # [m, g, t, o]
-        numel = self.piece.gradient.numel if self.piece else of_input[0].numel()
-        done = []
-        for part in x.split(max(1, ROOM // numel)):
-            total = (part @ of_input.flatten(1)).unflatten(1, of_input.shape[1:])  # [n, g, t, o]
-            if self.outer:
+        """‖Σ_m x_m k_m‖² of one sample, from the sum itself.
+
+        Args:
+            factors: what is kept of all gradients.
+            x: of some classes.
+            b: the sample.
+        """
+        of_sample = factors.unflatten(0, (self.samples, -1))[b].transpose(0, 1)  # [m, g, t, o]
+        numel = self.factor.gradient.numel if self.factor else of_sample[0].numel()
+        parts: list[Tensor] = []
+        for part in x.split(max(1, BLOCK_NUMBERS // numel)):
+            total = (part @ of_sample.flatten(1)).unflatten(1, of_sample.shape[1:])  # [n, g, t, o]
+            if self.outer is not None:
                 total = total.mT @ self.outer.activations_of(b)
-            done.append(sum_of_squares(total.flatten(1)))
-        return torch.cat(done)
+            parts.append(sum_of_squares(total.flatten(1)))
+        return torch.cat(parts)
