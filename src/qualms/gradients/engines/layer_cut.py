@@ -12,7 +12,7 @@ whose early layers alone are out of the ordinary can slip through.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -99,7 +99,6 @@ class LayerCut:
         typical: log ‖g_l‖ of the first sample, late layers alone.
         largest_distance: how much the norms of a sample that was measured differed from these.
         unchecked: samples since the last one that was measured.
-        names: of the late parameters.
     """
 
     lam: float
@@ -110,14 +109,12 @@ class LayerCut:
     typical: Float[Tensor, " l"] | None = None
     largest_distance: float = MIN_DISTANCE
     unchecked: int = 0
-    names: frozenset[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._find_names()
-
-    def _find_names(self) -> None:
+    @property
+    def names(self) -> frozenset[str]:
+        """The late parameters."""
         late = self.layers[self.num_early :]
-        self.names = frozenset(name for layer in late for name in layer)
+        return frozenset(name for layer in late for name in layer)
 
     @classmethod
     def of(cls, request: GradientRequest, lam: float) -> "LayerCut | None":
@@ -140,15 +137,6 @@ class LayerCut:
         if num_early == 0:
             return None
         return cls(lam, tolerance, layers, num_early, float(shares[:, num_early - 1].max()))
-
-    @property
-    def early(self) -> int:
-        """How many of the first layers are left out."""
-        return self.num_early
-
-    def job(self, request: GradientRequest) -> GradientRequest:
-        """`narrow`."""
-        return self.narrow(request)
 
     def narrow(self, request: GradientRequest) -> GradientRequest:
         """The same request for the late parameters alone: the others run without a graph."""
@@ -205,7 +193,6 @@ class LayerCut:
         self.num_early = _count_small(shares, self.tolerance / MARGIN)
         self.share = float(shares[:, self.num_early - 1].max()) if self.num_early else 0.0
         self.typical = None
-        self._find_names()
         return False
 
 
