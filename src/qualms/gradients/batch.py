@@ -52,8 +52,13 @@ def take_samples(batch: Batch, index: slice | list[int]) -> Batch:
 
 def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
     """The samples of a batch, at most `size` at a time."""
-    for start in range(0, num_samples(batch), size):
-        yield take_samples(batch, slice(start, start + size))
+    for part in slices(num_samples(batch), size):
+        yield take_samples(batch, part)
+
+
+def slices(count: int, size: int) -> list[slice]:
+    """Consecutive parts of so many samples, of `size` each; the last may be smaller."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def strided_groups(count: int, groups: int, period: int | None = None) -> list[list[int]]:

@@ -1,7 +1,6 @@
 """One table of gradient norms for each sample, direction and layer, whatever the engine.
 
-Also what else depends on engines and layers together: which layers a tolerance leaves out, and the
-blocks of a model in the order in which it uses them.
+Also the blocks of a model, in the order in which it uses them.
 """
 
 from collections.abc import Iterable
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from qualms.gradients.batch import Batch, take_samples
 from qualms.gradients.engines.base import ClassNorms, combine_parameters, run_first
 from qualms.gradients.engines.choice import engines_for
-from qualms.gradients.engines.layer_cut import LayerCut, find_layer_cut
 from qualms.gradients.layers import group_by_layer
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import PlanCache
@@ -98,17 +96,6 @@ def _table_of_estimates(norms: ClassNorms, errors: dict[str, Tensor]) -> LayerTa
     values = torch.stack(list(norms.values.values()), dim=-1).to(dtype)
     error = torch.stack(list(errors.values()), dim=-1).to(dtype)
     return LayerTable(values, norms.logits, list(norms.values), [], error)
-
-
-def late_layers(request: GradientRequest, lam: float | None, cache: PlanCache) -> LayerCut | None:
-    """The layers that a tolerance leaves to be computed; None for all.
-
-    Args:
-        request: its settings hold the tolerance.
-        lam: the smallest λ by which the scores weight early layers down, if all do.
-        cache: of the model.
-    """
-    return find_layer_cut(replace(request, smallest_lambda=lam), cache)
 
 
 def heavy_blocks(model: nn.Module, batch: Batch, selected: dict[str, Tensor]) -> list[list[str]]:

@@ -12,7 +12,7 @@ from qualms.gradients.directions import Directions
 from qualms.gradients.layers import selected_parameters
 from qualms.gradients.memory import default_budget, free_bytes
 from qualms.gradients.model_input import ModelInput, make_model_input
-from qualms.gradients.settings import Kind, Settings, Smoothing
+from qualms.gradients.settings import Kind, Settings, Sketch, Smoothing
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class GradientRequest:
     def selected(self) -> dict[str, Tensor]:
         """The parameters that count, by name."""
         return selected_parameters(self.model, self.settings.params)
+
+    @property
+    def sketch(self) -> Sketch:
+        """The options of a sketch, the default ones if none were given."""
+        return self.settings.sketch or Sketch()
 
     @property
     def kind(self) -> Kind:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import num_samples
+from qualms.gradients.batch import num_samples, slices
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.measure import norm_of
@@ -64,7 +64,7 @@ class AutogradEngine:
     def run(self, plan: AutogradPlan, request: GradientRequest) -> ClassNorms:
         """The norms of all samples."""
         parts: list[ClassNorms] = []
-        for one in split_evenly(request.inputs, 1):
+        for one in slices(request.inputs, 1):
             sample = request.along_own(one)
             parts.append(plain_autograd(sample, request.rows(one), plan.row_bytes))
         return all_selected(ClassNorms.concatenate(parts), request, plan.use_order)
@@ -73,8 +73,7 @@ class AutogradEngine:
 def split_evenly(samples: int, size: int) -> list[slice]:
     """Chunks of nearly equal size, of at most `size` samples."""
     number = -(-samples // size)
-    size = -(-samples // number)
-    return [slice(start, min(start + size, samples)) for start in range(0, samples, size)]
+    return slices(samples, -(-samples // number))
 
 
 def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -> ClassNorms:

@@ -14,14 +14,13 @@ of a batch or hides operations from torch's function modes, runs by plain autogr
 time.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.batch import NotBatchable, num_samples
+from qualms.gradients.batch import NotBatchable, num_samples, slices
 from qualms.gradients.engines.autograd import (
     AutogradEngine,
     all_selected,
@@ -249,7 +248,7 @@ class _RowParts:
             verify: whether to compare the logits of each part with those of other groups.
         """
         total: Gradients = {}
-        for part in self._parts():
+        for part in slices(len(self.logits), self.size):
             logits, recorder = self._trace(part)
             if verify:
                 self._verify(part, logits.detach(), recorder)
@@ -261,11 +260,6 @@ class _RowParts:
                         total[name] = g.new_zeros(len(directions), g.numel())
                     total[name][j] += g.flatten()
         return total
-
-    def _parts(self) -> Iterator[slice]:
-        rows = len(self.logits)
-        for start in range(0, rows, self.size):
-            yield slice(start, min(start + self.size, rows))
 
     def _trace(self, part: slice) -> tuple[Tensor, Recorder]:
         plan = self.plan

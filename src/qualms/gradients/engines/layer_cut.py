@@ -54,7 +54,9 @@ class LayerCutEngine:
 
     def plan(self, request: GradientRequest) -> "LayerCut | Fallback":
         """The layers that are left out; a `Fallback` if there are none."""
-        cut = None if request.gram else find_layer_cut(request, self.cache)
+        cut = None
+        if not request.gram:
+            cut = late_layers(request, request.smallest_lambda, self.cache)
         if cut is None or not cut.num_early:
             return Fallback("no layer can be left out", is_slow=False)
         return cut
@@ -68,17 +70,22 @@ class LayerCutEngine:
         return self.run_inner(request)
 
 
-def find_layer_cut(request: GradientRequest, cache: PlanCache) -> "LayerCut | None":
+def late_layers(
+    request: GradientRequest,
+    lam: float | None,
+    cache: PlanCache,
+) -> "LayerCut | None":
     """The layers that a tolerance leaves to be computed, found once for samples of one kind.
 
     Args:
-        request: whose settings hold the tolerance, and whose scores weight early layers down.
+        request: its settings hold the tolerance.
+        lam: the smallest λ by which the scores weight early layers down; None if one does not.
         cache: of the model.
 
     Returns:
         The cut; None if all layers have to be computed.
     """
-    settings, lam = request.settings, request.smallest_lambda
+    settings = request.settings
     if not settings.tolerance or not lam or lam < 0:
         return None
     names = tuple(request.selected)

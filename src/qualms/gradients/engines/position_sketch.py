@@ -25,7 +25,6 @@ from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.position_input import AtPositions, classes_last
 from qualms.gradients.precision import close_logits, coarser
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.settings import Sketch
 from qualms.gradients.sketching.jvp import Jvp, JvpFunction, forward_mode
 from qualms.gradients.sketching.jvp_check import find_jvp_function, same_products
 from qualms.gradients.sketching.sketch_probe import SketchProbe, probe_rows
@@ -183,9 +182,8 @@ class PositionSketchEngine:
         Raises:
             QualmsError: if the settings ask for sums of norms, or there is no room.
         """
-        settings = request.settings
-        sketch = settings.sketch or Sketch()
-        if settings.norm == "l1" or (sketch.combine == "sum" and lam is not None):
+        adds_layers = request.sketch.combine == "sum" and lam is not None
+        if request.settings.norm == "l1" or adds_layers:
             raise QualmsError(
                 "at many positions a sketch takes L2 norms and adds layers in quadrature; leave "
                 "out norm='l1' and combine='sum', or name a few positions= and take engine='exact'."
@@ -208,7 +206,7 @@ class PositionSketchEngine:
             QualmsError: if a pass gives other logits than a plain one.
         """
         rows = _single_rows(request)
-        number = (request.settings.sketch or Sketch()).tangents
+        number = request.sketch.tangents
         for first in range(0, number, plan.at_once):
             tangent = _side_by_side(plan.tangents, first, plan.at_once, number)
             for i, row in enumerate(rows):
@@ -283,7 +281,7 @@ def _tangents_at_once(plan: PositionPlan, request: GradientRequest, held_bytes: 
         request: the sample.
         held_bytes: what the caller keeps for each of them.
     """
-    number = (request.settings.sketch or Sketch()).tangents
+    number = request.sketch.tangents
     size = plan.expected.nbytes
     largest = max(size, plan.probe.largest_result)
     positions, classes = plan.expected.shape
