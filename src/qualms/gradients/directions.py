@@ -150,7 +150,8 @@ class Cotangents:
 
 
 def scale_to_unit(
-    cotangents: Float[Tensor, "k rows c"], samples: int
+    cotangents: Float[Tensor, "k rows c"],
+    samples: int,
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
     """(v, s) with s v the cotangents, and the largest entry of a sample's v between 1/2 and 1.
 
@@ -218,7 +219,9 @@ def _size(name: str, classes: int) -> int:
 
 
 def project_directions(
-    names: Sequence[str], logits: Float[Tensor, "b r c"], tangents: Float[Tensor, "b r c"]
+    names: Sequence[str],
+    logits: Float[Tensor, "b r c"],
+    tangents: Float[Tensor, "b r c"],
 ) -> Float[Tensor, "b m"]:
     """v·(J s) for every direction v of several sets, averaged over a sample's rows.
 
@@ -234,7 +237,9 @@ def project_directions(
 
 
 def project_one_set(
-    name: str, logits: Float[Tensor, "b _ c"], tangents: Float[Tensor, "b _ c"]
+    name: str,
+    logits: Float[Tensor, "b _ c"],
+    tangents: Float[Tensor, "b _ c"],
 ) -> Float[Tensor, "b _ m"]:
     """v·y for every direction v of one set and each y = J s.
 

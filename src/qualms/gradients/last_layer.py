@@ -34,14 +34,7 @@ from qualms.gradients.directions import (
     scale_to_unit,
     sum_of_others,
 )
-from qualms.gradients.isolation import interrupts
-from qualms.gradients.measure import (
-    cotangents_at,
-    group_by_parameter,
-    measure,
-    sum_shared_gradients,
-    unique_edges,
-)
+from qualms.gradients.measure import Pullback, group_by_parameter, measure
 from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import CANCELLED, Outer, gram_is_cheaper
@@ -306,23 +299,22 @@ def _body_squares(
     """
     classes, width = last.weight.shape
     rows, samples = len(logits), len(predicted)
-    edges, index = unique_edges(last.body)
-    single, shared = group_by_parameter(last.body, weights)
+    pullback = Pullback.of(logits, last.body, weights, samples)
     found: dict[str, FeatureGradients] = {}
-    for name, factor in single.items():
+    for name, factor in pullback.single.items():
         found[name] = FeatureGradients(factor, width + 1, samples)
     (of_predicted,), (size,) = scale_to_unit(toward_predicted, samples)
-    pulls: list[tuple[Any, Tensor]] = [(logits, of_predicted.to(logits.dtype))]
+    assert last.features is not None  # it leads to the body
+    pulls: list[tuple[Tensor | GradientEdge, Tensor]] = [(logits, of_predicted.to(logits.dtype))]
     for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (samples / rows):
         pulls.append((last.features, unit.expand(rows, -1)))
     for start, cotangent in pulls:
-        interrupts.deliver()
-        at = torch.autograd.grad([start], edges, [cotangent], retain_graph=True, allow_unused=True)
-        for name, factor in single.items():
-            deltas = cotangents_at(factor, at, index)
+        at = pullback.pull(cotangent, start)
+        for name, factor in pullback.single.items():
+            deltas = pullback.cotangents_of(factor, at)
             if deltas is not None:
                 found[name].add(deltas)
-        for name, gradient in sum_shared_gradients(shared, at, index, weights, samples).items():
+        for name, gradient in pullback.sum_shared(at).items():
             if name not in found:
                 found[name] = FeatureGradients(None, width + 1, samples)
             found[name].kept.append(gradient.flatten(1)[:, None])

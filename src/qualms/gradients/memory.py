@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a forward pass keeps for its backward pass."""
+"""How much memory there is, how much a pass takes, and how many rows of a batch fit a budget."""
 
 import ctypes
 import logging
@@ -21,10 +21,16 @@ from qualms.gradients.batch import Batch, batch_tensors, shapes_of, take_samples
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.settings import Settings
 
+log = logging.getLogger("qualms")
 # The share of free memory that one chunk may take: larger chunks are not faster on a CPU, and leave
 # no room for the user.
 FREE_SHARE = 1 / 16
 MIN_BUDGET = 2**28
+RESULT_COPIES = 6  # of the largest result, which kernels hold beside it
+LOGIT_COPIES = 16  # in double precision, in what a score computes from them
+DOUBLE = 8  # bytes
+SMALL_INPUT_BYTES = 2**17  # of inputs that run at once
+LARGE_ROW_BYTES = 2**26  # of rows at once, for which it matters what is free
 FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
 
 
@@ -128,36 +134,15 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
 
 # The memory of one row.
 
-log = logging.getLogger("qualms")
-COPIES = 6  # of the largest result, which kernels hold beside it
-COPIES_OF_LOGITS = 16  # in double precision, in what a score computes from them
-DOUBLE = 8  # bytes
-SMALL = 2**17  # bytes of inputs that run at once
-LARGE = 2**26  # bytes of rows at once for which it matters what is free
-
-
-@dataclass(frozen=True)
-class SampleMemory:
-    """Bytes that a pass over one row takes.
-
-    Args:
-        alive: of the results that exist at the same time.
-        largest: of the largest of them.
-        classes: number of logits.
-    """
-
-    alive: int
-    largest: int
-    classes: int = 0
-
-    @property
-    def total(self) -> int:
-        """All bytes to reckon with for a row."""
-        return self.alive + COPIES * self.largest + COPIES_OF_LOGITS * DOUBLE * self.classes
-
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the results that exist at the same time, without what existed before."""
+    """Counts the bytes of the results that exist at the same time, without what existed before.
+
+    A dispatch mode sees every result that a pass makes, inside scripts and backward passes as well,
+    and when it is freed. What kernels hold beside their results (copies in another memory format,
+    gaps of the allocator) it does not see: on a CPU the process took up to six times the largest
+    result more than all results together.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -239,7 +224,7 @@ class PassMemory:
         """
         most = min(rows, settings.batch_size or self.most)
         first = batch_tensors(batch)[0]
-        is_small = first.is_floating_point() and first[:1].nbytes * most < SMALL
+        is_small = first.is_floating_point() and first[:1].nbytes * most < SMALL_INPUT_BYTES
         if settings.budget is None and (most == 1 or is_small):
             return most
         row = self.bytes_of_row(batch, cache)
@@ -253,7 +238,7 @@ class PassMemory:
         )
         room = budget_of_rows(settings.budget, first.device) - self.extra_bytes
         size = max(1, min(most, room // row))
-        if first.device.type == "cpu" and size * row > LARGE:
+        if first.device.type == "cpu" and size * row > LARGE_ROW_BYTES:
             release_free_memory()  # of other kinds of work, and of the measurement
         return size
 
@@ -261,10 +246,10 @@ class PassMemory:
         """Bytes that one row takes, measured once; None if a row does not run by itself."""
         key = ("memory of a row", self.what, shapes_of(batch))
         row = cache.once(key, lambda: self._measure(take_samples(batch, slice(0, 1))))
-        return None if row is None else max(1, self.factor * row.total)
+        return None if row is None else max(1, self.factor * row)
 
-    def _measure(self, row: Batch) -> SampleMemory | None:
-        """Run one row and count; None if it does not run by itself."""
+    def _measure(self, row: Batch) -> int | None:
+        """Run one row and count its bytes; None if it does not run by itself."""
         counter = _LiveBytes()
         try:
             with torch.random.fork_rng(devices=[]), counter:
@@ -272,4 +257,5 @@ class PassMemory:
         except QualmsError as error:
             log.info("the memory of a single row is unknown: %s", error)
             return None
-        return SampleMemory(counter.most, counter.largest, logits.shape[-1])
+        of_logits = LOGIT_COPIES * DOUBLE * logits.shape[-1]
+        return counter.most + RESULT_COPIES * counter.largest + of_logits

@@ -284,16 +284,14 @@ class _Planning:
             several: whether there are further rows. For one image alone convolutions are as fast in
                 the plain memory format, and batch normalization wants that one.
         """
-        channels_last = several and wants_channels_last(self.first.rows)
-        traced: _FirstTrace | Fallback | None = None
-        if channels_last:
+        if several and wants_channels_last(self.first.rows):
             # `view` of what a convolution returns needs the plain memory format.
             run = partial(self._trace_first_row, channels_last=True)
             traced = attempt("trace images in channels-last format", run)
-            channels_last = not isinstance(traced, Fallback)
-        if traced is None or isinstance(traced, Fallback):
-            traced = self._trace_first_row(channels_last=False)
-        return self._plan_from(traced, channels_last), traced.recorder
+            if not isinstance(traced, Fallback):
+                return self._plan_from(traced, channels_last=True), traced.recorder
+        traced = self._trace_first_row(channels_last=False)
+        return self._plan_from(traced, channels_last=False), traced.recorder
 
     def _trace_first_row(self, channels_last: bool) -> "_FirstTrace":
         row = self.first.rows
@@ -309,7 +307,7 @@ class _Planning:
         direction = random_direction(logits)
         found = measure(logits, direction, recorder.factors, traced.weights, 1, "l2")
         same_logits = close_logits(logits.detach(), first.logits, first.precision)
-        if not same_logits or not same_norms(found, self._expected, first.precision):
+        if not same_logits or not self._is_expected(found):
             raise NotBatchable("the recorded gradient is not plain autograd's")
         last = LastProduct.of(logits, recorder.factors, traced.weights)
         return Plan(
@@ -327,10 +325,10 @@ class _Planning:
             last_product=last and last.without_graph(),
         )
 
-    @property
-    def _expected(self) -> dict[str, float]:
-        """The norms of the first row's gradient by plain autograd."""
-        return {name: float(norm) for name, norm in self.first.gradient.items()}
+    def _is_expected(self, norms: dict[str, Tensor]) -> bool:
+        """Whether these are the norms of the first row's gradient by plain autograd."""
+        expected = {name: float(norm) for name, norm in self.first.gradient.items()}
+        return same_norms(norms, expected, self.first.precision)
 
     def _second_row(self) -> int | None:
         """A row that differs from the first; None if there is none."""
@@ -353,8 +351,7 @@ class _Planning:
         direction = random_direction(logits)
         of_first = torch.cat([direction, torch.zeros_like(direction)], dim=1)
         found = measure(logits, of_first, both.factors, plan.weights, 2, "l2")
-        norms = {name: value[:1] for name, value in found.items()}
-        if not same_norms(norms, self._expected, plan.precision):
+        if not self._is_expected({name: value[:1] for name, value in found.items()}):
             raise NotBatchable("an input's gradient depends on what else is in the batch")
 
 

@@ -1,4 +1,4 @@
-"""How gradients are computed, whatever they are for."""
+"""How gradients are computed, whatever they are for: engine, layers, norm, limits, smoothing."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -109,7 +109,11 @@ def _require_known(argument: str, value: object, known: tuple[str, ...]) -> None
 
 @dataclass(frozen=True)
 class Smoothing:
-    """How to perturb.
+    """Average class gradients over small perturbations of the input, before any norm is taken.
+
+    g_c becomes (1/(N+1)) Σ_{i=0..N} ∇θ log p_c(x_i), with x_0 the input and x_i = x_0 + N(0, σ²I)
+    (Wang & Ji, CVPR 2024, section 4.3). With antithetic draws the perturbations come in pairs ±Δ,
+    whose odd terms cancel: eight of them rank inputs like a hundred independent ones.
 
     Args:
         sigma: standard deviation in the units of the tensor that the model receives; a number, or

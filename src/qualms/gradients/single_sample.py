@@ -57,7 +57,9 @@ class FirstSample:
 
 @torch.no_grad()
 def require_repeatable(
-    model: nn.Module, row: ModelInput, logits: Float[Tensor, "1 c"]
+    model: nn.Module,
+    row: ModelInput,
+    logits: Float[Tensor, "1 c"],
 ) -> torch.dtype:
     """Require that a row gives the same logits again.
 
@@ -157,7 +159,9 @@ def sample_gradients(
 
 
 def gradients_of(
-    target: Tensor, parameters: list[Tensor], cotangent: Tensor | None = None
+    target: Tensor,
+    parameters: list[Tensor],
+    cotangent: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Jᵀ·cotangent of a tensor by autograd, keeping the graph.
 

@@ -99,7 +99,10 @@ def cross_batch_logits(request: GradientRequest, chunks: int) -> Float[Tensor, "
 
 @torch.no_grad()
 def logits_in_groups(
-    model: nn.Module, model_input: ModelInput, groups: int, period: int | None = None
+    model: nn.Module,
+    model_input: ModelInput,
+    groups: int,
+    period: int | None = None,
 ) -> Float[Tensor, "rows c"]:
     """The logits of all rows, each run with others than its neighbors.
 
@@ -116,7 +119,9 @@ def logits_in_groups(
 
 
 def require_same_across_batches(
-    logits: Float[Tensor, "rows c"], elsewhere: Float[Tensor, "rows c"], precision: torch.dtype
+    logits: Float[Tensor, "rows c"],
+    elsewhere: Float[Tensor, "rows c"],
+    precision: torch.dtype,
 ) -> None:
     """Require that rows give the logits that they give in other batches.
 
@@ -197,7 +202,9 @@ class Separation:
         return cotangent * of_rows[:, None].to(cotangent)
 
     def require(
-        self, plain: dict[str, Float[Tensor, " b"]], scaled: dict[str, Float[Tensor, " b"]]
+        self,
+        plain: dict[str, Float[Tensor, " b"]],
+        scaled: dict[str, Float[Tensor, " b"]],
     ) -> None:
         """Require that norms along the scaled v are s_b times those along v.
 

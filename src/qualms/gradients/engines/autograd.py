@@ -70,12 +70,6 @@ class AutogradEngine:
         return all_selected(ClassNorms.concatenate(parts), request, plan.use_order)
 
 
-def split_evenly(samples: int, size: int) -> list[slice]:
-    """Chunks of nearly equal size, of at most `size` samples."""
-    number = -(-samples // size)
-    return slices(samples, -(-samples // number))
-
-
 def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -> ClassNorms:
     """The same norms with all parameters that count, in the model's order.
 
@@ -87,9 +81,9 @@ def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -
         order: in which the forward pass uses them.
     """
     number = request.directions.size(norms.logits.shape[1])
-    shape = (request.inputs, number)
+    shape: tuple[int, ...] = (request.inputs, number)
     if request.gram:
-        shape = (*shape, number)  # type: ignore[assignment]
+        shape = (*shape, number)
     zeros = torch.zeros(shape, dtype=torch.double, device=norms.logits.device)
     values: dict[str, Tensor] = {}
     for name in order.relevant(norms.values, request.selected):
@@ -118,9 +112,8 @@ def plain_autograd(request: GradientRequest, model_input: ModelInput, row_bytes:
     for i in range(num_samples(model_input.batch) // rows):
         sample = model_input.take(slice(i * rows, (i + 1) * rows))
         graphs = SampleGraphs(request.along_own(slice(i, i + 1)), sample, kept_rows)
-        parts.append(
-            ClassNorms(_measure(graphs, gradient_bytes), graphs.logits[:1], set(request.selected))
-        )
+        values = _measure(graphs, gradient_bytes)
+        parts.append(ClassNorms(values, graphs.logits[:1], set(request.selected)))
     return ClassNorms.concatenate(parts)
 
 
@@ -134,7 +127,7 @@ def graph_bytes(request: GradientRequest, row: ModelInput) -> int:
 
 def _measure(graphs: "SampleGraphs", gradient_bytes: int) -> dict[str, Tensor]:
     if graphs.request.gram:
-        return _inner_products(graphs, _gradients_held(graphs, gradient_bytes))
+        return _inner_products(graphs, _count_held(graphs, gradient_bytes))
     return _norms(graphs)
 
 
@@ -149,7 +142,7 @@ def _norms(graphs: "SampleGraphs") -> dict[str, Float[Tensor, "1 m"]]:
     return values
 
 
-def _gradients_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
+def _count_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
     """How many gradients of a sample are held at once for their inner products.
 
     Raises:
@@ -201,7 +194,10 @@ class _HeldGradients:
         self.scales: list[Tensor] = []
 
     def multiply(
-        self, number: int, gradient: Gradient, scale: Float[Tensor, ""]
+        self,
+        number: int,
+        gradient: Gradient,
+        scale: Float[Tensor, ""],
     ) -> dict[str, Float[Tensor, " n"]]:
         """Inner products of a gradient with those held so far; it is held if it is in the block.
 

@@ -59,7 +59,11 @@ def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]
 
 
 def resolve_engine(
-    settings: Settings, model: nn.Module, batch: Batch, classes: int, cache: PlanCache
+    settings: Settings,
+    model: nn.Module,
+    batch: Batch,
+    classes: int,
+    cache: PlanCache,
 ) -> Settings:
     """The settings with the engine and the tolerance that scores of this model will have.
 

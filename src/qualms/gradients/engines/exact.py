@@ -25,7 +25,6 @@ from qualms.gradients.engines.autograd import (
     AutogradEngine,
     all_selected,
     plain_autograd,
-    split_evenly,
 )
 from qualms.gradients.engines.base import ClassNorms, run_first
 from qualms.gradients.fallback import Fallback, attempt
@@ -109,6 +108,12 @@ class ExactEngine:
                 found = plain_autograd(chunk.request, chunk.model_input, plan.row_bytes)
             parts.append(found)
         return ClassNorms.concatenate(parts)
+
+
+def split_evenly(samples: int, size: int) -> list[slice]:
+    """Chunks of nearly equal size, of at most `size` samples."""
+    number = -(-samples // size)
+    return slices(samples, -(-samples // number))
 
 
 def _key(request: GradientRequest) -> Key:

@@ -48,7 +48,9 @@ class LayerCutEngine:
     """
 
     def __init__(
-        self, cache: PlanCache, run_inner: Callable[[GradientRequest], ClassNorms]
+        self,
+        cache: PlanCache,
+        run_inner: Callable[[GradientRequest], ClassNorms],
     ) -> None:
         self.cache, self.run_inner = cache, run_inner
 
@@ -235,7 +237,10 @@ def _measured_directions(z: Float[Tensor, "1 1 c"], names: tuple[str, ...]) -> T
 
 
 def _early_shares(
-    norms: dict[str, Float[Tensor, "1 m"]], layers: list[list[str]], lam: float, norm: str
+    norms: dict[str, Float[Tensor, "1 m"]],
+    layers: list[list[str]],
+    lam: float,
+    norm: str,
 ) -> Float[Tensor, "m l"]:
     """The share that the layers up to each one add to Σ_l a_l ‖g_l‖ of one sample.
 
@@ -256,7 +261,9 @@ def _count_small(shares: Float[Tensor, "m l"], most: float) -> int:
 
 
 def _per_layer(
-    norms: dict[str, Tensor], layers: list[list[str]], norm: str
+    norms: dict[str, Tensor],
+    layers: list[list[str]],
+    norm: str,
 ) -> Float[Tensor, "b m l"]:
     """Norms of layers from those of parameters; zero for one that no sample here uses."""
     zeros = torch.zeros_like(next(iter(norms.values())))

@@ -56,7 +56,9 @@ class ReferenceEngine:
 
 
 def _mean_gradients(
-    request: GradientRequest, rows: ModelInput, used: set[str]
+    request: GradientRequest,
+    rows: ModelInput,
+    used: set[str],
 ) -> tuple[list[list[Tensor]], Float[Tensor, "1 c"]]:
     """g_c = mean over x_0..x_N of ∇θ log p_c(x_i), for each direction c and parameter.
 
@@ -100,7 +102,10 @@ def _targets(request: GradientRequest, z: Tensor, p: Tensor) -> Iterator[Tensor]
 
 
 def _gradient(
-    request: GradientRequest, logits: Tensor, cotangent: Tensor, used: set[str]
+    request: GradientRequest,
+    logits: Tensor,
+    cotangent: Tensor,
+    used: set[str],
 ) -> list[Tensor]:
     """Jᵀv of one row for each parameter, in double precision.
 
