@@ -19,7 +19,7 @@ The last layer itself needs no pass: the rows of ∂W log p_c are means over a s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,11 +34,11 @@ from qualms.gradients.directions import (
     scale_to_unit,
     sum_of_others,
 )
-from qualms.gradients.measure import Pullback, group_by_parameter, measure
+from qualms.gradients.measure import Pullback, measure
 from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import CANCELLED, Outer, gram_is_cheaper
-from qualms.gradients.tracing.weights import Weights, nodes_behind
+from qualms.gradients.tracing.weights import nodes_behind
 
 # What the graph calls `linear`, `addmm` and `matmul`.
 PRODUCTS = ("AddmmBackward0", "MmBackward0")
@@ -71,23 +71,14 @@ class LastProduct:
     body: list[GradFactor]
 
     @classmethod
-    def of(
-        cls,
-        logits: Tensor,
-        factors: Sequence[GradFactor],
-        weights: Weights,
-    ) -> "LastProduct | None":
+    def of(cls, pullback: Pullback) -> "LastProduct | None":
         """Find the last layer in the graph of a traced forward pass.
-
-        Args:
-            logits: of the pass, with its graph.
-            factors: of all parameters.
-            weights: the leaves.
 
         Returns:
             The layer; None if the graph does not end in one, or its parameters are used elsewhere
             or computed from others.
         """
+        logits = pullback.logits
         node, ends = _skip_views(logits.grad_fn)
         if node is None or node.name() not in PRODUCTS:
             return None
@@ -96,15 +87,14 @@ class LastProduct:
         *bias, (source, number), weight = node.next_functions
         own: list[GradFactor] = []
         body: list[GradFactor] = []
-        for factor in factors:
+        for factor in pullback.factors:
             is_own = any(edge.node in ends for edge in factor.edges)
             (own if is_own else body).append(factor)
         # Only the features may lead on to other layers.
         aside = nodes_behind([n for n, _ in (*bias, weight)])
         if any(edge.node in aside for factor in body for edge in factor.edges):
             return None
-        single, _ = group_by_parameter(factors, weights)
-        if not {id(f) for f in own} <= {id(f) for f in single.values()}:
+        if not {id(f) for f in own} <= {id(f) for f in pullback.single.values()}:
             return None
         matrix = _weight_matrix(node, logits.shape[1], own, is_first=not body)
         if matrix is None or len(matrix) != logits.shape[1]:
@@ -216,34 +206,30 @@ def count_multiplications(factor: GradFactor, rows_per_sample: int, cotangents: 
 
 @torch.no_grad()
 def measure_via_last_layer(
-    logits: Float[Tensor, "rows c"],
+    pullback: Pullback,
     directions: Sequence[str],
     last: LastProduct,
-    weights: Weights,
-    samples: int,
 ) -> dict[str, Float[Tensor, "b m"]]:
     """‖g‖ for each parameter: what `measure` gives, without the C passes of `classes`.
 
     Args:
-        logits: of a traced pass, with their graph.
+        pullback: of a traced forward pass.
         directions: names of the sets, `classes` among them.
         last: the last layer of the pass.
-        weights: the leaves.
-        samples: how many there are.
     """
-    z = logits.detach().unflatten(0, (samples, -1))
+    z = pullback.logits.detach().unflatten(0, (pullback.samples, -1))
     predicted = z[:, 0].argmax(-1)
     further = [name for name in directions if name != "classes"]
     sets = [of_class(z, predicted)]
     sets += [DIRECTIONS[name](z) for name in further]
     direct = torch.cat(sets).flatten(1, 2) / z.shape[1]
-    cotangents = Cotangents.of(direct, samples)
-    known = measure(logits, cotangents, [*last.body, *last.own], weights, samples, "l2")
+    known = measure(pullback, Cotangents.of(direct, pullback.samples), "l2")
     squares: dict[str, Tensor] = {}
     if last.body:
-        squares = _body_squares(logits, direct[:1], predicted, last, weights)
+        of_body = replace(pullback, factors=last.body)
+        squares = _body_squares(of_body, direct[:1], predicted, last)
     for factor in last.own:
-        squares[weights.names[id(factor.target)]] = _own_squares(z, factor)
+        squares[pullback.weights.names[id(factor.target)]] = _own_squares(z, factor)
     values: dict[str, Tensor] = {}
     for name, column in known.items():
         of_classes = squares.pop(name).sqrt_()
@@ -282,24 +268,22 @@ def _own_squares(z: Float[Tensor, "b r c"], factor: GradFactor) -> Float[Tensor,
 
 
 def _body_squares(
-    logits: Float[Tensor, "rows c"],
+    pullback: Pullback,
     toward_predicted: Float[Tensor, "1 rows c"],
     predicted: Int[Tensor, " b"],
     last: LastProduct,
-    weights: Weights,
 ) -> dict[str, Float[Tensor, "b c"]]:
     """xᵀ K x for every class and every parameter before the last layer.
 
     Args:
-        logits: of a traced pass, with their graph.
+        pullback: to the factors of these parameters.
         toward_predicted: e_c* - p, divided by the number of a sample's rows.
         predicted: c*.
         last: the last layer of the pass.
-        weights: the leaves.
     """
     classes, width = last.weight.shape
-    rows, samples = len(logits), len(predicted)
-    pullback = Pullback.of(logits, last.body, weights, samples)
+    logits, samples = pullback.logits, pullback.samples
+    rows = len(logits)
     found: dict[str, FeatureGradients] = {}
     for name, factor in pullback.single.items():
         found[name] = FeatureGradients(factor, width + 1, samples)

@@ -1,7 +1,7 @@
 """From cotangents and gradient factors to one number for each sample, direction and parameter."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -22,33 +22,26 @@ AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every e
 
 @torch.no_grad()
 def measure(
-    logits: Float[Tensor, "rows c"],
+    pullback: "Pullback",
     cotangents: Cotangents | Float[Tensor, "m rows c"],
-    factors: Sequence[GradFactor],
-    weights: Weights,
-    samples: int,
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m *m"]]:
     """Measure each sample's gradients along several directions, parameter by parameter.
 
     Args:
-        logits: with their graph.
+        pullback: of a traced forward pass.
         cotangents: the directions. A plain tensor is used as it is, for those that must not be
             scaled to one size.
-        factors: what the gradients are made of.
-        weights: the parameters, as leaves.
-        samples: number of samples, b.
         kind: ‖g‖ (`l2`), Σ|g| (`l1`) or the inner products ⟨g_m, g_n⟩ (`gram`).
 
     Returns:
         For each parameter that the logits depend on [b, m], or [b, m, m] for `gram`; in double
         precision, in which the square of a small number is not zero.
     """
-    if not factors:
+    if not pullback.factors:
         return {}
     if isinstance(cotangents, Tensor):
-        cotangents = _unscaled(cotangents, samples)
-    pullback = Pullback.of(logits, factors, weights, samples)
+        cotangents = _unscaled(cotangents, pullback.samples)
     if kind == "gram":
         return _measure_inner_products(pullback, cotangents)
     return _measure_norms(pullback, cotangents, kind)
@@ -56,20 +49,10 @@ def measure(
 
 @torch.no_grad()
 def full_gradients(
-    logits: Float[Tensor, "rows c"],
+    pullback: "Pullback",
     cotangent: Float[Tensor, "rows c"],
-    factors: Sequence[GradFactor],
-    weights: Weights,
 ) -> dict[str, Float[Tensor, "1 ..."]]:
-    """The whole gradient of every parameter along one direction, for the rows of one sample.
-
-    Args:
-        logits: with their graph.
-        cotangent: the direction.
-        factors: what the gradients are made of.
-        weights: the parameters, as leaves.
-    """
-    pullback = Pullback.of(logits, factors, weights, 1)
+    """The whole gradient of every parameter along one direction, for the rows of one sample."""
     at = pullback.pull(cotangent)
     gradients: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
@@ -87,48 +70,41 @@ def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents
 
 @dataclass(frozen=True)
 class Pullback:
-    """From directions in logit space to the cotangents at the edges of all factors.
+    """From directions in logit space to the cotangents at the edges of all gradient factors.
+
+    Args:
+        logits: of a traced forward pass, with their graph.
+        factors: what the gradients are made of.
+        weights: the parameters, as leaves.
+        samples: how many there are, b.
 
     Attributes:
-        logits: with their graph.
-        edges: of all factors, each of them once: weight and bias share their operation's cotangent.
-        index: of each edge among them.
-        single: the parameters with a single factor.
+        index: the edges of all factors, each of them once, and its place: weight and bias share
+            their operation's cotangent.
+        single: the parameters whose gradient is a single factor.
         shared: those whose gradient is a sum of factors, or lies behind other operations.
-        weights: the parameters, as leaves.
-        samples: how many there are.
     """
 
     logits: Float[Tensor, "rows c"]
-    edges: list[GradientEdge]
-    index: dict[GradientEdge, int]
-    single: dict[str, GradFactor]
-    shared: dict[str, list[GradFactor]]
+    factors: Sequence[GradFactor]
     weights: Weights
     samples: int
+    index: dict[GradientEdge, int] = field(default_factory=dict, init=False)
+    single: dict[str, GradFactor] = field(default_factory=dict, init=False)
+    shared: dict[str, list[GradFactor]] = field(default_factory=dict, init=False)
 
-    @classmethod
-    def of(
-        cls,
-        logits: Tensor,
-        factors: Sequence[GradFactor],
-        weights: Weights,
-        samples: int,
-    ) -> "Pullback":
-        """Find the edges of the factors, and the parameters that they belong to.
-
-        Args:
-            logits: with their graph.
-            factors: what the gradients are made of.
-            weights: the parameters, as leaves.
-            samples: how many there are.
-        """
-        index: dict[GradientEdge, int] = {}
-        for factor in factors:
+    def __post_init__(self) -> None:
+        uses: dict[str, list[GradFactor]] = {}
+        for factor in self.factors:
             for edge in factor.edges:
-                index.setdefault(edge, len(index))
-        single, shared = group_by_parameter(factors, weights)
-        return cls(logits, list(index), index, single, shared, weights, samples)
+                self.index.setdefault(edge, len(self.index))
+            for name in roots(factor.target, self.weights):
+                uses.setdefault(name, []).append(factor)
+        for name, of_name in uses.items():
+            if len(of_name) == 1 and id(of_name[0].target) in self.weights.names:
+                self.single[name] = of_name[0]
+            else:
+                self.shared[name] = of_name
 
     def pull(
         self,
@@ -140,7 +116,7 @@ class Pullback:
         if start is None:
             start = self.logits
         return torch.autograd.grad(
-            start, self.edges, cotangent, retain_graph=True, allow_unused=True
+            start, list(self.index), cotangent, retain_graph=True, allow_unused=True
         )
 
     def cotangents_of(self, factor: GradFactor, at: AtEdges) -> list[Tensor | None] | None:
@@ -179,34 +155,6 @@ class Pullback:
                     if back is not None and name in self.shared:
                         add(name, back, b)
         return total
-
-
-def group_by_parameter(
-    factors: Sequence[GradFactor],
-    weights: Weights,
-) -> tuple[dict[str, GradFactor], dict[str, list[GradFactor]]]:
-    """The parameters with a single factor, and those that share factors, or have several.
-
-    Args:
-        factors: what the gradients are made of.
-        weights: the parameters, as leaves.
-
-    Returns:
-        The parameters whose gradient is a single factor, and those whose gradient is a sum of
-        factors, or lies behind other operations.
-    """
-    uses: dict[str, list[GradFactor]] = {}
-    for factor in factors:
-        for name in roots(factor.target, weights):
-            uses.setdefault(name, []).append(factor)
-    single: dict[str, GradFactor] = {}
-    shared: dict[str, list[GradFactor]] = {}
-    for name, of_name in uses.items():
-        if len(of_name) == 1 and id(of_name[0].target) in weights.names:
-            single[name] = of_name[0]
-        else:
-            shared[name] = of_name
-    return single, shared
 
 
 # Norms, one direction after the other.

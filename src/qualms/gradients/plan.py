@@ -15,7 +15,7 @@ from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
 from qualms.gradients.directions import BLOCK_BYTES, DOUBLE
 from qualms.gradients.fallback import Fallback, attempt
 from qualms.gradients.last_layer import LastProduct, count_multiplications
-from qualms.gradients.measure import measure
+from qualms.gradients.measure import Pullback, measure
 from qualms.gradients.memory import saved_bytes
 from qualms.gradients.model_input import ModelInput, in_channels_last, wants_channels_last
 from qualms.gradients.precision import at_least_float32, close_logits, same_norms, sum_of_squares
@@ -305,11 +305,12 @@ class _Planning:
     def _plan_from(self, traced: "_FirstTrace", channels_last: bool) -> Plan:
         logits, recorder, first = traced.logits, traced.recorder, self.first
         direction = random_direction(logits)
-        found = measure(logits, direction, recorder.factors, traced.weights, 1, "l2")
+        pullback = Pullback(logits, recorder.factors, traced.weights, 1)
+        found = measure(pullback, direction, "l2")
         same_logits = close_logits(logits.detach(), first.logits, first.precision)
         if not same_logits or not self._is_expected(found):
             raise NotBatchable("the recorded gradient is not plain autograd's")
-        last = LastProduct.of(logits, recorder.factors, traced.weights)
+        last = LastProduct.of(pullback)
         return Plan(
             classes=logits.shape[1],
             largest_result=largest_result(recorder.param_uses),
@@ -350,7 +351,7 @@ class _Planning:
         logits, both = trace_forward(self.model, pair, plan.weights, traces)
         direction = random_direction(logits)
         of_first = torch.cat([direction, torch.zeros_like(direction)], dim=1)
-        found = measure(logits, of_first, both.factors, plan.weights, 2, "l2")
+        found = measure(Pullback(logits, both.factors, plan.weights, 2), of_first, "l2")
         if not self._is_expected({name: value[:1] for name, value in found.items()}):
             raise NotBatchable("an input's gradient depends on what else is in the batch")
 

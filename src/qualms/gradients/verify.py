@@ -20,13 +20,11 @@ from torch import Tensor, nn
 
 from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
 from qualms.gradients.directions import Cotangents
-from qualms.gradients.measure import measure
+from qualms.gradients.measure import Pullback, measure
 from qualms.gradients.model_input import ModelInput, forward_logits, some_alone
 from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares, tolerance_of
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Kind
-from qualms.gradients.tracing.factors import GradFactor
-from qualms.gradients.tracing.weights import Weights
 
 ROWS_AHEAD = 2048  # whose logits are computed ahead of the chunks that they are compared with
 INFLUENCE = "the inputs of a batch influence each other"
@@ -224,62 +222,47 @@ class Separation:
             raise NotBatchable(MIXTURE)
 
 
-def require_separate_gradients(
-    logits: Float[Tensor, "rows c"],
-    factors: Sequence[GradFactor],
-    weights: Weights,
-    samples: int,
-    precision: torch.dtype,
-) -> None:
+def require_separate_gradients(pullback: Pullback, precision: torch.dtype) -> None:
     """Require that each sample's gradients are its own, by two passes along a random direction.
 
     For where none of the passes that are made anyway can serve.
 
     Args:
-        logits: of a traced pass, with their graph.
-        factors: of the gradients.
-        weights: the leaves.
-        samples: how many there are.
+        pullback: of a traced forward pass.
         precision: the type that rounds most on the way to the logits.
     """
-    if samples < 2 or not factors:
+    if pullback.samples < 2 or not pullback.factors:
         return
-    separation = Separation.of(samples, logits.device, precision)
+    logits = pullback.logits
+    separation = Separation.of(pullback.samples, logits.device, precision)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(logits.shape, generator=generator, dtype=torch.double).to(logits.device)
-    both = torch.stack([noise, separation.scale(noise)])
-    norms = measure(logits, both, factors, weights, samples, "l2")
+    norms = measure(pullback, torch.stack([noise, separation.scale(noise)]), "l2")
     separation.require(_column(norms, 0), _column(norms, 1))
 
 
 def measure_separate(
-    logits: Float[Tensor, "rows c"],
+    pullback: Pullback,
     cotangents: Cotangents,
-    factors: Sequence[GradFactor],
-    weights: Weights,
-    samples: int,
     kind: Kind,
     precision: torch.dtype,
 ) -> dict[str, Float[Tensor, "b m"]]:
     """What `measure` gives, verified by one further pass along a cotangent scaled by sample.
 
     Args:
-        logits: of a traced pass, with their graph.
+        pullback: of a traced forward pass.
         cotangents: the directions.
-        factors: of the gradients.
-        weights: the leaves.
-        samples: how many there are.
         kind: `l2` or `l1`.
         precision: the type that rounds most on the way to the logits.
     """
-    if samples < 2 or not factors:
-        return measure(logits, cotangents, factors, weights, samples, kind)
-    separation = Separation.of(samples, logits.device, precision)
+    samples = pullback.samples
+    if samples < 2 or not pullback.factors:
+        return measure(pullback, cotangents, kind)
+    separation = Separation.of(samples, pullback.logits.device, precision)
     one_more = _OneMoreCotangent(cotangents, separation, samples)
-    more = Cotangents(cotangents.number + 1, one_more.blocks)
-    values = measure(logits, more, factors, weights, samples, kind)
+    values = measure(pullback, Cotangents(cotangents.number + 1, one_more.blocks), kind)
     if one_more.number is None:
-        require_separate_gradients(logits, factors, weights, samples, precision)
+        require_separate_gradients(pullback, precision)
     else:
         separation.require(_column(values, one_more.number), _column(values, -1))
     return {name: value[:, : cotangents.number] for name, value in values.items()}

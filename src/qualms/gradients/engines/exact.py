@@ -29,7 +29,7 @@ from qualms.gradients.engines.autograd import (
 from qualms.gradients.engines.base import ClassNorms, run_first
 from qualms.gradients.fallback import Fallback, attempt
 from qualms.gradients.last_layer import LastProduct, measure_via_last_layer
-from qualms.gradients.measure import full_gradients, measure, norm_of
+from qualms.gradients.measure import Pullback, full_gradients, measure, norm_of
 from qualms.gradients.memory import in_mebibytes, require_room
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan import Plan, Workload, make_plan
@@ -164,21 +164,22 @@ class _Chunk:
 
     def _measure(self, logits: Tensor, recorder: Recorder) -> dict[str, Tensor]:
         """Measure what was traced, and require that the samples' gradients are their own."""
-        directions, kind = self.request.directions, self.request.kind
-        factors, weights, precision = recorder.factors, self.plan.weights, self.plan.precision
+        directions, kind, precision = (
+            self.request.directions,
+            self.request.kind,
+            self.plan.precision,
+        )
         by_sample = logits.unflatten(0, (-1, self.work.rows_per_sample))
-        samples = len(by_sample)
-        last = None
-        if self.work.via_last_layer:
-            last = LastProduct.of(logits, factors, weights)
-        if last is not None or kind == "gram":
-            require_separate_gradients(logits, factors, weights, samples, precision)
+        pullback = Pullback(logits, recorder.factors, self.plan.weights, len(by_sample))
+        last = LastProduct.of(pullback) if self.work.via_last_layer else None
         if last is not None:
-            return measure_via_last_layer(logits, directions.names, last, weights, samples)
+            require_separate_gradients(pullback, precision)
+            return measure_via_last_layer(pullback, directions.names, last)
         cotangents = directions.along(by_sample)
         if kind == "gram":
-            return measure(logits, cotangents, factors, weights, samples, kind)
-        return measure_separate(logits, cotangents, factors, weights, samples, kind, precision)
+            require_separate_gradients(pullback, precision)
+            return measure(pullback, cotangents, kind)
+        return measure_separate(pullback, cotangents, kind, precision)
 
     def run_in_parts(self) -> ClassNorms:
         """One sample whose rows do not fit at once, part of its rows by part."""
@@ -258,9 +259,9 @@ class _RowParts:
             if verify:
                 self._verify(part, logits.detach(), recorder)
             self.without_rule |= recorder.without_rule
+            pullback = Pullback(logits, recorder.factors, self.plan.weights, 1)
             for j, v in enumerate(directions):
-                found = full_gradients(logits, v[part], recorder.factors, self.plan.weights)
-                for name, g in found.items():
+                for name, g in full_gradients(pullback, v[part]).items():
                     if name not in total:
                         total[name] = g.new_zeros(len(directions), g.numel())
                     total[name][j] += g.flatten()
