@@ -183,8 +183,8 @@ class Directions:
         start = Directions(self.names[:place]).size(classes)
         return slice(start, start + _size(name, classes))
 
-    def of_inputs(self, some: slice) -> "Directions":
-        """Those of some samples: the same, unless samples have directions of their own."""
+    def of_samples(self, some: slice) -> "Directions":
+        """Those of some of the samples: the same, unless each sample has its own."""
         return self
 
     def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:

@@ -59,8 +59,8 @@ def bind_arguments(
 class NoisyEmbedding(CallMode):
     """Adds noise to the output of the first embedding that reads the model's own input.
 
-    Set `ids` to the tensor that the model is called with before the pass; `done` says afterwards
-    whether an embedding has read it.
+    Set `ids` to the tensor that the model is called with before the pass; `done` is true
+    once an embedding has read it.
 
     Args:
         noise: maps the shape of the embedded samples, without the axis that counts them, to noise

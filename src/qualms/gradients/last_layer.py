@@ -159,8 +159,8 @@ def _weight_matrix(
         node: of the product.
         classes: C.
         own: the factors of the product's parameters.
-        is_first: whether no layer comes before. Nothing then asks autograd for W, so that it is not
-            saved: its shape is all that counts.
+        is_first: whether no layer comes before. Autograd then does not save W, since no gradient
+            needs it: its shape is all that counts.
     """
     if not is_first:
         saved: Tensor = node._saved_mat2

@@ -120,7 +120,7 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
     total = [0]
 
     def pack(t: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():  # it is not the model that asks
+        with torch._C.DisableTorchFunction():  # not a call of the model's
             storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())

@@ -58,7 +58,7 @@ class Plan(ModelProfile):
     """What planning found out about a model, for samples of one shape.
 
     Attributes:
-        trace_pair: the traces of one sample and of two, which tell the sample axis of every tensor;
+        trace_pair: the traces of one sample and of two, which show the sample axis of every tensor;
             None if there was only one sample, or no room for two.
         mixes_samples: whether something is computed from several samples at once.
         weights: the parameters as leaves of our own.
@@ -82,7 +82,7 @@ class Plan(ModelProfile):
 
     def serves(self, request: GradientRequest) -> bool:
         """Whether what one row has shown is enough for the rows of a request."""
-        rows = request.inputs * request.rows_per_sample
+        rows = request.num_samples * request.rows_per_sample
         return self.trace_pair is not None or rows == 1 or self.is_too_large(2, request.budget)
 
     def must_compare_alone(self, recorder: Recorder) -> bool:

@@ -45,7 +45,7 @@ class Narrowest(CallMode):
         return out
 
     def of(self, logits: Tensor) -> torch.dtype:
-        """The type that tells how precise the logits of the pass are."""
+        """The type that decides how precise the logits of the pass are."""
         return logits.dtype if self.cast_to is None else coarser(logits.dtype, self.cast_to)
 
 

@@ -60,7 +60,7 @@ class GradientRequest:
         return "gram" if self.gram else self.settings.norm
 
     @property
-    def inputs(self) -> int:
+    def num_samples(self) -> int:
         """How many samples there are."""
         return num_samples(self.batch)
 
@@ -100,7 +100,7 @@ class GradientRequest:
         known = None if self.known_logits is None else self.known_logits[some]
         directions = self.directions
         if isinstance(some, slice):
-            directions = directions.of_inputs(some)
+            directions = directions.of_samples(some)
         return replace(
             self,
             batch=take_samples(self.batch, some),
@@ -109,9 +109,9 @@ class GradientRequest:
             directions=directions,
         )
 
-    def along_own(self, part: slice) -> "GradientRequest":
-        """The same request with the directions of some samples alone, whose rows are at hand."""
-        directions = self.directions.of_inputs(part)
+    def with_directions_of(self, part: slice) -> "GradientRequest":
+        """The same request with the directions of some of the samples; its batch stays."""
+        directions = self.directions.of_samples(part)
         return self if directions is self.directions else replace(self, directions=directions)
 
     def rows(self, part: slice) -> ModelInput:

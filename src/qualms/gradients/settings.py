@@ -40,17 +40,26 @@ class Sketch:
     combine: Literal["quadrature", "sum"] = "quadrature"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tangents, int) or self.tangents < 2:
-            raise QualmsError(
-                f"the sketch has {self.tangents!r} tangents; at least two are needed, and a whole number."
-            )
-        if self.combine not in ("quadrature", "sum"):
-            raise QualmsError(f"the sketch has combine={self.combine!r}; choose quadrature or sum.")
+        check_parameters(self, "the sketch", tangents=whole(2))
+        _require_known("combine", self.combine, ("quadrature", "sum"))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients are computed, whatever they are for."""
+    """How gradients are computed, whatever they are for.
+
+    Args:
+        engine: what computes them: its name, or a sketch with options.
+        granularity: what a layer is.
+        norm: of each gradient.
+        params: the parameters that count: a pattern, or a function of names; None for all.
+        budget: bytes that the work on one chunk of samples may take; None for a share of what is
+            free.
+        batch_size: the most samples to run at once; None for as many as fit.
+        seed: of all random draws.
+        tolerance: the standard error that a score may have, as a share of it; None for the
+            engine's own.
+    """
 
     engine: "Engine | Sketch" = "auto"
     granularity: Granularity = "module"
@@ -59,21 +68,21 @@ class Settings:
     budget: int | None = None
     batch_size: int | None = None
     seed: int = 0
-    tolerance: float | None = None  # None: what the engine does by itself
+    tolerance: float | None = None
 
     def __post_init__(self) -> None:
         for argument, value in (("budget", self.budget), ("batch_size", self.batch_size)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise QualmsError(
-                    f"{argument}={value!r} is not a positive whole number; leave it out for the default."
+                    f"{argument}={value!r} is invalid; pass a positive whole number, or leave it "
+                    "out for the default."
                 )
         if not isinstance(self.seed, int) or self.seed < 0:
-            raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
-        if self.tolerance is not None and (
-            not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1
-        ):
+            raise QualmsError(f"seed={self.seed!r} is invalid; pass a whole number, 0 or more.")
+        if self.tolerance is not None and not _is_share(self.tolerance):
             raise QualmsError(
-                f"tolerance={self.tolerance!r} is not a share from 0 (exact) to below 1."
+                f"tolerance={self.tolerance!r} is invalid; pass a share of the score, from 0 "
+                "(exact) to below 1."
             )
         if not isinstance(self.engine, Sketch):
             _require_known("engine", self.engine, get_args(Engine))
@@ -100,6 +109,10 @@ class Settings:
     def engine_name(self) -> Engine:
         """The engine without its options."""
         return "sketch" if isinstance(self.engine, Sketch) else self.engine
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < 1
 
 
 def _require_known(argument: str, value: object, known: tuple[str, ...]) -> None:

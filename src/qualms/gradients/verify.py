@@ -50,7 +50,7 @@ class CrossBatchCheck:
     chunks: Sequence[slice]
 
     def __post_init__(self) -> None:
-        self._start = 0  # the first sample whose logits are at hand
+        self._start = 0  # the first sample whose logits are held
         self._logits: Tensor | None = None
 
     def logits_of(self, chunk: slice) -> Float[Tensor, "b _ c"]:
@@ -84,7 +84,7 @@ def cross_batch_logits(request: GradientRequest, chunks: int) -> Float[Tensor, "
         request: whose samples are run.
         chunks: how many chunks they make up.
     """
-    rows, samples = request.rows_per_sample, request.inputs
+    rows, samples = request.rows_per_sample, request.num_samples
     stride = min(samples, max(2, chunks))
     parts: list[Tensor] = []
     for start in range(stride):

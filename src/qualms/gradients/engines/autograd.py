@@ -64,8 +64,8 @@ class AutogradEngine:
     def run(self, plan: AutogradPlan, request: GradientRequest) -> ClassNorms:
         """The norms of all samples."""
         parts: list[ClassNorms] = []
-        for one in slices(request.inputs, 1):
-            sample = request.along_own(one)
+        for one in slices(request.num_samples, 1):
+            sample = request.with_directions_of(one)
             parts.append(plain_autograd(sample, request.rows(one), plan.row_bytes))
         return all_selected(ClassNorms.concatenate(parts), request, plan.use_order)
 
@@ -81,7 +81,7 @@ def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -
         order: in which the forward pass uses them.
     """
     number = request.directions.size(norms.logits.shape[1])
-    shape: tuple[int, ...] = (request.inputs, number)
+    shape: tuple[int, ...] = (request.num_samples, number)
     if request.gram:
         shape = (*shape, number)
     zeros = torch.zeros(shape, dtype=torch.double, device=norms.logits.device)
@@ -111,7 +111,7 @@ def plain_autograd(request: GradientRequest, model_input: ModelInput, row_bytes:
     parts: list[ClassNorms] = []
     for i in range(num_samples(model_input.batch) // rows):
         sample = model_input.take(slice(i * rows, (i + 1) * rows))
-        graphs = SampleGraphs(request.along_own(slice(i, i + 1)), sample, kept_rows)
+        graphs = SampleGraphs(request.with_directions_of(slice(i, i + 1)), sample, kept_rows)
         values = _measure(graphs, gradient_bytes)
         parts.append(ClassNorms(values, graphs.logits[:1], set(request.selected)))
     return ClassNorms.concatenate(parts)

@@ -15,7 +15,7 @@ share, so that most of the noise is common to them. Then
     Σ_{c drawn} w_c ‖g_c‖ⁿ / π_c
 
 has the right mean whatever the norms are (Horvitz & Thompson, J. ASA 1952). Its standard error
-comes from the spread of its terms (Hájek, Ann. Math. Stat. 1964). A handful of terms tells a spread
+comes from the spread of its terms (Hájek, Ann. Math. Stat. 1964). A handful of terms shows a spread
 poorly, so it is averaged with what the classes of a sample usually show, counted as four more
 terms, unless it is larger, and widened by Student's t: the true sum is within two such errors in
 about 95 % of all cases. There is none if the norms are proportional to the sizes.
@@ -164,7 +164,7 @@ class ChosenClasses(Directions):
         """How many directions there are."""
         return self.chosen.shape[1]
 
-    def of_inputs(self, some: slice) -> "ChosenClasses":
+    def of_samples(self, some: slice) -> "ChosenClasses":
         """Those of some of the samples."""
         return ChosenClasses(self.names, self.chosen[some])
 

@@ -93,11 +93,11 @@ class ExactEngine:
         work = plan.workload(request)
         fitting = plan.samples_at_once(request.budget, work)
         size = min(request.settings.batch_size or fitting, fitting) or 1
-        chunks = split_evenly(request.inputs, size)
+        chunks = split_evenly(request.num_samples, size)
         check = CrossBatchCheck(request, chunks)
         parts: list[ClassNorms] = []
         for part in chunks:
-            chunk = _Chunk(plan, request.along_own(part), request.rows(part), work)
+            chunk = _Chunk(plan, request.with_directions_of(part), request.rows(part), work)
             run = partial(chunk.run, check, part) if fitting else chunk.run_in_parts
             found = attempt("run a chunk of samples together", run)
             if isinstance(found, Fallback):
@@ -140,7 +140,7 @@ class _Chunk:
         """Trace the samples together, verify the trace, and measure.
 
         Args:
-            check: knows the logits of the samples from other batches.
+            check: has the logits of the samples from other batches.
             part: the place of the samples in the request.
 
         Raises:

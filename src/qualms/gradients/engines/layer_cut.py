@@ -1,12 +1,12 @@
 """Where backward passes may stop: Σ_l a_l ‖g_l‖ without its first terms, within a stated tolerance.
 
 The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so what the first
-layers add is measured, not assumed. One input, by plain autograd along a few directions, tells how
+layers add is measured, not assumed. One sample, by plain autograd along a few directions, shows how
 many of the first layers add less than a quarter of the tolerance; gradients of the others are all
-that is computed from then on. Of every 16 further inputs the one that is most unlike those measured
-so far, by the norms of its late layers, is measured in the same way, and so is every input that is
+that is computed from then on. Of every 16 further samples the one that is most unlike those measured
+so far, by the norms of its late layers, is measured in the same way, and so is every sample that is
 more unlike them than any before. If the early layers of one add more than the tolerance, fewer
-layers are left out from then on, and its batch runs again. That is evidence, not proof: an input
+layers are left out from then on, and its batch runs again. That is evidence, not proof: a sample
 whose early layers alone are out of the ordinary can slip through.
 """
 
@@ -162,7 +162,7 @@ class LayerCut:
         return replace(found, values=values, left_out=self.share, num_left_out=self.num_early)
 
     def confirm(self, request: GradientRequest, found: ClassNorms) -> bool:
-        """Whether samples may do without the early layers, as far as the most unusual one tells.
+        """Whether samples may do without the early layers, as far as the most unusual one shows.
 
         If not, fewer layers are left out from now on, and the request has to run again.
 
@@ -177,16 +177,16 @@ class LayerCut:
         distances = (profile - self.typical).abs().amax(-1)
         farthest = int(distances.argmax())
         distance = float(distances[farthest])
-        self.unchecked += request.inputs
+        self.unchecked += request.num_samples
         if self.unchecked < CHECK_EVERY and distance <= self.largest_distance:
             return True
         self.largest_distance = max(self.largest_distance, distance)
         return self._spot_check(request, farthest)
 
     def confirm_blindly(self, request: GradientRequest) -> bool:
-        """The same where no norms of layers are known, as of a sketch: one sample of 16 tells."""
-        self.unchecked += request.inputs
-        return self.unchecked < CHECK_EVERY or self._spot_check(request, request.inputs - 1)
+        """The same where no norms of layers are known, as of a sketch: by one sample in 16."""
+        self.unchecked += request.num_samples
+        return self.unchecked < CHECK_EVERY or self._spot_check(request, request.num_samples - 1)
 
     def _spot_check(self, request: GradientRequest, sample: int) -> bool:
         """Whether the early layers of one sample add at most the tolerance, by plain autograd."""

@@ -36,7 +36,7 @@ class ReferenceEngine:
 
     def run(self, plan: UseOrder, request: GradientRequest) -> ClassNorms:
         """‖g‖ (l2) or Σ|g| (l1) of every parameter's gradient."""
-        model_input = request.rows(slice(0, request.inputs))
+        model_input = request.rows(slice(0, request.num_samples))
         rows = model_input.rows_per_sample
         values: list[list[list[float]]] = []
         logits: list[Tensor] = []

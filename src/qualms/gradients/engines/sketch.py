@@ -197,7 +197,7 @@ def _samples_at_once(request: GradientRequest, probe: SketchProbe, weights: int)
     room = request.budget - whole_tangents - weights
     result = max(1, probe.largest_result)
     rows = min(MAX_RESULT_BYTES // result, room // (RESULTS_PER_ROW * result))
-    wanted = request.settings.batch_size or request.inputs
+    wanted = request.settings.batch_size or request.num_samples
     return max(1, min(wanted, rows // request.rows_per_sample))
 
 
@@ -243,10 +243,10 @@ class SketchRun:
         one = self.request.rows(slice(0, 1))
         row_bytes = sum(t.nbytes for t in batch_tensors(one.batch))
         sample_bytes = row_bytes + DOUBLES * self.num_tangents * self.plan.probe.classes
-        return slices(self.request.inputs, max(1, self.request.budget // (2 * sample_bytes)))
+        return slices(self.request.num_samples, max(1, self.request.budget // (2 * sample_bytes)))
 
     def project_block(self, block: slice) -> tuple[Tensor, Tensor]:
-        """`_project`, with another function if the one at hand fails.
+        """`_project`, with another function if the known one fails.
 
         It may have been found on other samples than these.
         """
