@@ -124,6 +124,17 @@ def resolve_layer_engine(settings: Settings, model: nn.Module, batch: Batch) -> 
     return replace(settings, engine="sketch")
 
 
+def samples_classes(settings: Settings, classes: int) -> bool:
+    """Whether scores that are sums over classes are estimated from some of them.
+
+    Args:
+        settings: as resolved by `resolve_engine`.
+        classes: of the model.
+    """
+    has_many = classes >= MIN_CLASSES
+    return has_many and bool(settings.tolerance) and settings.engine_name == "exact"
+
+
 def exact_passes(request: GradientRequest, classes: int, cache: PlanCache) -> float:
     """Forward passes that the gradients of all classes of one row take, as counted.
 
