@@ -61,7 +61,11 @@ def slices(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def strided_groups(count: int, groups: int, period: int | None = None) -> list[list[int]]:
+def strided_groups(
+    count: int,
+    groups: int,
+    period: int | None = None,
+) -> list[list[int]]:
     """Deal samples into groups of every n-th one: neighbors are in different groups.
 
     Args:

@@ -87,7 +87,10 @@ def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
     return (-torch.sigmoid(-logits.double()) / logits.shape[-1])[None]
 
 
-def contrasts(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+def contrasts(
+    logits: Logits,
+    some: slice = slice(None),
+) -> Float[Tensor, "m b r c"]:
     """Vectors v_m with Σ_m v_m v_mᵀ = P = I - 11ᵀ/C, on average if there are fewer than C - 1.
 
     So Σ_m ‖Jᵀv_m‖² is tr(P J Jᵀ P), the size of the gradients of the logits beyond a shift of all
@@ -144,7 +147,11 @@ class Cotangents:
     blocks: Callable[[], Iterable[tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]]]
 
     @classmethod
-    def of(cls, cotangents: Float[Tensor, "m rows c"], samples: int) -> "Cotangents":
+    def of(
+        cls,
+        cotangents: Float[Tensor, "m rows c"],
+        samples: int,
+    ) -> "Cotangents":
         """A few that exist already, scaled."""
         return cls(len(cotangents), lambda: [scale_to_unit(cotangents, samples)])
 
@@ -199,7 +206,11 @@ class Directions:
         number = self.size(logits.shape[-1])
         return Cotangents(number, partial(self._blocks, logits.detach(), block_bytes))
 
-    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(
+        self,
+        logits: Logits,
+        block_bytes: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         samples, rows_per_sample, classes = logits.shape
         step = max(1, block_bytes // (DOUBLE * logits.numel()))
         for name in self.names:

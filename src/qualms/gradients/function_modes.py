@@ -37,7 +37,11 @@ class CallMode(TorchFunctionMode):
 
 
 @runs_user_code
-def run_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_function(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
     """Call a function of torch as the model does; what fails in it is the model's failure."""
     return func(*args, **kwargs)
 

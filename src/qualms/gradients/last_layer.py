@@ -186,7 +186,11 @@ def _count_kept(factor: GradFactor, rows_per_sample: int, cotangents: int) -> in
     return factor.gradient.numel
 
 
-def count_multiplications(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
+def count_multiplications(
+    factor: GradFactor,
+    rows_per_sample: int,
+    cotangents: int,
+) -> int:
     """Multiplications that lead from one cotangent to one gradient.
 
     Args:
@@ -244,7 +248,10 @@ def measure_via_last_layer(
     return values
 
 
-def _own_squares(z: Float[Tensor, "b r c"], factor: GradFactor) -> Float[Tensor, "b c"]:
+def _own_squares(
+    z: Float[Tensor, "b r c"],
+    factor: GradFactor,
+) -> Float[Tensor, "b c"]:
     """‖∂W log p_c‖² or ‖∂b log p_c‖²: sums of squares, in which nothing cancels.
 
     Args:

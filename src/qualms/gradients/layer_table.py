@@ -98,7 +98,11 @@ def _table_of_estimates(norms: ClassNorms, errors: dict[str, Tensor]) -> LayerTa
     return LayerTable(values, norms.logits, list(norms.values), [], error)
 
 
-def heavy_blocks(model: nn.Module, batch: Batch, selected: dict[str, Tensor]) -> list[list[str]]:
+def heavy_blocks(
+    model: nn.Module,
+    batch: Batch,
+    selected: dict[str, Tensor],
+) -> list[list[str]]:
     """The parameters of each residual or transformer block, or layer, in order of use.
 
     A block has a matrix or kernel; parameters without one belong to the block before them. Those

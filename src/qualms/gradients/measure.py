@@ -119,7 +119,11 @@ class Pullback:
             start, list(self.index), cotangent, retain_graph=True, allow_unused=True
         )
 
-    def cotangents_of(self, factor: GradFactor, at: AtEdges) -> list[Tensor | None] | None:
+    def cotangents_of(
+        self,
+        factor: GradFactor,
+        at: AtEdges,
+    ) -> list[Tensor | None] | None:
         """The cotangents of a factor; None if the logits do not depend on it."""
         deltas = [at[self.index[edge]] for edge in factor.edges]
         return None if all(d is None for d in deltas) else deltas

@@ -54,7 +54,12 @@ def budget_of_rows(given: int | None, device: torch.device) -> int:
     return MIN_BUDGET if device.type == "cpu" else default_budget(device)
 
 
-def require_room(needed: int, limit: int, what: str, instead: str = FEWER_PARAMETERS) -> None:
+def require_room(
+    needed: int,
+    limit: int,
+    what: str,
+    instead: str = FEWER_PARAMETERS,
+) -> None:
     """Raise an error if the smallest part of the work takes more memory than there is.
 
     Args:
@@ -210,7 +215,13 @@ class PassMemory:
     extra_bytes: int = 0
     factor: int = 1
 
-    def rows_at_once(self, batch: Batch, rows: int, settings: Settings, cache: PlanCache) -> int:
+    def rows_at_once(
+        self,
+        batch: Batch,
+        rows: int,
+        settings: Settings,
+        cache: PlanCache,
+    ) -> int:
         """How many rows fit the budget, measured on the first one.
 
         It is not measured where nothing is to be decided: no `budget` that must be kept, and a

@@ -95,7 +95,11 @@ class Plan(ModelProfile):
 
     # Counted work.
 
-    def pass_cost(self, directions: int, names: frozenset[str] | None = None) -> float:
+    def pass_cost(
+        self,
+        directions: int,
+        names: frozenset[str] | None = None,
+    ) -> float:
         """Multiplications of one backward pass, norms included, as a share of a forward pass.
 
         Args:
@@ -125,7 +129,11 @@ class Plan(ModelProfile):
             return Workload(rows, request.kind, self.classes, via_last_layer=True)
         return Workload(rows, request.kind, request.directions.size(self.classes))
 
-    def _prefers_last_layer(self, request: GradientRequest, directions: tuple[str, ...]) -> bool:
+    def _prefers_last_layer(
+        self,
+        request: GradientRequest,
+        directions: tuple[str, ...],
+    ) -> bool:
         """Whether all classes come cheaper from the last layer's features, and fit."""
         last, rows = self.last_product, request.rows_per_sample
         if last is None or request.kind != "l2" or "classes" not in directions:
@@ -340,7 +348,12 @@ class _Planning:
                 return i
         return None
 
-    def _require_own_gradient(self, plan: Plan, pair: ModelInput, traces: TracePair) -> None:
+    def _require_own_gradient(
+        self,
+        plan: Plan,
+        pair: ModelInput,
+        traces: TracePair,
+    ) -> None:
         """The first of two rows must have the gradient that it has on its own.
 
         Args:

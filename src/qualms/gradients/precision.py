@@ -134,7 +134,11 @@ def same_values(have: Tensor, want: Tensor) -> bool:
     return torch.allclose(have, want, rtol=rounding, atol=rounding / 64 * largest)
 
 
-def same_norms(found: dict[str, Tensor], expected: dict[str, float], dtype: torch.dtype) -> bool:
+def same_norms(
+    found: dict[str, Tensor],
+    expected: dict[str, float],
+    dtype: torch.dtype,
+) -> bool:
     """Whether the norms of all parameters along one direction are those of plain autograd.
 
     Args:

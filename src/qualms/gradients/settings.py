@@ -174,7 +174,12 @@ class Smoothing:
             )
         return cls(*arguments)
 
-    def noise(self, shape: tuple[int, ...], number: int, seed: int) -> Float[Tensor, "rows ..."]:
+    def noise(
+        self,
+        shape: tuple[int, ...],
+        number: int,
+        seed: int,
+    ) -> Float[Tensor, "rows ..."]:
         """The perturbations of one sample: zero for x_0, then N draws.
 
         Args:

@@ -74,7 +74,10 @@ class CrossBatchCheck:
 
 
 @torch.no_grad()
-def cross_batch_logits(request: GradientRequest, chunks: int) -> Float[Tensor, "b r c"]:
+def cross_batch_logits(
+    request: GradientRequest,
+    chunks: int,
+) -> Float[Tensor, "b r c"]:
     """The logits of all rows from plain forward passes over other groups than consecutive samples.
 
     A group takes a sample of each chunk, or every second one if there is a single chunk; and of a
@@ -181,7 +184,12 @@ class Separation:
     precision: torch.dtype
 
     @classmethod
-    def of(cls, samples: int, device: torch.device, precision: torch.dtype) -> "Separation":
+    def of(
+        cls,
+        samples: int,
+        device: torch.device,
+        precision: torch.dtype,
+    ) -> "Separation":
         """Scales from 1 down that differ as much as the precision allows, in a random order.
 
         Args:
@@ -303,6 +311,9 @@ class _OneMoreCotangent:
             yield self.separation.scale(cotangent)[None], scale[None]
 
 
-def _column(values: dict[str, Tensor], number: int) -> dict[str, Float[Tensor, " b"]]:
+def _column(
+    values: dict[str, Tensor],
+    number: int,
+) -> dict[str, Float[Tensor, " b"]]:
     """The norms along one direction."""
     return {name: value[:, number] for name, value in values.items()}

@@ -70,7 +70,11 @@ class AutogradEngine:
         return all_selected(ClassNorms.concatenate(parts), request, plan.use_order)
 
 
-def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -> ClassNorms:
+def all_selected(
+    norms: ClassNorms,
+    request: GradientRequest,
+    order: UseOrder,
+) -> ClassNorms:
     """The same norms with all parameters that count, in the model's order.
 
     A parameter that no sample here uses has norm zero.
@@ -92,7 +96,11 @@ def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -
     return norms
 
 
-def plain_autograd(request: GradientRequest, model_input: ModelInput, row_bytes: int) -> ClassNorms:
+def plain_autograd(
+    request: GradientRequest,
+    model_input: ModelInput,
+    row_bytes: int,
+) -> ClassNorms:
     """The norms of the gradients of each sample, averaged over its rows.
 
     Args:
@@ -154,7 +162,10 @@ def _count_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
     return max(1, room // gradient_bytes)
 
 
-def _inner_products(graphs: "SampleGraphs", held: int) -> dict[str, Float[Tensor, "1 m m"]]:
+def _inner_products(
+    graphs: "SampleGraphs",
+    held: int,
+) -> dict[str, Float[Tensor, "1 m m"]]:
     """⟨g_i, g_j⟩, a block of i at a time.
 
     Where the blocks do not all fit, the gradients after a block are computed again.
@@ -234,7 +245,12 @@ class SampleGraphs:
         kept_rows: how many graphs fit into memory.
     """
 
-    def __init__(self, request: GradientRequest, rows: ModelInput, kept_rows: int) -> None:
+    def __init__(
+        self,
+        request: GradientRequest,
+        rows: ModelInput,
+        kept_rows: int,
+    ) -> None:
         self.request, self.rows = request, rows
         self._graphs: list[Tensor] = []  # logits that lead back to the parameters
         logits: list[Tensor] = []
@@ -262,7 +278,12 @@ class SampleGraphs:
         for block, scales in self.directions.blocks():
             yield from zip(block, scales[:, 0], strict=True)
 
-    def _add_row(self, total: Gradient, row: int, cotangent: Float[Tensor, " c"]) -> None:
+    def _add_row(
+        self,
+        total: Gradient,
+        row: int,
+        cotangent: Float[Tensor, " c"],
+    ) -> None:
         graph = self._graphs[row] if row < len(self._graphs) else self._graph(row)
         selected = self.request.selected
         found = gradients_of(graph, list(selected.values()), cotangent[None])

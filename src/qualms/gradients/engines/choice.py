@@ -93,7 +93,11 @@ def resolve_engine(
     return replace(exact, tolerance=TOLERANCE)
 
 
-def resolve_layer_engine(settings: Settings, model: nn.Module, batch: Batch) -> Settings:
+def resolve_layer_engine(
+    settings: Settings,
+    model: nn.Module,
+    batch: Batch,
+) -> Settings:
     """The settings with the engine for norms of all classes and layers.
 
     Args:

@@ -83,7 +83,10 @@ def class_sizes(
     return sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
 
 
-def inclusion_chances(sizes: Float[Tensor, "b c"], number: int) -> Float[Tensor, "b c"]:
+def inclusion_chances(
+    sizes: Float[Tensor, "b c"],
+    number: int,
+) -> Float[Tensor, "b c"]:
     """π_c of so many classes: 1 for the largest, proportional to the sizes of the others."""
     ordered, order = sizes.sort(dim=-1, descending=True)
     left = ordered.flip(-1).cumsum(-1).flip(-1)  # from each on
@@ -98,7 +101,11 @@ def inclusion_chances(sizes: Float[Tensor, "b c"], number: int) -> Float[Tensor,
     return torch.zeros_like(chances).scatter(-1, order, chances)
 
 
-def walk(chances: Float[Tensor, "b c"], number: int, noise: torch.Generator) -> Int[Tensor, "b m"]:
+def walk(
+    chances: Float[Tensor, "b c"],
+    number: int,
+    noise: torch.Generator,
+) -> Int[Tensor, "b m"]:
     """Classes drawn systematically: one walk over them, in steps of 1.
 
     Args:
@@ -139,7 +146,11 @@ class SampledClasses(Directions):
         """How many directions there are."""
         return self.number
 
-    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(
+        self,
+        logits: Logits,
+        block_bytes: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """The directions in logit space; the classes are those of the sample itself, row 0."""
         classes, _ = self.draw(logits[:, 0])
         for column in classes.T:
@@ -168,7 +179,11 @@ class ChosenClasses(Directions):
         """Those of some of the samples."""
         return ChosenClasses(self.names, self.chosen[some])
 
-    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(
+        self,
+        logits: Logits,
+        block_bytes: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for column in self.chosen.to(logits.device).T:
             yield _block(of_class(logits, column), logits)
 
@@ -193,7 +208,11 @@ class ContrastedClasses(SampledClasses):
         mixed = torch.randperm(classes, generator=torch.Generator().manual_seed(classes))
         return mixed[: self.sample]
 
-    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(
+        self,
+        logits: Logits,
+        block_bytes: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         best = logits[:, 0].argmax(-1)
         alike = self.sampled(logits.shape[-1]).to(best).expand(len(best), -1)
         drawn, _ = self.draw(logits[:, 0])
@@ -214,13 +233,19 @@ def _draw(
     return classes, chances.gather(-1, classes)
 
 
-def _one_hot(classes: Int[Tensor, " b"], logits: Logits) -> Float[Tensor, "1 b r c"]:
+def _one_hot(
+    classes: Int[Tensor, " b"],
+    logits: Logits,
+) -> Float[Tensor, "1 b r c"]:
     """e_c of one class of each sample."""
     place = classes[:, None, None].expand(*logits.shape[:2], 1)
     return torch.zeros_like(logits, dtype=torch.double).scatter(-1, place, 1)[None]
 
 
-def _block(directions: Float[Tensor, "1 b r c"], logits: Logits) -> tuple[Tensor, Tensor]:
+def _block(
+    directions: Float[Tensor, "1 b r c"],
+    logits: Logits,
+) -> tuple[Tensor, Tensor]:
     """One direction of each sample as a block of `Cotangents`."""
     return scale_to_unit(directions.flatten(1, 2) / logits.shape[1], len(logits))
 
@@ -353,7 +378,11 @@ class Tally:
         self.squares[:, some] += (number * error).square()
         self.number[some] += number
 
-    def replace(self, some: Int[Tensor, " k"], terms: Float[Tensor, "m k c"]) -> None:
+    def replace(
+        self,
+        some: Int[Tensor, " k"],
+        terms: Float[Tensor, "m k c"],
+    ) -> None:
         """All classes of some samples, measured."""
         self.known[:, some] = terms.sum(-1)
         self.drawn[:, some] = 0

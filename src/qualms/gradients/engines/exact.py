@@ -88,7 +88,11 @@ class ExactEngine:
             return run_first([self, AutogradEngine(self.cache)], request, self.cache)
         return all_selected(found, request, plan.use_order)
 
-    def _run_chunks(self, plan: Plan, request: GradientRequest) -> ClassNorms | Fallback:
+    def _run_chunks(
+        self,
+        plan: Plan,
+        request: GradientRequest,
+    ) -> ClassNorms | Fallback:
         """All chunks; a `Fallback` if a reused plan does not hold for one of them."""
         work = plan.workload(request)
         fitting = plan.samples_at_once(request.budget, work)
@@ -192,7 +196,11 @@ class _Chunk:
 # One sample whose rows do not fit at once.
 
 
-def accumulate_chunks(request: GradientRequest, model_input: ModelInput, plan: Plan) -> ClassNorms:
+def accumulate_chunks(
+    request: GradientRequest,
+    model_input: ModelInput,
+    plan: Plan,
+) -> ClassNorms:
     """The norms [1, m] of one sample's gradients, from parts of its rows.
 
     Args:

@@ -205,7 +205,10 @@ class LayerCut:
         return False
 
 
-def _sample_norms(request: GradientRequest, i: int) -> dict[str, Float[Tensor, "1 m"]]:
+def _sample_norms(
+    request: GradientRequest,
+    i: int,
+) -> dict[str, Float[Tensor, "1 m"]]:
     """Norms of the gradients of one sample, by the parameters that it uses.
 
     Along the predicted class, all classes with random signs, and every direction of the request
@@ -224,7 +227,10 @@ def _sample_norms(request: GradientRequest, i: int) -> dict[str, Float[Tensor, "
     return {name: norms[None] for name, norms in found.items()}
 
 
-def _measured_directions(z: Float[Tensor, "1 1 c"], names: tuple[str, ...]) -> Tensor:
+def _measured_directions(
+    z: Float[Tensor, "1 1 c"],
+    names: tuple[str, ...],
+) -> Tensor:
     """The directions [m, 1, c] along which one sample is measured."""
     p = z.double().softmax(-1)
     generator = torch.Generator().manual_seed(0)

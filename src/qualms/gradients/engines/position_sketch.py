@@ -38,7 +38,11 @@ RESULT_COPIES = 3  # of a result's derivative that a layer holds while it makes 
 
 
 @torch.no_grad()
-def plain_logits(model: nn.Module, class_dim: int, batch: Batch) -> Float[Tensor, "*positions c"]:
+def plain_logits(
+    model: nn.Module,
+    class_dim: int,
+    batch: Batch,
+) -> Float[Tensor, "*positions c"]:
     """The logits of one sample at all its positions, by one forward pass.
 
     Args:
@@ -92,7 +96,11 @@ class ExpectedLogits:
         """The size of all logits."""
         return self.values[:1].nbytes * self.shape[0]
 
-    def require_same(self, logits: Float[Tensor, "t c"], precision: torch.dtype) -> None:
+    def require_same(
+        self,
+        logits: Float[Tensor, "t c"],
+        precision: torch.dtype,
+    ) -> None:
         """Raise an error if the logits of a pass are others."""
         if not close_logits(logits[self.positions], self.values.to(logits), precision):
             raise QualmsError(
@@ -136,7 +144,13 @@ class PositionPlan:
     tangents: Tangents
     at_once: int
 
-    def run(self, model: nn.Module, row: ModelInput, tangent: Tangent, stacked: bool) -> Jvp:
+    def run(
+        self,
+        model: nn.Module,
+        row: ModelInput,
+        tangent: Tangent,
+        stacked: bool,
+    ) -> Jvp:
         """The logits [t, c] of a row, and its products [g, t, c].
 
         Args:
@@ -195,7 +209,11 @@ class PositionSketchEngine:
             at_once = 1
         return PositionPlan(expected, probe, function, tangents, at_once)
 
-    def run(self, plan: PositionPlan, request: GradientRequest) -> Iterator[PositionProducts]:
+    def run(
+        self,
+        plan: PositionPlan,
+        request: GradientRequest,
+    ) -> Iterator[PositionProducts]:
         """The products of all rows with all tangents.
 
         Args:
@@ -243,7 +261,12 @@ class PositionSketchEngine:
         probe, function = self.cache.once(key, find)
         return probe, function, tangents_of_model(request, probe.counted, lam, self.cache)
 
-    def _several_agree(self, plan: PositionPlan, request: GradientRequest, at_once: int) -> bool:
+    def _several_agree(
+        self,
+        plan: PositionPlan,
+        request: GradientRequest,
+        at_once: int,
+    ) -> bool:
         """Whether several tangents in one pass give what one gives, found once for each kind."""
         row = _single_rows(request)[0]
         at = plan.expected.positions
@@ -273,7 +296,11 @@ def _single_rows(request: GradientRequest) -> list[ModelInput]:
     return [rows.take([i]) for i in range(request.rows_per_sample)]
 
 
-def _tangents_at_once(plan: PositionPlan, request: GradientRequest, held_bytes: int) -> int:
+def _tangents_at_once(
+    plan: PositionPlan,
+    request: GradientRequest,
+    held_bytes: int,
+) -> int:
     """How many tangents run in one pass: as many as fit the budget, and the processor's cache.
 
     Args:
@@ -297,7 +324,12 @@ def _tangents_at_once(plan: PositionPlan, request: GradientRequest, held_bytes: 
     return -(-number // passes)  # groups of nearly equal size
 
 
-def _side_by_side(tangents: Tangents, first: int, size: int, number: int) -> Tangent:
+def _side_by_side(
+    tangents: Tangents,
+    first: int,
+    size: int,
+    number: int,
+) -> Tangent:
     """Tangents from number `first` on, [size, …] for each parameter; a single one without an axis.
 
     Args:

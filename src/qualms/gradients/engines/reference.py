@@ -120,7 +120,10 @@ def log_probabilities(z: Float[Tensor, " c"]) -> Iterator[Tensor]:
         yield F.logsigmoid(z[c] - torch.cat([z[:c], z[c + 1 :]]).logsumexp(0))
 
 
-def expectation(z: Float[Tensor, " c"], p: Float[Tensor, " c"]) -> Float[Tensor, ""]:
+def expectation(
+    z: Float[Tensor, " c"],
+    p: Float[Tensor, " c"],
+) -> Float[Tensor, ""]:
     """Σ_c p_c log q_c, q = softmax(z), less Σ_c q_c log q_c at fixed weights.
 
     The derivative of the second sum is zero: it takes the rounding of the first away.

@@ -181,7 +181,11 @@ def _probe_first_rows(request: GradientRequest) -> tuple[SketchProbe, CheckRows]
     return probe_rows(request.model, first, request.selected, request.budget // 8)
 
 
-def _samples_at_once(request: GradientRequest, probe: SketchProbe, weights: int) -> int:
+def _samples_at_once(
+    request: GradientRequest,
+    probe: SketchProbe,
+    weights: int,
+) -> int:
     """How many samples run in one pass within the budget.
 
     Larger results leave the processor's cache, smaller ones wait for the weights.
@@ -259,7 +263,11 @@ class SketchRun:
         self.cache.forget(self._key)
         return self._project(block, self.function())
 
-    def _project(self, block: slice, function: JvpFunction) -> tuple[Tensor, Tensor]:
+    def _project(
+        self,
+        block: slice,
+        function: JvpFunction,
+    ) -> tuple[Tensor, Tensor]:
         """The projections [k, b, m] and the logits [b, c] of the samples of a block."""
         step = self.plan.samples_at_once
         batches: list[ModelInput] = []
