@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.last_layer import Kept
+from qualms.gradients.last_layer import FeatureGradients
 from qualms.gradients.layer_table import layer_table
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import inner_products, root_of_squares
@@ -132,7 +132,7 @@ class Written:
         self.again, self.shapes = 0, list[tuple[int, ...]]()
         again, added_up, squares = (
             Outer._recompute_in_double,
-            Kept._added_up,
+            FeatureGradients._squares_of_sums,
             outer_product.sum_of_squares,
         )
 
@@ -140,7 +140,7 @@ class Written:
             self.again += len(which)
             again(outer, products, d, which)
 
-        def counted_sums(kept: Kept, factors: Tensor, x: Tensor, b: int) -> Tensor:
+        def counted_sums(kept: FeatureGradients, factors: Tensor, x: Tensor, b: int) -> Tensor:
             self.again += len(x)
             return added_up(kept, factors, x, b)
 
@@ -149,7 +149,7 @@ class Written:
             return squares(g)
 
         monkeypatch.setattr(Outer, "_recompute_in_double", counted_again)
-        monkeypatch.setattr(Kept, "_added_up", counted_sums)
+        monkeypatch.setattr(FeatureGradients, "_squares_of_sums", counted_sums)
         monkeypatch.setattr(outer_product, "sum_of_squares", counted_squares)
 
 

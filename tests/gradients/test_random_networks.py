@@ -21,7 +21,7 @@ from qualms.errors import QualmsError, SlowWarning
 from qualms.gradients.batch import num_samples, take_samples
 from qualms.gradients.directions import DIRECTIONS as ALL
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.sketch import SketchEngine
+from qualms.gradients.engines.sketch import SketchEngine, SketchRun
 from qualms.gradients.input_data import batches
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.model_input import ModelInput
@@ -135,7 +135,7 @@ def check_sketch(network: Network, smooth: bool, figures: Figures) -> None:
         plan = engine.plan(job)
         drawn = tangents_of_layers(job, [(list(job.selected), 1.0)])
         ((sample, logits),) = engine.project(plan, job, drawn)
-        by_differences = engine.jvp_function(plan, job, drawn) is not forward_mode
+        by_differences = SketchRun(plan, job, drawn, engine.cache).function() is not forward_mode
         figures.by_differences += by_differences
         for i in range(len(logits)):
             want, size = projections(

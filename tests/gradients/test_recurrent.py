@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.sketch import SketchEngine
+from qualms.gradients.engines.sketch import SketchEngine, SketchRun
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
@@ -63,9 +63,10 @@ def test_forward_mode_runs_recurrent_networks_in_single_precision(layer: type[nn
     model, ids = recurrent.Recurrent(layer, batch_first=True).eval(), torch.randint(0, 20, (4, 6))
     settings = Settings(engine=qualms.Sketch(2))
     request = GradientRequest(model, ids, range(4), settings, Directions(("classes",)))
-    engine = SketchEngine(PlanCache())
+    cache = PlanCache()
     tangents = tangents_of_layers(request, [(list(request.selected), 1.0)])
-    assert engine.jvp_function(engine.plan(request), request, tangents) is forward_mode
+    run = SketchRun(SketchEngine(cache).plan(request), request, tangents, cache)
+    assert run.function() is forward_mode
 
 
 def test_dropout_between_layers_that_is_not_switched_off_is_left_to_torch() -> None:

@@ -19,8 +19,7 @@ from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.settings import Engine, Settings, Sketch
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Engine, Settings, Sketch, Smoothing
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ def class_gradient_norms(
     """The norms of ∇θ_l log p_c(x) for every input, class c and layer l.
 
     Args:
-        model: any classifier that returns logits. It leaves as it came; evaluation mode is used
-            inside.
+        model: any classifier that returns logits. It is left unchanged; inside, evaluation mode is
+            used.
         x: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
             (labels are ignored).
         layers: what a layer is: the `module` that owns the parameters, a `tensor`, or a `block` of
@@ -121,14 +120,20 @@ def class_gradient_norms(
     settings = Settings(engine, layers, norm, params, budget, batch_size, seed)
     smooth = Smoothing.of(smoothing)
     with preserve_state(model) as inner:
-        inputs: Iterable[tuple[int, Batch]] = numbered_batches(x, inner)
-        if settings.engine == "auto":
-            begin = next(iter(inputs))
-            settings = resolve_layer_engine(settings, inner, begin[1])
-            inputs = chain([begin], inputs)
-        table = _whole_table(inner, inputs, settings, ("classes",), smooth)
-    probs, used = table.logits.softmax(-1), settings.engine_name
-    return ClassGradientNorms(table.values, probs, table.layers, table.general, used, table.error)
+        inputs = numbered_batches(x, inner)
+        first = next(inputs)
+        settings = resolve_layer_engine(settings, inner, first[1])
+        every = chain([first], inputs)
+        table = _table_of_batches(inner, every, settings, Directions(("classes",)), smooth)
+    probs = table.logits.softmax(-1)
+    return ClassGradientNorms(
+        table.values,
+        probs,
+        table.layers,
+        table.general,
+        settings.engine_name,
+        table.error,
+    )
 
 
 def class_gradient_gram(
@@ -161,35 +166,54 @@ def class_gradient_gram(
     """
     settings = Settings(granularity=layers, params=params, budget=budget, batch_size=batch_size)
     with preserve_state(model) as inner:
-        table = _whole_table(
-            inner, numbered_batches(x, inner), settings, ("logits",), None, gram=True
-        )
+        inputs = numbered_batches(x, inner)
+        table = _table_of_batches(inner, inputs, settings, Directions(("logits",)), gram=True)
     return ClassGradientGram(table.values, table.logits, table.layers, table.general)
 
 
-def _whole_table(
+def _table_of_batches(
     model: nn.Module,
     inputs: Iterable[tuple[int, Batch]],
     settings: Settings,
-    directions: tuple[str, ...],
-    smoothing: Smoothing | None,
+    directions: Directions,
+    smoothing: Smoothing | None = None,
     gram: bool = False,
 ) -> LayerTable:
-    """The table of all batches, what the first one tells of the model kept for the others."""
-    learnt, wanted = PlanCache(), Directions(directions)
-    jobs = (
+    """The table of all batches, in the precision of the logits.
+
+    Args:
+        model: inside `preserve_state`.
+        inputs: batches, each with the number of its first sample.
+        settings: how gradients are computed.
+        directions: v of each gradient Jᵀv.
+        smoothing: of the gradients, if there is any.
+        gram: inner products in place of norms.
+
+    Raises:
+        QualmsError: if gradients are beyond what their type holds.
+    """
+    cache = PlanCache()
+    requests = (
         GradientRequest(
-            model, batch, range(first, first + num_samples(batch)), settings, wanted, smoothing
+            model,
+            batch,
+            range(first, first + num_samples(batch)),
+            settings,
+            directions,
+            smoothing,
         )
         for first, batch in inputs
     )
-    table = layer_table(jobs, learnt, gram=gram)
-    learnt.warn_of_probabilities(table.logits)
-    values = table.values.to(at_least_float32(table.logits).dtype)
-    if not bool(values.isfinite().all()):
+    table = layer_table(requests, cache, gram=gram)
+    cache.warn_of_probabilities(table.logits)
+    dtype = at_least_float32(table.logits).dtype
+    values = table.values.to(dtype)
+    finite = values.isfinite()
+    if not bool(finite.all()):
+        first_bad = int((~finite).nonzero()[0, 0])
+        precision = str(dtype).removeprefix("torch.")
         raise QualmsError(
-            f"the gradients of input {int((~values.isfinite()).nonzero()[0, 0])} are beyond what "
-            f"{str(values.dtype).removeprefix('torch.')} holds; check the scale of the input and of the model's "
-            "weights, or pass both in float64."
+            f"the gradients of input {first_bad} are beyond what {precision} holds; check the "
+            "scale of the input and of the model's weights, or pass both in float64."
         )
     return replace(table, values=values)

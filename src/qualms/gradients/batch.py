@@ -5,8 +5,8 @@ arguments, as Hugging Face tokenizers return them). The first axis of every tens
 samples. The first tensor is the input proper: the one that smoothing perturbs.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,11 +52,20 @@ def take_samples(batch: Batch, index: slice | list[int]) -> Batch:
 
 def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
     """The samples of a batch, at most `size` at a time."""
-    for start in range(0, num_samples(batch), size):
-        yield take_samples(batch, slice(start, start + size))
+    for part in slices(num_samples(batch), size):
+        yield take_samples(batch, part)
 
 
-def strided_groups(count: int, groups: int, period: int | None = None) -> list[list[int]]:
+def slices(count: int, size: int) -> list[slice]:
+    """Consecutive parts of so many samples, of `size` each; the last may be smaller."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def strided_groups(
+    count: int,
+    groups: int,
+    period: int | None = None,
+) -> list[list[int]]:
     """Deal samples into groups of every n-th one: neighbors are in different groups.
 
     Args:
@@ -93,3 +102,33 @@ def shapes_of(batch: Batch) -> tuple[Hashable, ...]:
 def num_samples(batch: Batch) -> int:
     """How many samples a batch has."""
     return batch_tensors(batch)[0].shape[0]
+
+
+# Tensors inside nested arguments and results.
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from tensors_in(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors_in(v)
+
+
+def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested structure with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(each_tensor(v, change) for v in value))
+    if isinstance(value, tuple):  # torch's own named results included
+        return tuple(each_tensor(v, change) for v in value)
+    if isinstance(value, list):
+        return [each_tensor(v, change) for v in value]
+    if isinstance(value, dict):
+        return {k: each_tensor(v, change) for k, v in value.items()}
+    return value

@@ -87,7 +87,10 @@ def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
     return (-torch.sigmoid(-logits.double()) / logits.shape[-1])[None]
 
 
-def contrasts(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+def contrasts(
+    logits: Logits,
+    some: slice = slice(None),
+) -> Float[Tensor, "m b r c"]:
     """Vectors v_m with Σ_m v_m v_mᵀ = P = I - 11ᵀ/C, on average if there are fewer than C - 1.
 
     So Σ_m ‖Jᵀv_m‖² is tr(P J Jᵀ P), the size of the gradients of the logits beyond a shift of all
@@ -144,13 +147,18 @@ class Cotangents:
     blocks: Callable[[], Iterable[tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]]]
 
     @classmethod
-    def of(cls, cotangents: Float[Tensor, "m rows c"], samples: int) -> "Cotangents":
+    def of(
+        cls,
+        cotangents: Float[Tensor, "m rows c"],
+        samples: int,
+    ) -> "Cotangents":
         """A few that exist already, scaled."""
         return cls(len(cotangents), lambda: [scale_to_unit(cotangents, samples)])
 
 
 def scale_to_unit(
-    cotangents: Float[Tensor, "k rows c"], samples: int
+    cotangents: Float[Tensor, "k rows c"],
+    samples: int,
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
     """(v, s) with s v the cotangents, and the largest entry of a sample's v between 1/2 and 1.
 
@@ -182,8 +190,8 @@ class Directions:
         start = Directions(self.names[:place]).size(classes)
         return slice(start, start + _size(name, classes))
 
-    def of_inputs(self, some: slice) -> "Directions":
-        """Those of some samples: the same, unless samples have directions of their own."""
+    def of_samples(self, some: slice) -> "Directions":
+        """Those of some of the samples: the same, unless each sample has its own."""
         return self
 
     def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
@@ -198,7 +206,11 @@ class Directions:
         number = self.size(logits.shape[-1])
         return Cotangents(number, partial(self._blocks, logits.detach(), block_bytes))
 
-    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(
+        self,
+        logits: Logits,
+        block_bytes: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         samples, rows_per_sample, classes = logits.shape
         step = max(1, block_bytes // (DOUBLE * logits.numel()))
         for name in self.names:
@@ -218,7 +230,9 @@ def _size(name: str, classes: int) -> int:
 
 
 def project_directions(
-    names: Sequence[str], logits: Float[Tensor, "b r c"], tangents: Float[Tensor, "b r c"]
+    names: Sequence[str],
+    logits: Float[Tensor, "b r c"],
+    tangents: Float[Tensor, "b r c"],
 ) -> Float[Tensor, "b m"]:
     """v·(J s) for every direction v of several sets, averaged over a sample's rows.
 
@@ -234,7 +248,9 @@ def project_directions(
 
 
 def project_one_set(
-    name: str, logits: Float[Tensor, "b _ c"], tangents: Float[Tensor, "b _ c"]
+    name: str,
+    logits: Float[Tensor, "b _ c"],
+    tangents: Float[Tensor, "b _ c"],
 ) -> Float[Tensor, "b _ m"]:
     """v·y for every direction v of one set and each y = J s.
 

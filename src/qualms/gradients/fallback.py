@@ -1,7 +1,7 @@
 """A failure that is expected is a value: `Fallback`. The one place that catches is `attempt`.
 
 Code of the user's model runs while an engine plans and runs, and may raise anything. `attempt`
-catches that, logs it and returns a `Fallback` that says why. An error that comes from this package's
+catches that, logs it and returns a `Fallback` with the reason. An error that comes from this package's
 own code is a defect, not a reason to be slow: `attempt` raises it as an `InternalError` that names
 the rule and the parameters it was at work on.
 """
@@ -24,7 +24,7 @@ log = logging.getLogger("qualms")
 
 _OWN_CODE = "qualms.gradients"
 _RULES = "qualms.gradients.tracing.rules"
-# Frames of these packages do not tell whose call failed.
+# Frames of these packages do not show whose call failed.
 _LIBRARIES = ("torch", "jaxtyping")
 # What a correct program does not raise, whatever the model does.
 _MISTAKES = (TypeError, AttributeError, LookupError, NameError, AssertionError)
@@ -45,7 +45,7 @@ class Fallback:
     """An engine, or a fast path of one, cannot serve a request.
 
     Attributes:
-        reason: one clause that says why; it is what a `SlowWarning` tells the user.
+        reason: one clause; a `SlowWarning` shows it to the user.
         is_slow: whether what is done instead is slow, so that the user should know.
     """
 
@@ -123,7 +123,7 @@ def _raise_if_defect(error: Exception) -> None:
 def _find_defect(error: Exception) -> str | None:
     """The message for an error that comes from this package's own code; None if it does not.
 
-    The innermost frame outside of torch tells whose code failed. In a rule any error is a mistake,
+    The innermost frame outside of torch shows whose code failed. In a rule any error is a mistake,
     elsewhere one that a correct program never raises.
     """
     if isinstance(error, (QualmsError, NotBatchable, torch.OutOfMemoryError)):

@@ -37,7 +37,11 @@ class CallMode(TorchFunctionMode):
 
 
 @runs_user_code
-def run_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_function(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
     """Call a function of torch as the model does; what fails in it is the model's failure."""
     return func(*args, **kwargs)
 
@@ -59,8 +63,8 @@ def bind_arguments(
 class NoisyEmbedding(CallMode):
     """Adds noise to the output of the first embedding that reads the model's own input.
 
-    Set `ids` to the tensor that the model is called with before the pass; `done` says afterwards
-    whether an embedding has read it.
+    Set `ids` to the tensor that the model is called with before the pass; `done` is true
+    once an embedding has read it.
 
     Args:
         noise: maps the shape of the embedded samples, without the axis that counts them, to noise

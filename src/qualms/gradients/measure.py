@@ -1,7 +1,7 @@
 """From cotangents and gradient factors to one number for each sample, direction and parameter."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -18,38 +18,30 @@ from qualms.gradients.tracing.outer_product import Outer
 from qualms.gradients.tracing.weights import Weights, roots
 
 AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every edge
-EdgeIndex = dict[GradientEdge, int]  # which of the cotangents belongs to an edge
 
 
 @torch.no_grad()
 def measure(
-    logits: Float[Tensor, "rows c"],
+    pullback: "Pullback",
     cotangents: Cotangents | Float[Tensor, "m rows c"],
-    factors: Sequence[GradFactor],
-    weights: Weights,
-    samples: int,
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m *m"]]:
     """Measure each sample's gradients along several directions, parameter by parameter.
 
     Args:
-        logits: with their graph.
+        pullback: of a traced forward pass.
         cotangents: the directions. A plain tensor is used as it is, for those that must not be
             scaled to one size.
-        factors: what the gradients are made of.
-        weights: the parameters, as leaves.
-        samples: number of samples, b.
         kind: ‖g‖ (`l2`), Σ|g| (`l1`) or the inner products ⟨g_m, g_n⟩ (`gram`).
 
     Returns:
         For each parameter that the logits depend on [b, m], or [b, m, m] for `gram`; in double
         precision, in which the square of a small number is not zero.
     """
-    if not factors:
+    if not pullback.factors:
         return {}
     if isinstance(cotangents, Tensor):
-        cotangents = _unscaled(cotangents, samples)
-    pullback = _Pullback.of(logits, factors, weights, samples)
+        cotangents = _unscaled(cotangents, pullback.samples)
     if kind == "gram":
         return _measure_inner_products(pullback, cotangents)
     return _measure_norms(pullback, cotangents, kind)
@@ -57,24 +49,14 @@ def measure(
 
 @torch.no_grad()
 def full_gradients(
-    logits: Float[Tensor, "rows c"],
+    pullback: "Pullback",
     cotangent: Float[Tensor, "rows c"],
-    factors: Sequence[GradFactor],
-    weights: Weights,
 ) -> dict[str, Float[Tensor, "1 ..."]]:
-    """The whole gradient of every parameter along one direction, for the rows of one sample.
-
-    Args:
-        logits: with their graph.
-        cotangent: the direction.
-        factors: what the gradients are made of.
-        weights: the parameters, as leaves.
-    """
-    pullback = _Pullback.of(logits, factors, weights, 1)
+    """The whole gradient of every parameter along one direction, for the rows of one sample."""
     at = pullback.pull(cotangent)
     gradients: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
-        deltas = cotangents_at(factor, at, pullback.index)
+        deltas = pullback.cotangents_of(factor, at)
         if deltas is not None:
             with error_note(f"the gradient of {name}"):
                 gradients[name] = factor.gradient.write(deltas)
@@ -87,95 +69,105 @@ def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents
 
 
 @dataclass(frozen=True)
-class _Pullback:
-    """From directions in logit space to the cotangents at all edges.
+class Pullback:
+    """From directions in logit space to the cotangents at the edges of all gradient factors.
 
     Args:
-        logits: with their graph.
-        edges: of all factors.
-        index: of each edge among them.
-        single: parameters with a single factor.
-        shared: all others, with their factors.
+        logits: of a traced forward pass, with their graph.
+        factors: what the gradients are made of.
         weights: the parameters, as leaves.
-        samples: number of samples.
+        samples: how many there are, b.
+
+    Attributes:
+        index: the edges of all factors, each of them once, and its place: weight and bias share
+            their operation's cotangent.
+        single: the parameters whose gradient is a single factor.
+        shared: those whose gradient is a sum of factors, or lies behind other operations.
     """
 
     logits: Float[Tensor, "rows c"]
-    edges: list[GradientEdge]
-    index: EdgeIndex
-    single: dict[str, GradFactor]
-    shared: dict[str, list[GradFactor]]
+    factors: Sequence[GradFactor]
     weights: Weights
     samples: int
+    index: dict[GradientEdge, int] = field(default_factory=dict, init=False)
+    single: dict[str, GradFactor] = field(default_factory=dict, init=False)
+    shared: dict[str, list[GradFactor]] = field(default_factory=dict, init=False)
 
-    @classmethod
-    def of(
-        cls, logits: Tensor, factors: Sequence[GradFactor], weights: Weights, samples: int
-    ) -> "_Pullback":
-        """Find the edges of the factors, and the parameters that they belong to.
+    def __post_init__(self) -> None:
+        uses: dict[str, list[GradFactor]] = {}
+        for factor in self.factors:
+            for edge in factor.edges:
+                self.index.setdefault(edge, len(self.index))
+            for name in roots(factor.target, self.weights):
+                uses.setdefault(name, []).append(factor)
+        for name, of_name in uses.items():
+            if len(of_name) == 1 and id(of_name[0].target) in self.weights.names:
+                self.single[name] = of_name[0]
+            else:
+                self.shared[name] = of_name
 
-        Args:
-            logits: with their graph.
-            factors: what the gradients are made of.
-            weights: the parameters, as leaves.
-            samples: number of samples.
-        """
-        edges, index = unique_edges(factors)
-        single, shared = group_by_parameter(factors, weights)
-        return cls(logits, edges, index, single, shared, weights, samples)
-
-    def pull(self, cotangent: Float[Tensor, "rows c"]) -> AtEdges:
-        """Pull a direction back to all edges."""
+    def pull(
+        self,
+        cotangent: Float[Tensor, "rows _"],
+        start: Tensor | GradientEdge | None = None,
+    ) -> AtEdges:
+        """Pull a cotangent back to all edges, from the logits or from another `start`."""
         interrupts.deliver()
+        if start is None:
+            start = self.logits
         return torch.autograd.grad(
-            self.logits, self.edges, cotangent, retain_graph=True, allow_unused=True
+            start, list(self.index), cotangent, retain_graph=True, allow_unused=True
         )
 
+    def cotangents_of(
+        self,
+        factor: GradFactor,
+        at: AtEdges,
+    ) -> list[Tensor | None] | None:
+        """The cotangents of a factor; None if the logits do not depend on it."""
+        deltas = [at[self.index[edge]] for edge in factor.edges]
+        return None if all(d is None for d in deltas) else deltas
+
     def sum_shared(self, at: AtEdges) -> dict[str, Float[Tensor, "b ..."]]:
-        """The whole gradients of the parameters that have several factors."""
-        return sum_shared_gradients(self.shared, at, self.index, self.weights, self.samples)
+        """The whole gradients of the shared parameters."""
+        total: dict[str, Tensor] = {}
 
+        def add(name: str, gradient: Tensor, of: int | slice = slice(None)) -> None:
+            if name not in total:
+                leaf = self.weights.leaves[name]
+                total[name] = at_least_float32(leaf).new_zeros(self.samples, *leaf.shape)
+            total[name][of] += gradient
 
-def unique_edges(factors: Sequence[GradFactor]) -> tuple[list[GradientEdge], EdgeIndex]:
-    """All edges, each of them once: weight and bias share their operation's cotangent."""
-    index: EdgeIndex = {}
-    for factor in factors:
-        for edge in factor.edges:
-            index.setdefault(edge, len(index))
-    return list(index), index
-
-
-def group_by_parameter(
-    factors: Sequence[GradFactor], weights: Weights
-) -> tuple[dict[str, GradFactor], dict[str, list[GradFactor]]]:
-    """Parameters whose gradient is a single factor, and those whose gradient is a sum of factors,
-    or lies behind other operations.
-    """
-    uses: dict[str, list[GradFactor]] = {}
-    for factor in factors:
-        for name in roots(factor.target, weights):
-            uses.setdefault(name, []).append(factor)
-    single: dict[str, GradFactor] = {}
-    shared: dict[str, list[GradFactor]] = {}
-    for name, of_name in uses.items():
-        if len(of_name) == 1 and id(of_name[0].target) in weights.names:
-            single[name] = of_name[0]
-        else:
-            shared[name] = of_name
-    return single, shared
-
-
-def cotangents_at(factor: GradFactor, at: AtEdges, index: EdgeIndex) -> list[Tensor | None] | None:
-    """The cotangents of a factor, or None if the logits do not depend on it."""
-    deltas = [at[index[edge]] for edge in factor.edges]
-    return None if all(d is None for d in deltas) else deltas
+        factors = {id(factor): factor for of_name in self.shared.values() for factor in of_name}
+        for factor in factors.values():
+            deltas = self.cotangents_of(factor, at)
+            if deltas is None:
+                continue
+            target = factor.target
+            names = sorted(roots(target, self.weights))
+            with error_note("the gradient of " + ", ".join(names)):
+                gradient = factor.gradient.write(deltas)
+            if id(target) in self.weights.names:
+                add(self.weights.names[id(target)], gradient)
+                continue
+            leaves = [self.weights.leaves[name] for name in names]
+            for b, g in enumerate(gradient.to(target.dtype)):
+                of_leaves = torch.autograd.grad(
+                    target, leaves, g, retain_graph=True, allow_unused=True
+                )
+                for name, back in zip(names, of_leaves, strict=True):
+                    if back is not None and name in self.shared:
+                        add(name, back, b)
+        return total
 
 
 # Norms, one direction after the other.
 
 
 def _measure_norms(
-    pullback: _Pullback, cotangents: Cotangents, kind: Kind
+    pullback: Pullback,
+    cotangents: Cotangents,
+    kind: Kind,
 ) -> dict[str, Float[Tensor, "b m"]]:
     names: list[str] = []
     # [m, parameter, b], filled in place: small results between large ones fragment the memory.
@@ -206,7 +198,10 @@ def _measure_norms(
 
 
 def _measure_one(
-    pullback: _Pullback, cotangent: Tensor, kind: Kind, directions: int
+    pullback: Pullback,
+    cotangent: Tensor,
+    kind: Kind,
+    directions: int,
 ) -> dict[str, Float[Tensor, " b"]]:
     """Σ|g| or Σg² along one direction, for each parameter.
 
@@ -219,7 +214,7 @@ def _measure_one(
     at = pullback.pull(cotangent)
     values: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
-        deltas = cotangents_at(factor, at, pullback.index)
+        deltas = pullback.cotangents_of(factor, at)
         if deltas is not None:
             with error_note(f"the gradient of {name}"):
                 values[name] = _size_of_factor(factor, deltas, kind, directions)
@@ -229,7 +224,10 @@ def _measure_one(
 
 
 def _size_of_factor(
-    factor: GradFactor, deltas: list[Tensor | None], kind: Kind, directions: int
+    factor: GradFactor,
+    deltas: list[Tensor | None],
+    kind: Kind,
+    directions: int,
 ) -> Float[Tensor, " b"]:
     """Σ|g| or Σg² of one factor, without writing it out where that is cheaper.
 
@@ -265,7 +263,8 @@ def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]
 
 
 def _measure_inner_products(
-    pullback: _Pullback, cotangents: Cotangents
+    pullback: Pullback,
+    cotangents: Cotangents,
 ) -> dict[str, Float[Tensor, "b m m"]]:
     all_at: list[AtEdges] = []
     sizes: list[Tensor] = []
@@ -278,7 +277,7 @@ def _measure_inner_products(
     values: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
         with error_note(f"the gradient of {name}"):
-            products = _inner_products_of_factor(factor, all_at, pullback.index)
+            products = _inner_products_of_factor(pullback, factor, all_at)
         if products is not None:
             values[name] = products * scales
     shared = [pullback.sum_shared(at) for at in all_at]
@@ -288,12 +287,14 @@ def _measure_inner_products(
 
 
 def _inner_products_of_factor(
-    factor: GradFactor, all_at: list[AtEdges], index: EdgeIndex
+    pullback: Pullback,
+    factor: GradFactor,
+    all_at: list[AtEdges],
 ) -> Float[Tensor, "b m m"] | None:
     """⟨g_m, g_n⟩ of one factor, or None if the logits do not depend on it."""
     known: list[list[Tensor | None]] = []
     for at in all_at:
-        deltas = cotangents_at(factor, at, index)
+        deltas = pullback.cotangents_of(factor, at)
         if deltas is not None:
             known.append(deltas)
     if not known:
@@ -310,51 +311,3 @@ def _inner_products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
 
 def _flatten(gradient: Float[Tensor, "b ..."]) -> Float[Tensor, "b p"]:
     return gradient.reshape(gradient.shape[0], -1)
-
-
-# Parameters whose gradient is a sum.
-
-
-def sum_shared_gradients(
-    shared: dict[str, list[GradFactor]],
-    at: AtEdges,
-    index: EdgeIndex,
-    weights: Weights,
-    samples: int,
-) -> dict[str, Float[Tensor, "b ..."]]:
-    """The whole gradient of each parameter that has several factors or lies behind operations.
-
-    Args:
-        shared: the factors of each parameter.
-        at: the cotangents at all edges.
-        index: of the edges.
-        weights: the parameters, as leaves.
-        samples: number of samples.
-    """
-    total: dict[str, Tensor] = {}
-
-    def add(name: str, gradient: Tensor, of: int | slice = slice(None)) -> None:
-        if name not in total:
-            leaf = weights.leaves[name]
-            total[name] = at_least_float32(leaf).new_zeros(samples, *leaf.shape)
-        total[name][of] += gradient
-
-    factors = {id(factor): factor for of_name in shared.values() for factor in of_name}
-    for factor in factors.values():
-        deltas = cotangents_at(factor, at, index)
-        if deltas is None:
-            continue
-        target = factor.target
-        names = sorted(roots(target, weights))
-        with error_note("the gradient of " + ", ".join(names)):
-            gradient = factor.gradient.write(deltas)
-        if id(target) in weights.names:
-            add(weights.names[id(target)], gradient)
-            continue
-        leaves = [weights.leaves[name] for name in names]
-        for b, g in enumerate(gradient.to(target.dtype)):
-            of_leaves = torch.autograd.grad(target, leaves, g, retain_graph=True, allow_unused=True)
-            for name, back in zip(names, of_leaves, strict=True):
-                if back is not None and name in shared:
-                    add(name, back, b)
-    return total

@@ -1,22 +1,36 @@
-"""How much memory there is, and how much a forward pass keeps for its backward pass."""
+"""How much memory there is, how much a pass takes, and how many rows of a batch fit a budget."""
 
 import ctypes
+import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qualms.errors import QualmsError
+from qualms.gradients.batch import Batch, batch_tensors, shapes_of, take_samples, tensors_in
+from qualms.gradients.plan_cache import PlanCache
+from qualms.gradients.settings import Settings
 
+log = logging.getLogger("qualms")
 # The share of free memory that one chunk may take: larger chunks are not faster on a CPU, and leave
 # no room for the user.
 FREE_SHARE = 1 / 16
 MIN_BUDGET = 2**28
+RESULT_COPIES = 6  # of the largest result, which kernels hold beside it
+LOGIT_COPIES = 16  # in double precision, in what a score computes from them
+DOUBLE = 8  # bytes
+SMALL_INPUT_BYTES = 2**17  # of inputs that run at once
+LARGE_ROW_BYTES = 2**26  # of rows at once, for which it matters what is free
 FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
 
 
@@ -40,7 +54,12 @@ def budget_of_rows(given: int | None, device: torch.device) -> int:
     return MIN_BUDGET if device.type == "cpu" else default_budget(device)
 
 
-def require_room(needed: int, limit: int, what: str, instead: str = FEWER_PARAMETERS) -> None:
+def require_room(
+    needed: int,
+    limit: int,
+    what: str,
+    instead: str = FEWER_PARAMETERS,
+) -> None:
     """Raise an error if the smallest part of the work takes more memory than there is.
 
     Args:
@@ -106,7 +125,7 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
     total = [0]
 
     def pack(t: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():  # it is not the model that asks
+        with torch._C.DisableTorchFunction():  # not a call of the model's
             storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
@@ -116,3 +135,138 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield total
+
+
+# The memory of one row.
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the results that exist at the same time, without what existed before.
+
+    A dispatch mode sees every result that a pass makes, inside scripts and backward passes as well,
+    and when it is freed. What kernels hold beside their results (copies in another memory format,
+    gaps of the allocator) it does not see: on a CPU the process took up to six times the largest
+    result more than all results together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.most = 0
+        self.largest = 0
+        self._known: dict[int, Any] = {}  # weak references to storages, by their address
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and count its results.
+
+        Args:
+            func: the operation.
+            types: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given: set[int] = set()
+        for t in tensors_in((args, kwargs)):
+            if t.layout == torch.strided:
+                given.add(t.untyped_storage()._cdata)
+        for t in tensors_in(out):
+            if t.layout == torch.strided and t.untyped_storage()._cdata not in given:
+                self._add(t.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def on_free(_: Any) -> None:
+            self.now -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, on_free)
+        self.now += size
+        self.most = max(self.most, self.now)
+        self.largest = max(self.largest, size)
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """A pass over rows that run at once, and the memory it takes.
+
+    Args:
+        what: the kind of pass, for messages and as a key.
+        run: runs it on some rows, and returns the logits.
+        most: rows at once, whatever the memory.
+        extra_bytes: held beside the pass.
+        factor: how many times the memory of `run` the pass takes.
+    """
+
+    what: str
+    run: Callable[[Batch], Tensor]
+    most: int
+    extra_bytes: int = 0
+    factor: int = 1
+
+    def rows_at_once(
+        self,
+        batch: Batch,
+        rows: int,
+        settings: Settings,
+        cache: PlanCache,
+    ) -> int:
+        """How many rows fit the budget, measured on the first one.
+
+        It is not measured where nothing is to be decided: no `budget` that must be kept, and a
+        single row, or numbers so few that results thousands of times their size would fit.
+
+        Args:
+            batch: rows of the same shape.
+            rows: how many there are.
+            settings: with the budget.
+            cache: where the measurement is kept.
+        """
+        most = min(rows, settings.batch_size or self.most)
+        first = batch_tensors(batch)[0]
+        is_small = first.is_floating_point() and first[:1].nbytes * most < SMALL_INPUT_BYTES
+        if settings.budget is None and (most == 1 or is_small):
+            return most
+        row = self.bytes_of_row(batch, cache)
+        if row is None:
+            return most
+        require_room(
+            row + self.extra_bytes,
+            settings.budget or free_bytes(first.device),
+            f"the results of {self.what} over one input",
+            "or use smaller inputs",
+        )
+        room = budget_of_rows(settings.budget, first.device) - self.extra_bytes
+        size = max(1, min(most, room // row))
+        if first.device.type == "cpu" and size * row > LARGE_ROW_BYTES:
+            release_free_memory()  # of other kinds of work, and of the measurement
+        return size
+
+    def bytes_of_row(self, batch: Batch, cache: PlanCache) -> int | None:
+        """Bytes that one row takes, measured once; None if a row does not run by itself."""
+        key = ("memory of a row", self.what, shapes_of(batch))
+        row = cache.once(key, lambda: self._measure(take_samples(batch, slice(0, 1))))
+        return None if row is None else max(1, self.factor * row)
+
+    def _measure(self, row: Batch) -> int | None:
+        """Run one row and count its bytes; None if it does not run by itself."""
+        counter = _LiveBytes()
+        try:
+            with torch.random.fork_rng(devices=[]), counter:
+                logits = self.run(row)
+        except QualmsError as error:
+            log.info("the memory of a single row is unknown: %s", error)
+            return None
+        of_logits = LOGIT_COPIES * DOUBLE * logits.shape[-1]
+        return counter.most + RESULT_COPIES * counter.largest + of_logits

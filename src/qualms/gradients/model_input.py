@@ -16,6 +16,7 @@ from qualms.gradients.batch import (
     NotBatchable,
     batch_tensors,
     num_samples,
+    slices,
     take_samples,
     with_tensors,
 )
@@ -26,7 +27,7 @@ from qualms.gradients.function_modes import (
     NoisyEmbedding,
 )
 from qualms.gradients.isolation import isolate_forward
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def perturbed_in_parts(
     x, *others = batch_tensors(batch)
     if not x.is_floating_point():
         whole = make_model_input(batch, smoothing, numbers, seed)
-        for start in range(0, rows, size):
-            yield whole.take(slice(start, start + size))
+        for part in slices(rows, size):
+            yield whole.take(part)
         return
     for noise in smoothing.noise(tuple(x.shape[1:]), numbers[0], seed).split(size):
         repeated = [t.repeat_interleave(len(noise), dim=0) for t in others]

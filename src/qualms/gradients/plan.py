@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
 from qualms.gradients.directions import BLOCK_BYTES, DOUBLE
 from qualms.gradients.fallback import Fallback, attempt
-from qualms.gradients.last_product import LastProduct, count_multiplications
-from qualms.gradients.measure import measure
+from qualms.gradients.last_layer import LastProduct, count_multiplications
+from qualms.gradients.measure import Pullback, measure
 from qualms.gradients.memory import saved_bytes
 from qualms.gradients.model_input import ModelInput, in_channels_last, wants_channels_last
 from qualms.gradients.precision import at_least_float32, close_logits, same_norms, sum_of_squares
@@ -58,7 +58,7 @@ class Plan(ModelProfile):
     """What planning found out about a model, for samples of one shape.
 
     Attributes:
-        trace_pair: the traces of one sample and of two, which tell the sample axis of every tensor;
+        trace_pair: the traces of one sample and of two, which show the sample axis of every tensor;
             None if there was only one sample, or no room for two.
         mixes_samples: whether something is computed from several samples at once.
         weights: the parameters as leaves of our own.
@@ -82,7 +82,7 @@ class Plan(ModelProfile):
 
     def serves(self, request: GradientRequest) -> bool:
         """Whether what one row has shown is enough for the rows of a request."""
-        rows = request.inputs * request.rows_per_sample
+        rows = request.num_samples * request.rows_per_sample
         return self.trace_pair is not None or rows == 1 or self.is_too_large(2, request.budget)
 
     def must_compare_alone(self, recorder: Recorder) -> bool:
@@ -95,7 +95,11 @@ class Plan(ModelProfile):
 
     # Counted work.
 
-    def pass_cost(self, directions: int, names: frozenset[str] | None = None) -> float:
+    def pass_cost(
+        self,
+        directions: int,
+        names: frozenset[str] | None = None,
+    ) -> float:
         """Multiplications of one backward pass, norms included, as a share of a forward pass.
 
         Args:
@@ -125,7 +129,11 @@ class Plan(ModelProfile):
             return Workload(rows, request.kind, self.classes, via_last_layer=True)
         return Workload(rows, request.kind, request.directions.size(self.classes))
 
-    def _prefers_last_layer(self, request: GradientRequest, directions: tuple[str, ...]) -> bool:
+    def _prefers_last_layer(
+        self,
+        request: GradientRequest,
+        directions: tuple[str, ...],
+    ) -> bool:
         """Whether all classes come cheaper from the last layer's features, and fit."""
         last, rows = self.last_product, request.rows_per_sample
         if last is None or request.kind != "l2" or "classes" not in directions:
@@ -284,16 +292,14 @@ class _Planning:
             several: whether there are further rows. For one image alone convolutions are as fast in
                 the plain memory format, and batch normalization wants that one.
         """
-        channels_last = several and wants_channels_last(self.first.rows)
-        traced: _FirstTrace | Fallback | None = None
-        if channels_last:
+        if several and wants_channels_last(self.first.rows):
             # `view` of what a convolution returns needs the plain memory format.
             run = partial(self._trace_first_row, channels_last=True)
             traced = attempt("trace images in channels-last format", run)
-            channels_last = not isinstance(traced, Fallback)
-        if traced is None or isinstance(traced, Fallback):
-            traced = self._trace_first_row(channels_last=False)
-        return self._plan_from(traced, channels_last), traced.recorder
+            if not isinstance(traced, Fallback):
+                return self._plan_from(traced, channels_last=True), traced.recorder
+        traced = self._trace_first_row(channels_last=False)
+        return self._plan_from(traced, channels_last=False), traced.recorder
 
     def _trace_first_row(self, channels_last: bool) -> "_FirstTrace":
         row = self.first.rows
@@ -307,11 +313,12 @@ class _Planning:
     def _plan_from(self, traced: "_FirstTrace", channels_last: bool) -> Plan:
         logits, recorder, first = traced.logits, traced.recorder, self.first
         direction = random_direction(logits)
-        found = measure(logits, direction, recorder.factors, traced.weights, 1, "l2")
+        pullback = Pullback(logits, recorder.factors, traced.weights, 1)
+        found = measure(pullback, direction, "l2")
         same_logits = close_logits(logits.detach(), first.logits, first.precision)
-        if not same_logits or not same_norms(found, self._expected, first.precision):
+        if not same_logits or not self._is_expected(found):
             raise NotBatchable("the recorded gradient is not plain autograd's")
-        last = LastProduct.of(logits, recorder.factors, traced.weights)
+        last = LastProduct.of(pullback)
         return Plan(
             classes=logits.shape[1],
             largest_result=largest_result(recorder.param_uses),
@@ -327,10 +334,10 @@ class _Planning:
             last_product=last and last.without_graph(),
         )
 
-    @property
-    def _expected(self) -> dict[str, float]:
-        """The norms of the first row's gradient by plain autograd."""
-        return {name: float(norm) for name, norm in self.first.gradient.items()}
+    def _is_expected(self, norms: dict[str, Tensor]) -> bool:
+        """Whether these are the norms of the first row's gradient by plain autograd."""
+        expected = {name: float(norm) for name, norm in self.first.gradient.items()}
+        return same_norms(norms, expected, self.first.precision)
 
     def _second_row(self) -> int | None:
         """A row that differs from the first; None if there is none."""
@@ -341,7 +348,12 @@ class _Planning:
                 return i
         return None
 
-    def _require_own_gradient(self, plan: Plan, pair: ModelInput, traces: TracePair) -> None:
+    def _require_own_gradient(
+        self,
+        plan: Plan,
+        pair: ModelInput,
+        traces: TracePair,
+    ) -> None:
         """The first of two rows must have the gradient that it has on its own.
 
         Args:
@@ -352,9 +364,8 @@ class _Planning:
         logits, both = trace_forward(self.model, pair, plan.weights, traces)
         direction = random_direction(logits)
         of_first = torch.cat([direction, torch.zeros_like(direction)], dim=1)
-        found = measure(logits, of_first, both.factors, plan.weights, 2, "l2")
-        norms = {name: value[:1] for name, value in found.items()}
-        if not same_norms(norms, self._expected, plan.precision):
+        found = measure(Pullback(logits, both.factors, plan.weights, 2), of_first, "l2")
+        if not self._is_expected({name: value[:1] for name, value in found.items()}):
             raise NotBatchable("an input's gradient depends on what else is in the batch")
 
 

@@ -3,77 +3,83 @@
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor
 
-from qualms.errors import ProbabilitiesWarning, SlowWarning, reason
+from qualms.errors import ProbabilitiesWarning, SlowWarning
 from qualms.gradients.fallback import Fallback
 from qualms.gradients.precision import look_like_probabilities
 
 T = TypeVar("T")
-Key = tuple[Hashable, ...]  # what kind of finding, and what it is about
-# findings of one kind: inputs may come in any number of shapes, and each look holds a few rows
-MOST = 8
+# The kind of a finding, which decides its type, and what it was found on.
+Key = tuple[Hashable, ...]
+# Samples may come in any number of shapes, and each plan holds traces of a few of them.
+MAX_PER_KIND = 8
+PROBABILITIES = (
+    "the model's outputs look like probabilities (none is negative, and those of an input add up "
+    "to 1), but are taken for logits; leave out its last softmax, or return the logarithm of the "
+    "probabilities."
+)
 
 
 @dataclass
 class PlanCache:
-    """Findings about one model with its weights as they are; whoever holds it starts anew when the
-    weights change.
+    """Findings about one model with its weights as they are.
+
+    Whoever holds it makes a new one when the weights change.
+
+    Attributes:
+        found: the findings, the one asked for last at the end.
+        warned: what the user has been warned of.
     """
 
-    found: dict[Key, Any] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)  # what the user has been warned of
+    found: dict[Key, object] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
 
-    def get(self, key: Key) -> Any:
-        """What is known of this, or None."""
+    def get(self, key: Key, kind: type[T]) -> T | None:
+        """The finding of a key; None if there is none of this type."""
         if key in self.found:
-            self.found[key] = self.found.pop(key)  # the latest to be asked for
-        return self.found.get(key)
+            self.found[key] = self.found.pop(key)
+        found = self.found.get(key)
+        return found if isinstance(found, kind) else None
 
-    def keep(self, key: Key, found: Any) -> None:
-        """Keep a finding; of those of one kind, the first part of the key, the one not asked for
-        longest gives way.
-        """
+    def keep(self, key: Key, finding: object) -> None:
+        """Keep a finding, and drop the one of its kind that was not asked for longest."""
         self.found.pop(key, None)
-        like = [other for other in self.found if other[0] == key[0]]
-        for oldest in like[: max(0, len(like) + 1 - MOST)]:
+        of_kind = [other for other in self.found if other[0] == key[0]]
+        for oldest in of_kind[: max(0, len(of_kind) + 1 - MAX_PER_KIND)]:
             del self.found[oldest]
-        self.found[key] = found
+        self.found[key] = finding
 
     def forget(self, key: Key) -> None:
         """Drop a finding that does not hold any more."""
         self.found.pop(key, None)
 
     def once(self, key: Key, find: Callable[[], T]) -> T:
-        """What `find` says, asked the first time only."""
+        """The finding of a key, which `find` makes if there is none; a key has one such function."""
         if key not in self.found:
             self.keep(key, find())
-        found: T = self.get(key)
-        return found
+        self.found[key] = self.found.pop(key)
+        return cast(T, self.found[key])
 
-    def warn_slow(self, error: Exception | Fallback) -> None:
-        """Say why inputs run one at a time, once for each reason: it may be a defect, or a lack of
-        memory.
+    def warn_slow(self, fallback: Fallback) -> None:
+        """Warn that samples run one at a time, once for each reason.
+
+        The reason may be a defect, or a lack of memory.
         """
-        why = error.reason if isinstance(error, Fallback) else reason(error)
-        if why not in self.warned:
-            self.warned.add(why)
-            warnings.warn(
-                f"the inputs are run one at a time, which is exact but slow, because {why}.",
-                SlowWarning,
-                stacklevel=2,
-            )
+        self._warn_once(
+            fallback.reason,
+            f"falling back to one sample at a time (exact, slow): {fallback.reason}.",
+            SlowWarning,
+        )
 
     def warn_of_probabilities(self, logits: Tensor) -> None:
         """Warn once if what is taken for logits looks like probabilities."""
         if PROBABILITIES not in self.warned and look_like_probabilities(logits):
-            self.warned.add(PROBABILITIES)
-            warnings.warn(PROBABILITIES, ProbabilitiesWarning, stacklevel=2)
+            self._warn_once(PROBABILITIES, PROBABILITIES, ProbabilitiesWarning)
 
-
-PROBABILITIES = (
-    "the model's outputs look like probabilities (none is negative, and those of an input add up to 1), but are taken "
-    "for logits; leave out its last softmax, or return the logarithm of the probabilities."
-)
+    def _warn_once(self, what: str, message: str, category: type[Warning]) -> None:
+        if what not in self.warned:
+            self.warned.add(what)
+            warnings.warn(message, category, stacklevel=3)

@@ -118,7 +118,10 @@ def _mismatch(positions: str, tokens: int) -> QualmsError:
     )
 
 
-def live_positions(batch: Batch, shape: tuple[int, ...]) -> Bool[Tensor, "b t"] | None:
+def live_positions(
+    batch: Batch,
+    shape: tuple[int, ...],
+) -> Bool[Tensor, "b t"] | None:
     """The positions that a batch's attention mask keeps; None if it leaves nothing out.
 
     Args:
@@ -141,7 +144,12 @@ def _answering_side(batch: dict[str, Tensor]) -> str:
     return DECODER if has_decoder else ""
 
 
-def _cut(batch: dict[str, Tensor], side: str, part: slice, length: int) -> dict[str, Tensor]:
+def _cut(
+    batch: dict[str, Tensor],
+    side: str,
+    part: slice,
+    length: int,
+) -> dict[str, Tensor]:
     """Cut the arguments of the encoder or the decoder to a part of the tokens.
 
     Args:

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from qualms.gradients.batch import tensors_in
 from qualms.gradients.function_modes import CallMode, run_function
-from qualms.gradients.nested import tensors_in
 
 # The relative difference that rounding alone may make; 16-bit numbers are coarse.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -45,7 +45,7 @@ class Narrowest(CallMode):
         return out
 
     def of(self, logits: Tensor) -> torch.dtype:
-        """The type that tells how precise the logits of the pass are."""
+        """The type that decides how precise the logits of the pass are."""
         return logits.dtype if self.cast_to is None else coarser(logits.dtype, self.cast_to)
 
 
@@ -134,7 +134,11 @@ def same_values(have: Tensor, want: Tensor) -> bool:
     return torch.allclose(have, want, rtol=rounding, atol=rounding / 64 * largest)
 
 
-def same_norms(found: dict[str, Tensor], expected: dict[str, float], dtype: torch.dtype) -> bool:
+def same_norms(
+    found: dict[str, Tensor],
+    expected: dict[str, float],
+    dtype: torch.dtype,
+) -> bool:
     """Whether the norms of all parameters along one direction are those of plain autograd.
 
     Args:

@@ -12,8 +12,7 @@ from qualms.gradients.directions import Directions
 from qualms.gradients.layers import selected_parameters
 from qualms.gradients.memory import default_budget, free_bytes
 from qualms.gradients.model_input import ModelInput, make_model_input
-from qualms.gradients.settings import Kind, Settings
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Kind, Settings, Sketch, Smoothing
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,17 @@ class GradientRequest:
         return selected_parameters(self.model, self.settings.params)
 
     @property
+    def sketch(self) -> Sketch:
+        """The options of a sketch, the default ones if none were given."""
+        return self.settings.sketch or Sketch()
+
+    @property
     def kind(self) -> Kind:
         """Of the values: ‖g‖, Σ|g|, or inner products."""
         return "gram" if self.gram else self.settings.norm
 
     @property
-    def inputs(self) -> int:
+    def num_samples(self) -> int:
         """How many samples there are."""
         return num_samples(self.batch)
 
@@ -96,7 +100,7 @@ class GradientRequest:
         known = None if self.known_logits is None else self.known_logits[some]
         directions = self.directions
         if isinstance(some, slice):
-            directions = directions.of_inputs(some)
+            directions = directions.of_samples(some)
         return replace(
             self,
             batch=take_samples(self.batch, some),
@@ -105,9 +109,9 @@ class GradientRequest:
             directions=directions,
         )
 
-    def along_own(self, part: slice) -> "GradientRequest":
-        """The same request with the directions of some samples alone, whose rows are at hand."""
-        directions = self.directions.of_inputs(part)
+    def with_directions_of(self, part: slice) -> "GradientRequest":
+        """The same request with the directions of some of the samples; its batch stays."""
+        directions = self.directions.of_samples(part)
         return self if directions is self.directions else replace(self, directions=directions)
 
     def rows(self, part: slice) -> ModelInput:

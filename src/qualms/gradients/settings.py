@@ -1,10 +1,16 @@
-"""How gradients are computed, whatever they are for."""
+"""How gradients are computed, whatever they are for: engine, layers, norm, limits, smoothing."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.layers import Granularity, Norm, Params
+from qualms.parameters import NOISE, check_parameters, whole
+from qualms.random import generator
 
 Engine = Literal["exact", "reference", "sketch", "auto"]
 Kind = Literal["l2", "l1", "gram"]  # of a value: ‖g‖, Σ|g|, or inner products
@@ -34,17 +40,26 @@ class Sketch:
     combine: Literal["quadrature", "sum"] = "quadrature"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tangents, int) or self.tangents < 2:
-            raise QualmsError(
-                f"the sketch has {self.tangents!r} tangents; at least two are needed, and a whole number."
-            )
-        if self.combine not in ("quadrature", "sum"):
-            raise QualmsError(f"the sketch has combine={self.combine!r}; choose quadrature or sum.")
+        check_parameters(self, "the sketch", tangents=whole(2))
+        _require_known("combine", self.combine, ("quadrature", "sum"))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients are computed, whatever they are for."""
+    """How gradients are computed, whatever they are for.
+
+    Args:
+        engine: what computes them: its name, or a sketch with options.
+        granularity: what a layer is.
+        norm: of each gradient.
+        params: the parameters that count: a pattern, or a function of names; None for all.
+        budget: bytes that the work on one chunk of samples may take; None for a share of what is
+            free.
+        batch_size: the most samples to run at once; None for as many as fit.
+        seed: of all random draws.
+        tolerance: the standard error that a score may have, as a share of it; None for the
+            engine's own.
+    """
 
     engine: "Engine | Sketch" = "auto"
     granularity: Granularity = "module"
@@ -53,21 +68,21 @@ class Settings:
     budget: int | None = None
     batch_size: int | None = None
     seed: int = 0
-    tolerance: float | None = None  # None: what the engine does by itself
+    tolerance: float | None = None
 
     def __post_init__(self) -> None:
         for argument, value in (("budget", self.budget), ("batch_size", self.batch_size)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise QualmsError(
-                    f"{argument}={value!r} is not a positive whole number; leave it out for the default."
+                    f"{argument}={value!r} is invalid; pass a positive whole number, or leave it "
+                    "out for the default."
                 )
         if not isinstance(self.seed, int) or self.seed < 0:
-            raise QualmsError(f"seed={self.seed!r} is not a whole number from 0 on.")
-        if self.tolerance is not None and (
-            not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1
-        ):
+            raise QualmsError(f"seed={self.seed!r} is invalid; pass a whole number, 0 or more.")
+        if self.tolerance is not None and not _is_share(self.tolerance):
             raise QualmsError(
-                f"tolerance={self.tolerance!r} is not a share from 0 (exact) to below 1."
+                f"tolerance={self.tolerance!r} is invalid; pass a share of the score, from 0 "
+                "(exact) to below 1."
             )
         if not isinstance(self.engine, Sketch):
             _require_known("engine", self.engine, get_args(Engine))
@@ -96,6 +111,109 @@ class Settings:
         return "sketch" if isinstance(self.engine, Sketch) else self.engine
 
 
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < 1
+
+
 def _require_known(argument: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Average class gradients over small perturbations of the input, before any norm is taken.
+
+    g_c becomes (1/(N+1)) Σ_{i=0..N} ∇θ log p_c(x_i), with x_0 the input and x_i = x_0 + N(0, σ²I)
+    (Wang & Ji, CVPR 2024, section 4.3). With antithetic draws the perturbations come in pairs ±Δ,
+    whose odd terms cancel: eight of them rank inputs like a hundred independent ones.
+
+    Args:
+        sigma: standard deviation in the units of the tensor that the model receives; a number, or
+            one per channel.
+        draws: N, the number of perturbed inputs beside the input itself.
+        antithetic: draw in pairs ±Δ (an odd last draw stands alone).
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+        x = torch.rand(2, 4)
+        noise = qualms.Smoothing(sigma=0.1, draws=4)
+        smoothed = qualms.class_gradient_norms(model, x, smoothing=noise)
+        print(smoothed.norms)
+        ```
+    """
+
+    sigma: float | tuple[float, ...] = 0.02
+    draws: int = 8
+    antithetic: bool = True
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "smoothing", sigma=NOISE, draws=whole(1))
+
+    @classmethod
+    def of(cls, value: Any) -> "Smoothing | None":
+        """Read the argument `smoothing` of a function.
+
+        Args:
+            value: a `Smoothing`, σ, or the pair (σ, N); None for no smoothing.
+        """
+        if value is None or isinstance(value, Smoothing):
+            return value
+        arguments = value if isinstance(value, tuple) else (value,)
+        sigma = arguments[0]
+        numbers = sigma if isinstance(sigma, tuple) else (sigma,)
+        if len(arguments) > 2 or not all(map(_is_number, numbers)):
+            raise QualmsError(
+                f"smoothing={value!r} is not known; pass qualms.Smoothing, a number σ, or the pair "
+                "(σ, N)."
+            )
+        return cls(*arguments)
+
+    def noise(
+        self,
+        shape: tuple[int, ...],
+        number: int,
+        seed: int,
+    ) -> Float[Tensor, "rows ..."]:
+        """The perturbations of one sample: zero for x_0, then N draws.
+
+        Args:
+            shape: of the sample.
+            number: of the sample, which decides the draws together with the seed.
+            seed: of the draws.
+
+        Returns:
+            N + 1 perturbations [rows, *shape].
+        """
+        number_of_draws = self.draws
+        if self.antithetic:
+            number_of_draws = -(-self.draws // 2)
+        noise = generator(seed, number)
+        drawn = torch.randn((number_of_draws, *shape), generator=noise)
+        if self.antithetic:
+            pairs = torch.stack([drawn, -drawn], dim=1)
+            drawn = pairs.flatten(0, 1)[: self.draws]
+        perturbations = torch.cat([torch.zeros(1, *shape), drawn])
+        return perturbations.mul_(self._scale(shape))
+
+    def _scale(self, shape: tuple[int, ...]) -> Tensor:
+        """σ, so that it can be multiplied with a sample of this shape."""
+        if not isinstance(self.sigma, tuple):
+            return torch.tensor(self.sigma)
+        channels = shape[0] if shape else 0
+        if not shape or len(self.sigma) not in (1, channels):
+            raise QualmsError(
+                f"smoothing has {len(self.sigma)} values of sigma, but an input of shape {shape} "
+                f"has {channels} channels; pass one number, or one per channel."
+            )
+        ones = [1] * (len(shape) - 1)
+        return torch.tensor(self.sigma).reshape(-1, *ones)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -45,7 +45,7 @@ class FirstSample:
         """Run the row twice: a model that is random in evaluation mode has no gradient.
 
         Args:
-            model: under `preserve_state`.
+            model: inside `preserve_state`.
             model_input: a batch, of which the first row is run.
             selected: the parameters, by name.
             reduce: what is kept of a gradient.
@@ -57,14 +57,16 @@ class FirstSample:
 
 @torch.no_grad()
 def require_repeatable(
-    model: nn.Module, row: ModelInput, logits: Float[Tensor, "1 c"]
+    model: nn.Module,
+    row: ModelInput,
+    logits: Float[Tensor, "1 c"],
 ) -> torch.dtype:
     """Require that a row gives the same logits again.
 
     Asked of every batch, since another input may show a randomness that the first one hid.
 
     Args:
-        model: under `preserve_state`.
+        model: inside `preserve_state`.
         row: a single one.
         logits: what the model returned for it.
 
@@ -120,7 +122,7 @@ def sample_gradients(
     """The gradient of each parameter along each direction, for one row.
 
     Args:
-        model: under `preserve_state`.
+        model: inside `preserve_state`.
         row: a single one.
         selected: the parameters, by name.
         directions: from the logits to what is pulled back.
@@ -157,7 +159,9 @@ def sample_gradients(
 
 
 def gradients_of(
-    target: Tensor, parameters: list[Tensor], cotangent: Tensor | None = None
+    target: Tensor,
+    parameters: list[Tensor],
+    cotangent: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Jᵀ·cotangent of a tensor by autograd, keeping the graph.
 

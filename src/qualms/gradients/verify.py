@@ -20,13 +20,11 @@ from torch import Tensor, nn
 
 from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
 from qualms.gradients.directions import Cotangents
-from qualms.gradients.measure import measure
+from qualms.gradients.measure import Pullback, measure
 from qualms.gradients.model_input import ModelInput, forward_logits, some_alone
 from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares, tolerance_of
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Kind
-from qualms.gradients.tracing.factors import GradFactor
-from qualms.gradients.tracing.weights import Weights
 
 ROWS_AHEAD = 2048  # whose logits are computed ahead of the chunks that they are compared with
 INFLUENCE = "the inputs of a batch influence each other"
@@ -52,7 +50,7 @@ class CrossBatchCheck:
     chunks: Sequence[slice]
 
     def __post_init__(self) -> None:
-        self._start = 0  # the first sample whose logits are at hand
+        self._start = 0  # the first sample whose logits are held
         self._logits: Tensor | None = None
 
     def logits_of(self, chunk: slice) -> Float[Tensor, "b _ c"]:
@@ -76,7 +74,10 @@ class CrossBatchCheck:
 
 
 @torch.no_grad()
-def cross_batch_logits(request: GradientRequest, chunks: int) -> Float[Tensor, "b r c"]:
+def cross_batch_logits(
+    request: GradientRequest,
+    chunks: int,
+) -> Float[Tensor, "b r c"]:
     """The logits of all rows from plain forward passes over other groups than consecutive samples.
 
     A group takes a sample of each chunk, or every second one if there is a single chunk; and of a
@@ -86,7 +87,7 @@ def cross_batch_logits(request: GradientRequest, chunks: int) -> Float[Tensor, "
         request: whose samples are run.
         chunks: how many chunks they make up.
     """
-    rows, samples = request.rows_per_sample, request.inputs
+    rows, samples = request.rows_per_sample, request.num_samples
     stride = min(samples, max(2, chunks))
     parts: list[Tensor] = []
     for start in range(stride):
@@ -99,7 +100,10 @@ def cross_batch_logits(request: GradientRequest, chunks: int) -> Float[Tensor, "
 
 @torch.no_grad()
 def logits_in_groups(
-    model: nn.Module, model_input: ModelInput, groups: int, period: int | None = None
+    model: nn.Module,
+    model_input: ModelInput,
+    groups: int,
+    period: int | None = None,
 ) -> Float[Tensor, "rows c"]:
     """The logits of all rows, each run with others than its neighbors.
 
@@ -116,7 +120,9 @@ def logits_in_groups(
 
 
 def require_same_across_batches(
-    logits: Float[Tensor, "rows c"], elsewhere: Float[Tensor, "rows c"], precision: torch.dtype
+    logits: Float[Tensor, "rows c"],
+    elsewhere: Float[Tensor, "rows c"],
+    precision: torch.dtype,
 ) -> None:
     """Require that rows give the logits that they give in other batches.
 
@@ -178,7 +184,12 @@ class Separation:
     precision: torch.dtype
 
     @classmethod
-    def of(cls, samples: int, device: torch.device, precision: torch.dtype) -> "Separation":
+    def of(
+        cls,
+        samples: int,
+        device: torch.device,
+        precision: torch.dtype,
+    ) -> "Separation":
         """Scales from 1 down that differ as much as the precision allows, in a random order.
 
         Args:
@@ -197,7 +208,9 @@ class Separation:
         return cotangent * of_rows[:, None].to(cotangent)
 
     def require(
-        self, plain: dict[str, Float[Tensor, " b"]], scaled: dict[str, Float[Tensor, " b"]]
+        self,
+        plain: dict[str, Float[Tensor, " b"]],
+        scaled: dict[str, Float[Tensor, " b"]],
     ) -> None:
         """Require that norms along the scaled v are s_b times those along v.
 
@@ -217,62 +230,47 @@ class Separation:
             raise NotBatchable(MIXTURE)
 
 
-def require_separate_gradients(
-    logits: Float[Tensor, "rows c"],
-    factors: Sequence[GradFactor],
-    weights: Weights,
-    samples: int,
-    precision: torch.dtype,
-) -> None:
+def require_separate_gradients(pullback: Pullback, precision: torch.dtype) -> None:
     """Require that each sample's gradients are its own, by two passes along a random direction.
 
     For where none of the passes that are made anyway can serve.
 
     Args:
-        logits: of a traced pass, with their graph.
-        factors: of the gradients.
-        weights: the leaves.
-        samples: how many there are.
+        pullback: of a traced forward pass.
         precision: the type that rounds most on the way to the logits.
     """
-    if samples < 2 or not factors:
+    if pullback.samples < 2 or not pullback.factors:
         return
-    separation = Separation.of(samples, logits.device, precision)
+    logits = pullback.logits
+    separation = Separation.of(pullback.samples, logits.device, precision)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(logits.shape, generator=generator, dtype=torch.double).to(logits.device)
-    both = torch.stack([noise, separation.scale(noise)])
-    norms = measure(logits, both, factors, weights, samples, "l2")
+    norms = measure(pullback, torch.stack([noise, separation.scale(noise)]), "l2")
     separation.require(_column(norms, 0), _column(norms, 1))
 
 
 def measure_separate(
-    logits: Float[Tensor, "rows c"],
+    pullback: Pullback,
     cotangents: Cotangents,
-    factors: Sequence[GradFactor],
-    weights: Weights,
-    samples: int,
     kind: Kind,
     precision: torch.dtype,
 ) -> dict[str, Float[Tensor, "b m"]]:
     """What `measure` gives, verified by one further pass along a cotangent scaled by sample.
 
     Args:
-        logits: of a traced pass, with their graph.
+        pullback: of a traced forward pass.
         cotangents: the directions.
-        factors: of the gradients.
-        weights: the leaves.
-        samples: how many there are.
         kind: `l2` or `l1`.
         precision: the type that rounds most on the way to the logits.
     """
-    if samples < 2 or not factors:
-        return measure(logits, cotangents, factors, weights, samples, kind)
-    separation = Separation.of(samples, logits.device, precision)
+    samples = pullback.samples
+    if samples < 2 or not pullback.factors:
+        return measure(pullback, cotangents, kind)
+    separation = Separation.of(samples, pullback.logits.device, precision)
     one_more = _OneMoreCotangent(cotangents, separation, samples)
-    more = Cotangents(cotangents.number + 1, one_more.blocks)
-    values = measure(logits, more, factors, weights, samples, kind)
+    values = measure(pullback, Cotangents(cotangents.number + 1, one_more.blocks), kind)
     if one_more.number is None:
-        require_separate_gradients(logits, factors, weights, samples, precision)
+        require_separate_gradients(pullback, precision)
     else:
         separation.require(_column(values, one_more.number), _column(values, -1))
     return {name: value[:, : cotangents.number] for name, value in values.items()}
@@ -313,6 +311,9 @@ class _OneMoreCotangent:
             yield self.separation.scale(cotangent)[None], scale[None]
 
 
-def _column(values: dict[str, Tensor], number: int) -> dict[str, Float[Tensor, " b"]]:
+def _column(
+    values: dict[str, Tensor],
+    number: int,
+) -> dict[str, Float[Tensor, " b"]]:
     """The norms along one direction."""
     return {name: value[:, number] for name, value in values.items()}

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import num_samples
+from qualms.gradients.batch import num_samples, slices
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.measure import norm_of
@@ -64,20 +64,17 @@ class AutogradEngine:
     def run(self, plan: AutogradPlan, request: GradientRequest) -> ClassNorms:
         """The norms of all samples."""
         parts: list[ClassNorms] = []
-        for one in split_evenly(request.inputs, 1):
-            sample = request.along_own(one)
+        for one in slices(request.num_samples, 1):
+            sample = request.with_directions_of(one)
             parts.append(plain_autograd(sample, request.rows(one), plan.row_bytes))
         return all_selected(ClassNorms.concatenate(parts), request, plan.use_order)
 
 
-def split_evenly(samples: int, size: int) -> list[slice]:
-    """Chunks of nearly equal size, of at most `size` samples."""
-    number = -(-samples // size)
-    size = -(-samples // number)
-    return [slice(start, min(start + size, samples)) for start in range(0, samples, size)]
-
-
-def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -> ClassNorms:
+def all_selected(
+    norms: ClassNorms,
+    request: GradientRequest,
+    order: UseOrder,
+) -> ClassNorms:
     """The same norms with all parameters that count, in the model's order.
 
     A parameter that no sample here uses has norm zero.
@@ -88,9 +85,9 @@ def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -
         order: in which the forward pass uses them.
     """
     number = request.directions.size(norms.logits.shape[1])
-    shape = (request.inputs, number)
+    shape: tuple[int, ...] = (request.num_samples, number)
     if request.gram:
-        shape = (*shape, number)  # type: ignore[assignment]
+        shape = (*shape, number)
     zeros = torch.zeros(shape, dtype=torch.double, device=norms.logits.device)
     values: dict[str, Tensor] = {}
     for name in order.relevant(norms.values, request.selected):
@@ -99,7 +96,11 @@ def all_selected(norms: ClassNorms, request: GradientRequest, order: UseOrder) -
     return norms
 
 
-def plain_autograd(request: GradientRequest, model_input: ModelInput, row_bytes: int) -> ClassNorms:
+def plain_autograd(
+    request: GradientRequest,
+    model_input: ModelInput,
+    row_bytes: int,
+) -> ClassNorms:
     """The norms of the gradients of each sample, averaged over its rows.
 
     Args:
@@ -118,10 +119,9 @@ def plain_autograd(request: GradientRequest, model_input: ModelInput, row_bytes:
     parts: list[ClassNorms] = []
     for i in range(num_samples(model_input.batch) // rows):
         sample = model_input.take(slice(i * rows, (i + 1) * rows))
-        graphs = SampleGraphs(request.along_own(slice(i, i + 1)), sample, kept_rows)
-        parts.append(
-            ClassNorms(_measure(graphs, gradient_bytes), graphs.logits[:1], set(request.selected))
-        )
+        graphs = SampleGraphs(request.with_directions_of(slice(i, i + 1)), sample, kept_rows)
+        values = _measure(graphs, gradient_bytes)
+        parts.append(ClassNorms(values, graphs.logits[:1], set(request.selected)))
     return ClassNorms.concatenate(parts)
 
 
@@ -135,7 +135,7 @@ def graph_bytes(request: GradientRequest, row: ModelInput) -> int:
 
 def _measure(graphs: "SampleGraphs", gradient_bytes: int) -> dict[str, Tensor]:
     if graphs.request.gram:
-        return _inner_products(graphs, _gradients_held(graphs, gradient_bytes))
+        return _inner_products(graphs, _count_held(graphs, gradient_bytes))
     return _norms(graphs)
 
 
@@ -150,7 +150,7 @@ def _norms(graphs: "SampleGraphs") -> dict[str, Float[Tensor, "1 m"]]:
     return values
 
 
-def _gradients_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
+def _count_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
     """How many gradients of a sample are held at once for their inner products.
 
     Raises:
@@ -162,7 +162,10 @@ def _gradients_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
     return max(1, room // gradient_bytes)
 
 
-def _inner_products(graphs: "SampleGraphs", held: int) -> dict[str, Float[Tensor, "1 m m"]]:
+def _inner_products(
+    graphs: "SampleGraphs",
+    held: int,
+) -> dict[str, Float[Tensor, "1 m m"]]:
     """⟨g_i, g_j⟩, a block of i at a time.
 
     Where the blocks do not all fit, the gradients after a block are computed again.
@@ -202,7 +205,10 @@ class _HeldGradients:
         self.scales: list[Tensor] = []
 
     def multiply(
-        self, number: int, gradient: Gradient, scale: Float[Tensor, ""]
+        self,
+        number: int,
+        gradient: Gradient,
+        scale: Float[Tensor, ""],
     ) -> dict[str, Float[Tensor, " n"]]:
         """Inner products of a gradient with those held so far; it is held if it is in the block.
 
@@ -239,7 +245,12 @@ class SampleGraphs:
         kept_rows: how many graphs fit into memory.
     """
 
-    def __init__(self, request: GradientRequest, rows: ModelInput, kept_rows: int) -> None:
+    def __init__(
+        self,
+        request: GradientRequest,
+        rows: ModelInput,
+        kept_rows: int,
+    ) -> None:
         self.request, self.rows = request, rows
         self._graphs: list[Tensor] = []  # logits that lead back to the parameters
         logits: list[Tensor] = []
@@ -267,7 +278,12 @@ class SampleGraphs:
         for block, scales in self.directions.blocks():
             yield from zip(block, scales[:, 0], strict=True)
 
-    def _add_row(self, total: Gradient, row: int, cotangent: Float[Tensor, " c"]) -> None:
+    def _add_row(
+        self,
+        total: Gradient,
+        row: int,
+        cotangent: Float[Tensor, " c"],
+    ) -> None:
         graph = self._graphs[row] if row < len(self._graphs) else self._graph(row)
         selected = self.request.selected
         found = gradients_of(graph, list(selected.values()), cotangent[None])

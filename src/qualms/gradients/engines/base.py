@@ -25,7 +25,7 @@ class Engine(Protocol[PlanT]):
     """
 
     def plan(self, request: GradientRequest) -> PlanT | Fallback:
-        """Decide how to serve a request, or return a `Fallback` that says why this engine cannot.
+        """Decide how to serve a request, or return a `Fallback` with the reason why this engine cannot.
 
         Args:
             request: what to compute.
@@ -89,7 +89,10 @@ class ClassNorms:
         )
 
 
-def _concatenate(tables: list[dict[str, Tensor]], parts: list[ClassNorms]) -> dict[str, Tensor]:
+def _concatenate(
+    tables: list[dict[str, Tensor]],
+    parts: list[ClassNorms],
+) -> dict[str, Tensor]:
     """Tables of consecutive samples as one.
 
     A parameter that the logits of a part do not depend on has gradient zero there.
@@ -115,7 +118,11 @@ def _concatenate(tables: list[dict[str, Tensor]], parts: list[ClassNorms]) -> di
     return whole
 
 
-def run_first(engines: list[Engine[Any]], request: GradientRequest, cache: PlanCache) -> ClassNorms:
+def run_first(
+    engines: list[Engine[Any]],
+    request: GradientRequest,
+    cache: PlanCache,
+) -> ClassNorms:
     """Run the first of several engines that can serve a request.
 
     Args:

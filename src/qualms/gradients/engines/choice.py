@@ -21,7 +21,7 @@ from torch import nn
 from qualms.gradients.batch import Batch, num_samples, take_samples
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.autograd import AutogradEngine
-from qualms.gradients.engines.base import ClassNorms, Engine, run_first
+from qualms.gradients.engines.base import Engine, run_first
 from qualms.gradients.engines.class_sampling import MIN_CLASSES
 from qualms.gradients.engines.exact import ExactEngine
 from qualms.gradients.engines.layer_cut import LayerCutEngine
@@ -30,7 +30,6 @@ from qualms.gradients.engines.sketch import SketchEngine
 from qualms.gradients.fallback import Fallback
 from qualms.gradients.layers import group_by_layer
 from qualms.gradients.model_input import ModelInput, forward_logits
-from qualms.gradients.plan import Plan
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings, Sketch
@@ -39,19 +38,8 @@ log = logging.getLogger("qualms")
 MAX_EXACT_PASSES = 60.0  # forward passes that exact gradients of a row may take
 TOLERANCE = 0.03  # the standard error of estimates, as a share of the score
 SKETCH_PASSES = 3.0  # of a tangent: a forward pass, and twice as much for the derivative
-# The traced forward pass, and the plain one that it is compared with.
-FORWARD_PASSES = 2.0
+FORWARD_PASSES = 2.0  # the traced one, and the plain one that it is compared with
 AUTOGRAD_PASSES = 2.0  # a backward pass by plain autograd, with the gradients of the weights
-
-
-def compute_norms(request: GradientRequest, cache: PlanCache) -> ClassNorms:
-    """Compute the gradients of a request by the engine that serves it.
-
-    Args:
-        request: what to compute.
-        cache: of the model.
-    """
-    return run_first(engines_for(request, cache), request, cache)
 
 
 def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]:
@@ -71,7 +59,11 @@ def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]
 
 
 def resolve_engine(
-    settings: Settings, model: nn.Module, batch: Batch, classes: int, cache: PlanCache
+    settings: Settings,
+    model: nn.Module,
+    batch: Batch,
+    classes: int,
+    cache: PlanCache,
 ) -> Settings:
     """The settings with the engine and the tolerance that scores of this model will have.
 
@@ -101,7 +93,11 @@ def resolve_engine(
     return replace(exact, tolerance=TOLERANCE)
 
 
-def resolve_layer_engine(settings: Settings, model: nn.Module, batch: Batch) -> Settings:
+def resolve_layer_engine(
+    settings: Settings,
+    model: nn.Module,
+    batch: Batch,
+) -> Settings:
     """The settings with the engine for norms of all classes and layers.
 
     Args:
@@ -132,6 +128,17 @@ def resolve_layer_engine(settings: Settings, model: nn.Module, batch: Batch) -> 
     return replace(settings, engine="sketch")
 
 
+def samples_classes(settings: Settings, classes: int) -> bool:
+    """Whether scores that are sums over classes are estimated from some of them.
+
+    Args:
+        settings: as resolved by `resolve_engine`.
+        classes: of the model.
+    """
+    has_many = classes >= MIN_CLASSES
+    return has_many and bool(settings.tolerance) and settings.engine_name == "exact"
+
+
 def exact_passes(request: GradientRequest, classes: int, cache: PlanCache) -> float:
     """Forward passes that the gradients of all classes of one row take, as counted.
 
@@ -153,7 +160,7 @@ def row_passes(
     cache: PlanCache,
     names: frozenset[str] | None = None,
 ) -> float:
-    """Forward passes that some gradients of one row take, as counted.
+    """Forward passes that some gradients of one row take by the exact engine, as counted.
 
     The plain forward pass that the traced one is compared with is not counted: scores share it.
 
@@ -163,8 +170,6 @@ def row_passes(
         cache: where the plan is kept.
         names: the parameters whose gradients are wanted; None for all.
     """
-    if request.settings.engine == "reference":
-        return 1 + AUTOGRAD_PASSES * directions
     plan = ExactEngine(cache).plan(request)
     if isinstance(plan, Fallback):
         return 1 + AUTOGRAD_PASSES * directions
@@ -173,13 +178,6 @@ def row_passes(
 
 
 def _request(model: nn.Module, batch: Batch, settings: Settings) -> GradientRequest:
+    """The gradients of all classes."""
     numbers = range(num_samples(batch))
     return GradientRequest(model, batch, numbers, settings, Directions(("classes",)))
-
-
-PASSES_BESIDE, PLAIN_BACKWARD, PUSH_PASSES = FORWARD_PASSES, AUTOGRAD_PASSES, SKETCH_PASSES
-
-
-def pass_work(plan: Plan, directions: int, names: frozenset[str] | None = None) -> float:
-    """`Plan.pass_cost`."""
-    return plan.pass_cost(directions, names)

@@ -1,7 +1,6 @@
-"""Few classes of many: Σ_c w_c ‖g_c‖ⁿ from the classes that count most and a few of the others,
-drawn by known chances.
+"""Few classes of many: Σ_c w_c ‖g_c‖ⁿ from those that count most and a random few of the others.
 
-Each class of each input has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c a guess at the length of its gradient
+Each class of each sample has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c a guess at the length of its gradient
 up to a factor. Behind a linear classifier with rows w_c, all gradients but the classifier's own are
 ∇ log p_c = J_hᵀ(w_c - w̄), w̄ = Σ_k p_k w_k, and their lengths follow ‖w_c - w̄‖; the classifier's
 own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of its mean, and a part of ‖e_c - p‖²; for
@@ -10,14 +9,14 @@ among the classes of an image with layer weights, and two or three times as much
 
 Of m classes that are measured, those whose size is at least an m-th of what is left are certain to
 be taken; the others enter with chances π_c proportional to their sizes, drawn systematically, in
-one walk over the classes in steps of equal size, in an order and from a start that all inputs
+one walk over the classes in steps of equal size, in an order and from a start that all samples
 share, so that most of the noise is common to them. Then
 
     Σ_{c drawn} w_c ‖g_c‖ⁿ / π_c
 
 has the right mean whatever the norms are (Horvitz & Thompson, J. ASA 1952). Its standard error
-comes from the spread of its terms (Hájek, Ann. Math. Stat. 1964). A handful of terms tells a spread
-poorly, so it is averaged with what the classes of an input usually show, counted as four more
+comes from the spread of its terms (Hájek, Ann. Math. Stat. 1964). A handful of terms shows a spread
+poorly, so it is averaged with what the classes of a sample usually show, counted as four more
 terms, unless it is larger, and widened by Student's t: the true sum is within two such errors in
 about 95 % of all cases. There is none if the norms are proportional to the sizes.
 """
@@ -33,20 +32,30 @@ from qualms.gradients.directions import Directions, Logits, of_class, scale_to_u
 from qualms.gradients.precision import at_least_float32
 from qualms.random import generator
 
-STREAM = 1_000_000_009  # sets the start of the walk apart from other draws
+STREAM = 1_000_000_009  # separates the start of the walk from other draws
 MIN_CLASSES = 25  # of a model: with fewer, all of them are measured
-# of ‖g_c‖ / ℓ_c among an input's classes, usually: of the late layers, or with layer weights
+# The usual standard deviation of ‖g_c‖ / ℓ_c among a sample's classes, relative to its mean: of the
+# late layers, or with layer weights; and of all layers alike.
 LATE_SPREAD = 0.045
-WHOLE_SPREAD = 0.10  # of the same, all layers alike
+WHOLE_SPREAD = 0.10
 PRIOR_TERMS = 4  # that the usual spread counts for
 OWN_SHARE = 0.25  # of ‖e_c - p‖² in ℓ_c²
-Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]
+Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]  # from p to s_c
+
+
+# The sizes of classes, and their chances to be drawn.
 
 
 def class_lengths(
-    probs: Float[Tensor, "b c"], weight: Float[Tensor, "c d"] | None = None
+    probs: Float[Tensor, "b c"],
+    weight: Float[Tensor, "c d"] | None = None,
 ) -> Float[Tensor, "b c"]:
-    """ℓ_c, a guess at ‖g_c‖ up to a factor: from the rows of a linear classifier if there is one."""
+    """ℓ_c, a guess at ‖g_c‖ up to a factor.
+
+    Args:
+        probs: p.
+        weight: the rows w_c of the linear classifier, if there is one.
+    """
     own = sum_of_others(probs).square() + sum_of_others(probs.square())  # ‖e_c - p‖²
     if weight is None:
         return own.sqrt()
@@ -65,84 +74,44 @@ def class_lengths(
 
 
 def class_sizes(
-    weights: Float[Tensor, "b c"], lengths: Float[Tensor, "b c"], power: int = 1
+    weights: Float[Tensor, "b c"],
+    lengths: Float[Tensor, "b c"],
+    power: int = 1,
 ) -> Float[Tensor, "b c"]:
     """|w_c| ℓ_cⁿ, as shares of their sum."""
     sizes = weights.abs() * lengths**power
     return sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
 
 
-@dataclass(frozen=True)
-class SampledClasses(Directions):
-    """e_c - p for `number` classes c of each input, a function of its logits."""
-
-    sizes: Sizes
-    number: int
-    seed: int
-
-    def size(self, classes: int) -> int:
-        """How many directions there are."""
-        return self.number
-
-    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The directions in logit space; the classes are those of the input itself, row 0."""
-        classes, _ = self.draw(logits[:, 0])
-        for column in classes.T:
-            yield scale_to_unit(
-                of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits)
-            )
-
-    def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """The classes of each input, and the chances π_c with which they were drawn."""
-        chances = self.chances(logits)
-        classes = walk(chances, self.number, generator(self.seed, STREAM))
-        return classes, chances.gather(-1, classes)
-
-    def chances(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """π_c: 1 for the classes that count most, proportional to the sizes of the others."""
-        return inclusion_chances(self.sizes(logits.detach().double().softmax(-1)), self.number)
-
-
-@dataclass(frozen=True, eq=False)
-class ChosenClasses(Directions):
-    """e_c - p for classes c that were chosen beforehand, of each input its own."""
-
-    chosen: Int[Tensor, "b m"]
-
-    def size(self, classes: int) -> int:
-        """How many directions there are."""
-        return self.chosen.shape[1]
-
-    def of_inputs(self, some: slice) -> "ChosenClasses":
-        """Those of some of the inputs."""
-        return ChosenClasses(self.names, self.chosen[some])
-
-    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for column in self.chosen.to(logits.device).T:
-            yield scale_to_unit(
-                of_class(logits, column).flatten(1, 2) / logits.shape[1], len(logits)
-            )
-
-
-def inclusion_chances(sizes: Float[Tensor, "b c"], number: int) -> Float[Tensor, "b c"]:
-    """π_c of so many classes: 1 for those that count most, proportional to the sizes of the others."""
+def inclusion_chances(
+    sizes: Float[Tensor, "b c"],
+    number: int,
+) -> Float[Tensor, "b c"]:
+    """π_c of so many classes: 1 for the largest, proportional to the sizes of the others."""
     ordered, order = sizes.sort(dim=-1, descending=True)
     left = ordered.flip(-1).cumsum(-1).flip(-1)  # from each on
     to_draw = (number - torch.arange(sizes.shape[-1], device=sizes.device)).clamp_min(0)
-    certain = ((ordered * to_draw >= left) & (to_draw > 0)).long().cumprod(-1).bool()
+    is_large = (ordered * to_draw >= left) & (to_draw > 0)
+    certain = is_large.long().cumprod(-1).bool()
     taken = certain.sum(-1, keepdim=True)
-    rest = (
-        torch.where(certain, 0, ordered)
-        .sum(-1, keepdim=True)
-        .clamp_min(torch.finfo(sizes.dtype).tiny)
-    )
-    chances = torch.where(certain, 1.0, ((number - taken) * ordered / rest).clamp_max(1))
+    rest = torch.where(certain, 0, ordered).sum(-1, keepdim=True)
+    rest = rest.clamp_min(torch.finfo(sizes.dtype).tiny)
+    proportional = ((number - taken) * ordered / rest).clamp_max(1)
+    chances = torch.where(certain, 1.0, proportional)
     return torch.zeros_like(chances).scatter(-1, order, chances)
 
 
-def walk(chances: Float[Tensor, "b c"], number: int, noise: torch.Generator) -> Int[Tensor, "b m"]:
-    """Classes drawn systematically: one walk over them, in steps of 1, from a start that all inputs
-    share.
+def walk(
+    chances: Float[Tensor, "b c"],
+    number: int,
+    noise: torch.Generator,
+) -> Int[Tensor, "b m"]:
+    """Classes drawn systematically: one walk over them, in steps of 1.
+
+    Args:
+        chances: π_c of each sample.
+        number: m, how many are drawn.
+        noise: gives the order of the classes and the start, which all samples share.
     """
     # In a random order: classes in a periodic one would fall into step with the walk.
     mixed = torch.randperm(chances.shape[-1], generator=noise).to(chances.device)
@@ -156,31 +125,76 @@ def walk(chances: Float[Tensor, "b c"], number: int, noise: torch.Generator) -> 
     return order.gather(-1, places.clamp_max(chances.shape[-1] - 1))
 
 
-def expected_error(
-    sizes: Float[Tensor, "b c"], chances: Float[Tensor, "b c"], number: int, spread: float
-) -> Float[Tensor, " b"]:
-    """The relative standard error to expect: spread Σ_c s_c / √m over classes left to chance, m of
-    them drawn.
+# Directions of some classes.
+
+
+@dataclass(frozen=True)
+class SampledClasses(Directions):
+    """e_c - p for some classes c of each sample, drawn by its logits.
 
     Args:
-        sizes: s_c, which sum to 1.
-        chances: with which so many classes are drawn.
-        number: of classes.
-        spread: of what is summed, over its size.
+        sizes: from probabilities to the sizes s_c.
+        number: how many classes.
+        seed: of the draws.
     """
-    left = torch.where(chances < 1, sizes, 0).sum(-1)
-    drawn = (number - (chances == 1).sum(-1)).clamp_min(1)
-    return spread * left / drawn.sqrt() * _widened(drawn - 1 + PRIOR_TERMS)
+
+    sizes: Sizes
+    number: int
+    seed: int
+
+    def size(self, classes: int) -> int:
+        """How many directions there are."""
+        return self.number
+
+    def _blocks(
+        self,
+        logits: Logits,
+        block_bytes: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The directions in logit space; the classes are those of the sample itself, row 0."""
+        classes, _ = self.draw(logits[:, 0])
+        for column in classes.T:
+            yield _block(of_class(logits, column), logits)
+
+    def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
+        """The classes of each sample, and the chances π_c with which they were drawn."""
+        return _draw(self.chances(logits), self.number, generator(self.seed, STREAM))
+
+    def chances(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+        """π_c: 1 for the classes that count most, proportional to the sizes of the others."""
+        return inclusion_chances(self.sizes(logits.detach().double().softmax(-1)), self.number)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenClasses(Directions):
+    """e_c - p for classes c that were chosen beforehand, of each sample its own."""
+
+    chosen: Int[Tensor, "b m"]
+
+    def size(self, classes: int) -> int:
+        """How many directions there are."""
+        return self.chosen.shape[1]
+
+    def of_samples(self, some: slice) -> "ChosenClasses":
+        """Those of some of the samples."""
+        return ChosenClasses(self.names, self.chosen[some])
+
+    def _blocks(
+        self,
+        logits: Logits,
+        block_bytes: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for column in self.chosen.to(logits.device).T:
+            yield _block(of_class(logits, column), logits)
 
 
 @dataclass(frozen=True)
 class ContrastedClasses(SampledClasses):
-    """Directions whose inner products tell of some classes: e_b - p, e_b, and e_c - e_b, b the
-    likeliest class.
+    """e_b - p, e_b, and e_c - e_b for some classes c, b the likeliest class.
 
-    First for `sample` classes c drawn alike, the same for all inputs of all models with as many
-    classes, then for the classes drawn for each input. All else is a sum of these, in which nothing
-    cancels: e_c = e_b + (e_c - e_b), and e_c - p = (e_b - p) + (e_c - e_b).
+    First for `sample` classes c drawn alike, the same for all samples of all models with as many
+    classes, then for the classes drawn for each sample. All other inner products follow from
+    theirs, and nothing cancels: e_c = e_b + (e_c - e_b), and e_c - p = (e_b - p) + (e_c - e_b).
     """
 
     sample: int
@@ -191,27 +205,71 @@ class ContrastedClasses(SampledClasses):
 
     def sampled(self, classes: int) -> Int[Tensor, " n"]:
         """The classes that are drawn alike."""
-        return torch.randperm(classes, generator=torch.Generator().manual_seed(classes))[
-            : self.sample
-        ]
+        mixed = torch.randperm(classes, generator=torch.Generator().manual_seed(classes))
+        return mixed[: self.sample]
 
-    def _blocks(self, logits: Logits, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(
+        self,
+        logits: Logits,
+        block_bytes: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         best = logits[:, 0].argmax(-1)
         alike = self.sampled(logits.shape[-1]).to(best).expand(len(best), -1)
-        classes = torch.cat([alike, self.draw(logits[:, 0])[0]], dim=1)
-        one = torch.zeros_like(logits, dtype=torch.double)
-        of_best = one.scatter(-1, _place(best, logits), 1)
-        yield self._block(of_class(logits, best), logits)
-        yield self._block(of_best[None], logits)
-        for column in classes.T:
-            yield self._block((one.scatter(-1, _place(column, logits), 1) - of_best)[None], logits)
-
-    def _block(self, directions: Float[Tensor, "1 b r c"], logits: Logits) -> tuple[Tensor, Tensor]:
-        return scale_to_unit(directions.flatten(1, 2) / logits.shape[1], len(logits))
+        drawn, _ = self.draw(logits[:, 0])
+        of_best = _one_hot(best, logits)
+        yield _block(of_class(logits, best), logits)
+        yield _block(of_best, logits)
+        for column in torch.cat([alike, drawn], dim=1).T:
+            yield _block(_one_hot(column, logits) - of_best, logits)
 
 
-def _place(classes: Int[Tensor, " b"], logits: Logits) -> Int[Tensor, "b r 1"]:
-    return classes[:, None, None].expand(*logits.shape[:2], 1)
+def _draw(
+    chances: Float[Tensor, "b c"],
+    number: int,
+    noise: torch.Generator,
+) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
+    """So many classes, and the chances with which they were drawn."""
+    classes = walk(chances, number, noise)
+    return classes, chances.gather(-1, classes)
+
+
+def _one_hot(
+    classes: Int[Tensor, " b"],
+    logits: Logits,
+) -> Float[Tensor, "1 b r c"]:
+    """e_c of one class of each sample."""
+    place = classes[:, None, None].expand(*logits.shape[:2], 1)
+    return torch.zeros_like(logits, dtype=torch.double).scatter(-1, place, 1)[None]
+
+
+def _block(
+    directions: Float[Tensor, "1 b r c"],
+    logits: Logits,
+) -> tuple[Tensor, Tensor]:
+    """One direction of each sample as a block of `Cotangents`."""
+    return scale_to_unit(directions.flatten(1, 2) / logits.shape[1], len(logits))
+
+
+# Estimates of the sum over all classes, and their errors.
+
+
+def expected_error(
+    sizes: Float[Tensor, "b c"],
+    chances: Float[Tensor, "b c"],
+    number: int,
+    spread: float,
+) -> Float[Tensor, " b"]:
+    """The relative standard error to expect: spread Σ_c s_c / √m over the m classes left to chance.
+
+    Args:
+        sizes: s_c, which sum to 1.
+        chances: with which so many classes are drawn.
+        number: of classes.
+        spread: of what is summed, over its size.
+    """
+    left = torch.where(chances < 1, sizes, 0).sum(-1)
+    drawn = (number - (chances == 1).sum(-1)).clamp_min(1)
+    return spread * left / drawn.sqrt() * _widening(drawn - 1 + PRIOR_TERMS)
 
 
 def estimate(
@@ -219,12 +277,17 @@ def estimate(
     chances: Float[Tensor, "b d"],
     spread: float | Float[Tensor, "m 1"] = LATE_SPREAD,
 ) -> tuple[Float[Tensor, "*m b"], Float[Tensor, "*m b"]]:
-    """Σ_c t_c / π_c, the sum of the terms t_c of all classes from those that were drawn, and its
-    standard error.
+    """Σ_c t_c / π_c over the classes that were drawn, and its standard error.
 
-    With d of them left to chance, its square is v Σ_c (1 - π_c), v the variance of t_c / π_c. That
-    is the mean of the one found, with d - 1 degrees of freedom, and the usual one, (spread ·
-    mean)², with PRIOR_TERMS; but never less than the one found.
+    It estimates the sum of the terms t_c of all classes. With d of them left to chance, its squared
+    error is v Σ_c (1 - π_c), v the variance of t_c / π_c. That is the mean of the one found, with
+    d - 1 degrees of freedom, and the usual one, (spread · mean)², with PRIOR_TERMS; but never less
+    than the one found.
+
+    Args:
+        terms: t_c.
+        chances: π_c.
+        spread: the usual one, of each method.
     """
     tiny = torch.finfo(chances.dtype).tiny
     each = terms / chances.clamp_min(tiny)
@@ -232,59 +295,58 @@ def estimate(
     total = doubt.sum(-1)
     drawn = (doubt > 0).sum(-1)
     mean = (doubt * each).sum(-1) / total.clamp_min(tiny)
-    squares = (
-        (doubt * (each - mean[..., None]).square()).sum(-1) / total.clamp_min(tiny) * drawn
-    )  # d - 1 degrees
+    variance = (doubt * (each - mean[..., None]).square()).sum(-1) / total.clamp_min(tiny)
+    squares = variance * drawn  # with d - 1 degrees of freedom
     freedom = (drawn - 1).clamp_min(0) + PRIOR_TERMS
     usual = (spread * mean).square()
-    variance = torch.maximum(
-        squares / (drawn - 1).clamp_min(1), (squares + PRIOR_TERMS * usual) / freedom
-    )
-    return each.sum(-1), (total * variance).sqrt() * _widened(freedom)
+    found = squares / (drawn - 1).clamp_min(1)
+    variance = torch.maximum(found, (squares + PRIOR_TERMS * usual) / freedom)
+    return each.sum(-1), (total * variance).sqrt() * _widening(freedom)
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums of terms by several methods, gathered in turns: each adds an estimate from further
-    classes.
+    """Sums of terms by several methods, gathered in turns of further classes.
 
     Classes that were certain to be taken in the first turn are counted as they are, and not drawn
     again. Of the others' sum every turn gives an estimate; the turns are independent, and count by
     their numbers of classes.
+
+    Attributes:
+        sizes: s_c, by which classes are drawn.
+        certain: the classes that were certain to be taken.
+        known: the sum of their terms.
+        drawn: estimates of the others' sum, times their numbers of classes, added up.
+        squares: of the errors of those.
+        number: of classes drawn.
+        whole: whether all classes were measured.
     """
 
-    sizes: Float[Tensor, "b c"]  # s_c, by which classes are drawn
-    certain: Bool[Tensor, "b c"]  # classes
-    known: Float[Tensor, "m b"]  # the sum of their terms
-    drawn: Float[
-        Tensor, "m b"
-    ]  # estimates of the others' sum, times their numbers of classes, added up
-    squares: Float[Tensor, "m b"]  # of the errors of those
-    number: Int[Tensor, " b"]  # of classes drawn
-    whole: Bool[Tensor, " b"]  # all classes were measured
+    sizes: Float[Tensor, "b c"]
+    certain: Bool[Tensor, "b c"]
+    known: Float[Tensor, "m b"]
+    drawn: Float[Tensor, "m b"]
+    squares: Float[Tensor, "m b"]
+    number: Int[Tensor, " b"]
+    whole: Bool[Tensor, " b"]
 
     @classmethod
     def empty(cls, methods: int, sizes: Float[Tensor, "b c"]) -> "Tally":
-        """Nothing measured yet."""
+        """Nothing measured yet, by so many methods."""
         known, drawn, squares = sizes.new_zeros(3, methods, len(sizes))
+        certain = torch.zeros_like(sizes, dtype=torch.bool)
         number = torch.zeros(len(sizes), dtype=torch.long, device=sizes.device)
-        return cls(
-            sizes,
-            torch.zeros_like(sizes, dtype=torch.bool),
-            known,
-            drawn,
-            squares,
-            number,
-            number > 0,
-        )
+        return cls(sizes, certain, known, drawn, squares, number, whole=number > 0)
 
     def draw(
-        self, some: Int[Tensor, " k"], number: int, noise: torch.Generator
+        self,
+        some: Int[Tensor, " k"],
+        number: int,
+        noise: torch.Generator,
     ) -> tuple[Int[Tensor, "k d"], Float[Tensor, "k d"]]:
-        """Further classes of some inputs, and the chances with which they were drawn."""
-        chances = inclusion_chances(torch.where(self.certain[some], 0, self.sizes[some]), number)
-        classes = walk(chances, number, noise)
-        return classes, chances.gather(-1, classes)
+        """Further classes of some samples, and the chances with which they were drawn."""
+        sizes = torch.where(self.certain[some], 0, self.sizes[some])
+        return _draw(inclusion_chances(sizes, number), number, noise)
 
     def add(
         self,
@@ -294,10 +356,10 @@ class Tally:
         terms: Float[Tensor, "m k d"],
         spread: Float[Tensor, "m 1"],
     ) -> None:
-        """One more turn of some inputs.
+        """One more turn of some samples.
 
         Args:
-            some: of the inputs, all in the same turn.
+            some: of the samples, all in the same turn.
             classes: that were drawn.
             chances: with which they were drawn.
             terms: of these classes.
@@ -316,24 +378,26 @@ class Tally:
         self.squares[:, some] += (number * error).square()
         self.number[some] += number
 
-    def replace(self, some: Int[Tensor, " k"], terms: Float[Tensor, "m k c"]) -> None:
-        """All classes of some inputs, measured."""
+    def replace(
+        self,
+        some: Int[Tensor, " k"],
+        terms: Float[Tensor, "m k c"],
+    ) -> None:
+        """All classes of some samples, measured."""
         self.known[:, some] = terms.sum(-1)
         self.drawn[:, some] = 0
         self.squares[:, some] = 0
         self.whole[some] = True
 
     def total(self, some: Int[Tensor, " k"]) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k"]]:
-        """The sums of some inputs, and their standard errors."""
+        """The sums of some samples, and their standard errors."""
         number = self.number[some].clamp_min(1)
-        return self.known[:, some] + self.drawn[:, some] / number, self.squares[
-            :, some
-        ].sqrt() / number
+        value = self.known[:, some] + self.drawn[:, some] / number
+        return value, self.squares[:, some].sqrt() / number
 
 
-def _widened(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """By what a standard error with so many degrees of freedom is multiplied, so that two of them
-    hold in 95 %.
+def _widening(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """The factor by which two standard errors with so many degrees of freedom hold in 95 %.
 
     The quantile of Student's t over the normal one, by the Cornish-Fisher expansion.
     """

@@ -4,6 +4,11 @@
 uses a parameter, the cotangents of all samples at once; the factors that the recorder left there
 turn them into norms. No weight gradient is formed for the batch as a whole, and none is kept.
 
+Where the perturbed rows of a single sample do not fit at once, its gradients are written out and
+added up, part by part: a gradient averaged over rows is a sum, its norm is not. As many gradients
+as there is room for are added up at the same time; for each such block of directions the forward
+passes run again.
+
 Every chunk of samples is verified (`verify.py`). One that fails, because the model mixes the samples
 of a batch or hides operations from torch's function modes, runs by plain autograd, one sample at a
 time.
@@ -12,32 +17,36 @@ time.
 from dataclasses import dataclass, replace
 from functools import partial
 
-from qualms.gradients.batch import NotBatchable, num_samples
+from jaxtyping import Float
+from torch import Tensor
+
+from qualms.gradients.batch import NotBatchable, num_samples, slices
 from qualms.gradients.engines.autograd import (
     AutogradEngine,
     all_selected,
     plain_autograd,
-    split_evenly,
 )
 from qualms.gradients.engines.base import ClassNorms, run_first
-from qualms.gradients.engines.chunked import accumulate_chunks
-from qualms.gradients.engines.last_layer import measure_via_last_layer
 from qualms.gradients.fallback import Fallback, attempt
-from qualms.gradients.last_product import LastProduct
-from qualms.gradients.measure import measure
-from qualms.gradients.memory import in_mebibytes
+from qualms.gradients.last_layer import LastProduct, measure_via_last_layer
+from qualms.gradients.measure import Pullback, full_gradients, measure, norm_of
+from qualms.gradients.memory import in_mebibytes, require_room
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan import Plan, Workload, make_plan
 from qualms.gradients.plan_cache import Key, PlanCache
 from qualms.gradients.request import GradientRequest
+from qualms.gradients.tracing.recorder import Recorder
 from qualms.gradients.tracing.traced_forward import trace_forward
 from qualms.gradients.verify import (
     CrossBatchCheck,
+    logits_in_groups,
     measure_separate,
     require_same_across_batches,
     require_same_alone,
     require_separate_gradients,
 )
+
+Gradients = dict[str, Float[Tensor, "k p"]]  # along some directions, by the parameter's name
 
 
 class ExactEngine:
@@ -60,7 +69,7 @@ class ExactEngine:
             A plan, or the reason why samples have to run one at a time.
         """
         key = _key(request)
-        kept: Plan | None = self.cache.get(key)
+        kept = self.cache.get(key, Plan)
         if kept is not None and kept.serves(request):
             return kept
         plan = make_plan(request)
@@ -79,26 +88,36 @@ class ExactEngine:
             return run_first([self, AutogradEngine(self.cache)], request, self.cache)
         return all_selected(found, request, plan.use_order)
 
-    def _run_chunks(self, plan: Plan, request: GradientRequest) -> ClassNorms | Fallback:
+    def _run_chunks(
+        self,
+        plan: Plan,
+        request: GradientRequest,
+    ) -> ClassNorms | Fallback:
         """All chunks; a `Fallback` if a reused plan does not hold for one of them."""
         work = plan.workload(request)
         fitting = plan.samples_at_once(request.budget, work)
         size = min(request.settings.batch_size or fitting, fitting) or 1
-        chunks = split_evenly(request.inputs, size)
+        chunks = split_evenly(request.num_samples, size)
         check = CrossBatchCheck(request, chunks)
         parts: list[ClassNorms] = []
         for part in chunks:
-            chunk = _Chunk(plan, request.along_own(part), request.rows(part), work)
-            run = partial(chunk.run_in_parts if fitting == 0 else chunk.run, check, part)
+            chunk = _Chunk(plan, request.with_directions_of(part), request.rows(part), work)
+            run = partial(chunk.run, check, part) if fitting else chunk.run_in_parts
             found = attempt("run a chunk of samples together", run)
             if isinstance(found, Fallback):
                 if plan.is_reused:
                     return found
                 self.cache.warn_slow(found)
-                # If the model itself is at fault, plain autograd says so.
+                # If the model itself is at fault, plain autograd raises the error.
                 found = plain_autograd(chunk.request, chunk.model_input, plan.row_bytes)
             parts.append(found)
         return ClassNorms.concatenate(parts)
+
+
+def split_evenly(samples: int, size: int) -> list[slice]:
+    """Chunks of nearly equal size, of at most `size` samples."""
+    number = -(-samples // size)
+    return slices(samples, -(-samples // number))
 
 
 def _key(request: GradientRequest) -> Key:
@@ -125,47 +144,48 @@ class _Chunk:
         """Trace the samples together, verify the trace, and measure.
 
         Args:
-            check: knows the logits of the samples from other batches.
+            check: has the logits of the samples from other batches.
             part: the place of the samples in the request.
 
         Raises:
             NotBatchable: if a check fails.
         """
-        plan, request, rows = self.plan, self.request, self.work.rows_per_sample
+        plan = self.plan
         model_input = plan.reformat(self.model_input)
-        samples = num_samples(model_input.batch) // rows
-        logits, recorder = trace_forward(request.model, model_input, plan.weights, plan.trace_pair)
+        logits, recorder = trace_forward(
+            self.request.model, model_input, plan.weights, plan.trace_pair
+        )
         if plan.is_reused and recorder.first_use != plan.use_order.names:
             raise NotBatchable("these inputs use the model's parameters in another order")
-        by_sample = logits.unflatten(0, (samples, rows))
+        by_sample = logits.unflatten(0, (-1, self.work.rows_per_sample))
         elsewhere = check.logits_of(part)
-        same_rows = by_sample.detach()[:, : elsewhere.shape[1]]
-        require_same_across_batches(
-            same_rows.flatten(0, 1), elsewhere.flatten(0, 1), plan.precision
-        )
+        here = by_sample.detach()[:, : elsewhere.shape[1]]
+        require_same_across_batches(here.flatten(0, 1), elsewhere.flatten(0, 1), plan.precision)
         every = plan.must_compare_alone(recorder)
-        require_same_alone(request.model, model_input, logits.detach(), every, plan.precision)
-        factors, weights = recorder.factors, plan.weights
-        traced = (logits, factors, weights, samples)
-        last = None
-        if self.work.via_last_layer:
-            last = LastProduct.of(logits, factors, weights)
-        if last is not None:
-            require_separate_gradients(*traced, plan.precision)
-            names = request.directions.names
-            values = measure_via_last_layer(logits, names, last, weights, samples)
-        elif request.kind == "gram":
-            require_separate_gradients(*traced, plan.precision)
-            cotangents = request.directions.along(by_sample)
-            values = measure(logits, cotangents, factors, weights, samples, "gram")
-        else:
-            cotangents = request.directions.along(by_sample)
-            values = measure_separate(
-                logits, cotangents, factors, weights, samples, request.kind, plan.precision
-            )
+        require_same_alone(self.request.model, model_input, logits.detach(), every, plan.precision)
+        values = self._measure(logits, recorder)
         return ClassNorms(values, by_sample[:, 0].detach(), recorder.without_rule)
 
-    def run_in_parts(self, check: CrossBatchCheck, part: slice) -> ClassNorms:
+    def _measure(self, logits: Tensor, recorder: Recorder) -> dict[str, Tensor]:
+        """Measure what was traced, and require that the samples' gradients are their own."""
+        directions, kind, precision = (
+            self.request.directions,
+            self.request.kind,
+            self.plan.precision,
+        )
+        by_sample = logits.unflatten(0, (-1, self.work.rows_per_sample))
+        pullback = Pullback(logits, recorder.factors, self.plan.weights, len(by_sample))
+        last = LastProduct.of(pullback) if self.work.via_last_layer else None
+        if last is not None:
+            require_separate_gradients(pullback, precision)
+            return measure_via_last_layer(pullback, directions.names, last)
+        cotangents = directions.along(by_sample)
+        if kind == "gram":
+            require_separate_gradients(pullback, precision)
+            return measure(pullback, cotangents, kind)
+        return measure_separate(pullback, cotangents, kind, precision)
+
+    def run_in_parts(self) -> ClassNorms:
         """One sample whose rows do not fit at once, part of its rows by part."""
         if self.request.gram:
             budget = in_mebibytes(self.request.budget)
@@ -173,6 +193,96 @@ class _Chunk:
         return accumulate_chunks(self.request, self.model_input, self.plan)
 
 
-def look_at(request: GradientRequest, cache: PlanCache) -> Plan | Fallback:
-    """The plan of the exact engine."""
-    return ExactEngine(cache).plan(request)
+# One sample whose rows do not fit at once.
+
+
+def accumulate_chunks(
+    request: GradientRequest,
+    model_input: ModelInput,
+    plan: Plan,
+) -> ClassNorms:
+    """The norms [1, m] of one sample's gradients, from parts of its rows.
+
+    Args:
+        request: the directions are those of this sample.
+        model_input: the rows of the sample.
+        plan: of the model.
+
+    Raises:
+        QualmsError: if a single row and its gradient do not fit into memory.
+        NotBatchable: if the rows influence each other.
+    """
+    require_room(plan.min_bytes, request.limit, "one row of the input and one of its gradients")
+    size = plan.rows_at_once(request.budget // 2)
+    groups = -(-num_samples(model_input.batch) // size)
+    logits = logits_in_groups(request.model, model_input, groups)
+    work = _RowParts(request, model_input, plan, size, logits)
+    held = max(1, request.budget // 4 // plan.gradient_bytes)
+    directions = request.directions.along(logits[None])
+    values: dict[str, Tensor] = {}
+    number = 0
+    for block, scales in directions.blocks():
+        scale_parts = scales[:, 0].split(held)
+        for some, scale in zip(block.to(logits.dtype).split(held), scale_parts, strict=True):
+            for name, gradients in work.add_up(some, verify=number == 0).items():
+                if name not in values:
+                    values[name] = scale.new_zeros(1, directions.number)
+                norms = norm_of(gradients, request.kind) * scale
+                values[name][0, number : number + len(some)] = norms
+            number += len(some)
+    return ClassNorms(values, logits[:1], work.without_rule)
+
+
+@dataclass
+class _RowParts:
+    """The rows of one sample, some of them at a time.
+
+    Attributes:
+        request: what is computed.
+        model_input: the rows.
+        plan: of the model.
+        size: how many rows run at once.
+        logits: of all rows, each from a group of others than it is traced with.
+    """
+
+    request: GradientRequest
+    model_input: ModelInput
+    plan: Plan
+    size: int
+    logits: Float[Tensor, "r c"]
+
+    def __post_init__(self) -> None:
+        self.without_rule: set[str] = set()  # parameters that no rule covered
+
+    def add_up(self, directions: Float[Tensor, "k r c"], verify: bool) -> Gradients:
+        """The gradients along some directions, summed over all rows.
+
+        Args:
+            directions: in logit space, for each row.
+            verify: whether to compare the logits of each part with those of other groups.
+        """
+        total: Gradients = {}
+        for part in slices(len(self.logits), self.size):
+            logits, recorder = self._trace(part)
+            if verify:
+                self._verify(part, logits.detach(), recorder)
+            self.without_rule |= recorder.without_rule
+            pullback = Pullback(logits, recorder.factors, self.plan.weights, 1)
+            for j, v in enumerate(directions):
+                for name, g in full_gradients(pullback, v[part]).items():
+                    if name not in total:
+                        total[name] = g.new_zeros(len(directions), g.numel())
+                    total[name][j] += g.flatten()
+        return total
+
+    def _trace(self, part: slice) -> tuple[Tensor, Recorder]:
+        plan = self.plan
+        rows = replace(self.model_input.take(part), rows_per_sample=part.stop - part.start)
+        return trace_forward(self.request.model, plan.reformat(rows), plan.weights, plan.trace_pair)
+
+    def _verify(self, part: slice, logits: Tensor, recorder: Recorder) -> None:
+        precision = self.plan.precision
+        require_same_across_batches(logits, self.logits[part], precision)
+        every = self.plan.must_compare_alone(recorder)
+        rows = self.model_input.take(part)
+        require_same_alone(self.request.model, rows, logits, every, precision)

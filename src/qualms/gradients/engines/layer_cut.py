@@ -1,18 +1,18 @@
 """Where backward passes may stop: Σ_l a_l ‖g_l‖ without its first terms, within a stated tolerance.
 
 The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so what the first
-layers add is measured, not assumed. One input, by plain autograd along a few directions, tells how
+layers add is measured, not assumed. One sample, by plain autograd along a few directions, shows how
 many of the first layers add less than a quarter of the tolerance; gradients of the others are all
-that is computed from then on. Of every 16 further inputs the one that is most unlike those measured
-so far, by the norms of its late layers, is measured in the same way, and so is every input that is
+that is computed from then on. Of every 16 further samples the one that is most unlike those measured
+so far, by the norms of its late layers, is measured in the same way, and so is every sample that is
 more unlike them than any before. If the early layers of one add more than the tolerance, fewer
-layers are left out from then on, and its batch runs again. That is evidence, not proof: an input
+layers are left out from then on, and its batch runs again. That is evidence, not proof: a sample
 whose early layers alone are out of the ordinary can slip through.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -48,13 +48,17 @@ class LayerCutEngine:
     """
 
     def __init__(
-        self, cache: PlanCache, run_inner: Callable[[GradientRequest], ClassNorms]
+        self,
+        cache: PlanCache,
+        run_inner: Callable[[GradientRequest], ClassNorms],
     ) -> None:
         self.cache, self.run_inner = cache, run_inner
 
     def plan(self, request: GradientRequest) -> "LayerCut | Fallback":
         """The layers that are left out; a `Fallback` if there are none."""
-        cut = None if request.gram else find_layer_cut(request, self.cache)
+        cut = None
+        if not request.gram:
+            cut = late_layers(request, request.smallest_lambda, self.cache)
         if cut is None or not cut.num_early:
             return Fallback("no layer can be left out", is_slow=False)
         return cut
@@ -68,17 +72,22 @@ class LayerCutEngine:
         return self.run_inner(request)
 
 
-def find_layer_cut(request: GradientRequest, cache: PlanCache) -> "LayerCut | None":
+def late_layers(
+    request: GradientRequest,
+    lam: float | None,
+    cache: PlanCache,
+) -> "LayerCut | None":
     """The layers that a tolerance leaves to be computed, found once for samples of one kind.
 
     Args:
-        request: whose settings hold the tolerance, and whose scores weight early layers down.
+        request: its settings hold the tolerance.
+        lam: the smallest λ by which the scores weight early layers down; None if one does not.
         cache: of the model.
 
     Returns:
         The cut; None if all layers have to be computed.
     """
-    settings, lam = request.settings, request.smallest_lambda
+    settings = request.settings
     if not settings.tolerance or not lam or lam < 0:
         return None
     names = tuple(request.selected)
@@ -99,7 +108,6 @@ class LayerCut:
         typical: log ‖g_l‖ of the first sample, late layers alone.
         largest_distance: how much the norms of a sample that was measured differed from these.
         unchecked: samples since the last one that was measured.
-        names: of the late parameters.
     """
 
     lam: float
@@ -110,14 +118,12 @@ class LayerCut:
     typical: Float[Tensor, " l"] | None = None
     largest_distance: float = MIN_DISTANCE
     unchecked: int = 0
-    names: frozenset[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._find_names()
-
-    def _find_names(self) -> None:
+    @property
+    def names(self) -> frozenset[str]:
+        """The late parameters."""
         late = self.layers[self.num_early :]
-        self.names = frozenset(name for layer in late for name in layer)
+        return frozenset(name for layer in late for name in layer)
 
     @classmethod
     def of(cls, request: GradientRequest, lam: float) -> "LayerCut | None":
@@ -141,15 +147,6 @@ class LayerCut:
             return None
         return cls(lam, tolerance, layers, num_early, float(shares[:, num_early - 1].max()))
 
-    @property
-    def early(self) -> int:
-        """How many of the first layers are left out."""
-        return self.num_early
-
-    def job(self, request: GradientRequest) -> GradientRequest:
-        """`narrow`."""
-        return self.narrow(request)
-
     def narrow(self, request: GradientRequest) -> GradientRequest:
         """The same request for the late parameters alone: the others run without a graph."""
         settings = replace(request.settings, params=self.names.__contains__)
@@ -165,7 +162,7 @@ class LayerCut:
         return replace(found, values=values, left_out=self.share, num_left_out=self.num_early)
 
     def confirm(self, request: GradientRequest, found: ClassNorms) -> bool:
-        """Whether samples may do without the early layers, as far as the most unusual one tells.
+        """Whether samples may do without the early layers, as far as the most unusual one shows.
 
         If not, fewer layers are left out from now on, and the request has to run again.
 
@@ -180,16 +177,16 @@ class LayerCut:
         distances = (profile - self.typical).abs().amax(-1)
         farthest = int(distances.argmax())
         distance = float(distances[farthest])
-        self.unchecked += request.inputs
+        self.unchecked += request.num_samples
         if self.unchecked < CHECK_EVERY and distance <= self.largest_distance:
             return True
         self.largest_distance = max(self.largest_distance, distance)
         return self._spot_check(request, farthest)
 
     def confirm_blindly(self, request: GradientRequest) -> bool:
-        """The same where no norms of layers are known, as of a sketch: one sample of 16 tells."""
-        self.unchecked += request.inputs
-        return self.unchecked < CHECK_EVERY or self._spot_check(request, request.inputs - 1)
+        """The same where no norms of layers are known, as of a sketch: by one sample in 16."""
+        self.unchecked += request.num_samples
+        return self.unchecked < CHECK_EVERY or self._spot_check(request, request.num_samples - 1)
 
     def _spot_check(self, request: GradientRequest, sample: int) -> bool:
         """Whether the early layers of one sample add at most the tolerance, by plain autograd."""
@@ -205,11 +202,13 @@ class LayerCut:
         self.num_early = _count_small(shares, self.tolerance / MARGIN)
         self.share = float(shares[:, self.num_early - 1].max()) if self.num_early else 0.0
         self.typical = None
-        self._find_names()
         return False
 
 
-def _sample_norms(request: GradientRequest, i: int) -> dict[str, Float[Tensor, "1 m"]]:
+def _sample_norms(
+    request: GradientRequest,
+    i: int,
+) -> dict[str, Float[Tensor, "1 m"]]:
     """Norms of the gradients of one sample, by the parameters that it uses.
 
     Along the predicted class, all classes with random signs, and every direction of the request
@@ -228,7 +227,10 @@ def _sample_norms(request: GradientRequest, i: int) -> dict[str, Float[Tensor, "
     return {name: norms[None] for name, norms in found.items()}
 
 
-def _measured_directions(z: Float[Tensor, "1 1 c"], names: tuple[str, ...]) -> Tensor:
+def _measured_directions(
+    z: Float[Tensor, "1 1 c"],
+    names: tuple[str, ...],
+) -> Tensor:
     """The directions [m, 1, c] along which one sample is measured."""
     p = z.double().softmax(-1)
     generator = torch.Generator().manual_seed(0)
@@ -241,7 +243,10 @@ def _measured_directions(z: Float[Tensor, "1 1 c"], names: tuple[str, ...]) -> T
 
 
 def _early_shares(
-    norms: dict[str, Float[Tensor, "1 m"]], layers: list[list[str]], lam: float, norm: str
+    norms: dict[str, Float[Tensor, "1 m"]],
+    layers: list[list[str]],
+    lam: float,
+    norm: str,
 ) -> Float[Tensor, "m l"]:
     """The share that the layers up to each one add to Σ_l a_l ‖g_l‖ of one sample.
 
@@ -262,7 +267,9 @@ def _count_small(shares: Float[Tensor, "m l"], most: float) -> int:
 
 
 def _per_layer(
-    norms: dict[str, Tensor], layers: list[list[str]], norm: str
+    norms: dict[str, Tensor],
+    layers: list[list[str]],
+    norm: str,
 ) -> Float[Tensor, "b m l"]:
     """Norms of layers from those of parameters; zero for one that no sample here uses."""
     zeros = torch.zeros_like(next(iter(norms.values())))

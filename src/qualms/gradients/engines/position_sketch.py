@@ -25,7 +25,6 @@ from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.position_input import AtPositions, classes_last
 from qualms.gradients.precision import close_logits, coarser
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.settings import Sketch
 from qualms.gradients.sketching.jvp import Jvp, JvpFunction, forward_mode
 from qualms.gradients.sketching.jvp_check import find_jvp_function, same_products
 from qualms.gradients.sketching.sketch_probe import SketchProbe, probe_rows
@@ -39,7 +38,11 @@ RESULT_COPIES = 3  # of a result's derivative that a layer holds while it makes 
 
 
 @torch.no_grad()
-def plain_logits(model: nn.Module, class_dim: int, batch: Batch) -> Float[Tensor, "*positions c"]:
+def plain_logits(
+    model: nn.Module,
+    class_dim: int,
+    batch: Batch,
+) -> Float[Tensor, "*positions c"]:
     """The logits of one sample at all its positions, by one forward pass.
 
     Args:
@@ -93,7 +96,11 @@ class ExpectedLogits:
         """The size of all logits."""
         return self.values[:1].nbytes * self.shape[0]
 
-    def require_same(self, logits: Float[Tensor, "t c"], precision: torch.dtype) -> None:
+    def require_same(
+        self,
+        logits: Float[Tensor, "t c"],
+        precision: torch.dtype,
+    ) -> None:
         """Raise an error if the logits of a pass are others."""
         if not close_logits(logits[self.positions], self.values.to(logits), precision):
             raise QualmsError(
@@ -137,7 +144,13 @@ class PositionPlan:
     tangents: Tangents
     at_once: int
 
-    def run(self, model: nn.Module, row: ModelInput, tangent: Tangent, stacked: bool) -> Jvp:
+    def run(
+        self,
+        model: nn.Module,
+        row: ModelInput,
+        tangent: Tangent,
+        stacked: bool,
+    ) -> Jvp:
         """The logits [t, c] of a row, and its products [g, t, c].
 
         Args:
@@ -183,9 +196,8 @@ class PositionSketchEngine:
         Raises:
             QualmsError: if the settings ask for sums of norms, or there is no room.
         """
-        settings = request.settings
-        sketch = settings.sketch or Sketch()
-        if settings.norm == "l1" or (sketch.combine == "sum" and lam is not None):
+        adds_layers = request.sketch.combine == "sum" and lam is not None
+        if request.settings.norm == "l1" or adds_layers:
             raise QualmsError(
                 "at many positions a sketch takes L2 norms and adds layers in quadrature; leave "
                 "out norm='l1' and combine='sum', or name a few positions= and take engine='exact'."
@@ -197,7 +209,11 @@ class PositionSketchEngine:
             at_once = 1
         return PositionPlan(expected, probe, function, tangents, at_once)
 
-    def run(self, plan: PositionPlan, request: GradientRequest) -> Iterator[PositionProducts]:
+    def run(
+        self,
+        plan: PositionPlan,
+        request: GradientRequest,
+    ) -> Iterator[PositionProducts]:
         """The products of all rows with all tangents.
 
         Args:
@@ -208,7 +224,7 @@ class PositionSketchEngine:
             QualmsError: if a pass gives other logits than a plain one.
         """
         rows = _single_rows(request)
-        number = (request.settings.sketch or Sketch()).tangents
+        number = request.sketch.tangents
         for first in range(0, number, plan.at_once):
             tangent = _side_by_side(plan.tangents, first, plan.at_once, number)
             for i, row in enumerate(rows):
@@ -231,23 +247,26 @@ class PositionSketchEngine:
         Both are found once for samples of one shape: a model may take another path for longer
         texts.
         """
-        model = request.model
-        selected = request.selected
-        key = ("position push", request.rows_per_sample > 1, tuple(selected), *request.shapes)
-        known: tuple[SketchProbe, JvpFunction] | None = self.cache.get(key)
-        if known is not None:
-            probe, function = known
-            return probe, function, tangents_of_model(request, probe.counted, lam, self.cache)
-        assert isinstance(model, AtPositions)
-        last = expected.shape[0] - 1
-        at_three = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
-        probe, check_rows = probe_rows(at_three, _single_rows(request)[0], selected)
-        tangents = tangents_of_model(request, probe.counted, lam, self.cache)
-        function = find_jvp_function(probe, check_rows, tangents[0])
-        self.cache.keep(key, (probe, function))
-        return probe, function, tangents
+        model, selected = request.model, request.selected
 
-    def _several_agree(self, plan: PositionPlan, request: GradientRequest, at_once: int) -> bool:
+        def find() -> tuple[SketchProbe, JvpFunction]:
+            assert isinstance(model, AtPositions)
+            last = expected.shape[0] - 1
+            at_three = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
+            probe, check_rows = probe_rows(at_three, _single_rows(request)[0], selected)
+            tangents = tangents_of_model(request, probe.counted, lam, self.cache)
+            return probe, find_jvp_function(probe, check_rows, tangents[0])
+
+        key = ("position push", request.rows_per_sample > 1, tuple(selected), *request.shapes)
+        probe, function = self.cache.once(key, find)
+        return probe, function, tangents_of_model(request, probe.counted, lam, self.cache)
+
+    def _several_agree(
+        self,
+        plan: PositionPlan,
+        request: GradientRequest,
+        at_once: int,
+    ) -> bool:
         """Whether several tangents in one pass give what one gives, found once for each kind."""
         row = _single_rows(request)[0]
         at = plan.expected.positions
@@ -277,7 +296,11 @@ def _single_rows(request: GradientRequest) -> list[ModelInput]:
     return [rows.take([i]) for i in range(request.rows_per_sample)]
 
 
-def _tangents_at_once(plan: PositionPlan, request: GradientRequest, held_bytes: int) -> int:
+def _tangents_at_once(
+    plan: PositionPlan,
+    request: GradientRequest,
+    held_bytes: int,
+) -> int:
     """How many tangents run in one pass: as many as fit the budget, and the processor's cache.
 
     Args:
@@ -285,7 +308,7 @@ def _tangents_at_once(plan: PositionPlan, request: GradientRequest, held_bytes: 
         request: the sample.
         held_bytes: what the caller keeps for each of them.
     """
-    number = (request.settings.sketch or Sketch()).tangents
+    number = request.sketch.tangents
     size = plan.expected.nbytes
     largest = max(size, plan.probe.largest_result)
     positions, classes = plan.expected.shape
@@ -301,7 +324,12 @@ def _tangents_at_once(plan: PositionPlan, request: GradientRequest, held_bytes: 
     return -(-number // passes)  # groups of nearly equal size
 
 
-def _side_by_side(tangents: Tangents, first: int, size: int, number: int) -> Tangent:
+def _side_by_side(
+    tangents: Tangents,
+    first: int,
+    size: int,
+    number: int,
+) -> Tangent:
     """Tangents from number `first` on, [size, …] for each parameter; a single one without an axis.
 
     Args:

@@ -8,8 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import num_samples
+from qualms.gradients.batch import num_samples, slices
 from qualms.gradients.directions import scale_to_unit
+from qualms.gradients.engines.autograd import all_selected
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
@@ -36,40 +37,43 @@ class ReferenceEngine:
 
     def run(self, plan: UseOrder, request: GradientRequest) -> ClassNorms:
         """‖g‖ (l2) or Σ|g| (l1) of every parameter's gradient."""
-        model_input = request.rows(slice(0, request.inputs))
-        rows = model_input.rows_per_sample
-        values: list[list[list[float]]] = []
-        logits: list[Tensor] = []
-        used: set[str] = set()
+        parts: list[ClassNorms] = []
         with all_parameters_differentiable(request.model):
-            for b in range(num_samples(model_input.batch) // rows):
-                sample = model_input.take(slice(b * rows, (b + 1) * rows))
-                gradients, z = _mean_gradients(request, sample, used)
-                values.append([[_size(g, request.kind) for g in g_c] for g_c in gradients])
-                logits.append(z)
-        # [b, c, parameter]
-        table = torch.tensor(values, dtype=torch.double, device=logits[0].device)
-        by_name = {name: table[:, :, i] for i, name in enumerate(request.selected)}
-        names = plan.relevant(used, request.selected)
-        norms = {name: by_name[name] for name in names}
-        return ClassNorms(norms, torch.cat(logits), set(names))
+            for sample in slices(request.num_samples, 1):
+                parts.append(_measure_sample(request, request.rows(sample)))
+        norms = all_selected(ClassNorms.concatenate(parts), request, plan)
+        norms.general = set(norms.values)
+        return norms
+
+
+def _measure_sample(request: GradientRequest, rows: ModelInput) -> ClassNorms:
+    """The norms of one sample's gradients: x_0, …, x_N are its rows."""
+    gradients, logits = _mean_gradients(request, rows)
+    values: dict[str, Tensor] = {}
+    for c, g_c in enumerate(gradients):
+        for name, g in g_c.items():
+            if name not in values:
+                values[name] = g.new_zeros(1, len(gradients))
+            values[name][0, c] = g.abs().sum() if request.kind == "l1" else length(g)
+    return ClassNorms(values, logits, set())
 
 
 def _mean_gradients(
-    request: GradientRequest, rows: ModelInput, used: set[str]
-) -> tuple[list[list[Tensor]], Float[Tensor, "1 c"]]:
+    request: GradientRequest,
+    rows: ModelInput,
+) -> tuple[list[dict[str, Tensor]], Float[Tensor, "1 c"]]:
     """g_c = mean over x_0..x_N of ∇θ log p_c(x_i), for each direction c and parameter.
 
     Args:
         request: what is computed.
         rows: x_0, …, x_N of one sample.
-        used: the names of the parameters that the logits depend on, which are added to it.
 
     Returns:
-        The gradients by direction and parameter, and the logits of x_0.
+        For each direction the gradients by the parameter's name, in double precision, without
+        parameters that the logits do not depend on; and the logits of x_0.
     """
     count = num_samples(rows.batch)
-    mean: list[list[Tensor]] = []
+    mean: list[dict[str, Tensor]] = []
     first: Tensor | None = None
     for i in range(count):
         logits = forward_logits(request.model, rows.take(slice(i, i + 1)))
@@ -80,16 +84,18 @@ def _mean_gradients(
         p = first[0].double().softmax(dim=0)
         apart = logits[0].detach().double().requires_grad_()
         for c, target in enumerate(_targets(request, apart, p)):
+            if i == 0:
+                mean.append({})
             # In two steps, with the first scaled: the squares of small gradients are zero in 32
             # bits.
             (toward,) = torch.autograd.grad(target, apart)
             (scaled,), scale = scale_to_unit(toward[None, None], 1)
-            g_c = _gradient(request, logits, scaled.to(logits.dtype), used)
-            g_c = [float(scale) / count * g for g in g_c]
-            if i == 0:
-                mean.append(g_c)
-            else:
-                mean[c] = [m + g for m, g in zip(mean[c], g_c, strict=True)]
+            parameters = list(request.selected.values())
+            found = gradients_of(logits, parameters, scaled.to(logits.dtype))
+            for name, g in zip(request.selected, found, strict=True):
+                if g is not None:
+                    share = float(scale) / count * g.double()
+                    mean[c][name] = mean[c][name] + share if name in mean[c] else share
     assert first is not None
     return mean, first
 
@@ -97,33 +103,6 @@ def _mean_gradients(
 def _targets(request: GradientRequest, z: Tensor, p: Tensor) -> Iterator[Tensor]:
     for name in request.directions.names:
         yield from TARGETS[name](z, p)
-
-
-def _gradient(
-    request: GradientRequest, logits: Tensor, cotangent: Tensor, used: set[str]
-) -> list[Tensor]:
-    """Jᵀv of one row for each parameter, in double precision.
-
-    Args:
-        request: whose parameters count.
-        logits: of the row, with their graph.
-        cotangent: v.
-        used: the names of the parameters that the logits depend on, which are added to it.
-    """
-    parameters = list(request.selected.values())
-    found = gradients_of(logits, parameters, cotangent)
-    gradients: list[Tensor] = []
-    for name, g in zip(request.selected, found, strict=True):
-        if g is not None:
-            used.add(name)
-        dense = torch.zeros_like(request.selected[name]) if g is None else g
-        gradients.append(dense.double())
-    return gradients
-
-
-def _size(g: Tensor, kind: str) -> float:
-    """Σ|g| (l1) or ‖g‖ (l2)."""
-    return float(g.abs().sum() if kind == "l1" else length(g))
 
 
 def length(g: Tensor) -> Tensor:
@@ -141,7 +120,10 @@ def log_probabilities(z: Float[Tensor, " c"]) -> Iterator[Tensor]:
         yield F.logsigmoid(z[c] - torch.cat([z[:c], z[c + 1 :]]).logsumexp(0))
 
 
-def expectation(z: Float[Tensor, " c"], p: Float[Tensor, " c"]) -> Float[Tensor, ""]:
+def expectation(
+    z: Float[Tensor, " c"],
+    p: Float[Tensor, " c"],
+) -> Float[Tensor, ""]:
     """Σ_c p_c log q_c, q = softmax(z), less Σ_c q_c log q_c at fixed weights.
 
     The derivative of the second sum is zero: it takes the rounding of the first away.

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
+from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples, slices
 from qualms.gradients.directions import project_directions
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.fallback import Fallback, attempt
@@ -35,7 +35,6 @@ from qualms.gradients.memory import release_free_memory, require_room
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import Key, PlanCache
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.settings import Sketch
 from qualms.gradients.sketching.jvp import Jvp, JvpFunction, forward_mode
 from qualms.gradients.sketching.jvp_check import check_batches, find_jvp_function, same_products
 from qualms.gradients.sketching.projections import Projections
@@ -114,7 +113,7 @@ class SketchEngine:
             QualmsError: if a tangent does not fit into memory, or the model is random.
         """
         key = ("sketch probe", request.shapes, tuple(request.selected))
-        probe: SketchProbe | None = self.cache.get(key)
+        probe = self.cache.get(key, SketchProbe)
         check_rows = None
         weights = sum(p.nbytes for p in request.selected.values())
         if probe is None:
@@ -166,7 +165,7 @@ class SketchEngine:
             QualmsError: if no way of computing the products agrees with plain autograd, or they
                 are not finite.
         """
-        run = _SketchRun(plan, request, tangents, self.cache)
+        run = SketchRun(plan, request, tangents, self.cache)
         for block in run.blocks():
             values, logits = run.project_block(block)
             if not bool(torch.isfinite(values).all()):
@@ -176,28 +175,17 @@ class SketchEngine:
                 )
             yield Projections(values, tangents.law), logits
 
-    def jvp_function(
-        self,
-        plan: SketchPlan,
-        request: GradientRequest,
-        tangents: Tangents,
-    ) -> JvpFunction:
-        """The function that computes products with such tangents for this model.
-
-        Args:
-            plan: of this request.
-            request: what is sketched.
-            tangents: on some or all parameters.
-        """
-        return _SketchRun(plan, request, tangents, self.cache).function()
-
 
 def _probe_first_rows(request: GradientRequest) -> tuple[SketchProbe, CheckRows]:
     first = request.rows(slice(0, PROBED_SAMPLES))
     return probe_rows(request.model, first, request.selected, request.budget // 8)
 
 
-def _samples_at_once(request: GradientRequest, probe: SketchProbe, weights: int) -> int:
+def _samples_at_once(
+    request: GradientRequest,
+    probe: SketchProbe,
+    weights: int,
+) -> int:
     """How many samples run in one pass within the budget.
 
     Larger results leave the processor's cache, smaller ones wait for the weights.
@@ -207,19 +195,18 @@ def _samples_at_once(request: GradientRequest, probe: SketchProbe, weights: int)
         probe: what is known of the model.
         weights: bytes of one tangent.
     """
-    sketch = request.settings.sketch or Sketch()
     # Tangents that are kept take a quarter of the budget, and another one may be drawn beside them.
-    kept = min(request.budget // 4, sketch.tangents * weights)
+    kept = min(request.budget // 4, request.sketch.tangents * weights)
     whole_tangents = kept // max(1, weights) * weights
     room = request.budget - whole_tangents - weights
     result = max(1, probe.largest_result)
     rows = min(MAX_RESULT_BYTES // result, room // (RESULTS_PER_ROW * result))
-    wanted = request.settings.batch_size or request.inputs
+    wanted = request.settings.batch_size or request.num_samples
     return max(1, min(wanted, rows // request.rows_per_sample))
 
 
 @dataclass
-class _SketchRun:
+class SketchRun:
     """Products of one request with some tangents.
 
     Attributes:
@@ -237,7 +224,7 @@ class _SketchRun:
     @property
     def num_tangents(self) -> int:
         """k."""
-        return (self.request.settings.sketch or Sketch()).tangents
+        return self.request.sketch.tangents
 
     @property
     def _key(self) -> Key:
@@ -255,18 +242,15 @@ class _SketchRun:
 
         return self.cache.once(self._key, find)
 
-    def blocks(self) -> Iterator[slice]:
+    def blocks(self) -> list[slice]:
         """Samples whose rows and projections are held at the same time."""
         one = self.request.rows(slice(0, 1))
         row_bytes = sum(t.nbytes for t in batch_tensors(one.batch))
         sample_bytes = row_bytes + DOUBLES * self.num_tangents * self.plan.probe.classes
-        size = max(1, self.request.budget // (2 * sample_bytes))
-        samples = self.request.inputs
-        for start in range(0, samples, size):
-            yield slice(start, min(start + size, samples))
+        return slices(self.request.num_samples, max(1, self.request.budget // (2 * sample_bytes)))
 
     def project_block(self, block: slice) -> tuple[Tensor, Tensor]:
-        """`_project`, with another function if the one at hand fails.
+        """`_project`, with another function if the known one fails.
 
         It may have been found on other samples than these.
         """
@@ -279,7 +263,11 @@ class _SketchRun:
         self.cache.forget(self._key)
         return self._project(block, self.function())
 
-    def _project(self, block: slice, function: JvpFunction) -> tuple[Tensor, Tensor]:
+    def _project(
+        self,
+        block: slice,
+        function: JvpFunction,
+    ) -> tuple[Tensor, Tensor]:
         """The projections [k, b, m] and the logits [b, c] of the samples of a block."""
         step = self.plan.samples_at_once
         batches: list[ModelInput] = []
@@ -338,7 +326,7 @@ class _SketchRun:
         key = ("stacked tangents", *self._key)
         result = RESULTS_PER_ROW * max(1, self.plan.probe.largest_result)
         at_once = min(self.tangents.stack_size, self.request.budget // result)
-        known: bool | None = self.cache.get(key)
+        known = self.cache.get(key, bool)
         if function is not forward_mode or at_once < 2 or known is False:
             return None
 
@@ -362,9 +350,8 @@ class _SketchRun:
     def _stacked_products(self, row: ModelInput, at_once: int) -> Jvp:
         """The logits [1, c] of a row, and its products [k, 1, c] with all tangents."""
         derivatives: list[Tensor] = []
-        for start in range(0, self.num_tangents, at_once):
-            stop = min(self.num_tangents, start + at_once)
-            stacked: Tangent = self.tangents.stack(start, stop)
+        for some in slices(self.num_tangents, at_once):
+            stacked: Tangent = self.tangents.stack(some.start, some.stop)
             z, dz = forward_mode(self.request.model, row, stacked, several=True)
             derivatives.append(dz)
         return Jvp(z[0], torch.cat(derivatives))

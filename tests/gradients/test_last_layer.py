@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.last_product import LastProduct
+from qualms.gradients.last_layer import LastProduct
 from tests import wide
 from tests.helpers.engines import SMOOTHINGS, assert_norms_equal
 
