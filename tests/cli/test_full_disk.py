@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qualms.cli import reproduce as reproduce_command
+from qualms.cli import reproduce_command
 from qualms.data import load
 from qualms.stream.image_scorer import ImageScorer
 from qualms.tasks.journal import Journal

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
@@ -10,11 +11,21 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 import torch
 import typer
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, reason
 from qualms.gradients import settings
+from qualms.methods.method import Method
+from qualms.methods.registry import METHODS, parse
+from qualms.tasks.paper import paper_methods
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
+
+# What users would choose in place of the paper's methods, and ours; `paper` includes them.
+ALTERNATIVES = ("energy", "gen", "heat", "coherence")
+
+MODEL = "A network: a name, timm:NAME, hf:NAME, FILE.pt2, or module:factory."
+SPECS = "Comma-separated methods, or `paper`, or `all`."
+DECIDING_SPECS = "Comma-separated methods; the first one decides."
 
 
 def _require_tolerance(tolerance: float | None) -> float | None:
@@ -23,45 +34,39 @@ def _require_tolerance(tolerance: float | None) -> float | None:
     return tolerance
 
 
-Root = Annotated[
-    Path | None,
-    typer.Option(
-        "--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data"
-    ),
-]
-Inside = Annotated[
-    str, typer.Option("--id", help="The dataset that the network knows, by name or path.")
-]
-Published = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="A network: a name, timm:NAME, hf:NAME, FILE.pt2 or module:factory.",
-        show_default="a published network for the dataset",
-    ),
-]
+def model_option(default: str) -> Any:
+    """Define --model where it may be left out; `default` is what --help shows then."""
+    return typer.Option("--model", help=MODEL, show_default=default)
+
+
+def methods_option(help: str, default: str) -> Any:
+    """Define --methods where its default depends; `default` is what --help shows."""
+    return typer.Option("--methods", help=help, show_default=default)
+
+
+def engine_option(default: str | bool = True) -> Any:
+    """Define --engine; `default` is what --help shows where it is not the value itself."""
+    return typer.Option("--engine", help="How gradient scores are computed.", show_default=default)
+
+
+# The network, and how images become its inputs.
+Model = Annotated[str, typer.Option("--model", help=MODEL)]
+Published = Annotated[str | None, model_option("a published network for the dataset")]
 Weights = Annotated[
     Path | None,
     typer.Option("--weights", help="The network's checkpoint.", show_default="from ROOT/weights"),
 ]
-Chosen = Annotated[
-    str, typer.Option("--methods", help="Comma-separated specs, or `paper`, or `all`.")
-]
-Count = Annotated[
-    int, typer.Option("--count", help="Number of test images of each dataset; 0 for all.")
-]
-Engine = Annotated[
-    settings.Engine, typer.Option("--engine", help="How gradient scores are computed.")
-]
-Tolerance = Annotated[
-    float | None,
+Classes = Annotated[
+    str | None,
     typer.Option(
-        "--tolerance",
-        callback=_require_tolerance,
-        help="Largest relative standard error of gradient scores; 0 for exact scores.",
+        "--classes",
+        help="The network's classes: comma-separated names, a file with one name per line, or "
+        "their number.",
     ),
 ]
-Size = Annotated[int | None, typer.Option("--size", help="Resize images to this many pixels.")]
+Size = Annotated[
+    int | None, typer.Option("--size", help="Resize images to this height and width, in pixels.")
+]
 Mean = Annotated[
     str | None,
     typer.Option(
@@ -74,11 +79,57 @@ Std = Annotated[
 Device = Annotated[
     str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest available.")
 ]
+
+# The images.
+Root = Annotated[
+    Path | None,
+    typer.Option(
+        "--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data"
+    ),
+]
+Inside = Annotated[
+    str, typer.Option("--id", help="The dataset that the network knows, by name or path.")
+]
+Outside = Annotated[str, typer.Option("--ood", help="Other datasets or texts, comma-separated.")]
+Count = Annotated[
+    int, typer.Option("--count", help="Number of test images of each dataset; 0 for all.")
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first input that cannot be read.")
+]
+
+# The methods.
+Specs = Annotated[str, typer.Option("--methods", help=SPECS)]
+Engine = Annotated[settings.Engine, engine_option()]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        callback=_require_tolerance,
+        help="Largest relative standard error of gradient scores; 0 for exact scores.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random draws.")]
+
+# The output.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of tables.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output if it already exists.")
 ]
+Page = Annotated[Path, typer.Option("--out", help="Write the page to this file.")]
+OpenPage = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """The options that decide how a network is loaded, and how images become its inputs."""
+
+    weights: Weights = None
+    size: Size = None
+    mean: Mean = None
+    std: Std = None
+    root: Root = None
+    device: Device = "auto"
 
 
 def resolve_device(name: str) -> str:
@@ -100,7 +151,65 @@ def resolve_device(name: str) -> str:
 
 def split_list(text: str) -> list[str]:
     """Split `a,b(1,2),c` at its commas, except for those inside parentheses."""
-    return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+    parts = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+    return [part for part in parts if part]
+
+
+def parse_methods(text: str, dataset: str = "") -> dict[str, Method]:
+    """Parse comma-separated specs, among which `paper` and `all` stand for several methods.
+
+    Args:
+        text: The value of --methods.
+        dataset: The dataset whose settings the paper's methods have.
+
+    Returns:
+        The methods by name.
+    """
+    found: dict[str, Method] = {}
+    for spec in split_list(text):
+        if spec not in ("paper", "all"):
+            found[spec] = parse(spec)
+            continue
+        found |= paper_methods(dataset)
+        found |= {name: parse(name) for name in ALTERNATIVES}
+        if spec == "all":
+            classes = {type(method) for method in found.values()}
+            for method in METHODS:
+                if method not in classes:
+                    found[method.name] = method()
+    if not found:
+        raise QualmsError("--methods names no method; pass comma-separated specs, or `paper`.")
+    return found
+
+
+def parse_class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
+    """Parse --classes.
+
+    Args:
+        text: A number, comma-separated names, or a file with one name per line.
+
+    Returns:
+        The number of classes, None if it is not given; and their names, if those are given.
+    """
+    if text is None:
+        return None, ()
+    if text.isdecimal():
+        return int(text), ()
+    if Path(text).is_file():
+        try:
+            names = Path(text).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise QualmsError(f"--classes {text} cannot be read: {reason(error)}.") from None
+    else:
+        names = split_list(text)
+    bare = [name.strip() for name in names]
+    found = tuple(name for name in bare if name)
+    if len(found) < 2:
+        raise QualmsError(
+            f"--classes {text} is neither a number, nor two or more comma-separated names, nor a "
+            "file with one name per line."
+        )
+    return len(found), found
 
 
 def with_options(

@@ -1,4 +1,4 @@
-"""What a command prints on stderr while it runs. It does not import torch."""
+"""What a command prints on stderr while it runs, and how it exits. It does not import torch."""
 
 import sys
 
@@ -6,12 +6,21 @@ import typer
 
 GOES_ON = "run the same command again to resume"
 NOTHING = "nothing was kept, and no file was written"
+INTERRUPTED = 130  # the exit code of Ctrl-C
+SOME_REJECTED = 4  # the exit code of a run that is complete except for inputs that cannot be read
 
 
 def interruption(left: str | None) -> typer.Exit:
     """Report that Ctrl-C was pressed, and what is left of the command; return the exit to raise."""
     echo(f"qualms: stopped{f'; {left}' if left else ''}.")
-    return typer.Exit(130)
+    return typer.Exit(INTERRUPTED)
+
+
+def exit_if_rejected(rejected: int) -> None:
+    """Exit with a code of its own if some inputs could not be read."""
+    status_line("")
+    if rejected:
+        raise typer.Exit(SOME_REJECTED)
 
 
 def status_line(text: str) -> None:
@@ -25,3 +34,8 @@ def echo(text: str) -> None:
     """Print a line that stays, in place of the status line."""
     status_line("")
     typer.echo(text, err=True)
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return `1 image`, or `6 images`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -42,6 +42,12 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
     """Check the installation: packages, device, datasets, and whether a score can be computed.
 
     The exit code is 0 if scores can be computed, 1 if not.
+
+    \f
+
+    Args:
+        root: The folder with the datasets.
+        json_lines: Whether to print JSON in place of tables.
     """
     trial = _try_score()
     facts = {
@@ -68,6 +74,7 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
 
 
 def _print_table(head: list[str], rows: list[dict[str, Any]]) -> None:
+    """Print rows, whose values are in the order of the header."""
     lines = [list(row.values()) for row in rows]
     typer.echo(f"\n{markdown(head, lines)}")
 
@@ -87,6 +94,7 @@ def _package_version(module: str, package: str) -> str:
 
 
 def _explain_import(error: Exception) -> QualmsError:
+    """Return what the table shows of a package that fails to import."""
     return QualmsError(f"fails to import: {reason(error)}")
 
 

@@ -29,7 +29,9 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: LazyCommand(name, *entry) for name, entry in self.table.items()}
+        self.commands = {}
+        for name, (module, help) in self.table.items():
+            self.commands[name] = LazyCommand(name, module, help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the first word names.
@@ -63,11 +65,22 @@ class LazyCommand(TyperCommand):
         self.module = module
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
-        """Return a context of the command itself, which is imported for it."""
+        """Import the command itself, and return its context.
+
+        Args:
+            info_name: The name that the user typed.
+            args: The words after it.
+            rest: Passed on to typer.
+            extra: Passed on to typer.
+        """
         return self.load().make_context(info_name, args, *rest, **extra)
 
     def load(self) -> Any:
-        """Import the command itself."""
+        """Import the command itself.
+
+        Raises:
+            QualmsError: If it needs a package that is not installed.
+        """
         status_line("starting …")
         try:
             with at_sigterm(leave):
