@@ -41,8 +41,7 @@ def ood(options: NetworkTaskOptions, outside: Outside = "", methods: Specs = "pa
     it.
     Example:
 
-        qualms bench ood --id cifar10 --ood svhn --model cifar10-resnet20 --methods
-        regrad+layers+smooth,entropy
+        qualms bench ood --id cifar10 --ood svhn --methods regrad+layers+smooth,entropy
     """
     others = parse_outside("ood", options.inside, outside)
     choose = partial(parse_methods, methods)

@@ -69,8 +69,7 @@ def text(options: TokenTaskOptions) -> None:
     tokens read so far, `surprise` and `perplexity`, are always included. Run an interrupted command
     again to resume it. Example:
 
-        qualms bench text --model hf:my/model --id known.txt --ood other.txt,more.jsonl --methods
-        regrad,entropy
+        qualms bench text --model hf:my/model --id known.txt --ood other.txt,more.jsonl
     """
     names = [options.inside, *parse_outside("text", options.inside, options.outside)]
     wanted = {spec: parse(spec) for spec in split_list(options.methods)}

@@ -83,10 +83,10 @@ def echo_images(network: Network, *found: Images) -> None:
         echo(f"{images.name}: {count_of(len(images), 'image')}, {images.source}")
         for note in network.describe_preprocessing(images):
             echo(f"  {note}")
-        echo_rejected(images.rejected)
+        echo_rejections(images.rejected)
 
 
-def echo_rejected(rejected: Sequence[Rejected]) -> None:
+def echo_rejections(rejected: Sequence[Rejected]) -> None:
     """Print how many inputs could not be read, with the reasons of the first ones."""
     if not rejected:
         return

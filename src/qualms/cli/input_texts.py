@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from qualms.cli.input_images import echo_rejected
+from qualms.cli.input_images import echo_rejections
 from qualms.cli.options import parse_methods
 from qualms.cli.status import count_of, echo, status_line
 from qualms.data.texts import Texts, read_texts
@@ -41,7 +41,7 @@ def read_text_input(
     status_line(f"reading {texts} …")
     found = read_texts(texts, root, strict)
     echo(f"{found.source}: {count_of(len(found.documents), 'document')}")
-    echo_rejected(found.rejected)
+    echo_rejections(found.rejected)
     status_line(f"loading {model} …")
     language_model = load_language_model(model)
     language_model.model.to(device)
@@ -61,7 +61,7 @@ def require_sketch(engine: str | None) -> None:
         raise QualmsError(f"--engine {engine} would take one pass per class and token; use sketch.")
 
 
-def require_unused(names: list[str]) -> None:
+def forbid_options(names: list[str]) -> None:
     """Raise an error that names options which have no effect with --tokens, if any are given."""
     if names:
         options = " and ".join(f"--{name}" for name in names)

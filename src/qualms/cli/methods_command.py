@@ -67,11 +67,11 @@ def _list_methods() -> None:
     indent = " " * width
     for method in list_methods():
         facts = f"needs {', '.join(method.needs)}; costs {method.cost}"
-        _print_wrapped(facts, method.name.ljust(width), indent)
-        _print_wrapped(method.paper, indent, indent)
+        _print_paragraph(facts, method.name.ljust(width), indent)
+        _print_paragraph(method.paper, indent, indent)
 
 
-def _print_wrapped(text: str, first: str, indent: str) -> None:
+def _print_paragraph(text: str, first: str, indent: str) -> None:
     """Print text that is wrapped to the width of a terminal.
 
     Args:

@@ -60,7 +60,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         for row in self._journal.where(row="part"):
             if not PartRow.__required_keys__ <= row.keys():
                 self._journal.__exit__()
-                raise self._damaged()
+                raise self._damage_error()
             self._parts[row["of"], row["first"]] = row
 
     def count(self, group: str | None = None) -> int:
@@ -81,7 +81,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         """
         row = self._parts.get((group, first))
         if row is not None and len(row["ids"]) != count:
-            raise self._damaged()
+            raise self._damage_error()
         return row
 
     def add(self, row: PartRow) -> None:
@@ -106,12 +106,12 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         try:
             return _restore(row, threshold)
         except (ValueError, KeyError, TypeError, ArithmeticError):
-            raise self._damaged() from None
+            raise self._damage_error() from None
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         failed = kind is not None and issubclass(kind, QualmsError)
         if failed and self._parts and self._path is not None:
-            echo(f"{_describe_kept(self._path)}.")
+            echo(f"{_describe_progress(self._path)}.")
         is_settled = bool(self._parts) or self._remove()  # while it is locked, where that works
         self._journal.__exit__()
         if not is_settled:
@@ -132,7 +132,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             if self._path is not None and self._path.stat().st_size == 0:
                 self._path.unlink()
 
-    def _damaged(self) -> QualmsError:
+    def _damage_error(self) -> QualmsError:
         return QualmsError(f"{self._path} is damaged; remove it, and run the same command again.")
 
 
@@ -175,10 +175,10 @@ def report_interruption(path: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise interruption(_describe_kept(path)) from None
+        raise interruption(_describe_progress(path)) from None
 
 
-def _describe_kept(path: Path | None) -> str:
+def _describe_progress(path: Path | None) -> str:
     """Return `4 of 60 images are kept in scores.csv.partial; …`."""
     if path is None or not path.exists():
         return NOTHING

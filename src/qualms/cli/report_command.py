@@ -14,7 +14,7 @@ import typer
 
 from qualms.cli.bench_common import rows_file
 from qualms.cli.input_images import echo_images, test_images, training_images
-from qualms.cli.input_texts import require_unused
+from qualms.cli.input_texts import forbid_options
 from qualms.cli.load_network import published_network
 from qualms.cli.options import (
     SPECS,
@@ -38,7 +38,7 @@ from qualms.cli.price_estimate import echo_price_of_groups
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.report_texts import METHODS, report_texts
 from qualms.cli.scoring_run import load_classifier
-from qualms.cli.status import exit_if_rejected
+from qualms.cli.status import exit_if_incomplete
 from qualms.data import Images
 from qualms.disk import require_writable
 from qualms.errors import QualmsError
@@ -138,7 +138,7 @@ def report(options: ReportOptions) -> None:
 
 def _report_texts(options: ReportOptions) -> None:
     idle = [name for name, default in FOR_IMAGES.items() if getattr(options, name) != default]
-    require_unused(idle)
+    forbid_options(idle)
     require_writable(options.out)
     texts, about = report_texts(
         options.texts,
@@ -152,7 +152,7 @@ def _report_texts(options: ReportOptions) -> None:
         strict=options.strict,
     )
     _announce(options.out, [], about, options)
-    exit_if_rejected(len(texts.rejected))
+    exit_if_incomplete(len(texts.rejected))
 
 
 def _report_images(options: ReportOptions) -> None:
@@ -201,7 +201,7 @@ def _report_images(options: ReportOptions) -> None:
     page = write_page(content, options.out)
     facts = {**about, "methods": content.methods, "left out": left_out}
     _announce(page, left_out, facts, options)
-    exit_if_rejected(sum(len(images.rejected) for images in (whole, *groups[1:])))
+    exit_if_incomplete(sum(len(images.rejected) for images in (whole, *groups[1:])))
 
 
 def _read_groups(

@@ -1,6 +1,7 @@
-"""`qualms score`: a table with the uncertainty of each image, and whether its prediction is accepted.
+"""`qualms score`: a table with the uncertainty of each image.
 
-With --tokens, `score_tokens` scores texts. If --out is a folder, `score_shards` writes shards.
+With a reference or a threshold, the table also has whether each prediction is accepted. With
+--tokens, `score_tokens` scores texts. If --out is a folder, `score_shards` writes shards.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from qualms.cli.partial_file import (
 from qualms.cli.score_shards import is_folder, score_to_folder
 from qualms.cli.score_tokens import ImageOrTokenOptions, score_tokens
 from qualms.cli.scoring_run import ScoringRun, prepare_run
-from qualms.cli.status import echo, exit_if_rejected
+from qualms.cli.status import echo, exit_if_incomplete
 from qualms.cli.table_file import (
     Table,
     describe_result,
@@ -100,8 +101,7 @@ def score(
     levels in methods are for pixels from 0 to 1. Inputs that cannot be read are listed beside the
     table, and the exit code is 4. Examples:
 
-        qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy --out
-        scores.parquet
+        qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy
 
         qualms score new/ --model timm:resnet18 --reference val/ --coverage 0.95
 
@@ -167,7 +167,7 @@ def score(
     name = None if file is None else str(file)
     result = describe_result(scorer, len(scored), accepted, decision.by, name, rejected, listed)
     print_result(scored, place, json_lines, result)
-    exit_if_rejected(rejected)
+    exit_if_incomplete(rejected)
 
 
 @dataclass(frozen=True)

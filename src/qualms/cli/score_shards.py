@@ -15,7 +15,7 @@ from qualms.cli.status import (
     GOES_ON,
     count_of,
     echo,
-    exit_if_rejected,
+    exit_if_incomplete,
     interruption,
     status_line,
 )
@@ -126,7 +126,7 @@ def score_to_folder(
         folder / REJECTED,
     )
     typer.echo(result)
-    exit_if_rejected(done.rejected)
+    exit_if_incomplete(done.rejected)
 
 
 def _score(

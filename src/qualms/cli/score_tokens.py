@@ -9,18 +9,18 @@ import typer
 
 from qualms.cli.input_texts import (
     TextInput,
+    forbid_options,
     parse_token_methods,
     read_text_input,
     require_sketch,
-    require_unused,
 )
 from qualms.cli.options import resolve_device
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.score_shards import ShardOptions, is_folder
-from qualms.cli.status import count_of, exit_if_rejected
+from qualms.cli.status import count_of, exit_if_incomplete
 from qualms.cli.table_file import (
     STDOUT,
-    describe_rejected,
+    describe_rejections,
     open_table,
     print_result,
     rejected_file,
@@ -86,7 +86,7 @@ class ImageOrTokenOptions(ShardOptions):
         for name, value in more.items():
             if value is not None:
                 given.append(name)
-        require_unused([name.replace("_", "-") for name in given if name not in USED])
+        forbid_options([name.replace("_", "-") for name in given if name not in USED])
         require_sketch(self.engine)
 
 
@@ -136,7 +136,7 @@ def score_tokens(
     if table is not None:
         table.write(rows, found.texts.rejected)
     print_result(rows, out, json_lines, _describe(scored, list(wanted), out, found.texts))
-    exit_if_rejected(len(found.texts.rejected))
+    exit_if_incomplete(len(found.texts.rejected))
 
 
 def _generate(found: TextInput, options: ImageOrTokenOptions) -> Sequence[Document]:
@@ -174,7 +174,7 @@ def _describe(
     if out not in (None, STDOUT):
         text += f": {Path(str(out))}"
         listed = rejected_file(Path(str(out)))
-    text += describe_rejected(len(texts.rejected), listed)
+    text += describe_rejections(len(texts.rejected), listed)
     return f"{text}\n{_describe_worst(scored, methods[0])}"
 
 

@@ -118,7 +118,7 @@ class ScoringRun:
         """
         name, method = next(iter(self.methods.items()))
         scorer = self.make_scorer(methods={name: method})
-        # A run that resumes may score no image, and a threshold must record its engine all the same.
+        # A run that resumes may score no image, but a threshold must record its engine anyway.
         scorer.choose_engine(self.network.inputs(images.take(slice(1))))
         return scorer, self.score(scorer, images, partial, REFERENCE)
 
@@ -160,7 +160,13 @@ class ScoringRun:
         return replace(scored, class_names=self.network.names_of_classes(images, sink.classes))
 
     def describe(self, scorer: Scorer) -> dict[str, Any]:
-        """Return what decides the scores, beside the images: two runs with the same can be joined."""
+        """Return what decides the scores, beside the images.
+
+        A run resumes, and shards share a folder, only if this is the same.
+
+        Args:
+            scorer: From `make_scorer`.
+        """
         settings, threshold = scorer.settings, scorer.threshold
         limit = None
         if threshold is not None:

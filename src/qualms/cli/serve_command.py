@@ -1,4 +1,4 @@
-"""`qualms serve`: a network behind HTTP, which predicts the class of each image, scores and decides."""
+"""`qualms serve`: a network behind HTTP, with predictions, scores and decisions for images."""
 
 import math
 import os
@@ -55,19 +55,19 @@ def serve(
         int, typer.Option(help="Listen on this port, from 1024 to 65535.")
     ] = USUAL.port,
     batch: Annotated[
-        int, typer.Option(help="Most requests that are scored together.")
+        int, typer.Option(help="Maximum number of requests scored together.")
     ] = USUAL.batch,
     waiting: Annotated[
-        int, typer.Option(help="Most requests at a time; further ones are answered 429.")
+        int, typer.Option(help="Maximum number of requests at a time; further ones are answered 429.")
     ] = USUAL.waiting,
     deadline: Annotated[
-        float, typer.Option(help="Most seconds that a request may take.")
+        float, typer.Option(help="Maximum duration of a request, in seconds.")
     ] = USUAL.deadline,
-    max_body: Annotated[float, typer.Option(help="Most megabytes in a request.")] = USUAL.body
+    max_body: Annotated[float, typer.Option(help="Maximum size of a request, in megabytes.")] = USUAL.body
     / MEGABYTE,
-    max_images: Annotated[int, typer.Option(help="Most images in a request.")] = USUAL.images,
+    max_images: Annotated[int, typer.Option(help="Maximum number of images in a request.")] = USUAL.images,
     max_pixels: Annotated[
-        int, typer.Option(help="Most pixels in a request, over all its images.")
+        int, typer.Option(help="Maximum number of pixels in a request, over all its images.")
     ] = USUAL.pixels,
 ) -> None:
     """Serve a network over HTTP: images in; predictions, scores and decisions out; a page at `/`.

@@ -16,7 +16,7 @@ def interruption(left: str | None) -> typer.Exit:
     return typer.Exit(INTERRUPTED)
 
 
-def exit_if_rejected(rejected: int) -> None:
+def exit_if_incomplete(rejected: int) -> None:
     """Exit with a code of its own if some inputs could not be read."""
     status_line("")
     if rejected:

@@ -1,4 +1,7 @@
-"""The table of `score` and the list of rejected inputs beside it: written completely or not at all."""
+"""The table of `score`, and the list of rejected inputs beside it.
+
+Both are written completely or not at all.
+"""
 
 import csv
 import io
@@ -29,11 +32,11 @@ def require_new_file(path: Path, overwrite: bool) -> None:
     """Raise an error, before any work, if a file exists already or cannot be written."""
     if path.is_dir():
         raise QualmsError(f"--out {path} is a folder; name a file.")
-    _require_absent(path, overwrite)
+    _require_no_file(path, overwrite)
     require_writable(path, _out(path))
 
 
-def _require_absent(path: Path, overwrite: bool) -> None:
+def _require_no_file(path: Path, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise QualmsError(
             f"{path} already exists; pass --overwrite to replace it, or choose another --out."
@@ -59,7 +62,7 @@ def open_table(out: str, overwrite: bool, json_lines: bool) -> "Table":
         )
     if ending == ".parquet":
         _parquet()
-    _require_absent(rejected_file(path), overwrite)
+    _require_no_file(rejected_file(path), overwrite)
     require_new_file(path, overwrite)
     return Table(path, ending)
 
@@ -83,7 +86,7 @@ class Table:
             _write_text(rows, self.ending, text)
             typer.echo(text.getvalue(), nl=False)
             return
-        with write_with_rejected(self.path, rejected) as part:
+        with write_with_rejections(self.path, rejected) as part:
             if self.ending == ".parquet":
                 _parquet().write_table(rows.to_arrow(), part)
             else:
@@ -114,18 +117,18 @@ def rejected_file(out: Path) -> Path:
 
 
 @contextmanager
-def write_with_rejected(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
+def write_with_rejections(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
     """Yield a file to fill, which replaces `out` once the rejected inputs are listed beside it."""
     with explain_write_failure(_out(out)):
         # The folder existed when the command started, but may have been removed since.
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(out, _out(out)) as part:
             yield part
-            _write_rejected(rejected_file(out), rejected)
+            _write_rejections(rejected_file(out), rejected)
 
 
-def _write_rejected(path: Path, rejected: Sequence[Rejected]) -> None:
-    """List the inputs that could not be read, with reasons; remove an older list if there are none."""
+def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
+    """List the inputs that could not be read, with reasons; without any, remove an older list."""
     if not rejected:
         path.unlink(missing_ok=True)
         return
@@ -176,10 +179,10 @@ def describe_result(
         text += f"; {accepted or 0} of {scored} accepted by {first}, at {rule} of {reference}"
     if out is not None:
         text += f": {out}"
-    return text + describe_rejected(rejected, rejected_list)
+    return text + describe_rejections(rejected, rejected_list)
 
 
-def describe_rejected(rejected: int, rejected_list: Path | None) -> str:
+def describe_rejections(rejected: int, rejected_list: Path | None) -> str:
     """Return `; 2 could not be read: scores.rejected.csv`, or nothing if all could be."""
     if not rejected:
         return ""

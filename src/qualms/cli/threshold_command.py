@@ -1,4 +1,4 @@
-"""`qualms threshold`: set the score up to which a prediction is accepted, or show a threshold file."""
+"""`qualms threshold`: set the score up to which a prediction is accepted, or show one."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from qualms.cli.options import (
     with_options,
 )
 from qualms.cli.scoring_run import ScoreOptions, ScoringRun, prepare_run
-from qualms.cli.status import echo, exit_if_rejected
-from qualms.cli.table_file import require_new_file, write_with_rejected
+from qualms.cli.status import echo, exit_if_incomplete
+from qualms.cli.table_file import require_new_file, write_with_rejections
 from qualms.data import Images, dataset_name
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
@@ -34,7 +34,8 @@ def threshold(
     images: Annotated[
         str,
         typer.Argument(
-            help="Images that the network knows, as for `qualms score`; or a threshold file to show."
+            help="Images that the network knows, as for `qualms score`; or a threshold file, to "
+            "show it."
         ),
     ],
     model: Annotated[str | None, typer.Option("--model", help=MODEL)] = None,
@@ -111,7 +112,7 @@ def threshold(
         made = Threshold.from_labels(scores, correct, risk, sure, provenance=scorer.provenance)
     for note in scored.notes.values():
         echo(note)
-    with write_with_rejected(out, found.rejected) as part:
+    with write_with_rejections(out, found.rejected) as part:
         part.write_text(made.to_json() + "\n")
     accepted = made.accept(scores)
     count = int(accepted.sum())
@@ -125,11 +126,17 @@ def threshold(
             f"{_promise(made)}. Of {len(found)} images of {found.source or images}, {count} are "
             f"accepted{wrong}: {next(iter(wanted))} is at most {made.value:.6g}. The file: {out}"
         )
-    exit_if_rejected(len(found.rejected))
+    exit_if_incomplete(len(found.rejected))
 
 
 def _check_shares(coverage: float | None, risk: float | None, confidence: float | None) -> None:
-    """Raise an error if --coverage, --risk and --confidence contradict each other, or are no shares."""
+    """Raise an error if the options contradict each other, or are not shares.
+
+    Args:
+        coverage: The value of --coverage.
+        risk: The value of --risk.
+        confidence: The value of --confidence.
+    """
     if coverage is not None and risk is not None:
         raise QualmsError(
             "--coverage and --risk are two ways to set a threshold; pass one of them."
