@@ -1,4 +1,8 @@
-"""`qualms bench`: tasks that evaluate methods on a network and images, or texts, of your choice."""
+"""`qualms bench`: tasks that evaluate methods on a network and images, or texts, of your choice.
+
+The commands are in `bench_images` (ood, calibration, ablation, runtime), `bench_text` and
+`bench_active`; what they measure is in `qualms.tasks`.
+"""
 
 import typer
 

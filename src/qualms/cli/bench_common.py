@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from qualms.cli.options import (
+    COUNT,
     Count,
     Device,
     Engine,
@@ -41,7 +42,7 @@ class TaskOptions:
 
     inside: Inside
     model: Published = None
-    count: Count = 500
+    count: Count = COUNT
     root: Root = None
     out: Out = None
     seed: Seed = 0
@@ -94,7 +95,7 @@ def rows_file(task: str, inside: str, name: str, seed: int) -> Path:
 
 
 def _file_part(text: str) -> str:
-    """Replace what may not stand in a file name by hyphens."""
+    """Return text for a file name: letters, digits, hyphens and dots; hyphens for all else."""
     characters = []
     for character in text:
         is_plain = character.isalnum() or character in "-."

@@ -1,7 +1,8 @@
 """`qualms bench ood`, `calibration`, `ablation` and `runtime`: tasks that score images.
 
-Each command loads the network and the images, leaves out the methods that cannot be used, and
-prints the rows of a task of `qualms.tasks`.
+Each command loads the network and the images, leaves out the methods that cannot be used, runs a
+task of `qualms.tasks`, and prints its rows as a table. The commands differ in the methods, in the
+task and in the table, which are the arguments of `run_task`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,6 @@ from qualms.cli.options import Outside, Specs, parse_methods, with_options
 from qualms.cli.price_estimate import echo_price_of_groups
 from qualms.cli.progress_bar import show_progress
 from qualms.data import Images
-from qualms.methods.method import TRAINING_DATA
 from qualms.report.tables import calibration_table, ood_table, runtime_table
 from qualms.stream.network import Network
 from qualms.tasks import calibration as calibration_task
@@ -146,9 +146,7 @@ def run_task(
         echo_images(network, images, *others)
         network.require_input_size(images)
         images = network.relabel(images)
-        train = None
-        if any(TRAINING_DATA in method.needs for method in wanted.values()):
-            train = training_images(options.inside, options.root, network.transform, every[0])
+        train = training_images(wanted, options.inside, options.root, network.transform, every[0])
         methods, left_out = select_usable(network, images, wanted, train)
         groups = [images, *others]
         echo_price_of_groups(network, groups, methods, options.engine, options.tolerance)
@@ -166,7 +164,11 @@ def run_task(
 
 
 def ablation_methods(dataset: str) -> Methods:
-    """Return REGrad*, its variants without each part, and its sweeps over λ and σ."""
+    """Return REGrad*, its variants without each part, and its sweeps over λ and σ.
+
+    Args:
+        dataset: Whose λ and σ the paper's REGrad* has.
+    """
     return {**components(dataset), **lambda_sweep(), **sigma_sweep(dataset)}
 
 

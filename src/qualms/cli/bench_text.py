@@ -1,4 +1,7 @@
-"""`qualms bench text`: can token scores detect texts that a language model does not know?"""
+"""`qualms bench text`: can token scores detect texts that a language model does not know?
+
+Texts are cut into windows of as many tokens, whose scores are kept in a file of rows.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +107,11 @@ def text(options: TokenTaskOptions) -> None:
 
 
 def _titles(names: list[str]) -> list[str]:
-    """Return the stems of file names, or the whole names if two stems are equal."""
+    """Return the stems of file names, or the whole names if two stems are equal.
+
+    Args:
+        names: Files or folders, as the command line names them.
+    """
     stems = [Path(name).stem for name in names]
     has_distinct_stems = len(set(stems)) == len(names)
     return stems if has_distinct_stems else names

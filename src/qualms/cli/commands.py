@@ -116,7 +116,11 @@ class UnexpectedError(QualmsError):
 
 
 def run() -> None:
-    """Run the command line. Errors are printed in one sentence; `--debug` shows the traceback."""
+    """Run the command line, and exit.
+
+    Errors are printed in one sentence; `--debug`, anywhere on the command line, shows the traceback.
+    SIGTERM decides the exit code, whatever error it has caused on its way.
+    """
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -131,7 +135,11 @@ def run() -> None:
 
 
 def _run_app(debug: bool) -> None:
-    """Run the command, and exit with a sentence if it fails."""
+    """Run the command, and exit with a sentence if it fails.
+
+    Args:
+        debug: Whether to raise the error instead.
+    """
     try:
         with explain_failure(_explain):
             app()
@@ -145,7 +153,11 @@ def _run_app(debug: bool) -> None:
 
 
 def _explain(error: Exception) -> QualmsError:
-    """Return one sentence for an error that is not of this library."""
+    """Return one sentence for an error that is not of this library.
+
+    Args:
+        error: Raised while the command ran.
+    """
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return QualmsError(
             f"{error.filename or 'what the command prints'} cannot be written "
@@ -157,7 +169,11 @@ def _explain(error: Exception) -> QualmsError:
 
 
 def use_option_names(text: str) -> str:
-    """Replace keywords of the library, such as `classes=`, by options, such as `--classes`."""
+    """Replace keywords of the library, such as `classes=`, by options, such as `--classes`.
+
+    Args:
+        text: An error of the library.
+    """
 
     def replace(match: re.Match[str]) -> str:
         """Return the option for a keyword; a string keeps its quote."""
@@ -169,7 +185,10 @@ def use_option_names(text: str) -> str:
 
 @contextmanager
 def short_warnings() -> Iterator[None]:
-    """Print the warnings of qualms as one sentence each, once, without a line of code."""
+    """Print the warnings of qualms as one sentence each, once, without a line of code.
+
+    Warnings of other libraries are shown as usual.
+    """
     printed: set[str] = set()
     show_others = warnings.showwarning
 

@@ -1,12 +1,17 @@
-"""Reading the images that a command line names: to score, and to learn from."""
+"""Reading the images that a command line names: to score, and to learn from.
 
-from collections.abc import Sequence
+`report` and `bench` read by these functions; `score` and `threshold` by `ScoringRun.read`; shards by
+`open_source` (`stream/source.py`).
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from qualms.cli.status import count_of, echo
 from qualms.data import Images, ImageTransform, Rejected, dataset_name, load
 from qualms.errors import QualmsError
+from qualms.methods.method import TRAINING_DATA, Method
 from qualms.stream.network import Network
 from qualms.tasks.reproduce import LEARNT_FROM
 
@@ -38,19 +43,26 @@ def test_images(
 
 
 def training_images(
-    name: str, root: Path | None, transform: ImageTransform | None, test: Images
+    methods: Mapping[str, Method],
+    name: str,
+    root: Path | None,
+    transform: ImageTransform | None,
+    test: Images,
 ) -> Images | None:
-    """Read training images, for the methods that learn from them; None if there are none.
+    """Read the training images of a dataset; None if there are none, or no method learns from them.
 
     A file or folder without separate parts has the same images for training and testing. Methods
     may not learn from those.
 
     Args:
+        methods: By name.
         name: A dataset, file or folder.
         root: The folder with the datasets.
         transform: As for `test_images`.
         test: The test images of the same name.
     """
+    if not any(TRAINING_DATA in method.needs for method in methods.values()):
+        return None
     try:
         train = _read(name, root, "train", transform, strict=True)
     except QualmsError:
@@ -78,7 +90,12 @@ def _read(
 
 
 def echo_images(network: Network, *found: Images) -> None:
-    """Print how many images there are, where they come from, and how they are preprocessed."""
+    """Print how many images there are, where they come from, and how they are preprocessed.
+
+    Args:
+        network: Which preprocesses them.
+        found: Groups of images.
+    """
     for images in found:
         echo(f"{images.name}: {count_of(len(images), 'image')}, {images.source}")
         for note in network.describe_preprocessing(images):
@@ -87,7 +104,11 @@ def echo_images(network: Network, *found: Images) -> None:
 
 
 def echo_rejections(rejected: Sequence[Rejected]) -> None:
-    """Print how many inputs could not be read, with the reasons of the first ones."""
+    """Print how many inputs could not be read, with the reasons of the first ones.
+
+    Args:
+        rejected: Images or documents.
+    """
     if not rejected:
         return
     reasons = [f"{one.id} is {one.reason}" for one in rejected[:MAX_LISTED]]

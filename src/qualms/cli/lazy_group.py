@@ -1,6 +1,8 @@
 """Command groups that import a command when it runs.
 
-Importing torch takes seconds, for which neither `--help` nor a mistyped name should wait.
+Importing torch takes seconds, for which neither `--help` nor a mistyped name should wait. So a group
+has a table with the module and the help line of each command: `Commands.table` (`commands.py`) and
+`Tasks.table` (`bench_command.py`).
 """
 
 from difflib import get_close_matches
@@ -38,6 +40,10 @@ class LazyGroup(TyperGroup):
 
         Raises:
             typer.Exit: If there is none, after printing the closest name or all names.
+
+        Args:
+            ctx: Typer's context.
+            args: The words of the command line; the first one names the command.
         """
         name = args[0]
         is_option = name.startswith("-")
@@ -76,7 +82,7 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(info_name, args, *rest, **extra)
 
     def load(self) -> Any:
-        """Import the command itself.
+        """Import the command itself, and wrap it for typer.
 
         Raises:
             QualmsError: If it needs a package that is not installed.

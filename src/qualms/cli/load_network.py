@@ -1,4 +1,8 @@
-"""The network that a command evaluates: its weights, and how images become its inputs."""
+"""The network that a command evaluates: its weights, and how images become its inputs.
+
+Weights, normalization and size each have several sources. An option comes first, then what the
+checkpoint or the publisher records, then what is usual for the dataset.
+"""
 
 import sys
 from dataclasses import replace
@@ -23,7 +27,12 @@ PUBLISHED = {
 
 
 def published_network(data: str, root: Path | None) -> str:
-    """Return the network whose published weights know a dataset; empty if there is none."""
+    """Return the name of the network with published weights for a dataset; empty if there is none.
+
+    Args:
+        data: The dataset, by name or path.
+        root: The folder with the datasets.
+    """
     return PUBLISHED.get(dataset_name(data, root) or "", "")
 
 
@@ -97,7 +106,12 @@ def _published_weights(name: str, entry: Entry, folder: Path, allow_random: bool
 
 
 def _dataset_classes(dataset: str, entry: Entry) -> int | None:
-    """Return the number of classes of a dataset whose images have the shape of the network's."""
+    """Return the number of classes of a dataset, if its images have the shape of the network's.
+
+    Args:
+        dataset: The name of the dataset.
+        entry: Of the network in the zoo.
+    """
     known = DATASETS[dataset]
     has_same_shape = (known.channels, known.size) == (entry.channels, entry.size)
     return known.classes if has_same_shape else None

@@ -1,4 +1,9 @@
-"""The options that several commands share, each defined once, and what their values mean."""
+"""The options that several commands share, each defined once, and what their values mean.
+
+An option is an annotated type (`Seed`), used as the type of a command's parameter or of a field of a
+dataclass. A dataclass of options is shared by `with_options`. Values are parsed by `parse_methods`,
+`parse_class_names`, `split_list` and `resolve_device`.
+"""
 
 import inspect
 import re
@@ -23,29 +28,44 @@ Own = ParamSpec("Own")
 # What users would choose in place of the paper's methods, and ours; `paper` includes them.
 ALTERNATIVES = ("energy", "gen", "heat", "coherence")
 
+COUNT = 500  # test images of each dataset, unless --count is given
 MODEL = "A network: a name, timm:NAME, hf:NAME, FILE.pt2, or module:factory."
 SPECS = "Comma-separated methods, or `paper`, or `all`."
 DECIDING_SPECS = "Comma-separated methods; the first one decides."
 
 
 def _require_tolerance(tolerance: float | None) -> float | None:
+    """Return the value of --tolerance; raise an error if it is out of range."""
     if tolerance is not None and not 0 <= tolerance < 1:
         raise QualmsError(f"--tolerance is {tolerance:g}; pass a number from 0 (exact) to below 1.")
     return tolerance
 
 
 def model_option(default: str) -> Any:
-    """Define --model where it may be left out; `default` is what --help shows then."""
+    """Define --model where it is optional.
+
+    Args:
+        default: What --help shows as the default.
+    """
     return typer.Option("--model", help=MODEL, show_default=default)
 
 
 def methods_option(help: str, default: str) -> Any:
-    """Define --methods where its default depends; `default` is what --help shows."""
+    """Define --methods where its default depends on other options.
+
+    Args:
+        help: `SPECS`, or `DECIDING_SPECS` where the first method decides.
+        default: What --help shows as the default.
+    """
     return typer.Option("--methods", help=help, show_default=default)
 
 
 def engine_option(default: str | bool = True) -> Any:
-    """Define --engine; `default` is what --help shows where it is not the value itself."""
+    """Define --engine.
+
+    Args:
+        default: What --help shows as the default; True for the value itself.
+    """
     return typer.Option("--engine", help="How gradient scores are computed.", show_default=default)
 
 
@@ -133,7 +153,10 @@ class NetworkOptions:
 
 
 def resolve_device(name: str) -> str:
-    """Return the name of a device that is available; `auto` is the fastest one.
+    """Return the device that --device names.
+
+    Args:
+        name: A device of torch, or `auto` for the fastest that is available.
 
     Raises:
         QualmsError: If the named device is not available.
@@ -150,7 +173,10 @@ def resolve_device(name: str) -> str:
 
 
 def split_list(text: str) -> list[str]:
-    """Split `a,b(1,2),c` at its commas, except for those inside parentheses."""
+    """Split text at its commas, except for those inside parentheses.
+
+    `regrad+smooth(0.02,8),entropy` thus has two parts. Empty parts are dropped.
+    """
     parts = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
     return [part for part in parts if part]
 
@@ -223,9 +249,22 @@ def with_options(
     Args:
         options: The dataclass. Each field is annotated as a typer option. The command receives an
             instance as its first argument.
+
+    Example:
+        ```python
+        @dataclass(frozen=True, kw_only=True)
+        class RunOptions:
+            seed: Seed = 0
+
+
+        @with_options(RunOptions)
+        def run(options: RunOptions, out: Annotated[str, typer.Option()]) -> None:
+            print(options.seed, out)  # `qualms run --out a.csv --seed 3` prints 3 a.csv
+        ```
     """
 
     def decorate(command: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
+        """Return a function with the signature that typer shall read."""
         shared = inspect.signature(options).parameters
         own = list(inspect.signature(command).parameters.values())[1:]
         parameters = []
@@ -235,6 +274,7 @@ def with_options(
 
         @wraps(command)
         def run(**values: Any) -> None:
+            """Collect the shared options, and run the command."""
             fields = {name: values.pop(name) for name in shared}
             command(options(**fields), **values)  # type: ignore[call-arg]
 
@@ -246,4 +286,5 @@ def with_options(
 
 
 def _is_optional(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter has a default."""
     return parameter.default is not inspect.Parameter.empty

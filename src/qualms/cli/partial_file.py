@@ -1,13 +1,19 @@
 """`scores.csv.partial`: the scores so far of a table that is not complete, to resume from.
 
 The file is a journal: its first line has all that decides the scores, each further line a batch of
-images. It is removed when the table is complete.
+images (`PartRow`). It is removed when the table is complete.
+
+    {"row": "run", "task": "score", "network": …, "methods": …, "seed": 0, "images": …, …}
+    {"row": "part", "of": "images", "first": 0, "ids": ["a.png"], "prediction": [3], …}
+    {"row": "part", "of": "images", "first": 1, "ids": ["b.png", "c.png", "d.png"], …}
+
+With --reference, the images of the reference are scored first; their parts are `"of": "reference"`.
 """
 
 import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +39,11 @@ Numbers = dict[str, str | list[float | str]]  # a tensor as JSON
 
 
 def partial_path(table: Path) -> Path:
-    """Return where the scores of a table are kept until it is complete."""
+    """Return where the scores of a table are kept until it is complete.
+
+    Args:
+        table: The file of the table, such as `scores.csv`.
+    """
     return table.with_name(f"{table.name}.partial")
 
 
@@ -51,11 +61,10 @@ class PartialFile(AbstractContextManager["PartialFile"]):
     def __init__(self, path: Path | None, about: dict[str, Any], overwrite: bool = False) -> None:
         self._path = path
         self._on_disk = path is not None
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._remove_if_empty)
             self._journal = Journal(path, {"task": "score", **about}, ADVICE, replace=overwrite)
-        except BaseException:  # also Ctrl-C
-            self._remove_if_empty()
-            raise
+            on_failure.pop_all()
         self._parts: dict[tuple[str, int], PartRow] = {}  # by group and first image
         for row in self._journal.where(row="part"):
             if not PartRow.__required_keys__ <= row.keys():
@@ -64,7 +73,11 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             self._parts[row["of"], row["first"]] = row
 
     def count(self, group: str | None = None) -> int:
-        """Return how many images are done, of one group or of both."""
+        """Return how many images are done, of one group or of both.
+
+        Args:
+            group: `IMAGES` or `REFERENCE`; None for both.
+        """
         count = 0
         for (of, _), part in self._parts.items():
             if group in (None, of):
@@ -85,7 +98,11 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         return row
 
     def add(self, row: PartRow) -> None:
-        """Keep a batch. If the disk is full, scoring continues: the table may still be written."""
+        """Keep a batch.
+
+        If the disk is full, this is printed once, and scoring continues: the table may still be
+        written, and later batches are kept in memory.
+        """
         self._parts[row["of"], row["first"]] = row
         if not self._on_disk:
             return
@@ -102,7 +119,12 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         self._path = None
 
     def restore(self, row: PartRow, threshold: Threshold | None) -> Scored:
-        """Return a batch as a scorer did, with the probability of the predicted class alone."""
+        """Return a batch as a scorer did, with the probability of the predicted class alone.
+
+        Args:
+            row: From `part`.
+            threshold: Of the scores.
+        """
         try:
             return _restore(row, threshold)
         except (ValueError, KeyError, TypeError, ArithmeticError):
@@ -133,6 +155,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
                 self._path.unlink()
 
     def _damage_error(self) -> QualmsError:
+        """Return the error for a file that was changed by something else."""
         return QualmsError(f"{self._path} is damaged; remove it, and run the same command again.")
 
 
@@ -151,27 +174,41 @@ class PartialFileSink:
         self.classes = 0  # the network's, once a batch has passed
 
     def has(self, batch: ImageBatch) -> bool:
-        """Return whether the file has a batch, which is then restored."""
+        """Return whether the file has a batch, which is then restored.
+
+        Args:
+            batch: From a source; its images need not be scored again.
+        """
         row = self.file.part(self.group, batch.first, batch.count)
         if row is not None:
             self._append(row)
         return row is not None
 
     def write(self, batch: ImageBatch, scored: Scored | None) -> None:
-        """Keep a batch."""
+        """Keep a batch.
+
+        Args:
+            batch: From a source.
+            scored: Its scores.
+        """
         assert scored is not None
         row = part_row(self.group, batch.first, scored)
         self.file.add(row)
         self._append(row)
 
     def _append(self, row: PartRow) -> None:
+        """Add a batch to the table."""
         self.parts.append(self.file.restore(row, self.threshold))
         self.classes = row["classes"]
 
 
 @contextmanager
 def report_interruption(path: Path | None) -> Iterator[None]:
-    """On Ctrl-C, print how many images are kept in a partial file, and exit."""
+    """On Ctrl-C, print how many images are kept in a partial file, and exit.
+
+    Args:
+        path: The file; None if nothing is kept.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -194,7 +231,14 @@ def _describe_progress(path: Path | None) -> str:
 
 
 def describe_images(images: Images) -> dict[str, Any]:
-    """Return what identifies images in the first line of a file."""
+    """Return what identifies images in the first line of a file.
+
+    Args:
+        images: In the order of the table.
+
+    Returns:
+        Their number, and fingerprints of their pixels and of their names.
+    """
     ids = hashlib.sha256("\0".join(images.ids).encode()).hexdigest()[:16]
     return {"count": len(images), "pixels": images.fingerprint(), "ids": ids}
 
@@ -223,7 +267,15 @@ def part_row(group: str, first: int, scored: Scored) -> PartRow:
 
 
 def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
-    """Return the scores of a row, whose probabilities are [n, 1], of the predicted classes."""
+    """Return the scores of a row, whose probabilities are [n, 1], of the predicted classes.
+
+    Args:
+        row: From `part_row`.
+        threshold: Of the scores.
+
+    Raises:
+        ValueError: If the row was changed by something else.
+    """
     count = len(row["ids"])
     confidence = _tensor(row["confidence"], count)
     predicted = torch.tensor(row["prediction"])
@@ -246,13 +298,18 @@ def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
 
 
 def _numbers(values: Tensor) -> Numbers:
-    """Return a tensor as JSON, where numbers that are not finite are strings."""
+    """Return a tensor [n] as JSON, where numbers that are not finite are strings."""
     plain = [value if math.isfinite(value) else str(value) for value in values.tolist()]
     return {"dtype": str(values.dtype).removeprefix("torch."), "values": plain}
 
 
 def _tensor(numbers: Numbers, count: int) -> Tensor:
-    """Return the same tensor bit by bit: a Python float has all digits of each of these types."""
+    """Return the tensor of `_numbers`, bit by bit: a Python float has all digits of each dtype.
+
+    Args:
+        numbers: The dtype and the values.
+        count: How many values there must be.
+    """
     dtype = DTYPES[str(numbers["dtype"])]
     values = torch.tensor([float(value) for value in numbers["values"]], dtype=dtype)
     if len(values) != count:

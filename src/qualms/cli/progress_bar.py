@@ -59,7 +59,11 @@ def show_progress(
 
 
 def _log_progress(speed: "_Speed") -> ProgressFn:
-    """Return a `ProgressFn` that prints at most one line every `LOG_INTERVAL` seconds."""
+    """Return a `ProgressFn` that prints at most one line every `LOG_INTERVAL` seconds.
+
+    Args:
+        speed: Of each kind of work.
+    """
     printed = speed.latest
 
     def progress(what: str, done: int, total: int) -> None:
@@ -88,11 +92,22 @@ class _Speed:
     starts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def start(self, what: str, done: int) -> None:
-        """Start the clock of a kind of work, of which some may be done already."""
+        """Start the clock of a kind of work, of which some may be done already.
+
+        Args:
+            what: The kind of work.
+            done: How much of it an earlier run has done.
+        """
         self.starts[what] = (self.latest, done)
 
     def describe(self, what: str, done: int, total: int) -> str:
-        """Return `, 1.2 s each, 0:12 left`, or an empty string while nothing is done."""
+        """Return `, 1.2 s each, 0:12 left`, or an empty string while nothing is done.
+
+        Args:
+            what: The kind of work.
+            done: How much of it is done.
+            total: How much of it there is.
+        """
         now = time.monotonic()
         started, before = self.starts.setdefault(what, (self.latest, 0))
         self.latest = now

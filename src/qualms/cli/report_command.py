@@ -17,6 +17,7 @@ from qualms.cli.input_images import echo_images, test_images, training_images
 from qualms.cli.input_texts import forbid_options
 from qualms.cli.load_network import published_network
 from qualms.cli.options import (
+    COUNT,
     SPECS,
     Classes,
     Count,
@@ -43,7 +44,6 @@ from qualms.data import Images
 from qualms.disk import require_writable
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Settings
-from qualms.methods.method import TRAINING_DATA
 from qualms.report.content import Content, Group
 from qualms.report.layer_chart import layers_of
 from qualms.report.page import write_page
@@ -54,7 +54,6 @@ from qualms.tasks.ood import resize_like
 from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.scoring import Methods, choose_engine, score_images, select_usable
 
-COUNT = 500
 # The options that have no effect with --tokens, and their defaults.
 FOR_IMAGES = {
     "id": None,
@@ -137,6 +136,7 @@ def report(options: ReportOptions) -> None:
 
 
 def _report_texts(options: ReportOptions) -> None:
+    """Write a page about the tokens of texts, and print where it is."""
     idle = [name for name, default in FOR_IMAGES.items() if getattr(options, name) != default]
     forbid_options(idle)
     require_writable(options.out)
@@ -156,6 +156,11 @@ def _report_texts(options: ReportOptions) -> None:
 
 
 def _report_images(options: ReportOptions) -> None:
+    """Write a page about a network and images, and print where it is.
+
+    The steps: load the network, read the images, leave out the methods that cannot be used, choose
+    the engine, score, write.
+    """
     if options.texts is not None or options.id is None:
         raise QualmsError(
             "name the images that the network knows with --id, or pass --tokens for a page about "
@@ -170,9 +175,7 @@ def _report_images(options: ReportOptions) -> None:
     whole, groups = _read_groups(network, options.id, options)
     known = groups[0]
     asked = parse_methods("paper" if options.methods is None else options.methods, known.name)
-    train = None
-    if any(TRAINING_DATA in method.needs for method in asked.values()):
-        train = training_images(options.id, options.root, network.transform, whole)
+    train = training_images(asked, options.id, options.root, network.transform, whole)
     methods, left_out = select_usable(network, known, asked, train)
     engine, tolerance = choose_engine(
         network, known, methods, options.engine or "auto", options.tolerance

@@ -4,14 +4,12 @@ from pathlib import Path
 
 from qualms.cli.input_texts import parse_token_methods, read_text_input, require_sketch
 from qualms.cli.options import resolve_device
-from qualms.cli.progress_bar import show_progress
 from qualms.cli.status import NOTHING, interruption
 from qualms.data.texts import Texts
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine
 from qualms.models.language import PREFIX
 from qualms.report.text_page import write_text_page
-from qualms.texts.scoring import score_documents
 
 METHODS = "regrad,entropy"
 
@@ -54,17 +52,7 @@ def report_texts(
     device = resolve_device(device)
     try:
         found = read_text_input(texts, model, device, root, strict)
-        with show_progress("first tokens") as progress:
-            scored = list(
-                score_documents(
-                    found.language_model,
-                    found.texts.documents,
-                    wanted,
-                    engine=engine,
-                    seed=seed,
-                    progress=progress,
-                )
-            )
+        scored = found.score(found.texts.documents, wanted, engine, seed)
     except KeyboardInterrupt:
         raise interruption(NOTHING) from None
     about = {"Model": model, "Texts": found.texts.source, "Seed": str(seed)}

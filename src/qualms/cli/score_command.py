@@ -204,7 +204,13 @@ class _Decision:
 
 
 def _check_decision(reference: str | None, coverage: float | None, threshold: Path | None) -> None:
-    """Raise an error if --reference, --coverage and --threshold contradict each other."""
+    """Raise an error if --reference, --coverage and --threshold contradict each other.
+
+    Args:
+        reference: The value of --reference.
+        coverage: The value of --coverage.
+        threshold: The value of --threshold.
+    """
     if threshold is not None and (reference is not None or coverage is not None):
         raise QualmsError(
             "--threshold has its own reference and coverage; leave out --reference and --coverage."

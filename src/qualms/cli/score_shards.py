@@ -1,4 +1,8 @@
-"""`qualms score --out folder/`: shards of scores, for more images than memory holds."""
+"""`qualms score --out folder/`: shards of scores, for more images than memory holds.
+
+Images come from a `Source` (`stream/source.py`), which never holds all of them. `score_shards`
+(`scale/shards.py`) scores in this process, `score_on_ray` (`scale/cluster.py`) on Ray.
+"""
 
 import os
 from dataclasses import dataclass
@@ -31,7 +35,13 @@ from qualms.stream.source import Source, open_source
 
 
 def is_folder(out: str) -> bool:
-    """Whether --out names a folder; a folder that is called like a table is a mistake."""
+    """Whether --out names a folder: it ends with a slash, or the folder exists.
+
+    An existing folder that is called like a table, such as `scores.csv`, is taken for a mistake.
+
+    Args:
+        out: The value of --out.
+    """
     if out.endswith(("/", os.sep)):
         return True
     return Path(out).is_dir() and Path(out).suffix.lower() not in ENDINGS

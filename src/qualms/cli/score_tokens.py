@@ -30,7 +30,7 @@ from qualms.errors import QualmsError
 from qualms.gradients.settings import Sketch
 from qualms.texts.document import ScoredDocument
 from qualms.texts.generation import generate
-from qualms.texts.scoring import METHOD, score_documents
+from qualms.texts.scoring import METHOD
 from qualms.texts.spans import worst_span_of
 from qualms.texts.token_table import TokenTable
 
@@ -118,17 +118,7 @@ def score_tokens(
     found = read_text_input(texts, model, device, options.root, options.strict)
     documents = _generate(found, options)
     engine = options.engine if options.tangents is None else Sketch(options.tangents)
-    with show_progress("first tokens") as progress:
-        scored = list(
-            score_documents(
-                found.language_model,
-                documents,
-                wanted,
-                engine=engine,
-                seed=options.seed,
-                progress=progress,
-            )
-        )
+    scored = found.score(documents, wanted, engine, options.seed)
     prompt_lengths = None
     if options.generate:
         prompt_lengths = {one.name: len(one.text) for one in found.texts.documents}
@@ -140,20 +130,18 @@ def score_tokens(
 
 
 def _generate(found: TextInput, options: ImageOrTokenOptions) -> Sequence[Document]:
-    """Return the documents, continued by the model with --generate."""
+    """Return the documents, continued by the model with --generate.
+
+    Args:
+        found: The documents and the model.
+        options: The options of the command.
+    """
     documents = found.texts.documents
     if options.generate is None:
         return documents
+    model, count = found.language_model, options.generate
     with show_progress("first text") as progress:
-        return list(
-            generate(
-                found.language_model,
-                documents,
-                options.generate,
-                seed=options.seed,
-                progress=progress,
-            )
-        )
+        return list(generate(model, documents, count, seed=options.seed, progress=progress))
 
 
 def _describe(
@@ -179,7 +167,12 @@ def _describe(
 
 
 def _describe_worst(scored: Sequence[ScoredDocument], method: str) -> str:
-    """Return which document has the span with the highest score, where, and its words."""
+    """Return which document has the span with the highest score, where, and its words.
+
+    Args:
+        scored: All documents.
+        method: Whose scores are compared.
+    """
     spans = []
     for one in scored:
         span = worst_span_of(one, method)

@@ -75,7 +75,14 @@ class ScoringRun:
     options: ScoreOptions
 
     def read(self, name: str) -> Images:
-        """Read images for the network, and print how many there are and what is done to them."""
+        """Read images for the network, and print how many there are and what is done to them.
+
+        Args:
+            name: A dataset, file or folder.
+
+        Raises:
+            QualmsError: If the network cannot take images of their size.
+        """
         images = _read(name, self.network, self.options, "test")
         self.network.require_input_size(images)
         return images
@@ -149,6 +156,7 @@ class ScoringRun:
         image_scorer = ImageScorer(self.network, scorer)
 
         def score_batch(batch: ImageBatch) -> Scored:
+            """Return the scores of a batch; the first one shows how many classes there are."""
             scored = image_scorer.score(batch.images, batch.first)
             self.require_class_count(scored.probs.shape[1])
             return scored
@@ -188,7 +196,11 @@ class ScoringRun:
         }
 
     def require_class_count(self, count: int) -> None:
-        """Raise an error if --classes gives another number than the network has."""
+        """Raise an error if --classes gives another number than the network has.
+
+        Args:
+            count: The number of the network's outputs.
+        """
         wanted, _ = parse_class_names(self.options.classes)
         if wanted not in (None, count):
             raise QualmsError(
@@ -237,12 +249,21 @@ def load_classifier(
 
 
 def same_training_images(source: str) -> QualmsError:
-    """Return the error for --train that names the very images to score."""
+    """Return the error for --train that names the very images to score.
+
+    Args:
+        source: Where the images come from.
+    """
     return QualmsError(f"--train names the images of {source} themselves; name others.")
 
 
 def _require_training_data(methods: dict[str, Method], options: ScoreOptions) -> None:
-    """Raise an error if a method needs training images or several models, which are not given."""
+    """Raise an error if a method needs training images or several models, which are not given.
+
+    Args:
+        methods: By their specs.
+        options: The options of the command.
+    """
     for name, method in methods.items():
         if TRAINING_DATA in method.needs and options.train is None:
             raise QualmsError(

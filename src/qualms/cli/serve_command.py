@@ -58,14 +58,18 @@ def serve(
         int, typer.Option(help="Maximum number of requests scored together.")
     ] = USUAL.batch,
     waiting: Annotated[
-        int, typer.Option(help="Maximum number of requests at a time; further ones are answered 429.")
+        int,
+        typer.Option(help="Maximum number of requests at a time; further ones are answered 429."),
     ] = USUAL.waiting,
     deadline: Annotated[
         float, typer.Option(help="Maximum duration of a request, in seconds.")
     ] = USUAL.deadline,
-    max_body: Annotated[float, typer.Option(help="Maximum size of a request, in megabytes.")] = USUAL.body
-    / MEGABYTE,
-    max_images: Annotated[int, typer.Option(help="Maximum number of images in a request.")] = USUAL.images,
+    max_body: Annotated[
+        float, typer.Option(help="Maximum size of a request, in megabytes.")
+    ] = USUAL.body / MEGABYTE,
+    max_images: Annotated[
+        int, typer.Option(help="Maximum number of images in a request.")
+    ] = USUAL.images,
     max_pixels: Annotated[
         int, typer.Option(help="Maximum number of pixels in a request, over all its images.")
     ] = USUAL.pixels,
@@ -173,11 +177,19 @@ class _Loader:
 
 
 def _address(name: str) -> str:
-    """Return a name that can stand in an address; for a file, without its folder and ending."""
+    """Return a name that can stand in an address; for a file, without its folder and ending.
+
+    Args:
+        name: The value of --name, else of --model.
+    """
     bare = Path(name).stem if name.endswith(FILES) else name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", bare).strip("-.") or "model"
 
 
 def _file_name(model: str) -> str:
-    """Return what --model names; for a file, without its folder."""
+    """Return what --model names; for a file, without its folder.
+
+    Args:
+        model: The value of the option.
+    """
     return Path(model).name if model.endswith(FILES) else model

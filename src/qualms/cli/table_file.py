@@ -1,6 +1,10 @@
 """The table of `score`, and the list of rejected inputs beside it.
 
-Both are written completely or not at all.
+    scores.csv               a row for each image or token
+    scores.rejected.csv      id and reason of each input that could not be read; absent if all could
+
+Both are written completely or not at all. Whether they can be is checked before the work begins
+(`open_table`, `require_new_file`).
 """
 
 import csv
@@ -29,7 +33,12 @@ Rows = Scored | TokenTable
 
 
 def require_new_file(path: Path, overwrite: bool) -> None:
-    """Raise an error, before any work, if a file exists already or cannot be written."""
+    """Raise an error, before any work, if a file cannot be written or exists already.
+
+    Args:
+        path: The file.
+        overwrite: Whether it may exist.
+    """
     if path.is_dir():
         raise QualmsError(f"--out {path} is a folder; name a file.")
     _require_no_file(path, overwrite)
@@ -37,6 +46,7 @@ def require_new_file(path: Path, overwrite: bool) -> None:
 
 
 def _require_no_file(path: Path, overwrite: bool) -> None:
+    """Raise an error if a file exists, unless it may be overwritten."""
     if path.exists() and not overwrite:
         raise QualmsError(
             f"{path} already exists; pass --overwrite to replace it, or choose another --out."
@@ -80,7 +90,12 @@ class Table:
     ending: str
 
     def write(self, rows: Rows, rejected: Sequence[Rejected]) -> None:
-        """Write all rows, and beside them the list of inputs that could not be read."""
+        """Write all rows, and beside them the list of inputs that could not be read.
+
+        Args:
+            rows: Of images or tokens.
+            rejected: The inputs that could not be read.
+        """
         if self.path is None:
             text = io.StringIO()
             _write_text(rows, self.ending, text)
@@ -112,13 +127,22 @@ def print_result(rows: Rows, out: str | None, json_lines: bool, summary: str) ->
 
 
 def rejected_file(out: Path) -> Path:
-    """Return where the inputs that could not be read are listed."""
+    """Return where the inputs that could not be read are listed.
+
+    Args:
+        out: The file of the table.
+    """
     return out.with_name(f"{out.stem}.rejected.csv")
 
 
 @contextmanager
 def write_with_rejections(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
-    """Yield a file to fill, which replaces `out` once the rejected inputs are listed beside it."""
+    """Yield a file to fill, which replaces `out` once the rejected inputs are listed beside it.
+
+    Args:
+        out: The value of --out.
+        rejected: The inputs that could not be read.
+    """
     with explain_write_failure(_out(out)):
         # The folder existed when the command started, but may have been removed since.
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +152,12 @@ def write_with_rejections(out: Path, rejected: Sequence[Rejected]) -> Iterator[P
 
 
 def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
-    """List the inputs that could not be read, with reasons; without any, remove an older list."""
+    """List the inputs that could not be read, with reasons; without any, remove an older list.
+
+    Args:
+        path: The list.
+        rejected: The inputs that could not be read.
+    """
     if not rejected:
         path.unlink(missing_ok=True)
         return
@@ -160,6 +189,9 @@ def describe_result(
 ) -> str:
     """Return the last line: how many images were scored, accepted and rejected, and where they are.
 
+    For example `6 images scored by regrad (exact); 5 of 6 accepted by regrad, at coverage 0.95 of
+    known/: scores.csv; 2 could not be read: scores.rejected.csv`.
+
     Args:
         scorer: What scored them.
         scored: The number of images with scores.
@@ -183,7 +215,12 @@ def describe_result(
 
 
 def describe_rejections(rejected: int, rejected_list: Path | None) -> str:
-    """Return `; 2 could not be read: scores.rejected.csv`, or nothing if all could be."""
+    """Return `; 2 could not be read: scores.rejected.csv`, or nothing if all could be.
+
+    Args:
+        rejected: The number of inputs that could not be read.
+        rejected_list: Where they are listed; None if they are not.
+    """
     if not rejected:
         return ""
     where = "" if rejected_list is None else f": {rejected_list}"
@@ -198,6 +235,13 @@ def _json_lines(rows: Rows) -> Iterator[str]:
 
 
 def _write_text(rows: Rows, ending: str, file: io.TextIOBase) -> None:
+    """Write rows as CSV or as JSON lines.
+
+    Args:
+        rows: Of images or tokens.
+        ending: .csv or .jsonl.
+        file: Open for text.
+    """
     if ending == ".csv":
         _write_csv(rows.columns(), file)
     else:
@@ -205,6 +249,7 @@ def _write_text(rows: Rows, ending: str, file: io.TextIOBase) -> None:
 
 
 def _write_csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
+    """Write columns of one length as CSV, with their names in the first line."""
     writer = csv.writer(_UnixLines(file))
     writer.writerow(columns)
     writer.writerows(zip(*columns.values(), strict=True))

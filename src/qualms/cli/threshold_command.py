@@ -150,7 +150,15 @@ def _check_shares(coverage: float | None, risk: float | None, confidence: float 
 
 
 def _parse_method(text: str, dataset: str) -> dict[str, Method]:
-    """Parse --method, which may name only one."""
+    """Parse --method, which may name only one.
+
+    Args:
+        text: The value of the option.
+        dataset: The dataset whose settings the paper's methods have.
+
+    Returns:
+        The method by its spec.
+    """
     methods = parse_methods(text, dataset)
     if len(methods) > 1:
         raise QualmsError(
@@ -176,7 +184,13 @@ def _labels(run: ScoringRun, images: Images, name: str) -> Tensor | None:
 
 
 def _show(path: str, found: Threshold, json_lines: bool) -> None:
-    """Print what a threshold file holds."""
+    """Print what a threshold file holds.
+
+    Args:
+        path: The file.
+        found: What it holds.
+        json_lines: Whether to print it as JSON.
+    """
     if json_lines:
         typer.echo(json.dumps(_content(found)))
         return
@@ -199,7 +213,14 @@ def _show(path: str, found: Threshold, json_lines: bool) -> None:
 
 
 def _promise(found: Threshold) -> str:
-    """Return what the rule of a threshold guarantees, as a clause."""
+    """Return what the rule of a threshold guarantees, as a clause.
+
+    Args:
+        found: The threshold.
+
+    Returns:
+        Such as `At least 95 % of inputs like these are accepted`.
+    """
     kind, *numbers = found.rule.replace(" at confidence", "").split()
     try:
         shares = [f"{100 * float(number):g} %" for number in numbers]

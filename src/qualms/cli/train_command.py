@@ -1,4 +1,7 @@
-"""`qualms train`: one of the paper's networks by the paper's recipe."""
+"""`qualms train`: one of the paper's networks by the paper's recipe.
+
+The recipes are in `training/recipes.py`, the loop in `training/fit.py`.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -60,7 +63,7 @@ class TrainOptions:
 def train(options: TrainOptions) -> None:
     """Train a network by the paper's recipe, and keep the epoch with the best validation accuracy.
 
-    An interrupted command resumes after the last complete epoch when it is run again. Example:
+    Run an interrupted command again to resume it after the last complete epoch. Example:
 
         qualms train digits --epochs 10
     """
@@ -129,6 +132,12 @@ def _recipe(data: str, name: str, options: TrainOptions) -> Recipe:
 
 
 def _checkpoint(data: str, name: str, seed: int) -> Path:
-    """Return the default path of a checkpoint, such as `runs/digits-digits-cnn-seed0.pt`."""
+    """Return the default path of a checkpoint, such as `runs/digits-digits-cnn-seed0.pt`.
+
+    Args:
+        data: The dataset.
+        name: The network.
+        seed: Of the training.
+    """
     bare = name.replace(":", "-").replace("/", "-")
     return Path("runs") / f"{data}-{bare}-seed{seed}.pt"

@@ -26,7 +26,7 @@ class BatchScorer:
     """Scores a batch of image files.
 
     A batch has the columns `id` and `content`, the bytes of a file, as an array of objects (arrays
-    of numpy's bytes drop zeros at the end). It may have a column `reason`, which says why there are
+    of numpy's bytes drop zeros at the end). It may have a column `reason`, empty unless there are
     no bytes. The result has the columns of `Scored.columns`; images that cannot be read have no row.
 
     Args:
@@ -128,6 +128,10 @@ def _write_list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
     """Write a list of images that could not be read, into a file named by their ids.
 
     A batch that is run again thus writes the same file.
+
+    Args:
+        folder: Where each worker writes.
+        rejected: The images of one batch.
     """
     names = "\n".join(one.id for one in rejected)
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]

@@ -92,7 +92,12 @@ def score_on_ray(
 
 
 def _count_workers(ray: Any, wanted: int | None) -> int:
-    """Return how many workers the cluster has cores for, at most `wanted`."""
+    """Return how many workers the cluster has cores for, at most `wanted`.
+
+    Args:
+        ray: Connected to a cluster.
+        wanted: None for as many as there are cores for.
+    """
     cores = int(ray.cluster_resources().get("CPU", 1))
     if cores <= RESERVED_CORES:
         raise QualmsError(
@@ -119,7 +124,12 @@ def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
 
 
 def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
-    """Return the rejected images without those that another attempt could read."""
+    """Return the rejected images without those that another attempt could read.
+
+    Args:
+        rejected: The images that some attempt could not read.
+        folder: Of the run, whose files hold the scores.
+    """
     left = {one.id: one for one in rejected}
     for shard in shards_in(folder):
         for name in column(shard, "id").to_pylist():
@@ -147,7 +157,11 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
 
 
 def require_once(folder: Path) -> None:
-    """Raise an error if an image has two rows, which could hide that another one has none."""
+    """Raise an error if an image has two rows, which could hide that another one has none.
+
+    Args:
+        folder: Of the run.
+    """
     tables = [arrow().table({"id": column(shard, "id")}) for shard in shards_in(folder)]
     with explain_parquet_errors(folder):
         ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
@@ -286,7 +300,7 @@ def _explain_worker_error(error: Exception) -> QualmsError:
 
 
 def _datasource(splits: list[Split]) -> Any:
-    """A Ray datasource with a task for each split."""
+    """Return a Ray datasource with a task for each split."""
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 

@@ -47,7 +47,11 @@ class Done:
 
 
 def require_shard_folder(folder: Path) -> None:
-    """Create the folder; raise an error if it holds anything but shards."""
+    """Create the folder; raise an error if it holds anything but shards.
+
+    Args:
+        folder: Where shards go; its parents are created, too.
+    """
     with explain_write_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
@@ -101,7 +105,12 @@ def finish(
 
 
 def write_rejections(path: Path, rejected: Iterable[Rejected]) -> None:
-    """Write the images that could not be read, with reasons, as a .parquet file."""
+    """Write the images that could not be read, with reasons, as a .parquet file.
+
+    Args:
+        path: The file, with the columns `id` and `reason`.
+        rejected: The images.
+    """
     rejected = list(rejected)
     columns = {}
     for key in ("id", "reason"):
@@ -125,7 +134,12 @@ def count_rows(shards: Iterable[Path]) -> int:
 
 
 def column(shard: Path, name: str) -> Any:
-    """Return one column of a file as pyarrow's array; its text is valid UTF-8."""
+    """Return one column of a file as pyarrow's array; its text is valid UTF-8.
+
+    Args:
+        shard: The file.
+        name: Of the column.
+    """
     with explain_parquet_errors(shard):
         found = parquet().read_table(shard, columns=[name]).column(name)
         found.validate(full=True)
@@ -195,5 +209,6 @@ def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file that people can read."""
     with explain_write_failure(path), atomic_write(path) as part:
         part.write_text(json.dumps(content, indent=2) + "\n")

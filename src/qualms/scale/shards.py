@@ -52,9 +52,11 @@ def score_shards(
     about = {**about, "inputs": source.fingerprint, "shard_size": size}
 
     def score_batch(batch: ImageBatch) -> Scored:
+        """Return the scores of a batch."""
         return score(batch.images, batch.first)
 
     def score_one() -> Scored:
+        """Return the scores of the first image that can be read."""
         return score(source.first().take(slice(0, 1)), 0)
 
     with open_shard_folder(folder, about):
@@ -84,7 +86,11 @@ class _ShardSink:
         self.rejected: list[Rejected] = []
 
     def missing_batches(self, source: Source) -> Generator[ImageBatch]:
-        """Yield the batches of all shards that the folder lacks; those that it has are not read."""
+        """Yield the batches of all shards that the folder lacks; those that it has are not read.
+
+        Args:
+            source: All images.
+        """
         number, is_done = 0, False
         while not is_done:
             while _shard(self.folder, number).exists():
@@ -151,4 +157,5 @@ def _rejected_of(shard: Path) -> list[Rejected]:
 
 
 def _shard(folder: Path, number: int) -> Path:
+    """Return the file of a shard."""
     return folder / f"shard-{number:05d}.parquet"
