@@ -71,8 +71,8 @@ FOR_IMAGES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(NetworkOptions):
-    """The options of `qualms report`."""
+class ReportSubject:
+    """What a report is about."""
 
     texts: Annotated[
         str | None,
@@ -88,6 +88,12 @@ class ReportOptions(NetworkOptions):
     model: Published = None
     methods: Annotated[str | None, methods_option(SPECS, f"paper; {METHODS} with --tokens")] = None
     count: Count = COUNT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(NetworkOptions, ReportSubject):
+    """The options of `qualms report`."""
+
     classes: Classes = None
     engine: Annotated[Engine | None, engine_option("auto; sketch with --tokens")] = None
     tolerance: Tolerance = None
