@@ -40,6 +40,7 @@ from qualms.cli.table_file import (
 )
 from qualms.data import Images, dataset_name
 from qualms.errors import QualmsError
+from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
 from qualms.result import Scored
 from qualms.scale.shard_folder import require_shard_folder
@@ -128,7 +129,9 @@ def score(
     if options.tokens:
         score_tokens(images, model, methods, place, overwrite, json_lines, options)
         return
-    _check_decision(reference, coverage, threshold)
+    decision = _parse_decision(reference, coverage, threshold)
+    dataset = dataset_name(images, options.root) or ""
+    wanted = parse_methods(DEFAULT if methods is None else methods, dataset)
     folder = Path(out) if out is not None and is_folder(out) else None
     options.require_shards(folder is not None)
     if folder is not None:
@@ -137,26 +140,16 @@ def score(
                 "--overwrite and --json are for one table; leave them out, or name a file in --out."
             )
         require_shard_folder(folder)
-    dataset = dataset_name(images, options.root) or ""
-    wanted = parse_methods(DEFAULT if methods is None else methods, dataset)
-    has_table = place is not None and folder is None
-    table = open_table(str(place), overwrite, json_lines) if has_table else None
-    file = None if table is None else table.path
-    decision = _Decision(
-        reference,
-        COVERAGE if coverage is None else coverage,
-        None if threshold is None else Threshold.load(threshold),
-        str(threshold or reference),
-    )
-    with report_interruption(None if file is None else partial_path(file)):
-        run = prepare_run(images, model, wanted, options)
-        if decision.threshold is not None:
-            run.make_scorer(decision.threshold)  # an error if it was calibrated on other scores
-        if folder is not None:
+        with report_interruption(None):
+            run = _prepare_run(images, model, wanted, options, decision)
             known = None if reference is None else run.read(reference)
             scorer = run.make_scorer(decision.resolve(run, known))
             score_to_folder(run, scorer, images, folder, options, decision.by)
-            return
+        return
+    table = None if place is None else open_table(place, overwrite, json_lines)
+    file = None if table is None else table.path
+    with report_interruption(None if file is None else partial_path(file)):
+        run = _prepare_run(images, model, wanted, options, decision)
         found = run.read(images)
         scorer, scored = _score_table(run, found, decision, table, overwrite)
     for note in scored.notes.values():
@@ -203,13 +196,18 @@ class _Decision:
         return Threshold.from_scores(scores, self.coverage, provenance=scorer.provenance)
 
 
-def _check_decision(reference: str | None, coverage: float | None, threshold: Path | None) -> None:
-    """Raise an error if --reference, --coverage and --threshold contradict each other.
+def _parse_decision(
+    reference: str | None, coverage: float | None, threshold: Path | None
+) -> _Decision:
+    """Return what --reference, --coverage and --threshold decide.
 
     Args:
         reference: The value of --reference.
         coverage: The value of --coverage.
         threshold: The value of --threshold.
+
+    Raises:
+        QualmsError: If they contradict each other.
     """
     if threshold is not None and (reference is not None or coverage is not None):
         raise QualmsError(
@@ -217,8 +215,35 @@ def _check_decision(reference: str | None, coverage: float | None, threshold: Pa
         )
     if coverage is not None and reference is None:
         raise QualmsError("--coverage is a share of a reference; name its images with --reference.")
-    if coverage is not None and not 0 < coverage <= 1:
+    if coverage is None:
+        coverage = COVERAGE
+    if not 0 < coverage <= 1:
         raise QualmsError(f"--coverage is {coverage:g}; pass a share above 0 and at most 1.")
+    if threshold is not None:
+        return _Decision(None, coverage, Threshold.load(threshold), str(threshold))
+    return _Decision(reference, coverage, None, str(reference))
+
+
+def _prepare_run(
+    images: str,
+    model: str,
+    methods: dict[str, Method],
+    options: ImageOrTokenOptions,
+    decision: _Decision,
+) -> ScoringRun:
+    """Load the network, and check that a threshold from a file was calibrated on its scores.
+
+    Args:
+        images: As the command line names them.
+        model: The network.
+        methods: By their specs, with noise in pixels.
+        options: The options of the command.
+        decision: What accepts predictions.
+    """
+    run = prepare_run(images, model, methods, options)
+    if decision.threshold is not None:
+        run.make_scorer(decision.threshold)
+    return run
 
 
 def _score_table(
