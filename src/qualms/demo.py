@@ -1,13 +1,14 @@
 """From nothing to a picture of what a network does not know, with images that need no file.
 
 The paper's CNN learns the digits 0 to 6. Test digits of these classes are known to it; the digits 7
-to 9, letters, and patches of photographs are not. Every method that the network allows scores them
-all.
+to 9, letters, and patches of photographs are not. All of them are scored by every method that the
+network supports.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from qualms.data import DATASETS, Images, load
 from qualms.methods.method import Method
@@ -23,8 +24,8 @@ from qualms.tasks.runtime import runtime
 from qualms.tasks.scoring import score_images, select_usable
 from qualms.training import RECIPES, fit
 
-KNOWN = 7  # the digits 0 to 6 are learnt
-SIZE = 16
+KNOWN = 7  # the network learns the digits 0 to 6
+SIZE = 16  # height and width, in pixels
 EPOCHS = 10
 TRAININGS = 3  # the first is the network, the others its ensemble
 EACH = 96  # images of each kind
@@ -34,8 +35,13 @@ NORMALIZATION = DATASETS["digits"].normalization
 
 @dataclass(frozen=True)
 class Scene:
-    """A network that has learnt some digits, the images that it learnt from, and images of four
-    kinds.
+    """A network and the images of the demo.
+
+    Args:
+        network: A CNN that has learned some digits, with its ensemble.
+        train: The images that it learned from.
+        known: Test images of the same digits.
+        unknown: Images of three other kinds.
     """
 
     network: Network
@@ -45,48 +51,52 @@ class Scene:
 
 
 def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
-    """Train the network and gather the images."""
-    train, test = (load("data:digits", split=split).convert(1, SIZE) for split in ("train", "test"))
-    learnt, known = (_classes(images, range(KNOWN), "digits 0 to 6") for images in (train, test))
-    # Digits 7 to 9 were held back from training altogether, so those of both splits are unknown.
-    held_back = _classes(_joined(train, test), range(KNOWN, 10), "digits 7 to 9")
+    """Train the network and gather the images.
+
+    Args:
+        seed: Of the initial weights, the training and the choice of images.
+        progress: Called with the number of networks that are trained.
+    """
+    train = load("data:digits", split="train").convert(1, SIZE)
+    test = load("data:digits", split="test").convert(1, SIZE)
+    seen = _take_classes(train, range(KNOWN), "digits 0 to 6")
+    known = _take_classes(test, range(KNOWN), "digits 0 to 6")
+    # The network saw no digit from 7 to 9, so those of both splits are unknown to it.
+    unseen = _take_classes(_concatenate(train, test), range(KNOWN, 10), "digits 7 to 9")
     models = []
     for number in range(TRAININGS):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + number)
-            models.append(paper_cnn(channels=1, size=SIZE, classes=KNOWN))
-        fit(
-            models[-1],
-            learnt,
-            RECIPES["digits"].shortened(EPOCHS),
-            NORMALIZATION,
-            seed=seed + number,
-        )
+        models.append(_train(seen, seed + number))
         if progress is not None:
             progress("networks trained", number + 1, TRAININGS)
     network = Network("the paper's CNN", models[0], NORMALIZATION, members=tuple(models[1:]))
-    others = [held_back, load("data:letters"), load("data:photos")]
-    shown = [images.convert(1, SIZE).subset(EACH, seed) for images in others]
-    return Scene(network, learnt, known.subset(2 * EACH, seed), shown)
+    unknown = []
+    for images in (unseen, load("data:letters"), load("data:photos")):
+        unknown.append(images.convert(1, SIZE).subset(EACH, seed))
+    return Scene(network, seen, known.subset(2 * EACH, seed), unknown)
 
 
 def every_method() -> dict[str, Method]:
-    """Methods by spec: the paper's REGrad* first, then all others at their defaults; noise in
-    pixels from 0 to 1.
-    """
-    return {
-        spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *(kind.name for kind in METHODS))
-    }
+    """Return methods by spec, with noise in pixels: REGrad* first, then all others as they are."""
+    names = [kind.name for kind in METHODS]
+    return {spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *names)}
 
 
 def evaluate(
     scene: Scene, seed: int = 0, progress: ProgressFn | None = None
 ) -> tuple[Content, list[LeftOutRow]]:
-    """What the report shows, and a row with the reason for each method that the network does not
-    allow.
+    """Score all images by every method, and time the methods.
+
+    Args:
+        scene: From `prepare`.
+        seed: Of all random draws.
+        progress: Called with what is done of each kind of work.
+
+    Returns:
+        What the report shows, and a row with the reason for each method that the network does not
+        support.
     """
     network, journal = scene.network, Journal(None, {})
-    methods, reasons = select_usable(network, scene.known, every_method(), scene.train)
+    methods, left_out = select_usable(network, scene.known, every_method(), scene.train)
     groups = []
     for images in (scene.known, *scene.unknown):
         found = score_images(
@@ -100,32 +110,46 @@ def evaluate(
     timed = runtime(
         network, few, methods, journal, seed=seed, train=scene.train, rounds=3, progress=progress
     )
-    about = {
-        "Network": f"{network.name}, trained on {len(scene.train)} images of the {scene.train.name}",
-        "Seed": str(seed),
-    }
+    training = f"trained on {len(scene.train)} images of the {scene.train.name}"
     content = Content(
         "What a network for digits does not know",
         groups[0],
         groups[1:],
-        about=about,
+        about={"Network": f"{network.name}, {training}", "Seed": str(seed)},
         costs={row["method"]: row["ratio"] for row in timed},
         layers=layers_of(network, groups, methods),
-        left_out=reasons,
+        left_out=left_out,
         classes=tuple(scene.known.classes[:KNOWN]),
     )
-    return content, reasons
+    return content, left_out
 
 
-def _classes(images: Images, wanted: range, name: str) -> Images:
+def _train(images: Images, seed: int) -> nn.Module:
+    """Return a CNN that is trained on images; the global random state is left unchanged."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = paper_cnn(channels=1, size=SIZE, classes=KNOWN)
+    fit(model, images, RECIPES["digits"].shortened(EPOCHS), NORMALIZATION, seed=seed)
+    return model
+
+
+def _take_classes(images: Images, wanted: range, name: str) -> Images:
+    """Return the images of some classes.
+
+    Args:
+        images: With labels.
+        wanted: The numbers of the classes.
+        name: What tables call them.
+    """
     assert images.labels is not None
-    some = images.take(torch.isin(images.labels, torch.tensor(list(wanted))).nonzero().squeeze(1))
+    is_wanted = torch.isin(images.labels, torch.tensor(list(wanted)))
+    some = images.take(is_wanted.nonzero().squeeze(1))
     return Images(name, some.pixels, some.labels, images.classes)
 
 
-def _joined(a: Images, b: Images) -> Images:
+def _concatenate(a: Images, b: Images) -> Images:
+    """Return the images of two splits together."""
     assert a.labels is not None
     assert b.labels is not None
-    return Images(
-        a.name, torch.cat([a.pixels, b.pixels]), torch.cat([a.labels, b.labels]), a.classes
-    )
+    pixels, labels = torch.cat([a.pixels, b.pixels]), torch.cat([a.labels, b.labels])
+    return Images(a.name, pixels, labels, a.classes)

@@ -1,4 +1,7 @@
-"""How far a long run is, told to whoever asks."""
+"""How far a long run is: callbacks, and a line on the terminal.
+
+The line is printed without rich, which the library does not need; the commands use rich's bars.
+"""
 
 import sys
 import time
@@ -6,50 +9,60 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ProgressFn = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
-Progress = (
-    bool | Callable[[int], None]
-)  # a count on the terminal, or a function that is told how many are done
+Progress = bool | Callable[[int], None]  # True for a line on the terminal, or called with a count
 
 
 @dataclass
-class Count:
-    """Tells how many inputs are scored, of how many if that is known, and how fast."""
+class ProgressLine:
+    """Reports how many inputs are scored: to a function, or on a terminal with the speed.
+
+    Args:
+        progress: Called with the number of inputs; or True to print a line on a terminal.
+        total: How many there are; None if that is not known.
+        started: When the work started, in seconds of the monotonic clock.
+    """
 
     progress: Progress
     total: int | None = None
-    began: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
 
     @property
-    def shown(self) -> bool:
-        """Whether there is a terminal to show it on."""
+    def has_terminal(self) -> bool:
+        """Whether there is a line to print, and a terminal for it."""
         return self.progress is True and sys.stderr.isatty()
 
     def start(self) -> None:
-        """Say that work has begun: the first inputs may take long."""
-        if self.shown:
+        """Print that work has started: the first inputs may take long."""
+        if self.has_terminal:
             self._print("scoring the first inputs …")
 
-    def tell(self, done: int) -> None:
-        """So many inputs are done."""
+    def update(self, done: int) -> None:
+        """Report that `done` inputs are scored."""
         if callable(self.progress):
             self.progress(done)
-        elif self.shown:
-            of = f" of {self.total}" if self.total is not None else ""
-            self._print(
-                f"{done}{of} inputs scored{pace(done, self.total, time.monotonic() - self.began)}"
-            )
+        elif self.has_terminal:
+            of = "" if self.total is None else f" of {self.total}"
+            speed = pace(done, self.total, time.monotonic() - self.started)
+            self._print(f"{done}{of} inputs scored{speed}")
 
     def end(self) -> None:
-        """All are done."""
-        if self.shown:
+        """Leave the line as it is, and begin the next one."""
+        if self.has_terminal:
             print(file=sys.stderr, flush=True)
 
     def _print(self, text: str) -> None:
+        """Replace the line."""
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
 def pace(done: int, total: int | None, seconds: float) -> str:
-    """`, 12.3/s, 1:05 left`, as far as it can be told."""
+    """Return `, 12.3/s, 1:05 left`, or as much of it as is known.
+
+    Args:
+        done: How many inputs were done.
+        total: How many there are; None if that is not known.
+        seconds: How long it took.
+    """
     if not done or seconds <= 0:
         return ""
     rate = f", {done / seconds:.1f}/s" if done >= seconds else f", {seconds / done:.1f} s each"

@@ -47,11 +47,10 @@ def story_here(workdir: Path, language_model: Path) -> Path:
 @pytest.fixture
 def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that loads a model fails: what it refuses, it refuses before the work."""
-    from qualms.cli import own_images, text_report, tokens
+    from qualms.cli import input_texts, scoring_run
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded first")
 
-    monkeypatch.setattr(own_images, "load_network", fail)
-    for command in (text_report, tokens):
-        monkeypatch.setattr(command, "load_language_model", fail)
+    monkeypatch.setattr(scoring_run, "load_network", fail)
+    monkeypatch.setattr(input_texts, "load_language_model", fail)

@@ -248,7 +248,7 @@ def test_bench_lists_its_tasks(
 def test_a_command_without_its_packages_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "qualms.cli.reproduce", raising=False)
+    monkeypatch.delitem(sys.modules, "qualms.cli.reproduce_command", raising=False)
     monkeypatch.delitem(sys.modules, "qualms.cli.progress_bar", raising=False)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert run(monkeypatch, "reproduce") == 1
@@ -299,7 +299,7 @@ def test_training_images_are_read_only_for_methods_that_learn_from_them(
         asked.append(args[2])
         return load(*args, **more)
 
-    monkeypatch.setattr("qualms.cli.image_options.load", noted)
+    monkeypatch.setattr("qualms.cli.input_images.load", noted)
     command = ("bench", "calibration", "--id", "digits", "--weights", weights, "--count", "32")
     assert run(monkeypatch, *command, "--methods", "entropy") == 0
     assert asked == ["test"]
@@ -391,7 +391,7 @@ def test_debug_shows_where_it_happened(data_here: Path, monkeypatch: pytest.Monk
 def test_a_defect_is_told_in_one_sentence_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from qualms.cli import methods
+    from qualms.cli import methods_command as methods
 
     def broken() -> None:
         raise RuntimeError("a nut\nand a bolt")

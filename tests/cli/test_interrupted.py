@@ -87,7 +87,7 @@ def told(
 ) -> dict[str, Any]:
     """What a process that only starts and ends runs of the command says about them."""
     words = COMMANDS[name]
-    own = "qualms.cli.bench.image_tasks" if name == "bench" else f"qualms.cli.{words[0]}"
+    own = "qualms.cli.bench_images" if name == "bench" else f"qualms.cli.{words[0]}_command"
     code = 4 if name == "score to a file" else 0  # for the picture that cannot be read
     # How long a process may be deaf: the interpreter starts. In a fork of one that has started, it
     # is a moment.

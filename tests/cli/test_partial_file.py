@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import qualms
-from qualms.cli import own_images
+from qualms.cli import scoring_run
 from qualms.cli.partial_file import PartialFile, part_row
 from qualms.data import load
 from qualms.errors import QualmsError
@@ -80,15 +80,15 @@ def test_a_run_that_is_stopped_goes_on_and_ends_with_the_same_table(
     words = command("--engine", engine)
     want = whole_table(archives_here, monkeypatch, *words)
     stop(monkeypatch, 1, *words)
-    told = f"qualms: stopped; 1 of 60 images are kept in {PARTIAL}; run the same command again to go on."
+    told = f"qualms: stopped; 1 of 60 images are kept in {PARTIAL}; run the same command again to resume."
     assert capsys.readouterr().err.splitlines()[-1] == told
     stop(monkeypatch, 2, *words)
-    told = f"qualms: stopped; 16 of 60 images are kept in {PARTIAL}; run the same command again to go on."
+    told = f"qualms: stopped; 16 of 60 images are kept in {PARTIAL}; run the same command again to resume."
     assert capsys.readouterr().err.splitlines()[-1] == told
     sizes: list[int] = []
     monkeypatch.setattr(ImageScorer, "score", stopped_at(100, sizes))
     assert run(monkeypatch, *words) == 0
-    assert f"resuming: 16 of 60 images are done already, in {PARTIAL}\n" in capsys.readouterr().err
+    assert f"resuming: 16 of 60 images are already done, in {PARTIAL}\n" in capsys.readouterr().err
     assert sizes == [16, 28]
     assert (archives_here / "out" / "scores.csv").read_bytes() == want
     assert [path.name for path in (archives_here / "out").iterdir()] == ["scores.csv"]
@@ -100,7 +100,7 @@ def test_the_scores_of_a_reference_are_kept_too(
     words = command("--reference", "more.npz", "--coverage", "0.7")
     want = whole_table(archives_here, monkeypatch, *words)
     stop(monkeypatch, 6, *words)
-    told = f"stopped; 41 of 100 images, those of the reference among them, are kept in {PARTIAL};"
+    told = f"stopped; 41 of 100 images, including the reference, are kept in {PARTIAL};"
     assert told in capsys.readouterr().err
     assert run(monkeypatch, *words) == 0
     assert (archives_here / "out" / "scores.csv").read_bytes() == want
@@ -143,7 +143,7 @@ def test_a_stop_while_the_network_is_loaded_again_says_what_is_still_kept(
         raise KeyboardInterrupt
 
     stop(monkeypatch, 2, *command())
-    monkeypatch.setattr(own_images, "load_network", stopped)
+    monkeypatch.setattr(scoring_run, "load_network", stopped)
     assert run(monkeypatch, *command()) == 130
     assert f"stopped; 4 of 60 images are kept in {PARTIAL}" in capsys.readouterr().err
 
@@ -172,7 +172,7 @@ def test_a_file_that_was_made_otherwise_is_refused_unless_it_may_be_replaced(
     assert run(monkeypatch, *command(*change)) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert f"{PARTIAL} holds a run with {differs}" in told
-    assert told.endswith("; remove it, or pass --overwrite to begin anew.")
+    assert told.endswith("; remove it, or pass --overwrite to start again.")
     assert PARTIAL.read_bytes() == kept
     assert run(monkeypatch, *command(*change, "--overwrite")) == 0
     assert "resuming" not in capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_a_line_that_was_cut_short_by_a_kill_is_dropped(
     stop(monkeypatch, 3, *command())
     PARTIAL.write_bytes(PARTIAL.read_bytes()[:-40])
     assert run(monkeypatch, *command()) == 0
-    assert "resuming: 4 of 60 images are done already" in capsys.readouterr().err
+    assert "resuming: 4 of 60 images are already done" in capsys.readouterr().err
     assert (archives_here / "out" / "scores.csv").read_bytes() == want
 
 
@@ -250,9 +250,7 @@ def test_a_disk_that_takes_no_more_ends_no_run(
 
     monkeypatch.setattr(Journal, "add", full)
     assert run(monkeypatch, *command()) == 0
-    told = (
-        "the disk is full. Scoring goes on, but nothing more is kept until the table is written.\n"
-    )
+    told = "the disk is full. Scoring continues, but scores from here on are lost"
     assert capsys.readouterr().err.count(told) == 1
     assert (archives_here / "out" / "scores.csv").read_bytes() == want
     assert not PARTIAL.exists()
@@ -265,10 +263,10 @@ def test_a_table_that_cannot_be_written_loses_no_score(
         raise QualmsError("the disk is full.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("qualms.cli.writing.Table.write", refuse)
+        patch.setattr("qualms.cli.table_file.Table.write", refuse)
         assert run(patch, *command()) == 1
     *_, kept, error = capsys.readouterr().err.splitlines()
-    assert kept == f"60 of 60 images are kept in {PARTIAL}; run the same command again to go on."
+    assert kept == f"60 of 60 images are kept in {PARTIAL}; run the same command again to resume."
     assert error == "qualms: the disk is full."
     monkeypatch.setattr(ImageScorer, "score", stopped_at(0))
     assert run(monkeypatch, *command()) == 0

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qualms.cli import price
-from qualms.cli.price import duration
+from qualms.cli import price_estimate as price
+from qualms.cli.price_estimate import duration
 from tests.helpers.commands import own, run
 
 Told = pytest.CaptureFixture[str]

@@ -120,8 +120,8 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         ),
         (("--out", "weights.pt/scores.csv"), "--out weights.pt/scores.csv cannot be written"),
         (("--out", "pictures.csv"), "--out pictures.csv is a folder"),
-        (("--out", "there.csv"), "there.csv is there already; pass --overwrite"),
-        (("--out", "mine.csv"), "mine.rejected.csv is there already; pass --overwrite"),
+        (("--out", "there.csv"), "there.csv already exists; pass --overwrite"),
+        (("--out", "mine.csv"), "mine.rejected.csv already exists; pass --overwrite"),
         (("--methods", "entropy,laplace"), "laplace needs training data; pass --train"),
         (("--methods", "ensemble"), "ensemble needs several models, and this command has one"),
         (("--methods", "regard"), "did you mean regrad"),
@@ -130,7 +130,7 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--threshold", "there.csv"), "there.csv is not a threshold file"),
         (("--threshold", "t.json", "--coverage", "0.9"), "leave out --reference and --coverage"),
         (("--coverage", "0.9"), "name its images with --reference"),
-        (("--coverage", "95", "--reference", "known"), "--coverage is 95; it is a share"),
+        (("--coverage", "95", "--reference", "known"), "--coverage is 95; pass a share"),
         (("--out", "shards/", "--overwrite"), "--overwrite and --json are for one table"),
         (
             ("--out", "known/"),
@@ -345,7 +345,7 @@ def test_a_run_that_is_stopped_says_what_was_kept_and_how_to_go_on(here: Path) -
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert (out, process.returncode) == ("", 130)
-    told = r"qualms: stopped; (\d+) of 5000 images are kept in scores.csv.partial; run the same command again to go on."
+    told = r"qualms: stopped; (\d+) of 5000 images are kept in scores.csv.partial; run the same command again to resume."
     found = re.fullmatch(told, err.splitlines()[-1])
     assert found is not None, err
     kept = [json.loads(line) for line in partial.read_text().splitlines()[1:]]
@@ -356,7 +356,7 @@ def test_a_run_that_is_stopped_says_what_was_kept_and_how_to_go_on(here: Path) -
 def test_a_terminal_is_told_at_once_what_is_being_done(monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
-    from qualms.cli.lazy import LazyCommand
+    from qualms.cli.lazy_group import LazyCommand
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -364,7 +364,7 @@ def test_a_terminal_is_told_at_once_what_is_being_done(monkeypatch: pytest.Monke
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    LazyCommand("methods", "qualms.cli.methods", "").load()
+    LazyCommand("methods", "qualms.cli.methods_command", "").load()
     assert screen.getvalue() == "\r\x1b[2Kstarting …\r\x1b[2K"
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from qualms.cli.own_images import SOME_REJECTED
+from qualms.cli.status import SOME_REJECTED
 from qualms.data import load
 from tests.helpers.commands import own, rows, run
 
@@ -164,7 +164,7 @@ def test_a_run_that_is_stopped_says_that_it_can_be_resumed(
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qualms.cli.shards.score_shards", stopped)
+    monkeypatch.setattr("qualms.cli.score_shards.score_shards", stopped)
     assert (
         run(monkeypatch, "score", "pictures", *own("--methods", "entropy", "--out", "many/")) == 130
     )
@@ -179,7 +179,7 @@ KILLED = """
 import os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
-import qualms.cli, qualms.cli.score
+import qualms.cli, qualms.cli.score_command
 words, moments = sys.argv[1:], random.Random(0)
 
 def child(out):

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 import qualms
-from qualms.cli.bench import Tasks
+from qualms.cli.bench_command import Tasks
 from qualms.cli.commands import Commands
 from tests.helpers.commands import run
 
@@ -123,7 +123,7 @@ def test_a_command_that_is_stopped_says_so_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_question_that_is_not_answered_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qualms.cli import methods
+    from qualms.cli import methods_command as methods
 
     def aborted() -> None:
         raise typer.Abort

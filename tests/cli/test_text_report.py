@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qualms.cli import text_report as command
+from qualms.cli import input_texts
 from qualms.data.texts import Document
 from qualms.models.language import load_language_model
 from qualms.texts.scoring import score_documents
@@ -88,7 +88,7 @@ def test_a_folder_with_a_text_that_cannot_be_read_is_a_page_about_the_others(
         ),
         (
             ("story.txt", *OWN, "--ood", "letters"),
-            "--ood cannot be used with --tokens; leave that out.",
+            "--ood cannot be used with --tokens; leave it out.",
         ),
         (("story.txt", *OWN, "--weights", "w.pt"), "--weights cannot be used with --tokens"),
         (
@@ -97,7 +97,7 @@ def test_a_folder_with_a_text_that_cannot_be_read_is_a_page_about_the_others(
         ),
         (
             ("story.txt", *OWN, "--engine", "exact"),
-            "--engine exact would take a pass for each class at each token",
+            "--engine exact would take one pass per class and token",
         ),
         (("story.txt", *OWN, "--methods", "heat"), "heat scores whole inputs, not every position"),
         (
@@ -134,7 +134,7 @@ def test_a_run_that_is_stopped_says_that_nothing_was_kept(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "load_language_model", stop)
+    monkeypatch.setattr(input_texts, "load_language_model", stop)
     assert run(monkeypatch, "report", "story.txt", *OWN) == 130
     assert "stopped; nothing was kept, and no file was written." in capsys.readouterr().err
     assert not (story_here / "report.html").exists()

@@ -48,7 +48,7 @@ def test_by_coverage_it_is_that_of_the_library(
     assert found.value == pytest.approx(want.value, rel=1e-5)
     assert (found.samples, found.rule, found.provenance) == (40, "coverage 0.9", scorer.provenance)
     assert run(monkeypatch, "threshold", "bare.npz", *own(*words)) == 1
-    assert "t.json is there already; pass --overwrite" in capsys.readouterr().err
+    assert "t.json already exists; pass --overwrite" in capsys.readouterr().err
 
 
 def test_by_risk_it_says_what_it_promises(
@@ -87,16 +87,16 @@ def test_a_file_is_shown_in_words(
     assert json.loads(capsys.readouterr().out)["provenance"]["method"] == "MSP()"
     Threshold(1.5, 0, "given").save(labeled_here / "old.json")
     assert run(monkeypatch, "threshold", "old.json") == 0
-    assert "It does not say which method and network made them" in capsys.readouterr().out
+    assert "It does not record which method and network" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ((), "--model is missing"),
-        (own("--risk", "0.1", "--coverage", "0.9"), "give one of them"),
-        (own("--confidence", "0.9"), "give --risk with it"),
-        (own("--risk", "1"), "--risk is 1; it is a share"),
+        (own("--risk", "0.1", "--coverage", "0.9"), "pass one of them"),
+        (own("--confidence", "0.9"), "pass --risk with it"),
+        (own("--risk", "1"), "--risk is 1; pass a share"),
         (own("--method", "msp,gen"), "a threshold is for one method, and --method names 2"),
         (own("--out", "weights.pt/t.json"), "--out weights.pt/t.json cannot be written"),
     ],

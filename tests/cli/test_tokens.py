@@ -207,7 +207,7 @@ def test_the_worst_span_is_told_with_its_document(
     [
         (
             ("--size", "8", "--mean", "0.5"),
-            "--size and --mean cannot be used with --tokens; leave that out.",
+            "--size and --mean cannot be used with --tokens; leave them out.",
         ),
         (("--weights", "w.pt"), "--weights cannot be used with --tokens"),
         (("--classes", "3"), "--classes cannot be used with --tokens"),
@@ -221,11 +221,11 @@ def test_the_worst_span_is_told_with_its_document(
         (("--threshold", "t.json"), "--threshold cannot be used with --tokens"),
         (
             ("--engine", "exact"),
-            "--engine exact would take a pass for each class at each token; use sketch.",
+            "--engine exact would take one pass per class and token; use sketch.",
         ),
         (("--out", "shards/"), "--tokens writes one table; name a file in --out."),
         (("--out", "scores.xlsx"), "--out scores.xlsx; name a .csv, .parquet or .jsonl file"),
-        (("--out", "story.csv"), "story.csv is there already; pass --overwrite"),
+        (("--out", "story.csv"), "story.csv already exists; pass --overwrite"),
         (("--methods", "heat"), "heat scores whole inputs, not every position"),
         (("--methods", ""), "--methods names no method"),
         (("--device", "cud"), "device 'cud' is not available"),

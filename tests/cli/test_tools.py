@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import qualms
-from qualms.cli import doctor as doctor_module
+from qualms.cli import doctor_command as doctor_module
 from tests.helpers.commands import own, run
 
 

@@ -16,7 +16,7 @@ import qualms
 from qualms.data import Images
 from qualms.data.images import Rejected
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
-from qualms.scale.cluster import not_scored, require_once
+from qualms.scale.cluster import filter_rejections, require_once
 from qualms.stream.network import Network
 from tests.helpers.stores import METHODS, png
 
@@ -108,7 +108,7 @@ def test_an_image_that_another_attempt_could_read_is_not_rejected(tmp_path: Path
     parquet.write_table(pyarrow.table({"id": ["a.png", "b.png"]}), tmp_path / "shard-0.parquet")
     parquet.write_table(pyarrow.table({"id": ["c.png"]}), tmp_path / "shard-1.parquet")
     rejected = [Rejected(name, "cannot be read") for name in ("b.png", "c.png", "d.png")]
-    assert [one.id for one in not_scored(rejected, tmp_path)] == ["d.png"]
+    assert [one.id for one in filter_rejections(rejected, tmp_path)] == ["d.png"]
 
 
 def test_an_image_with_two_rows_is_an_error(tmp_path: Path) -> None:
@@ -117,5 +117,5 @@ def test_an_image_with_two_rows_is_an_error(tmp_path: Path) -> None:
     require_once(tmp_path)
     wide = pyarrow.array(["d.png", "b.png", "a.png"], pyarrow.large_string())
     parquet.write_table(pyarrow.table({"id": wide}), tmp_path / "shard-2.parquet")
-    with pytest.raises(qualms.QualmsError, match="has 2 rows too many, of images scored twice"):
+    with pytest.raises(qualms.QualmsError, match="has 2 rows of images that were scored twice"):
         require_once(tmp_path)

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from torch import nn
 
 import qualms
-from qualms.cli.own_images import SOME_REJECTED
+from qualms.cli.status import SOME_REJECTED
 from qualms.data import Images
 from qualms.scale import cluster as module
 from qualms.scale.batch import BatchScorer

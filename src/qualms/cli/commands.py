@@ -1,4 +1,7 @@
-"""The `qualms` command group, and how its errors and warnings are reported."""
+"""The `qualms` command group, and how its errors and warnings are printed.
+
+Each command is in a file of its own, `NAME_command.py`.
+"""
 
 import errno
 import re
@@ -10,7 +13,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from qualms.cli.lazy import LazyGroup
+from qualms.cli.lazy_group import LazyGroup
 from qualms.cli.signals import TERMINATED, at_sigterm, begin, is_terminated, stop
 from qualms.cli.status import GOES_ON, NOTHING, echo, interruption
 from qualms.errors import (
@@ -23,7 +26,7 @@ from qualms.errors import (
 )
 from qualms.version import __version__
 
-# What is left of a command that is interrupted.
+# What is left of a command that is interrupted, in the sentence that reports it.
 LEFTOVERS = {
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
     **dict.fromkeys(("score", "threshold", "demo"), NOTHING),
@@ -40,30 +43,33 @@ class Commands(LazyGroup):
 
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
         "demo": (
-            "qualms.cli.demo",
+            "qualms.cli.demo_command",
             "Train a network on digits, and report what it does not know.",
         ),
         "score": (
-            "qualms.cli.score",
+            "qualms.cli.score_command",
             "Score the uncertainty of images, or of the tokens of texts.",
         ),
         "threshold": (
-            "qualms.cli.threshold",
-            "Calibrate the score up to which a network is trusted.",
+            "qualms.cli.threshold_command",
+            "Calibrate the score up to which a prediction is accepted.",
         ),
         "serve": (
-            "qualms.cli.serve",
+            "qualms.cli.serve_command",
             "Serve predictions, scores and decisions over HTTP.",
         ),
-        "methods": ("qualms.cli.methods", "List the methods, with their needs and costs."),
-        "bench": ("qualms.cli.bench", "Evaluate methods on a network."),
+        "methods": (
+            "qualms.cli.methods_command",
+            "List the methods, with their needs and costs.",
+        ),
+        "bench": ("qualms.cli.bench_command", "Evaluate methods on a network."),
         "report": (
-            "qualms.cli.report",
+            "qualms.cli.report_command",
             "Write an HTML report about a network, its data and the methods.",
         ),
-        "train": ("qualms.cli.train", "Train a network by the paper's recipe."),
-        "reproduce": ("qualms.cli.reproduce", "Reproduce a table of the paper."),
-        "doctor": ("qualms.cli.doctor", "Check the installation and the datasets."),
+        "train": ("qualms.cli.train_command", "Train a network by the paper's recipe."),
+        "reproduce": ("qualms.cli.reproduce_command", "Reproduce a table of the paper."),
+        "doctor": ("qualms.cli.doctor_command", "Check the installation and the datasets."),
     }
 
     def invoke(self, ctx: Any) -> Any:
@@ -81,6 +87,7 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> bool:
+    """Print the version and exit, if --version is given."""
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
@@ -105,11 +112,15 @@ def qualms(
 
 
 class UnexpectedError(QualmsError):
-    """An error that no part of the library foresees."""
+    """An error that no part of the library expects: a defect of it, or of user code."""
 
 
 def run() -> None:
-    """Run the command line. Errors are printed in one sentence; `--debug` shows the traceback."""
+    """Run the command line, and exit.
+
+    Errors are printed in one sentence; `--debug`, anywhere on the command line, shows the traceback.
+    SIGTERM decides the exit code, whatever error it has caused on its way.
+    """
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -124,12 +135,16 @@ def run() -> None:
 
 
 def _run_app(debug: bool) -> None:
-    """Run the command, and exit with a sentence if it fails."""
+    """Run the command, and exit with a sentence if it fails.
+
+    Args:
+        debug: Whether to raise the error instead.
+    """
     try:
         with explain_failure(_explain):
             app()
     except QualmsError as error:
-        if is_terminated():  # whatever SIGTERM has become on its way here
+        if is_terminated():  # code on the way here may have turned the signal into another error
             sys.exit(TERMINATED)
         if debug:
             raise
@@ -138,6 +153,11 @@ def _run_app(debug: bool) -> None:
 
 
 def _explain(error: Exception) -> QualmsError:
+    """Return one sentence for an error that is not of this library.
+
+    Args:
+        error: Raised while the command ran.
+    """
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return QualmsError(
             f"{error.filename or 'what the command prints'} cannot be written "
@@ -149,9 +169,14 @@ def _explain(error: Exception) -> QualmsError:
 
 
 def use_option_names(text: str) -> str:
-    """Replace keywords of the library, such as `classes=`, by options, such as `--classes`."""
+    """Replace keywords of the library, such as `classes=`, by options, such as `--classes`.
+
+    Args:
+        text: An error of the library.
+    """
 
     def replace(match: re.Match[str]) -> str:
+        """Return the option for a keyword; a string keeps its quote."""
         keyword, quote = match.groups()
         return f"--{keyword} {quote}" if quote else f"--{keyword}"
 
@@ -160,7 +185,10 @@ def use_option_names(text: str) -> str:
 
 @contextmanager
 def short_warnings() -> Iterator[None]:
-    """Print the warnings of qualms as one sentence each, once, without a line of code."""
+    """Print the warnings of qualms as one sentence each, once, without a line of code.
+
+    Warnings of other libraries are shown as usual.
+    """
     printed: set[str] = set()
     show_others = warnings.showwarning
 

@@ -1,11 +1,16 @@
-"""The network that a command evaluates: its weights, and how images become its inputs."""
+"""The network that a command evaluates: its weights, and how images become its inputs.
+
+Weights, normalization and size each have several sources. An option comes first, then what the
+checkpoint or the publisher records, then what is usual for the dataset.
+"""
 
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from qualms.cli.options import split_list
+from qualms.cli.options import NetworkOptions, resolve_device, split_list
 from qualms.data import DATASETS, ImageTransform, Normalization, dataset_name
+from qualms.data.image_transform import Interpolation
 from qualms.errors import QualmsError
 from qualms.models import Preprocessing, load_model, preprocessing_of
 from qualms.models.zoo import ZOO, Entry, installed_weights, require_installed_weights
@@ -22,46 +27,45 @@ PUBLISHED = {
 
 
 def published_network(data: str, root: Path | None) -> str:
-    """Return the network whose published weights know a dataset; empty if there is none."""
+    """Return the name of the network with published weights for a dataset; empty if there is none.
+
+    Args:
+        data: The dataset, by name or path.
+        root: The folder with the datasets.
+    """
     return PUBLISHED.get(dataset_name(data, root) or "", "")
 
 
 def load_network(
     data: str,
     name: str,
-    weights: Path | None,
-    root: Path | None,
-    mean: str | None,
-    std: str | None,
-    size: int | None,
-    device: str,
-    random: bool,
+    options: NetworkOptions,
     classes: int | None = None,
+    allow_random: bool = False,
 ) -> Network:
     """Load a network by its name, with the preprocessing of its images.
 
     Args:
         data: The dataset that the network knows, by name or path.
         name: As for `qualms.models.load_model`.
-        weights: The checkpoint. By default the published file in ROOT/weights, else that of the
-            installed package that contains it.
-        root: The folder with the datasets.
-        mean: --mean; by default that of the training that wrote the checkpoint, else the
-            publisher's, else the dataset's usual one.
-        std: --std, as `mean`.
-        size: --size; by default the publisher's.
-        device: Where the network runs.
-        random: Whether random weights will do where no others are found.
+        options: Weights, normalization, size and device. By default the weights are the published
+            file in ROOT/weights, else that of the installed package that contains it. The
+            normalization is that of the training that wrote the checkpoint, else the publisher's,
+            else the dataset's usual one. The size is the publisher's.
         classes: The number of classes, for networks that can have any.
+        allow_random: Whether random weights will do where no others are found.
 
     Raises:
         QualmsError: If weights or the normalization are not found.
     """
     if not name:
         raise QualmsError(f"there is no published network for {data!r}; name one with --model.")
-    dataset, entry = dataset_name(data, root), ZOO.get(name)
+    device = resolve_device(options.device)
+    dataset, entry = dataset_name(data, options.root), ZOO.get(name)
+    weights = options.weights
     if entry is not None and weights is None:
-        weights = _published_weights(name, entry, Path(root or "data") / "weights", random)
+        folder = Path(options.root or "data") / "weights"
+        weights = _published_weights(name, entry, folder, allow_random)
     if ":" in name:
         # An import path may start in the working directory, which installed commands do not search.
         sys.path.insert(0, "")
@@ -72,26 +76,26 @@ def load_network(
     else:
         model = load_model(name, weights, classes=classes).to(device)
     published = preprocessing_of(name, model)
-    normalization = _parse_normalization(name, published, mean, std)
+    normalization = _parse_normalization(name, published, options.mean, options.std)
     if normalization is None:
         normalization = _known_normalization(name, published, weights, dataset)
-    transform = _image_transform(published, size, len(normalization.mean))
+    transform = _image_transform(published, options.size, len(normalization.mean))
     return Network(name, model, normalization, transform, class_names=published.class_names)
 
 
-def _published_weights(name: str, entry: Entry, folder: Path, random: bool) -> Path | None:
+def _published_weights(name: str, entry: Entry, folder: Path, allow_random: bool) -> Path | None:
     """Return the file with the published weights of a network.
 
     Args:
         name: The network.
         entry: Its entry in the zoo.
         folder: Where to look first; then in the installed package that contains them.
-        random: Whether to return None, rather than raise an error, where there are none.
+        allow_random: Whether to return None, rather than raise an error, where there are none.
     """
     file = folder / (entry.file or "")
     if entry.file is not None and file.is_file():
         return file
-    if random:
+    if allow_random:
         return installed_weights(entry)
     if entry.package is not None:
         return require_installed_weights(name, entry, "--weights")
@@ -102,7 +106,12 @@ def _published_weights(name: str, entry: Entry, folder: Path, random: bool) -> P
 
 
 def _dataset_classes(dataset: str, entry: Entry) -> int | None:
-    """Return the number of classes of a dataset whose images have the shape of the network's."""
+    """Return the number of classes of a dataset, if its images have the shape of the network's.
+
+    Args:
+        dataset: The name of the dataset.
+        entry: Of the network in the zoo.
+    """
     known = DATASETS[dataset]
     has_same_shape = (known.channels, known.size) == (entry.channels, entry.size)
     return known.classes if has_same_shape else None
@@ -134,8 +143,8 @@ def _parse_normalization(
     channels = _channels(published)
     if channels not in (None, len(means)):
         raise QualmsError(
-            f"--mean {mean} has {len(means)} numbers, but {name} takes {channels} channels; "
-            "pass one number for each."
+            f"--mean {mean} has {len(means)} numbers, but {name} takes {channels}; pass one per "
+            "channel."
         )
     return normalization
 
@@ -148,7 +157,7 @@ def _known_normalization(
     Args:
         name: The network.
         published: Its publisher's preprocessing.
-        weights: Its checkpoint, which may say.
+        weights: Its checkpoint, which may record the normalization.
         dataset: The dataset that it knows, whose usual normalization comes last.
     """
     if weights is not None:
@@ -163,17 +172,24 @@ def _known_normalization(
 
 
 def _channels(published: Preprocessing) -> int | None:
+    """Return the number of channels of a network's inputs, if its publisher states it."""
     return None if published.transform is None else published.transform.channels
 
 
 def _image_transform(
     published: Preprocessing, size: int | None, channels: int
 ) -> ImageTransform | None:
-    """Return how images are resized for a network; None takes them as they are."""
+    """Return how images are resized for a network; None takes them as they are.
+
+    Args:
+        published: The publisher's preprocessing.
+        size: Height and width in pixels, in place of the publisher's.
+        channels: The number of channels of the network's inputs.
+    """
     if size is not None:
-        interpolation = (
-            "bilinear" if published.transform is None else published.transform.interpolation
-        )
+        interpolation: Interpolation = "bilinear"
+        if published.transform is not None:
+            interpolation = published.transform.interpolation
         return ImageTransform((size, size), None, interpolation, channels, by="as --size says")
     if published.transform is None:
         return None

@@ -1,8 +1,14 @@
-"""The options that several commands share, each defined once, and what their values mean."""
+"""The options that several commands share, each defined once, and what their values mean.
+
+An option is an annotated type (`Seed`), used as the type of a command's parameter or of a field of a
+dataclass. A dataclass of options is shared by `with_options`. Values are parsed by `parse_methods`,
+`parse_class_names`, `split_list` and `resolve_device`.
+"""
 
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
@@ -10,58 +16,77 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 import torch
 import typer
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, reason
 from qualms.gradients import settings
+from qualms.methods.method import Method
+from qualms.methods.registry import METHODS, parse
+from qualms.tasks.paper import paper_methods
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
 
+# What users would choose in place of the paper's methods, and ours; `paper` includes them.
+ALTERNATIVES = ("energy", "gen", "heat", "coherence")
+
+COUNT = 500  # test images of each dataset, unless --count is given
+MODEL = "A network: a name, timm:NAME, hf:NAME, FILE.pt2, or module:factory."
+SPECS = "Comma-separated methods, or `paper`, or `all`."
+DECIDING_SPECS = "Comma-separated methods; the first one decides."
+
 
 def _require_tolerance(tolerance: float | None) -> float | None:
+    """Return the value of --tolerance; raise an error if it is out of range."""
     if tolerance is not None and not 0 <= tolerance < 1:
         raise QualmsError(f"--tolerance is {tolerance:g}; pass a number from 0 (exact) to below 1.")
     return tolerance
 
 
-Root = Annotated[
-    Path | None,
-    typer.Option(
-        "--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data"
-    ),
-]
-Inside = Annotated[
-    str, typer.Option("--id", help="The dataset that the network knows, by name or path.")
-]
-Published = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="A network: a name, timm:NAME, hf:NAME, FILE.pt2 or module:factory.",
-        show_default="a published network for the dataset",
-    ),
-]
+def model_option(default: str) -> Any:
+    """Define --model where it is optional.
+
+    Args:
+        default: What --help shows as the default.
+    """
+    return typer.Option("--model", help=MODEL, show_default=default)
+
+
+def methods_option(help: str, default: str) -> Any:
+    """Define --methods where its default depends on other options.
+
+    Args:
+        help: `SPECS`, or `DECIDING_SPECS` where the first method decides.
+        default: What --help shows as the default.
+    """
+    return typer.Option("--methods", help=help, show_default=default)
+
+
+def engine_option(default: str | bool = True) -> Any:
+    """Define --engine.
+
+    Args:
+        default: What --help shows as the default; True for the value itself.
+    """
+    return typer.Option("--engine", help="How gradient scores are computed.", show_default=default)
+
+
+# The network, and how images become its inputs.
+Model = Annotated[str, typer.Option("--model", help=MODEL)]
+Published = Annotated[str | None, model_option("a published network for the dataset")]
 Weights = Annotated[
     Path | None,
     typer.Option("--weights", help="The network's checkpoint.", show_default="from ROOT/weights"),
 ]
-Chosen = Annotated[
-    str, typer.Option("--methods", help="Comma-separated specs, or `paper`, or `all`.")
-]
-Count = Annotated[
-    int, typer.Option("--count", help="Number of test images of each dataset; 0 for all.")
-]
-Engine = Annotated[
-    settings.Engine, typer.Option("--engine", help="How gradient scores are computed.")
-]
-Tolerance = Annotated[
-    float | None,
+Classes = Annotated[
+    str | None,
     typer.Option(
-        "--tolerance",
-        callback=_require_tolerance,
-        help="Largest relative standard error of gradient scores; 0 for exact scores.",
+        "--classes",
+        help="The network's classes: comma-separated names, a file with one name per line, or "
+        "their number.",
     ),
 ]
-Size = Annotated[int | None, typer.Option("--size", help="Resize images to this many pixels.")]
+Size = Annotated[
+    int | None, typer.Option("--size", help="Resize images to this height and width, in pixels.")
+]
 Mean = Annotated[
     str | None,
     typer.Option(
@@ -74,15 +99,64 @@ Std = Annotated[
 Device = Annotated[
     str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest available.")
 ]
+
+# The images.
+Root = Annotated[
+    Path | None,
+    typer.Option(
+        "--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data"
+    ),
+]
+Inside = Annotated[
+    str, typer.Option("--id", help="The dataset that the network knows, by name or path.")
+]
+Outside = Annotated[str, typer.Option("--ood", help="Other datasets or texts, comma-separated.")]
+Count = Annotated[
+    int, typer.Option("--count", help="Number of test images of each dataset; 0 for all.")
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first input that cannot be read.")
+]
+
+# The methods.
+Specs = Annotated[str, typer.Option("--methods", help=SPECS)]
+Engine = Annotated[settings.Engine, engine_option()]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        callback=_require_tolerance,
+        help="Largest relative standard error of gradient scores; 0 for exact scores.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random draws.")]
+
+# The output.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of tables.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output if it already exists.")
 ]
+Page = Annotated[Path, typer.Option("--out", help="Write the page to this file.")]
+OpenPage = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """The options that decide how a network is loaded, and how images become its inputs."""
+
+    weights: Weights = None
+    size: Size = None
+    mean: Mean = None
+    std: Std = None
+    root: Root = None
+    device: Device = "auto"
 
 
 def resolve_device(name: str) -> str:
-    """Return the name of a device that is available; `auto` is the fastest one.
+    """Return the device that --device names.
+
+    Args:
+        name: A device of torch, or `auto` for the fastest that is available.
 
     Raises:
         QualmsError: If the named device is not available.
@@ -99,8 +173,69 @@ def resolve_device(name: str) -> str:
 
 
 def split_list(text: str) -> list[str]:
-    """Split `a,b(1,2),c` at its commas, except for those inside parentheses."""
-    return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+    """Split text at its commas, except for those inside parentheses.
+
+    `regrad+smooth(0.02,8),entropy` thus has two parts. Empty parts are dropped.
+    """
+    parts = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+    return [part for part in parts if part]
+
+
+def parse_methods(text: str, dataset: str = "") -> dict[str, Method]:
+    """Parse comma-separated specs, among which `paper` and `all` stand for several methods.
+
+    Args:
+        text: The value of --methods.
+        dataset: The dataset whose settings the paper's methods have.
+
+    Returns:
+        The methods by name.
+    """
+    found: dict[str, Method] = {}
+    for spec in split_list(text):
+        if spec not in ("paper", "all"):
+            found[spec] = parse(spec)
+            continue
+        found |= paper_methods(dataset)
+        found |= {name: parse(name) for name in ALTERNATIVES}
+        if spec == "all":
+            classes = {type(method) for method in found.values()}
+            for method in METHODS:
+                if method not in classes:
+                    found[method.name] = method()
+    if not found:
+        raise QualmsError("--methods names no method; pass comma-separated specs, or `paper`.")
+    return found
+
+
+def parse_class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
+    """Parse --classes.
+
+    Args:
+        text: A number, comma-separated names, or a file with one name per line.
+
+    Returns:
+        The number of classes, None if it is not given; and their names, if those are given.
+    """
+    if text is None:
+        return None, ()
+    if text.isdecimal():
+        return int(text), ()
+    if Path(text).is_file():
+        try:
+            names = Path(text).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise QualmsError(f"--classes {text} cannot be read: {reason(error)}.") from None
+    else:
+        names = split_list(text)
+    bare = [name.strip() for name in names]
+    found = tuple(name for name in bare if name)
+    if len(found) < 2:
+        raise QualmsError(
+            f"--classes {text} is neither a number, nor two or more comma-separated names, nor a "
+            "file with one name per line."
+        )
+    return len(found), found
 
 
 def with_options(
@@ -114,9 +249,22 @@ def with_options(
     Args:
         options: The dataclass. Each field is annotated as a typer option. The command receives an
             instance as its first argument.
+
+    Example:
+        ```python
+        @dataclass(frozen=True, kw_only=True)
+        class RunOptions:
+            seed: Seed = 0
+
+
+        @with_options(RunOptions)
+        def run(options: RunOptions, out: Annotated[str, typer.Option()]) -> None:
+            print(options.seed, out)  # `qualms run --out a.csv --seed 3` prints 3 a.csv
+        ```
     """
 
     def decorate(command: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
+        """Return a function with the signature that typer shall read."""
         shared = inspect.signature(options).parameters
         own = list(inspect.signature(command).parameters.values())[1:]
         parameters = []
@@ -126,6 +274,7 @@ def with_options(
 
         @wraps(command)
         def run(**values: Any) -> None:
+            """Collect the shared options, and run the command."""
             fields = {name: values.pop(name) for name in shared}
             command(options(**fields), **values)  # type: ignore[call-arg]
 
@@ -137,4 +286,5 @@ def with_options(
 
 
 def _is_optional(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter has a default."""
     return parameter.default is not inspect.Parameter.empty

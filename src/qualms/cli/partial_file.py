@@ -1,21 +1,26 @@
-"""`scores.csv.partial`: what a table that is not complete has so far, so that the same command goes
-on from there.
+"""`scores.csv.partial`: the scores so far of a table that is not complete, to resume from.
 
 The file is a journal: its first line has all that decides the scores, each further line a batch of
-images. It is gone when the table is there.
+images (`PartRow`). It is removed when the table is complete.
+
+    {"row": "run", "task": "score", "network": …, "methods": …, "seed": 0, "images": …, …}
+    {"row": "part", "of": "images", "first": 0, "ids": ["a.png"], "prediction": [3], …}
+    {"row": "part", "of": "images", "first": 1, "ids": ["b.png", "c.png", "d.png"], …}
+
+With --reference, the images of the reference are scored first; their parts are `"of": "reference"`.
 """
 
 import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qualms.cli.status import NOTHING, echo, interruption
+from qualms.cli.status import GOES_ON, NOTHING, echo, interruption
 from qualms.data import Images
 from qualms.errors import QualmsError
 from qualms.result import Scored
@@ -24,46 +29,55 @@ from qualms.tasks.journal import Journal, read
 from qualms.tasks.rows import PartRow
 from qualms.threshold import Threshold
 
-ADVICE = "remove it, or pass --overwrite to begin anew"
+ADVICE = "remove it, or pass --overwrite to start again"
 DTYPES = {
     str(kind).removeprefix("torch."): kind
     for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-IMAGES, REFERENCE = "images", "reference"  # what a part may be of
-Numbers = dict[str, str | list[float | str]]
+IMAGES, REFERENCE = "images", "reference"  # the groups of images in a file
+Numbers = dict[str, str | list[float | str]]  # a tensor as JSON
 
 
-def partial_path(out: Path) -> Path:
-    """Where the scores of a table are kept until it is complete."""
-    return out.with_name(f"{out.name}.partial")
+def partial_path(table: Path) -> Path:
+    """Return where the scores of a table are kept until it is complete.
+
+    Args:
+        table: The file of the table, such as `scores.csv`.
+    """
+    return table.with_name(f"{table.name}.partial")
 
 
 class PartialFile(AbstractContextManager["PartialFile"]):
-    """The parts of a table that are done, in memory and, with a path, on disk. A file without a
-    part is removed.
+    """The scored batches of a table, in memory and, with a path, on disk.
+
+    If the block fails, the file stays and its path is printed. A file without a batch is removed.
 
     Args:
-        path: the file; None keeps nothing.
-        about: what decides the scores; a file that was made with something else is refused.
-        overwrite: whether such a file is begun anew instead.
+        path: The file; None keeps the batches in memory only.
+        about: What decides the scores. A file with something else is refused.
+        overwrite: Whether such a file is started anew instead.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], overwrite: bool = False) -> None:
-        self._path, self._keeps = path, path is not None
-        try:
+        self._path = path
+        self._on_disk = path is not None
+        with ExitStack() as on_failure:
+            on_failure.callback(self._remove_if_empty)
             self._journal = Journal(path, {"task": "score", **about}, ADVICE, replace=overwrite)
-        except BaseException:  # also Ctrl-C
-            self._remove_if_empty()
-            raise
-        self._parts: dict[tuple[str, int], PartRow] = {}
+            on_failure.pop_all()
+        self._parts: dict[tuple[str, int], PartRow] = {}  # by group and first image
         for row in self._journal.where(row="part"):
             if not PartRow.__required_keys__ <= row.keys():
                 self._journal.__exit__()
-                raise self._damaged()
+                raise self._damage_error()
             self._parts[row["of"], row["first"]] = row
 
     def count(self, group: str | None = None) -> int:
-        """How many images are done, of one group or of both."""
+        """Return how many images are done, of one group or of both.
+
+        Args:
+            group: `IMAGES` or `REFERENCE`; None for both.
+        """
         count = 0
         for (of, _), part in self._parts.items():
             if group in (None, of):
@@ -71,60 +85,62 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         return count
 
     def part(self, group: str, first: int, count: int) -> PartRow | None:
-        """The row of a batch, if it is done.
+        """Return the row of a batch, or None if it is not done.
 
         Args:
-            group: what the images are, `IMAGES` or `REFERENCE`.
-            first: the position of the first image.
-            count: the images of the batch.
+            group: `IMAGES` or `REFERENCE`.
+            first: The position of the first image.
+            count: The number of images in the batch.
         """
         row = self._parts.get((group, first))
         if row is not None and len(row["ids"]) != count:
-            raise self._damaged()
+            raise self._damage_error()
         return row
 
     def add(self, row: PartRow) -> None:
-        """Keep a part. If the disk refuses it, that is said, and the work goes on: the table may
-        still be written.
+        """Keep a batch.
+
+        If the disk is full, this is printed once, and scoring continues: the table may still be
+        written, and later batches are kept in memory.
         """
         self._parts[row["of"], row["first"]] = row
-        if not self._keeps:
+        if not self._on_disk:
             return
         try:
             self._journal.add(row)
         except QualmsError as error:
-            self._keeps = False
-            echo(f"{error} Scoring goes on, but nothing more is kept until the table is written.")
+            self._on_disk = False
+            echo(f"{error} Scoring continues, but scores from here on are lost if it is stopped.")
 
     def finish(self) -> None:
-        """The table is there: remove the file."""
+        """Remove the file, once the table is complete."""
         self._parts = {}
         self.__exit__()
         self._path = None
 
     def restore(self, row: PartRow, threshold: Threshold | None) -> Scored:
-        """A part as a scorer returned it, with the probability of the predicted class alone."""
+        """Return a batch as a scorer did, with the probability of the predicted class alone.
+
+        Args:
+            row: From `part`.
+            threshold: Of the scores.
+        """
         try:
             return _restore(row, threshold)
         except (ValueError, KeyError, TypeError, ArithmeticError):
-            raise self._damaged() from None
+            raise self._damage_error() from None
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        if (
-            kind is not None
-            and issubclass(kind, QualmsError)
-            and self._parts
-            and self._path is not None
-        ):
-            echo(f"{_describe_kept(self._path)}.")
-        removed = (
-            self._parts or self._removed()
-        )  # while it is locked, where an open file can be removed
+        failed = kind is not None and issubclass(kind, QualmsError)
+        if failed and self._parts and self._path is not None:
+            echo(f"{_describe_progress(self._path)}.")
+        is_settled = bool(self._parts) or self._remove()  # while it is locked, where that works
         self._journal.__exit__()
-        if not removed:
-            self._removed()
+        if not is_settled:
+            self._remove()
 
-    def _removed(self) -> bool:
+    def _remove(self) -> bool:
+        """Remove the file; return whether it is gone. Windows removes no open file."""
         try:
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
@@ -133,22 +149,23 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         return True
 
     def _remove_if_empty(self) -> None:
-        """Leave nothing of a file for whose first line there was no room."""
+        """Remove a file for whose first line there was no room."""
         with suppress(OSError):
             if self._path is not None and self._path.stat().st_size == 0:
                 self._path.unlink()
 
-    def _damaged(self) -> QualmsError:
+    def _damage_error(self) -> QualmsError:
+        """Return the error for a file that was changed by something else."""
         return QualmsError(f"{self._path} is damaged; remove it, and run the same command again.")
 
 
 class PartialFileSink:
-    """The scores of a table: each batch is kept in a partial file until the table is complete.
+    """The sink of a table: each batch is kept in a partial file until the table is complete.
 
     Args:
-        file: holds the batches, also those of an earlier run.
-        group: what the images are, `IMAGES` or `REFERENCE`.
-        threshold: of the scores.
+        file: Holds the batches, also those of an earlier run.
+        group: What the images are, `IMAGES` or `REFERENCE`.
+        threshold: Of the scores.
     """
 
     def __init__(self, file: PartialFile, group: str, threshold: Threshold | None) -> None:
@@ -157,64 +174,86 @@ class PartialFileSink:
         self.classes = 0  # the network's, once a batch has passed
 
     def has(self, batch: ImageBatch) -> bool:
-        """Whether the file has a batch, which is then restored."""
+        """Return whether the file has a batch, which is then restored.
+
+        Args:
+            batch: From a source; its images need not be scored again.
+        """
         row = self.file.part(self.group, batch.first, batch.count)
         if row is not None:
-            self._take(row)
+            self._append(row)
         return row is not None
 
     def write(self, batch: ImageBatch, scored: Scored | None) -> None:
-        """Keep a batch."""
+        """Keep a batch.
+
+        Args:
+            batch: From a source.
+            scored: Its scores.
+        """
         assert scored is not None
         row = part_row(self.group, batch.first, scored)
         self.file.add(row)
-        self._take(row)
+        self._append(row)
 
-    def _take(self, row: PartRow) -> None:
+    def _append(self, row: PartRow) -> None:
+        """Add a batch to the table."""
         self.parts.append(self.file.restore(row, self.threshold))
         self.classes = row["classes"]
 
 
 @contextmanager
-def stopping(path: Path | None) -> Iterator[None]:
-    """Ctrl-C is told here, with what is kept in a file of parts and how to go on."""
+def report_interruption(path: Path | None) -> Iterator[None]:
+    """On Ctrl-C, print how many images are kept in a partial file, and exit.
+
+    Args:
+        path: The file; None if nothing is kept.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        raise interruption(_describe_kept(path)) from None
+        raise interruption(_describe_progress(path)) from None
 
 
-def _describe_kept(path: Path | None) -> str:
+def _describe_progress(path: Path | None) -> str:
+    """Return `4 of 60 images are kept in scores.csv.partial; …`."""
     if path is None or not path.exists():
         return NOTHING
     try:
         about, *parts = read(path)
         kept = sum(len(part["ids"]) for part in parts)
-        total = sum(about[of]["count"] for of in (IMAGES, REFERENCE) if about.get(of))
-    except (
-        QualmsError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ):  # of a file that is not ours, and was not opened yet
+        total = sum(about[group]["count"] for group in (IMAGES, REFERENCE) if about.get(group))
+    # The file may be another program's, if Ctrl-C came before it was opened.
+    except (QualmsError, KeyError, TypeError, ValueError):
         return NOTHING
-    among = ", those of the reference among them," if about.get(REFERENCE) else ""
-    return (
-        f"{kept} of {total} images{among} are kept in {path}; run the same command again to go on"
-    )
+    with_reference = ", including the reference," if about.get(REFERENCE) else ""
+    return f"{kept} of {total} images{with_reference} are kept in {path}; {GOES_ON}"
 
 
 def describe_images(images: Images) -> dict[str, Any]:
-    """What tells images from others, in the first line of a file."""
+    """Return what identifies images in the first line of a file.
+
+    Args:
+        images: In the order of the table.
+
+    Returns:
+        Their number, and fingerprints of their pixels and of their names.
+    """
     ids = hashlib.sha256("\0".join(images.ids).encode()).hexdigest()[:16]
     return {"count": len(images), "pixels": images.fingerprint(), "ids": ids}
 
 
-def part_row(of: str, first: int, scored: Scored) -> PartRow:
-    """All that a table says of some images; every number in full."""
+def part_row(group: str, first: int, scored: Scored) -> PartRow:
+    """Return all that a table shows of some images, with every number in full.
+
+    Args:
+        group: `IMAGES` or `REFERENCE`.
+        first: The position of the first image.
+        scored: The scores of n images.
+    """
     return {
         "row": "part",
-        "of": of,
+        "of": group,
         "first": first,
         "ids": list(scored.ids),
         "classes": scored.probs.shape[1],
@@ -228,12 +267,22 @@ def part_row(of: str, first: int, scored: Scored) -> PartRow:
 
 
 def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
+    """Return the scores of a row, whose probabilities are [n, 1], of the predicted classes.
+
+    Args:
+        row: From `part_row`.
+        threshold: Of the scores.
+
+    Raises:
+        ValueError: If the row was changed by something else.
+    """
     count = len(row["ids"])
     confidence = _tensor(row["confidence"], count)
     predicted = torch.tensor(row["prediction"])
-    if predicted.shape != (count,) or not bool(
-        ((predicted >= 0) & (predicted < row["classes"])).all()
-    ):
+    if predicted.shape != (count,):
+        raise ValueError("not one prediction for each image")
+    is_class = (predicted >= 0) & (predicted < row["classes"])
+    if not bool(is_class.all()):
         raise ValueError("predictions that are no classes")
     return Scored(
         {name: _tensor(values, count) for name, values in row["scores"].items()},
@@ -249,16 +298,20 @@ def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
 
 
 def _numbers(values: Tensor) -> Numbers:
-    """A tensor for JSON, which has no word for what is not finite."""
+    """Return a tensor [n] as JSON, where numbers that are not finite are strings."""
     plain = [value if math.isfinite(value) else str(value) for value in values.tolist()]
     return {"dtype": str(values.dtype).removeprefix("torch."), "values": plain}
 
 
 def _tensor(numbers: Numbers, count: int) -> Tensor:
-    """The same tensor again, bit by bit: a Python number has all digits of each of these types."""
-    values = torch.tensor(
-        [float(value) for value in numbers["values"]], dtype=DTYPES[str(numbers["dtype"])]
-    )
+    """Return the tensor of `_numbers`, bit by bit: a Python float has all digits of each dtype.
+
+    Args:
+        numbers: The dtype and the values.
+        count: How many values there must be.
+    """
+    dtype = DTYPES[str(numbers["dtype"])]
+    values = torch.tensor([float(value) for value in numbers["values"]], dtype=dtype)
     if len(values) != count:
-        raise ValueError("more or fewer numbers than images")
+        raise ValueError("not one number for each image")
     return values

@@ -1,4 +1,4 @@
-"""How far a long run has come: a bar on a terminal, an occasional line in a log file."""
+"""How far a long run has come: a rich bar on a terminal, an occasional line in a log file."""
 
 import sys
 import time
@@ -46,6 +46,7 @@ def show_progress(
         bars: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:
+            """Update the bar of a kind of work, `done` of `total` of which is done."""
             text = f"{done}/{total} {what}{speed.describe(what, done, total)}"
             if what not in bars:
                 display.update(waiting, visible=False)
@@ -58,10 +59,15 @@ def show_progress(
 
 
 def _log_progress(speed: "_Speed") -> ProgressFn:
-    """Return a `ProgressFn` that prints at most one line every `LOG_INTERVAL` seconds."""
+    """Return a `ProgressFn` that prints at most one line every `LOG_INTERVAL` seconds.
+
+    Args:
+        speed: Of each kind of work.
+    """
     printed = speed.latest
 
     def progress(what: str, done: int, total: int) -> None:
+        """Print `done` of `total`, unless the last line is recent."""
         nonlocal printed
         text = f"{what}: {done} of {total}{speed.describe(what, done, total)}"
         if speed.latest - printed >= LOG_INTERVAL:
@@ -76,17 +82,32 @@ class _Speed:
     """The speed of each kind of work, measured from where this run started.
 
     Rich's own speed column would count what an earlier run has done as done in no time.
+
+    Attributes:
+        latest: When the last report came, in seconds of the monotonic clock.
+        starts: By kind of work, when it started, and how much of it was done then.
     """
 
-    latest: float = field(default_factory=lambda: time.monotonic())  # the last report
-    starts: dict[str, tuple[float, int]] = field(default_factory=dict)  # time, and amount done
+    latest: float = field(default_factory=lambda: time.monotonic())
+    starts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def start(self, what: str, done: int) -> None:
-        """Start the clock of a kind of work, of which some may be done already."""
+        """Start the clock of a kind of work, of which some may be done already.
+
+        Args:
+            what: The kind of work.
+            done: How much of it an earlier run has done.
+        """
         self.starts[what] = (self.latest, done)
 
     def describe(self, what: str, done: int, total: int) -> str:
-        """Return `, 1.2 s each, 0:12 left`, or an empty string while nothing is done."""
+        """Return `, 1.2 s each, 0:12 left`, or an empty string while nothing is done.
+
+        Args:
+            what: The kind of work.
+            done: How much of it is done.
+            total: How much of it there is.
+        """
         now = time.monotonic()
         started, before = self.starts.setdefault(what, (self.latest, 0))
         self.latest = now

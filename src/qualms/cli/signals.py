@@ -1,4 +1,8 @@
-"""SIGTERM ends a command as Ctrl-C does, in an orderly way, but with an exit code of its own."""
+"""SIGTERM stops a command as Ctrl-C does, in an orderly way, but with an exit code of its own.
+
+Three handlers serve different times: `leave` while modules are imported, `stop` while a command
+runs, `interrupt` while a service runs.
+"""
 
 import os
 import signal

@@ -1,4 +1,8 @@
-"""What a command prints on stderr while it runs. It does not import torch."""
+"""What a command prints on stderr while it runs, and how it exits.
+
+Results go to stdout, everything else to stderr. This module does not import torch, since commands
+print before torch is loaded.
+"""
 
 import sys
 
@@ -6,16 +10,37 @@ import typer
 
 GOES_ON = "run the same command again to resume"
 NOTHING = "nothing was kept, and no file was written"
+INTERRUPTED = 130  # the exit code of Ctrl-C
+SOME_REJECTED = 4  # the exit code of a run that is complete except for inputs that cannot be read
 
 
 def interruption(left: str | None) -> typer.Exit:
-    """Report that Ctrl-C was pressed, and what is left of the command; return the exit to raise."""
+    """Print that the command was stopped, and return the exit to raise.
+
+    Args:
+        left: What is left of the command, as a clause; None if there is nothing to report.
+    """
     echo(f"qualms: stopped{f'; {left}' if left else ''}.")
-    return typer.Exit(130)
+    return typer.Exit(INTERRUPTED)
+
+
+def exit_if_incomplete(rejected: int) -> None:
+    """Exit with `SOME_REJECTED` if some inputs could not be read.
+
+    Args:
+        rejected: The number of these inputs.
+    """
+    status_line("")
+    if rejected:
+        raise typer.Exit(SOME_REJECTED)
 
 
 def status_line(text: str) -> None:
-    """Print a line that the next one replaces, on a terminal only; an empty one clears it."""
+    """Print a line that the next one replaces, on a terminal only.
+
+    Args:
+        text: What to print, such as `loading timm:resnet18 …`; empty to clear the line.
+    """
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{text}")
         sys.stderr.flush()
@@ -25,3 +50,13 @@ def echo(text: str) -> None:
     """Print a line that stays, in place of the status line."""
     status_line("")
     typer.echo(text, err=True)
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return `1 image`, or `6 images`.
+
+    Args:
+        count: At least 0.
+        noun: In the singular.
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

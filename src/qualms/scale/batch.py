@@ -1,4 +1,4 @@
-"""`BatchScorer`: columns of image files in, columns of scores out, as engines for large data run it."""
+"""`BatchScorer`: columns of image files in, columns of scores out, for engines of large data."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from qualms.data.decode import Unreadable
 from qualms.data.reading import File, read_images
 from qualms.errors import QualmsError
 from qualms.result import Scored
-from qualms.scale.shard_folder import column, write_rejected
+from qualms.scale.shard_folder import column, write_rejections
 from qualms.scorer import Scorer
 from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
@@ -26,17 +26,17 @@ class BatchScorer:
     """Scores a batch of image files.
 
     A batch has the columns `id` and `content`, the bytes of a file, as an array of objects (arrays
-    of numpy's bytes drop zeros at the end). It may have a column `reason`, which says why there are
+    of numpy's bytes drop zeros at the end). It may have a column `reason`, empty unless there are
     no bytes. The result has the columns of `Scored.columns`; images that cannot be read have no row.
 
     Args:
-        network: how images become inputs.
-        scorer: of its model.
-        name: what people call the images.
-        classes: names of their classes, if they have some.
-        size: height and width of all images; None if the network's transform resizes them.
-        strict: whether an image that cannot be read is an error.
-        rejected: a folder in which a file for each batch lists what cannot be read.
+        network: How images become inputs.
+        scorer: Of its model.
+        name: What people call the images.
+        classes: Names of their classes, if they have some.
+        size: Height and width of all images; None if the network's transform resizes them.
+        strict: Whether an image that cannot be read is an error.
+        rejected: A folder in which a file for each batch lists what cannot be read.
     """
 
     network: Network
@@ -51,7 +51,7 @@ class BatchScorer:
         """Score one batch of files.
 
         Args:
-            batch: columns of length n.
+            batch: Columns of length n.
 
         Returns:
             Columns with a row for each image that could be read.
@@ -59,7 +59,7 @@ class BatchScorer:
         files = self._files(batch)
         read = read_images(files, self.name, self.network.transform, self.strict, may_be_empty=True)
         if read.rejected and self.rejected is not None:
-            _list(self.rejected, read.rejected)
+            _write_list(self.rejected, read.rejected)
         if not read.kept:
             return self._empty()
         ids = tuple(files[place].id for place in read.kept)
@@ -67,11 +67,11 @@ class BatchScorer:
         return _columns(self.score(images))
 
     def score(self, images: Images, first: int = 0) -> Scored:
-        """The scores of images that are in memory.
+        """Return the scores of images that are in memory.
 
         Args:
-            images: of one size.
-            first: the position of the first image, which is its id if images have no names.
+            images: Of one size.
+            first: The position of the first image, which is its id if images have no names.
         """
         if self.size not in (None, images.size):
             which = images.ids[0] if images.ids else f"number {first}"
@@ -83,6 +83,7 @@ class BatchScorer:
         return ImageScorer(self.network, self.scorer).score(named, first)
 
     def _files(self, batch: Columns) -> list[File]:
+        """Return the files of a batch, which are not decoded yet."""
         if batch["content"].dtype.kind == "S":
             raise QualmsError(
                 "`content` is an array of numpy's bytes, which drops zeros; pass one of dtype "
@@ -96,17 +97,21 @@ class BatchScorer:
         return files
 
     def _empty(self) -> Columns:
-        """The columns of any image, without its row."""
+        """Return the columns of a batch of which no image could be read."""
         transform = self.network.transform
         size = transform.size if transform is not None else self.size
         assert size is not None
-        pixels = torch.full((1, 3, *size), 128, dtype=torch.uint8)
-        columns = _columns(self.score(Images(self.name, pixels, None, ids=("gray",))))
+        gray = torch.full((1, 3, *size), 128, dtype=torch.uint8)
+        columns = _columns(self.score(Images(self.name, gray, None, ids=("gray",))))
         return {name: values[:0] for name, values in columns.items()}
 
 
 def rejected_in(folder: Path) -> list[Rejected]:
-    """What all workers listed in a folder; an image that several attempts met counts once."""
+    """Return the images that workers could not read, sorted by id, each once.
+
+    Args:
+        folder: Where each worker lists them.
+    """
     found: dict[str, str] = {}
     for file in sorted(folder.glob("*.parquet")):
         ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
@@ -119,26 +124,43 @@ def rejected_in(folder: Path) -> list[Rejected]:
     return [Rejected(name, why) for name, why in sorted(found.items())]
 
 
-def _list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
-    """List what could not be read. The same images always have the same file, so a batch that is
-    run again adds nothing.
+def _write_list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
+    """Write a list of images that could not be read, into a file named by their ids.
+
+    A batch that is run again thus writes the same file.
+
+    Args:
+        folder: Where each worker writes.
+        rejected: The images of one batch.
     """
     names = "\n".join(one.id for one in rejected)
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
-    write_rejected(folder / f"{digest}.parquet", rejected)
+    write_rejections(folder / f"{digest}.parquet", rejected)
 
 
 def _columns(scored: Scored) -> Columns:
+    """Return the table of scores as numpy arrays."""
     return {name: np.array(values) for name, values in scored.columns().items()}
 
 
 def _content(name: str, content: bytes | None, reason: str) -> bytes:
+    """Return the bytes of a file.
+
+    Args:
+        name: Of the image.
+        content: The bytes, if there are any.
+        reason: Why there are none; empty if there are.
+
+    Raises:
+        Unreadable: If there are none.
+    """
     if reason or content is None:
         raise Unreadable(name, reason or "no image file's bytes")
     return content
 
 
 def _format(size: tuple[int, int] | None) -> str:
+    """Return a height and width as `WIDTH x HEIGHT`."""
     assert size is not None
     return f"{size[1]} x {size[0]}"

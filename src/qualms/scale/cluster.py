@@ -1,7 +1,7 @@
 """Shards by workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
 
-A run that is killed is resumed: Ray notes which images are in a file, and skips them. Files get
-their place once all are there. Rows come in any order.
+Ray records which images are in a file, and a run that was killed skips them. The files move to their
+places once all are complete. Rows are in any order.
 """
 
 import logging
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from qualms.data import Rejected
 from qualms.data.decode import Unreadable
 from qualms.data.parquet import explain_parquet_errors
 from qualms.data.places import import_extra
+from qualms.data.reading import File
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.scale.batch import BatchScorer, Columns, rejected_in
 from qualms.scale.shard_folder import (
@@ -37,11 +39,11 @@ from qualms.stream.source import Source, Split
 if TYPE_CHECKING:
     from ray.data import ReadTask
 
-WRITING = ".writing"  # where Ray's files are until all are complete
-NOTED = ".noted"  # where Ray notes which images are done
-REJECTED = ".rejected"  # where workers list what cannot be read
+WRITING = ".writing"  # the subfolder of Ray's files until all are complete
+NOTED = ".noted"  # where Ray records which images are done
+REJECTED = ".rejected"  # where workers list the images that cannot be read
 RESERVED_CORES = 3  # that Ray needs to read, to skip what is done, and to write
-LOCAL = "local"  # Ray's word for a cluster on this machine, for this run alone
+LOCAL = "local"  # the address of a cluster on this machine, for this run alone
 
 
 def score_on_ray(
@@ -56,14 +58,14 @@ def score_on_ray(
     """Score all images that are not in a file of the folder yet.
 
     Args:
-        scorer: scores a batch; each worker has it.
-        source: all images, in files that every worker can read.
-        folder: where the scores go; every worker can write there.
-        about: what decides the scores, beside the images. A folder whose files were made with
+        scorer: Scores a batch; each worker has it.
+        source: All images, in files that every worker can read.
+        folder: Where the scores go; every worker can write there.
+        about: What decides the scores, beside the images. A folder whose files were made with
             something else is refused.
-        size: the least rows of a file, but for the last one.
-        workers: processes that score; by default one for each core, three fewer on a cluster.
-        address: of the cluster, as for `ray.init`; by default one is started on this machine, and
+        size: The least rows of a file, but for the last one.
+        workers: Processes that score; by default one for each core, three fewer on a cluster.
+        address: Of the cluster, as for `ray.init`; by default one is started on this machine, and
             stopped at the end.
     """
     if source.splits is None:
@@ -74,7 +76,7 @@ def score_on_ray(
     folder = folder.absolute()  # workers have a working directory of their own
     with open_shard_folder(folder, about) as done:
         if done is None:
-            # None of these is noted, so all are tried again.
+            # Ray does not record these, so all are tried again.
             shutil.rmtree(folder / REJECTED, ignore_errors=True)
             with cluster(address, workers) as ray:
                 count = _count_workers(ray, workers)
@@ -90,6 +92,12 @@ def score_on_ray(
 
 
 def _count_workers(ray: Any, wanted: int | None) -> int:
+    """Return how many workers the cluster has cores for, at most `wanted`.
+
+    Args:
+        ray: Connected to a cluster.
+        wanted: None for as many as there are cores for.
+    """
     cores = int(ray.cluster_resources().get("CPU", 1))
     if cores <= RESERVED_CORES:
         raise QualmsError(
@@ -100,23 +108,28 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
 
 
 def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
-    """Move Ray's files to their places, once it has written all of them.
+    """Move Ray's files to their places once it has written all of them, and write the manifest.
 
     Args:
-        folder: of the run.
-        about: for the manifest.
-        source: whose images must all be there.
+        folder: Of the run.
+        about: For the manifest.
+        source: Whose images must all be there.
     """
     for shard in shards_in(folder / WRITING):
         shard.rename(folder / shard.name)
-    rejected = not_scored(rejected_in(folder / REJECTED), folder)
+    rejected = filter_rejections(rejected_in(folder / REJECTED), folder)
     _require_all(count_rows(shards_in(folder)), len(rejected), source)
     require_once(folder)
     return finish(folder, about, shards_in(folder), rejected)
 
 
-def not_scored(rejected: list[Rejected], folder: Path) -> list[Rejected]:
-    """The rejected images without those that another attempt could read."""
+def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
+    """Return the rejected images without those that another attempt could read.
+
+    Args:
+        rejected: The images that some attempt could not read.
+        folder: Of the run, whose files hold the scores.
+    """
     left = {one.id: one for one in rejected}
     for shard in shards_in(folder):
         for name in column(shard, "id").to_pylist():
@@ -125,26 +138,37 @@ def not_scored(rejected: list[Rejected], folder: Path) -> list[Rejected]:
 
 
 def _require_all(scored: int, rejected: int, source: Source) -> None:
+    """Raise an error if images of the source are missing.
+
+    Args:
+        scored: The number of images with scores.
+        rejected: The number of images that could not be read.
+        source: All images.
+    """
     if scored == 0:
         raise QualmsError(
-            f"no worker can read an image of {source.name}; check that they are still there."
+            f"no worker can read an image of {source.name}; check that every machine has them."
         )
     if source.count not in (None, scored + rejected):
         raise QualmsError(
-            f"{source.name} has {source.count} images, and {scored} were scored and {rejected} "
-            "could not be read; they may have changed: remove the folder, and score again."
+            f"{source.name} has {source.count} images, but {scored} were scored and {rejected} "
+            "could not be read; if the images have changed, remove the folder, and score again."
         )
 
 
 def require_once(folder: Path) -> None:
-    """Raise an error if an image has two rows, which could hide that another one has none."""
+    """Raise an error if an image has two rows, which could hide that another one has none.
+
+    Args:
+        folder: Of the run.
+    """
     tables = [arrow().table({"id": column(shard, "id")}) for shard in shards_in(folder)]
     with explain_parquet_errors(folder):
         ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
         doubled = len(ids) - len(ids.unique())
     if doubled:
         raise QualmsError(
-            f"{folder} has {doubled} rows too many, of images scored twice; remove it, and score "
+            f"{folder} has {doubled} rows of images that were scored twice; remove it, and score "
             "again."
         )
 
@@ -154,11 +178,11 @@ def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
     """The package ray, connected to a cluster.
 
     Args:
-        address: of the cluster; None starts one on this machine.
-        workers: that score, for which a started cluster has cores.
+        address: Of the cluster; None starts one on this machine.
+        workers: That score, for which a started cluster has cores.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send them to its makers
-    # What goes wrong is raised here, and is in Ray's own files.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing over the network
+    # Errors are raised here, and are in Ray's log files.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = import_extra("ray", "ray", "a cluster", "ray")
     import_extra("ray.data", "ray[data]", "a cluster", "ray")
@@ -173,6 +197,13 @@ def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
 
 
 def _start(ray: Any, address: str | None, workers: int | None) -> None:
+    """Connect to a cluster, or start one.
+
+    Args:
+        ray: The package.
+        address: Of the cluster; None starts one on this machine.
+        workers: That score, for which a started cluster has cores.
+    """
     what = f"reach a cluster at {address}" if address else "start"
 
     def explain(error: Exception) -> QualmsError:
@@ -188,10 +219,10 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
 
 
 class Worker:
-    """A process that scores; it takes the scorer from the store that all of them share.
+    """A process that scores, with the scorer from Ray's object store.
 
     Args:
-        stored: the scorer's reference, in a list, so that Ray does not resolve it beforehand.
+        stored: The scorer's reference, in a list, so that Ray does not resolve it beforehand.
     """
 
     def __init__(self, stored: list[Any]) -> None:
@@ -209,12 +240,12 @@ def _run(
     """Read, score and write all images.
 
     Args:
-        ray: connected to a cluster.
-        scorer: for the workers.
-        splits: of the source; Ray reads each in a task.
-        folder: of the run.
-        size: the least rows of a file.
-        workers: the most processes that score.
+        ray: Connected to a cluster.
+        scorer: For the workers.
+        splits: Of the source; Ray reads each in a task.
+        folder: Of the run.
+        size: The least rows of a file.
+        workers: The most processes that score.
     """
     from ray.data import ActorPoolStrategy, DataContext
     from ray.data.checkpoint import CheckpointConfig
@@ -229,7 +260,7 @@ def _run(
     context.enable_progress_bars = sys.stderr.isatty()
     on_gpu = next(scorer.network.model.parameters()).device.type == "cuda"
     try:
-        with explain_failure(_explain_worker_error), _in_plain_words(ray):
+        with explain_failure(_explain_worker_error), _explain_worker_errors(ray):
             stored = ray.put(replace(scorer, rejected=folder / REJECTED))
             images = ray.data.read_datasource(_datasource(splits), override_num_blocks=len(splits))
             scores = images.map_batches(
@@ -250,8 +281,8 @@ def _run(
 
 
 @contextmanager
-def _in_plain_words(ray: Any) -> Iterator[None]:
-    """Explain errors of workers also if Ray raises them as subclasses of our own error."""
+def _explain_worker_errors(ray: Any) -> Iterator[None]:
+    """Explain errors of workers, also if Ray raises them as subclasses of `QualmsError`."""
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -259,7 +290,7 @@ def _in_plain_words(ray: Any) -> Iterator[None]:
 
 
 def _explain_worker_error(error: Exception) -> QualmsError:
-    """One of our errors in its own words, which Ray passes on as the text of a traceback."""
+    """Return the `QualmsError` of a worker, which Ray reports as the text of a traceback."""
     ours = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
     if ours:
         return QualmsError(ours[-1])
@@ -269,11 +300,13 @@ def _explain_worker_error(error: Exception) -> QualmsError:
 
 
 def _datasource(splits: list[Split]) -> Any:
-    """A Ray datasource with a task for each split."""
+    """Return a Ray datasource with a task for each split."""
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
     class Files(Datasource):
+        """The splits of a source."""
+
         def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> "list[ReadTask]":
             unknown = BlockMetadata(
                 num_rows=None, size_bytes=None, input_files=None, exec_stats=None
@@ -287,18 +320,14 @@ def _datasource(splits: list[Split]) -> Any:
 
 
 def _blocks(split: Split) -> Iterable[Any]:
-    """The files of a split as tables of some rows each."""
-    rows: list[dict[str, Any]] = []
-    for file in split():
-        rows.append(_row(file))
-        if len(rows) == BATCH:
-            yield _table(rows)
-            rows = []
-    if rows:
+    """Yield the files of a split as tables of `BATCH` rows."""
+    files = iter(split())
+    while rows := [_row(file) for file in islice(files, BATCH)]:
         yield _table(rows)
 
 
-def _row(file: Any) -> dict[str, Any]:
+def _row(file: File) -> dict[str, Any]:
+    """Return the columns of `BatchScorer` for one file."""
     try:
         return {"id": file.id, "content": file.content(), "reason": ""}
     except Unreadable as error:
@@ -306,6 +335,7 @@ def _row(file: Any) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
+    """Return rows as a pyarrow.Table."""
     kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
     columns = {}
     for name, kind in kinds.items():

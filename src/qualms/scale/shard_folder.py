@@ -4,7 +4,7 @@
     rejected.parquet   all images that could not be read, written at the end
     manifest.json      what decides the scores and, at the end, how many there are
 
-A file is written beside its place and moved there once it is complete, so what is there is right.
+Each file is written completely or not at all (`atomic_write`).
 """
 
 import json
@@ -28,9 +28,9 @@ class Done:
     """What the shards of a folder hold.
 
     Args:
-        scored: images with scores.
-        rejected: images that could not be read.
-        accepted: images within the threshold; None without one.
+        scored: Images with scores.
+        rejected: Images that could not be read.
+        accepted: Images within the threshold; None without one.
     """
 
     scored: int
@@ -39,8 +39,7 @@ class Done:
 
     def require_counts(self) -> None:
         """Raise a ValueError if these cannot be counts of images."""
-        counts = [self.scored, self.rejected, self.accepted or 0]
-        for count in counts:
+        for count in (self.scored, self.rejected, self.accepted or 0):
             if type(count) is not int or count < 0:
                 raise ValueError("not a count")
         if (self.accepted or 0) > self.scored:
@@ -48,7 +47,11 @@ class Done:
 
 
 def require_shard_folder(folder: Path) -> None:
-    """Make the folder. Raise an error if it holds something else than shards."""
+    """Create the folder; raise an error if it holds anything but shards.
+
+    Args:
+        folder: Where shards go; its parents are created, too.
+    """
     with explain_write_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
@@ -63,12 +66,12 @@ def open_shard_folder(folder: Path, about: dict[str, Any]) -> Iterator[Done | No
     """Lock the folder for one run.
 
     Args:
-        folder: where the shards go.
-        about: what decides the scores. A folder whose shards were made with something else is
+        folder: Where the shards go.
+        about: What decides the scores. A folder whose shards were made with something else is
             refused.
 
     Yields:
-        What the folder holds, if an earlier run of the same was completed; else None.
+        What the folder holds, if an earlier run with the same settings was completed; else None.
     """
     with lock_file(folder / LOCK):
         done = _read_manifest(folder, about)
@@ -80,13 +83,13 @@ def open_shard_folder(folder: Path, about: dict[str, Any]) -> Iterator[Done | No
 def finish(
     folder: Path, about: dict[str, Any], shards: Iterable[Path], rejected: Iterable[Rejected]
 ) -> Done:
-    """List what could not be read, and write the counts into the manifest.
+    """Write the list of rejected images, and the counts into the manifest.
 
     Args:
-        folder: of the shards.
-        about: what decides the scores.
-        shards: all of them.
-        rejected: images that could not be read.
+        folder: Of the shards.
+        about: What decides the scores.
+        shards: All of them.
+        rejected: Images that could not be read.
     """
     shards, rejected = list(shards), list(rejected)
     accepted = None
@@ -95,14 +98,19 @@ def finish(
             if "accepted" in file.schema_arrow.names:
                 decisions = file.read(["accepted"]).column(0)
                 accepted = (accepted or 0) + _count_true(shard, decisions)
-    write_rejected(folder / REJECTED, rejected)
+    write_rejections(folder / REJECTED, rejected)
     done = Done(count_rows(shards), len(rejected), accepted)
     _write_json(folder / MANIFEST, {**about, "done": asdict(done)})
     return done
 
 
-def write_rejected(path: Path, rejected: Iterable[Rejected]) -> None:
-    """Write what could not be read, and why, as a .parquet file."""
+def write_rejections(path: Path, rejected: Iterable[Rejected]) -> None:
+    """Write the images that could not be read, with reasons, as a .parquet file.
+
+    Args:
+        path: The file, with the columns `id` and `reason`.
+        rejected: The images.
+    """
     rejected = list(rejected)
     columns = {}
     for key in ("id", "reason"):
@@ -112,12 +120,12 @@ def write_rejected(path: Path, rejected: Iterable[Rejected]) -> None:
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """All files of scores."""
+    """Return all files of scores, sorted."""
     return sorted(folder.glob("shard*.parquet"))
 
 
 def count_rows(shards: Iterable[Path]) -> int:
-    """The number of rows in all of some files."""
+    """Return the number of rows in some files together."""
     rows = 0
     for shard in shards:
         with explain_parquet_errors(shard):
@@ -126,7 +134,12 @@ def count_rows(shards: Iterable[Path]) -> int:
 
 
 def column(shard: Path, name: str) -> Any:
-    """One column of a file as pyarrow's array, whose text is known to be valid."""
+    """Return one column of a file as pyarrow's array; its text is valid UTF-8.
+
+    Args:
+        shard: The file.
+        name: Of the column.
+    """
     with explain_parquet_errors(shard):
         found = parquet().read_table(shard, columns=[name]).column(name)
         found.validate(full=True)
@@ -134,6 +147,7 @@ def column(shard: Path, name: str) -> Any:
 
 
 def _count_true(shard: Path, decisions: Any) -> int:
+    """Return how many values of the column `accepted` are true."""
     found = decisions.to_pylist()
     if not all(isinstance(one, bool) for one in found):
         raise QualmsError(
@@ -160,10 +174,14 @@ def parquet() -> Any:
 
 
 def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
-    """What the folder holds if it is complete. A new folder gets its manifest.
+    """Return what the folder holds if it is complete. A new folder gets its manifest.
+
+    Args:
+        folder: Of the shards.
+        about: What decides the scores.
 
     Raises:
-        QualmsError: if its shards were made with other settings; it says which.
+        QualmsError: If its shards were made with other settings; the error names them.
     """
     path, about = folder / MANIFEST, json.loads(json.dumps(about))
     require_shard_folder(folder)
@@ -191,5 +209,6 @@ def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file that people can read."""
     with explain_write_failure(path), atomic_write(path) as part:
         part.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,11 +1,11 @@
-"""Shards by one process: a .parquet file for each so many images, of any number of them.
+"""Shards by one process: .parquet files of a fixed number of images each, for any number of images.
 
 A shard is written once it is complete. So a run that is killed loses at most one shard, and the next
 run begins with that one. A shard's metadata lists its images that could not be read.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, Source
 
 SIZE = 4096  # images in a shard
-LEFT_OUT = b"qualms.rejected"  # the key of a shard's metadata
+REJECTED_KEY = b"qualms.rejected"  # of a shard's metadata
 ScoreImages = Callable[[Images, int], Scored]  # some images, and the position of the first
 
 
@@ -36,104 +36,126 @@ def score_shards(
     """Score all images that are not in a shard of the folder yet.
 
     Args:
-        score: scores some images.
-        source: all images.
-        folder: where the shards go.
-        about: what decides the scores, beside the images. A folder whose shards were made with
+        score: Scores some images.
+        source: All images.
+        folder: Where the shards go.
+        about: What decides the scores, beside the images. A folder whose shards were made with
             something else is refused.
-        size: images in a shard.
-        progress: called with the number of images that are scored.
+        size: The number of images in a shard.
+        progress: Called with the number of images that are scored.
+
+    Returns:
+        What the folder holds in the end.
     """
     if size < 1:
-        raise QualmsError(f"a shard of {size} images was asked for; take at least 1.")
+        raise QualmsError(f"the shard size is {size}; pass at least 1.")
     about = {**about, "inputs": source.fingerprint, "shard_size": size}
-    report = report_to(progress, source.name, source.count)
 
     def score_batch(batch: ImageBatch) -> Scored:
+        """Return the scores of a batch."""
         return score(batch.images, batch.first)
 
+    def score_one() -> Scored:
+        """Return the scores of the first image that can be read."""
+        return score(source.first().take(slice(0, 1)), 0)
+
     with open_shard_folder(folder, about):
-        number, is_last = 0, False
-        while not is_last:
-            if _shard(folder, number).exists():
+        sink = _ShardSink(folder, size, score_one)
+        report = report_to(progress, source.name, source.count)
+        with closing(sink.missing_batches(source)) as batches:
+            score_stream(batches, score_batch, sink, report)
+        sink.flush()
+        return _finish(folder, about, sink.expected)
+
+
+class _ShardSink:
+    """The shards of a folder: collects the scores of a shard's batches, and writes its file.
+
+    Args:
+        folder: Of the shards.
+        size: The number of images in a shard.
+        score_one: Returns the scores of any image. Their columns serve a shard of which no image
+            could be read.
+    """
+
+    def __init__(self, folder: Path, size: int, score_one: Callable[[], Scored]) -> None:
+        self.folder, self.size, self.score_one = folder, size, score_one
+        self.expected = 0  # the number of shards that the folder must hold
+        self.number: int | None = None  # of the shard that is being collected
+        self.tables: list[Any] = []
+        self.rejected: list[Rejected] = []
+
+    def missing_batches(self, source: Source) -> Generator[ImageBatch]:
+        """Yield the batches of all shards that the folder lacks; those that it has are not read.
+
+        Args:
+            source: All images.
+        """
+        number, is_done = 0, False
+        while not is_done:
+            while _shard(self.folder, number).exists():
                 number += 1
-                continue
-            with closing(source.batches(number * size, size)) as batches:
-                while not is_last and not _shard(folder, number).exists():
-                    shard = _ShardSink(_shard(folder, number))
-                    score_stream(_take(batches, size), score_batch, shard, report)
-                    shard.close(lambda: score(source.first().take(slice(0, 1)), 0))
-                    is_last = shard.count < size
-                    number += 1
-        return _finish(folder, about, number)
+            self.expected = max(self.expected, number)
+            is_done = True
+            with closing(source.batches(number * self.size, self.size)) as batches:
+                for batch in batches:
+                    number = batch.first // self.size
+                    if _shard(self.folder, number).exists():
+                        is_done = False
+                        break
+                    yield batch
+
+    def has(self, batch: ImageBatch) -> bool:
+        """Return False: the shards that are there are not among the batches."""
+        return False
+
+    def write(self, batch: ImageBatch, scored: Scored | None) -> None:
+        """Add a batch; no batch reaches into another shard."""
+        self.number = batch.first // self.size
+        if scored is not None:
+            self.tables.append(scored.to_arrow())
+        self.rejected += batch.rejected
+        if (batch.first + batch.count) % self.size == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the shard that is being collected, if there is one."""
+        if self.number is None:
+            return
+        tables = self.tables or [self.score_one().to_arrow().slice(0, 0)]
+        rejected = json.dumps([asdict(one) for one in self.rejected]).encode()
+        table = arrow().concat_tables(tables).replace_schema_metadata({REJECTED_KEY: rejected})
+        write(_shard(self.folder, self.number), table)
+        self.expected = max(self.expected, self.number + 1)
+        self.number, self.tables, self.rejected = None, [], []
 
 
-def _finish(folder: Path, about: dict[str, Any], number: int) -> Done:
-    """Write the manifest, once there are shards up to a number; the last may have been empty."""
-    shards: list[Path] = []
-    while _shard(folder, len(shards)).exists():
-        shards.append(_shard(folder, len(shards)))
-    if len(shards) < number - 1:
-        raise QualmsError(
-            f"{folder} has lost shards while it was filled; run the same command again."
-        )
+def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
+    """Write the manifest, once all shards are there.
+
+    Args:
+        folder: Of the shards.
+        about: What decides the scores.
+        expected: The number of shards.
+    """
+    shards = [_shard(folder, number) for number in range(expected)]
     rejected = []
     for shard in shards:
+        if not shard.exists():
+            raise QualmsError(
+                f"{folder} has lost shards while it was filled; run the same command again."
+            )
         rejected += _rejected_of(shard)
     return finish(folder, about, shards, rejected)
 
 
-def _take(batches: Iterator[ImageBatch], size: int) -> Iterator[ImageBatch]:
-    """The batches of the next shard; no batch reaches into another one."""
-    left = size
-    while left > 0 and (batch := next(batches, None)) is not None:
-        left -= batch.count
-        yield batch
-
-
-class _ShardSink:
-    """One shard: collects the scores of its batches, and writes them at the end.
-
-    Args:
-        path: of its file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.count = 0
-        self.tables: list[Any] = []
-        self.rejected: list[Rejected] = []
-
-    def has(self, batch: ImageBatch) -> bool:
-        """Nothing: shards that are there are not read again."""
-        return False
-
-    def write(self, batch: ImageBatch, scored: Scored | None) -> None:
-        """Add a batch."""
-        if scored is not None:
-            self.tables.append(scored.to_arrow())
-        self.rejected += batch.rejected
-        self.count += batch.count
-
-    def close(self, score_any: Callable[[], Scored]) -> None:
-        """Write the file, unless the shard is empty.
-
-        Args:
-            score_any: the scores of any image; their columns serve if no image could be read.
-        """
-        if self.count == 0:
-            return
-        tables = self.tables or [score_any().to_arrow().slice(0, 0)]
-        rejected = json.dumps([asdict(one) for one in self.rejected]).encode()
-        table = arrow().concat_tables(tables)
-        write(self.path, table.replace_schema_metadata({LEFT_OUT: rejected}))
-
-
 def _rejected_of(shard: Path) -> list[Rejected]:
+    """Return the images of a shard that could not be read."""
     with explain_parquet_errors(shard), parquet().ParquetFile(shard) as file:
-        listed = json.loads(file.schema_arrow.metadata[LEFT_OUT])
-        return [Rejected(str(one["id"]), str(one["reason"])) for one in listed]
+        rejected = json.loads(file.schema_arrow.metadata[REJECTED_KEY])
+        return [Rejected(str(one["id"]), str(one["reason"])) for one in rejected]
 
 
 def _shard(folder: Path, number: int) -> Path:
+    """Return the file of a shard."""
     return folder / f"shard-{number:05d}.parquet"

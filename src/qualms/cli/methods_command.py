@@ -10,7 +10,7 @@ import typer
 from torch import nn
 
 from qualms.cli.options import Json, Weights
-from qualms.cli.price import duration
+from qualms.cli.price_estimate import duration
 from qualms.errors import QualmsError, reason
 from qualms.methods.method import MODELS, TRAINING_DATA
 from qualms.methods.registry import DEFAULT, list_methods, parse
@@ -24,17 +24,27 @@ def methods(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A network, as for `score`: estimate what each method costs on this machine."
+            help="A network, as for `qualms score`, to estimate what each method costs on this "
+            "machine."
         ),
     ] = None,
     weights: Weights = None,
     json_lines: Json = False,
 ) -> None:
-    """List the methods: what each needs, its cost in forward passes, and the paper it comes from.
+    """List the methods: what each needs, its cost in forward passes, and its paper.
 
-    C is the number of classes, N the number of draws. Specs add modifiers to gradient scores:
-    regrad+layers(0.3)+smooth(0.02,8). With --model: the forward passes and seconds that each method
-    takes for one image.
+    C is the number of classes, N the number of draws. Gradient scores take modifiers, as in
+    `regrad+layers(0.3)+smooth(0.02,8)`. With --model, list the forward passes and the seconds that
+    each method takes per image. Example:
+
+        qualms methods --model timm:resnet18
+
+    \f
+
+    Args:
+        model: A network to estimate costs for.
+        weights: Its checkpoint.
+        json_lines: Whether to print JSON lines in place of a table.
     """
     if model is not None:
         _list_prices(model, weights, json_lines)
@@ -57,11 +67,18 @@ def _list_methods() -> None:
     indent = " " * width
     for method in list_methods():
         facts = f"needs {', '.join(method.needs)}; costs {method.cost}"
-        _print_wrapped(facts, method.name.ljust(width), indent)
-        _print_wrapped(method.paper, indent, indent)
+        _print_paragraph(facts, method.name.ljust(width), indent)
+        _print_paragraph(method.paper, indent, indent)
 
 
-def _print_wrapped(text: str, first: str, indent: str) -> None:
+def _print_paragraph(text: str, first: str, indent: str) -> None:
+    """Print text that is wrapped to the width of a terminal.
+
+    Args:
+        text: Of any length.
+        first: What its first line begins with.
+        indent: What all further lines begin with.
+    """
     lines = textwrap.fill(
         text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
     )
@@ -69,7 +86,13 @@ def _print_wrapped(text: str, first: str, indent: str) -> None:
 
 
 def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
-    """Print what each method costs for one image of the network's size."""
+    """Print what each method costs for one image of the network's size.
+
+    Args:
+        model: The network, as --model names it.
+        weights: Its checkpoint.
+        json_lines: Whether to print JSON lines.
+    """
     network = load_model(model, weights)
     transform = preprocessing_of(model, network).transform
     if transform is None:
@@ -78,7 +101,8 @@ def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
             "name another network."
         )
     x = torch.zeros(1, transform.channels or 3, *transform.size)
-    for spec in (DEFAULT, "regrad+layers", *(method.name for method in list_methods())):
+    names = [method.name for method in list_methods()]
+    for spec in (DEFAULT, "regrad+layers", *names):
         row = _estimate_price(spec, network, x)
         if json_lines:
             typer.echo(json.dumps(row))
@@ -86,11 +110,17 @@ def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
             typer.echo(f"{spec:<24} {row['why']}")
         else:
             passes = f"{row['forward_passes']:>8,.1f} passes"
-            typer.echo(f"{spec:<24} {passes}  {duration(row['seconds']):>8} an image")
+            typer.echo(f"{spec:<24} {passes}  {duration(row['seconds']):>8} per image")
 
 
 def _estimate_price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-    """Return the row of a method: its price, or why it is not known."""
+    """Return the row of a method: its price, or why it is not known.
+
+    Args:
+        spec: Of the method.
+        network: What it scores.
+        x: One input, [1, c, h, w].
+    """
     method = parse(spec)
     for need in (TRAINING_DATA, MODELS):
         if need in method.needs:

@@ -42,6 +42,12 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
     """Check the installation: packages, device, datasets, and whether a score can be computed.
 
     The exit code is 0 if scores can be computed, 1 if not.
+
+    \f
+
+    Args:
+        root: The folder with the datasets.
+        json_lines: Whether to print JSON in place of tables.
     """
     trial = _try_score()
     facts = {
@@ -68,12 +74,23 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
 
 
 def _print_table(head: list[str], rows: list[dict[str, Any]]) -> None:
+    """Print rows, whose values are in the order of the header.
+
+    Args:
+        head: The names of the columns.
+        rows: With one value per column.
+    """
     lines = [list(row.values()) for row in rows]
     typer.echo(f"\n{markdown(head, lines)}")
 
 
 def _package_version(module: str, package: str) -> str:
-    """Return the version of a package, or why it cannot be imported."""
+    """Return the version of a package, or why it cannot be imported.
+
+    Args:
+        module: What is imported.
+        package: What pip calls it.
+    """
     try:
         with explain_failure(_explain_import, let_through=(ModuleNotFoundError,)):
             importlib.import_module(module)
@@ -87,6 +104,7 @@ def _package_version(module: str, package: str) -> str:
 
 
 def _explain_import(error: Exception) -> QualmsError:
+    """Return what the table shows of a package that fails to import."""
     return QualmsError(f"fails to import: {reason(error)}")
 
 
@@ -103,7 +121,12 @@ def _try_score() -> str:
 
 
 def _count_images(name: str, root: Path | None) -> str:
-    """Return the number of test images of a dataset, or why they cannot be counted."""
+    """Return the number of test images of a dataset, or why they cannot be counted.
+
+    Args:
+        name: The name of the dataset.
+        root: The folder with the datasets.
+    """
     # Without a folder to read, do not search ./data: reading a whole dataset takes long.
     if root is None and "QUALMS_DATA" not in os.environ and DATASETS[name].package is None:
         return "pass --root"

@@ -1,30 +1,34 @@
-"""`qualms bench`: a task on a network and images, or texts, of the user's choice."""
+"""`qualms bench`: tasks that evaluate methods on a network and images, or texts, of your choice.
+
+The commands are in `bench_images` (ood, calibration, ablation, runtime), `bench_text` and
+`bench_active`; what they measure is in `qualms.tasks`.
+"""
 
 import typer
 
-from qualms.cli.lazy import LazyGroup
+from qualms.cli.lazy_group import LazyGroup
 
 
 class Tasks(LazyGroup):
-    """The tasks that methods are judged by."""
+    """The tasks, and the modules that hold them."""
 
     what = "task"
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
-        "ood": ("qualms.cli.bench.image_tasks", "Can scores detect images of other datasets?"),
+        "ood": ("qualms.cli.bench_images", "Can scores detect images of other datasets?"),
         "calibration": (
-            "qualms.cli.bench.image_tasks",
+            "qualms.cli.bench_images",
             "Are the most certain predictions the correct ones?",
         ),
         "ablation": (
-            "qualms.cli.bench.image_tasks",
+            "qualms.cli.bench_images",
             "What does each part of REGrad* add, and how much do λ and σ matter?",
         ),
-        "runtime": ("qualms.cli.bench.image_tasks", "How long does each method take?"),
+        "runtime": ("qualms.cli.bench_images", "How long does each method take?"),
         "text": (
-            "qualms.cli.bench.token_task",
+            "qualms.cli.bench_text",
             "Can token scores detect other texts, and wrong next tokens?",
         ),
-        "active": ("qualms.cli.bench.active_learning", "Which images are worth labeling?"),
+        "active": ("qualms.cli.bench_active", "Which images are worth labeling?"),
     }
 
 

@@ -6,11 +6,9 @@ from typing import Annotated
 import typer
 from torch import nn
 
-from qualms.cli.bench.task_options import TaskOptions
-from qualms.cli.bench.task_output import print_rows, rows_file
-from qualms.cli.options import Chosen, resolve_device, split_list, with_options
+from qualms.cli.bench_common import TaskOptions, print_rows, rows_file
+from qualms.cli.options import Specs, parse_methods, resolve_device, split_list, with_options
 from qualms.cli.progress_bar import show_progress
-from qualms.cli.specs import parse_methods
 from qualms.data import DATASETS, Images, dataset_name, load
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
@@ -29,23 +27,30 @@ Pickers = dict[str, Method | None]  # by the name in rows; None picks at random
 EPOCHS = RECIPES["active"].epochs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActiveOptions(TaskOptions):
     """The options of `qualms bench active`."""
 
-    methods: Chosen = "paper"
+    methods: Specs = "paper"
     start: Annotated[int, typer.Option(help="Number of labeled images to start with.")] = 20
     more: Annotated[int, typer.Option(help="Number of images that each cycle adds.")] = 20
     cycles: Annotated[int, typer.Option(help="Number of cycles.")] = 10
-    epochs: Annotated[int, typer.Option(help="Most epochs of each training run.")] = EPOCHS
+    epochs: Annotated[int, typer.Option(help="Maximum number of epochs of each training run.")] = (
+        EPOCHS
+    )
     pool: Annotated[int | None, typer.Option(help="Number of images to pick from.")] = None
     validation: Annotated[
-        int | None, typer.Option(help="Number of images that select the best epoch.")
+        int | None, typer.Option(help="Number of validation images that select the best epoch.")
     ] = None
-    diversity: Annotated[float | None, typer.Option(help="As in `qualms.select`.")] = None
+    diversity: Annotated[
+        float | None,
+        typer.Option(
+            help="Pick diverse images among this many times as many candidates, at least 1."
+        ),
+    ] = None
 
     def plan(self) -> Plan:
-        """Return the experiment that the options describe."""
+        """Return the schedule: how many images each cycle labels, and how it trains on them."""
         recipe = RECIPES["active"].shortened(self.epochs)
         return Plan(
             self.start,
@@ -62,8 +67,8 @@ class ActiveOptions(TaskOptions):
 def active(options: ActiveOptions) -> None:
     """Train on the images that a method picks, and measure how much they help.
 
-    A network is trained on a few images, requests labels for those with the highest scores, and is
-    trained again. The method `random` picks any. Run an interrupted command again to resume it.
+    A network is trained on a few images, receives labels for those with the highest scores, and is
+    trained again. The method `random` picks at random. Run an interrupted command again to resume it.
     Example:
 
         qualms bench active --id digits --methods random,entropy --cycles 5
@@ -83,10 +88,11 @@ def active(options: ActiveOptions) -> None:
     normalization = DATASETS[dataset].normalization
 
     def build() -> nn.Module:
+        """Return a network without training."""
         return load_model(model, classes=DATASETS[dataset].classes).to(device)
 
     wanted = parse_pickers(options.methods, dataset)
-    pickers, left_out = usable_pickers(Network(model, build(), normalization), train, wanted)
+    pickers, left_out = select_usable_pickers(Network(model, build(), normalization), train, wanted)
     about = {
         "task": "active",
         "network": model,
@@ -113,6 +119,10 @@ def active(options: ActiveOptions) -> None:
 def parse_pickers(methods: str, dataset: str) -> Pickers:
     """Parse --methods, of which `random` may be one; `paper` includes it.
 
+    Args:
+        methods: The value of the option.
+        dataset: The dataset whose settings the paper's methods have.
+
     Returns:
         The methods by name, with None for random picks.
     """
@@ -126,10 +136,19 @@ def parse_pickers(methods: str, dataset: str) -> Pickers:
     return pickers
 
 
-def usable_pickers(
+def select_usable_pickers(
     network: Network, train: Images, pickers: Pickers
 ) -> tuple[Pickers, list[LeftOutRow]]:
-    """Return the pickers that the network supports, and a row that explains each other one."""
+    """Select the pickers that the network supports.
+
+    Args:
+        network: What scores the images.
+        train: The images to pick from.
+        pickers: By name.
+
+    Returns:
+        These pickers, and a row with the reason for each other one.
+    """
     methods = {name: method for name, method in pickers.items() if method is not None}
     if not methods:
         return pickers, []

@@ -1,6 +1,8 @@
 """Command groups that import a command when it runs.
 
-Importing torch takes seconds, for which neither `--help` nor a mistyped name should wait.
+Importing torch takes seconds, for which neither `--help` nor a mistyped name should wait. So a group
+has a table with the module and the help line of each command: `Commands.table` (`commands.py`) and
+`Tasks.table` (`bench_command.py`).
 """
 
 from difflib import get_close_matches
@@ -29,13 +31,19 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: LazyCommand(name, *entry) for name, entry in self.table.items()}
+        self.commands = {}
+        for name, (module, help) in self.table.items():
+            self.commands[name] = LazyCommand(name, module, help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the first word names.
 
         Raises:
             typer.Exit: If there is none, after printing the closest name or all names.
+
+        Args:
+            ctx: Typer's context.
+            args: The words of the command line; the first one names the command.
         """
         name = args[0]
         is_option = name.startswith("-")
@@ -63,11 +71,22 @@ class LazyCommand(TyperCommand):
         self.module = module
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
-        """Return a context of the command itself, which is imported for it."""
+        """Import the command itself, and return its context.
+
+        Args:
+            info_name: The name that the user typed.
+            args: The words after it.
+            rest: Passed on to typer.
+            extra: Passed on to typer.
+        """
         return self.load().make_context(info_name, args, *rest, **extra)
 
     def load(self) -> Any:
-        """Import the command itself."""
+        """Import the command itself, and wrap it for typer.
+
+        Raises:
+            QualmsError: If it needs a package that is not installed.
+        """
         status_line("starting …")
         try:
             with at_sigterm(leave):

@@ -1,36 +1,35 @@
-"""What `score`, `threshold` and `serve` share: a network and methods, ready to score images."""
+"""What `score`, `threshold` and `serve` share: a network and methods, ready to score images.
+
+The path of an image: `Network` (its transform), `ImageScorer` (its scores), `score_stream` (the
+loop), `PartialFileSink` (what is done).
+"""
 
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from qualms.cli.image_options import echo_images
+from qualms.cli.input_images import echo_images
 from qualms.cli.load_network import load_network
 from qualms.cli.options import (
-    Device,
-    Mean,
-    Root,
+    Classes,
+    NetworkOptions,
     Seed,
-    Size,
-    Std,
+    Strict,
     Tolerance,
-    Weights,
+    engine_option,
+    parse_class_names,
     resolve_device,
-    split_list,
 )
 from qualms.cli.partial_file import IMAGES, REFERENCE, PartialFile, PartialFileSink
-from qualms.cli.price import echo_price
+from qualms.cli.price_estimate import echo_price
 from qualms.cli.progress_bar import show_progress
 from qualms.cli.status import status_line
 from qualms.data import Images, load
-from qualms.data.texts import Texts
-from qualms.errors import QualmsError, reason
-from qualms.gradients.settings import Engine as EngineName
-from qualms.gradients.settings import Sketch
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import MODELS, TRAINING_DATA, Method
 from qualms.result import Scored
 from qualms.scorer import Scorer
@@ -41,27 +40,11 @@ from qualms.stream.source import ImageBatch, batches_in_memory
 from qualms.tasks.scoring import parameters
 from qualms.threshold import Threshold
 
-SOME_REJECTED = 4  # the exit code of a run that is done, but for inputs that could not be read
 
-
-Classes = Annotated[
-    str | None,
-    typer.Option(
-        "--classes",
-        help="The network's classes: comma-separated names, a file with one name per line, or "
-        "their number.",
-    ),
-]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")
-]
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(NetworkOptions):
     """The options of `score`, `threshold` and `serve` beside model, methods and images."""
 
-    weights: Weights = None
     train: Annotated[
         str | None,
         typer.Option(
@@ -69,17 +52,9 @@ class ScoreOptions:
         ),
     ] = None
     classes: Classes = None
-    engine: Annotated[
-        EngineName | None,
-        typer.Option("--engine", help="How gradient scores are computed.", show_default="auto"),
-    ] = None
+    engine: Annotated[Engine | None, engine_option("auto")] = None
     tolerance: Tolerance = None
-    size: Size = None
-    mean: Mean = None
-    std: Std = None
-    root: Root = None
     seed: Seed = 0
-    device: Device = "auto"
     strict: Strict = False
 
 
@@ -88,33 +63,49 @@ class ScoringRun:
     """A network and methods, ready to score images.
 
     Args:
-        network: how images become inputs.
-        methods: by their specs, with noise in the units of the network's input.
-        train: images that methods learn from; None if none does.
-        engine: of the gradient scores.
-        options: of the command.
+        network: How images become inputs.
+        methods: By their specs, with noise in the units of the network's input.
+        train: Images that methods learn from; None if none does.
+        options: The options of the command.
     """
 
     network: Network
     methods: dict[str, Method]
     train: Images | None
-    engine: EngineName | Sketch
     options: ScoreOptions
 
     def read(self, name: str) -> Images:
-        """Read images for the network, and print what was found and done."""
+        """Read images for the network, and print how many there are and what is done to them.
+
+        Args:
+            name: A dataset, file or folder.
+
+        Raises:
+            QualmsError: If the network cannot take images of their size.
+        """
         images = _read(name, self.network, self.options, "test")
         self.network.require_input_size(images)
         return images
 
-    def make_scorer(self, methods: dict[str, Method], threshold: Threshold | None = None) -> Scorer:
-        """A scorer by some of the methods."""
+    def make_scorer(
+        self, threshold: Threshold | None = None, methods: dict[str, Method] | None = None
+    ) -> Scorer:
+        """Return a scorer of the network's model.
+
+        Args:
+            threshold: Of the first method; None accepts and rejects nothing.
+            methods: By their specs; by default all of the run's.
+
+        Raises:
+            QualmsError: If the threshold was calibrated on scores of another kind.
+        """
         train = None if self.train is None else InputBatches(self.network, self.train)
+        engine: Engine | Sketch = self.options.engine or "auto"
         return Scorer(
             self.network.model,
-            methods,
+            methods or self.methods,
             train=train,
-            engine=self.engine,
+            engine=engine,
             seed=self.options.seed,
             tolerance=self.options.tolerance,
             threshold=threshold,
@@ -123,18 +114,18 @@ class ScoringRun:
     def score_reference(
         self, images: Images, partial: PartialFile | None = None
     ) -> tuple[Scorer, Scored]:
-        """Score images that the network knows, by the first method, which decides.
+        """Score images that the network knows by the first method, which decides.
 
         Args:
-            images: of the reference.
-            partial: keeps what is done.
+            images: The reference.
+            partial: Keeps the scores of each batch.
 
         Returns:
             The scorer, whose engine is chosen, and the scores.
         """
         name, method = next(iter(self.methods.items()))
-        scorer = self.make_scorer({name: method})
-        # A run that resumes may score no image, and a threshold must know its engine all the same.
+        scorer = self.make_scorer(methods={name: method})
+        # A run that resumes may score no image, but a threshold must record its engine anyway.
         scorer.choose_engine(self.network.inputs(images.take(slice(1))))
         return scorer, self.score(scorer, images, partial, REFERENCE)
 
@@ -145,27 +136,27 @@ class ScoringRun:
         partial: PartialFile | None = None,
         group: str = IMAGES,
     ) -> Scored:
-        """Score all images, with their names and those of the classes.
+        """Score all images, batch by batch; batches that an earlier run has scored are restored.
 
         Args:
-            scorer: by some of the methods.
-            images: in the order of the table.
-            partial: keeps what is done, and holds what an earlier run has done.
-            group: what that file calls the images.
+            scorer: From `make_scorer`.
+            images: In the order of the table.
+            partial: Keeps the scores of each batch, and holds those of the earlier run.
+            group: What the partial file calls the images, `IMAGES` or `REFERENCE`.
+
+        Returns:
+            The scores, with the names of the images and of the classes if they are known.
         """
         if self.train is not None and self.train.fingerprint() == images.fingerprint():
-            raise QualmsError(
-                f"--train names the images of {images.source or images.name} themselves; name "
-                "others."
-            )
-        partial = partial or PartialFile(None, {})
-        sink = PartialFileSink(partial, group, scorer.threshold)
-        done, total = partial.count(group), len(images)
+            raise same_training_images(images.source or images.name)
+        sink = PartialFileSink(partial or PartialFile(None, {}), group, scorer.threshold)
+        done, total = sink.file.count(group), len(images)
         if done < total:
             echo_price(scorer, self.network.inputs(images.take(slice(1))), total - done)
         image_scorer = ImageScorer(self.network, scorer)
 
         def score_batch(batch: ImageBatch) -> Scored:
+            """Return the scores of a batch; the first one shows how many classes there are."""
             scored = image_scorer.score(batch.images, batch.first)
             self.require_class_count(scored.probs.shape[1])
             return scored
@@ -176,8 +167,14 @@ class ScoringRun:
         scored = Scored.concatenate(sink.parts)
         return replace(scored, class_names=self.network.names_of_classes(images, sink.classes))
 
-    def about(self, scorer: Scorer) -> dict[str, Any]:
-        """What decides the scores, beside the images."""
+    def describe(self, scorer: Scorer) -> dict[str, Any]:
+        """Return what decides the scores, beside the images.
+
+        A run resumes, and shards share a folder, only if this is the same.
+
+        Args:
+            scorer: From `make_scorer`.
+        """
         settings, threshold = scorer.settings, scorer.threshold
         limit = None
         if threshold is not None:
@@ -199,11 +196,16 @@ class ScoringRun:
         }
 
     def require_class_count(self, count: int) -> None:
-        """Raise an error if --classes gives another number than the network has."""
-        wanted = parse_class_names(self.options.classes)[0]
+        """Raise an error if --classes gives another number than the network has.
+
+        Args:
+            count: The number of the network's outputs.
+        """
+        wanted, _ = parse_class_names(self.options.classes)
         if wanted not in (None, count):
             raise QualmsError(
-                f"--classes says {wanted} classes, and {self.network.name} tells {count} apart."
+                f"--classes lists {wanted} classes, but {self.network.name} outputs {count}; "
+                "pass as many as it has."
             )
 
 
@@ -213,35 +215,55 @@ def prepare_run(
     """Load the network and the training images, once the options are known to be complete.
 
     Args:
-        images: as the command line names them; a dataset's normalization may serve.
-        model: as for `load_model`.
-        methods: by their specs.
-        options: of the command.
+        images: As the command line names them; the normalization of a dataset may serve.
+        model: As for `load_model`.
+        methods: By their specs, with noise in pixels.
+        options: The options of the command.
     """
-    _require_data(methods, options)
-    device, (classes, names) = resolve_device(options.device), parse_class_names(options.classes)
-    status_line(f"loading {model} …")
-    network = load_network(
-        images,
-        model,
-        options.weights,
-        options.root,
-        options.mean,
-        options.std,
-        options.size,
-        device,
-        random=False,
-        classes=classes,
-    )
-    network = replace(network, class_names=names or network.class_names)
+    _require_training_data(methods, options)
+    resolve_device(options.device)
+    network = load_classifier(images, model, options, options.classes)
     own = {name: network.scale_noise(method) for name, method in methods.items()}
     train = None
-    if options.train is not None and any(TRAINING_DATA in m.needs for m in methods.values()):
+    learns = any(TRAINING_DATA in method.needs for method in methods.values())
+    if options.train is not None and learns:
         train = _read(options.train, network, options, "train")
-    return ScoringRun(network, own, train, options.engine or "auto", options)
+    return ScoringRun(network, own, train, options)
 
 
-def _require_data(methods: dict[str, Method], options: ScoreOptions) -> None:
+def load_classifier(
+    images: str, model: str, options: NetworkOptions, classes: str | None
+) -> Network:
+    """Load a network whose classes may be given by --classes.
+
+    Args:
+        images: As the command line names them; the normalization of a dataset may serve.
+        model: As for `load_model`.
+        options: Of the network.
+        classes: The value of --classes.
+    """
+    count, names = parse_class_names(classes)
+    status_line(f"loading {model} …")
+    network = load_network(images, model, options, count)
+    return replace(network, class_names=names or network.class_names)
+
+
+def same_training_images(source: str) -> QualmsError:
+    """Return the error for --train that names the very images to score.
+
+    Args:
+        source: Where the images come from.
+    """
+    return QualmsError(f"--train names the images of {source} themselves; name others.")
+
+
+def _require_training_data(methods: dict[str, Method], options: ScoreOptions) -> None:
+    """Raise an error if a method needs training images or several models, which are not given.
+
+    Args:
+        methods: By their specs.
+        options: The options of the command.
+    """
     for name, method in methods.items():
         if TRAINING_DATA in method.needs and options.train is None:
             raise QualmsError(
@@ -254,48 +276,15 @@ def _require_data(methods: dict[str, Method], options: ScoreOptions) -> None:
 
 
 def _read(name: str, network: Network, options: ScoreOptions, split: str) -> Images:
-    """Read images, and print what was found.
+    """Read images, and print how many there are and what is done to them.
 
     Args:
-        name: as the command line names them.
-        network: whose transform is applied.
-        options: of the command.
+        name: As the command line names them.
+        network: Whose transform is applied.
+        options: The options of the command.
         split: `test` or `train`.
     """
     status_line(f"reading {name} …")
     images = load(name, options.root, split, transform=network.transform, strict=options.strict)
     echo_images(network, images)
     return images
-
-
-def parse_class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
-    """How many classes --classes asks for, and their names if it has them.
-
-    Args:
-        text: a number, comma-separated names, or a file with a name on each line.
-    """
-    if text is None:
-        return None, ()
-    if text.isdecimal():
-        return int(text), ()
-    if Path(text).is_file():
-        try:
-            names = Path(text).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise QualmsError(f"--classes {text} cannot be read: {reason(error)}.") from None
-    else:
-        names = split_list(text)
-    found = tuple(name.strip() for name in names if name.strip())
-    if len(found) < 2:
-        raise QualmsError(
-            f"--classes {text} is neither a number, nor two or more names separated by commas, nor "
-            "a file with a name on each line."
-        )
-    return len(found), found
-
-
-def exit_if_rejected(*found: Images | Texts) -> None:
-    """Exit with a code of its own if some inputs could not be read."""
-    status_line("")
-    if any(some.rejected for some in found):
-        raise typer.Exit(SOME_REJECTED)

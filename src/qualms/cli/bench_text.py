@@ -1,4 +1,7 @@
-"""`qualms bench text`: can token scores detect texts that a language model does not know?"""
+"""`qualms bench text`: can token scores detect texts that a language model does not know?
+
+Texts are cut into windows of as many tokens, whose scores are kept in a file of rows.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,10 +9,17 @@ from typing import Annotated
 
 import typer
 
-from qualms.cli.bench.image_tasks import parse_outside
-from qualms.cli.bench.task_options import Out, Outside
-from qualms.cli.bench.task_output import print_rows, rows_file
-from qualms.cli.options import Device, Json, Root, Seed, resolve_device, split_list, with_options
+from qualms.cli.bench_common import Out, parse_outside, print_rows, rows_file
+from qualms.cli.options import (
+    Device,
+    Json,
+    Outside,
+    Root,
+    Seed,
+    resolve_device,
+    split_list,
+    with_options,
+)
 from qualms.cli.progress_bar import show_progress
 from qualms.data.texts import read_texts
 from qualms.errors import QualmsError
@@ -25,7 +35,7 @@ from qualms.tasks.windows import about, cut_windows, usable_for_tokens
 METHODS = "regrad,exgrad,fisher,isotropic,entropy,msp,energy,gen"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenTaskOptions:
     """The options of `qualms bench text`."""
 
@@ -37,7 +47,7 @@ class TokenTaskOptions:
     ]
     model: Annotated[str, typer.Option("--model", help="A language model: hf:FOLDER or hf:NAME.")]
     outside: Outside = ""
-    methods: Annotated[str, typer.Option("--methods", help="Comma-separated specs.")] = METHODS
+    methods: Annotated[str, typer.Option("--methods", help="Comma-separated methods.")] = METHODS
     count: Annotated[
         int, typer.Option("--count", min=0, help="Number of windows of each text; 0 for all.")
     ] = 100
@@ -62,8 +72,7 @@ def text(options: TokenTaskOptions) -> None:
     tokens read so far, `surprise` and `perplexity`, are always included. Run an interrupted command
     again to resume it. Example:
 
-        qualms bench text --model hf:my/model --id known.txt --ood other.txt,more.jsonl --methods
-        regrad,entropy
+        qualms bench text --model hf:my/model --id known.txt --ood other.txt,more.jsonl
     """
     names = [options.inside, *parse_outside("text", options.inside, options.outside)]
     wanted = {spec: parse(spec) for spec in split_list(options.methods)}
@@ -98,7 +107,11 @@ def text(options: TokenTaskOptions) -> None:
 
 
 def _titles(names: list[str]) -> list[str]:
-    """Return the stems of file names, or the whole names where two stems are equal."""
+    """Return the stems of file names, or the whole names if two stems are equal.
+
+    Args:
+        names: Files or folders, as the command line names them.
+    """
     stems = [Path(name).stem for name in names]
     has_distinct_stems = len(set(stems)) == len(names)
     return stems if has_distinct_stems else names

@@ -15,12 +15,14 @@ from qualms.tasks.reproduce import TABLES, Workspace
 
 
 def reproduce(
-    table: Annotated[str, typer.Argument(help=f"One of {', '.join(TABLES)}.")],
+    table: Annotated[str, typer.Argument(help=f"The table: {', '.join(TABLES)}.")],
     preset: Annotated[
-        str, typer.Option(help="cpu: hours on two cores; paper: the full protocol.")
+        str,
+        typer.Option(help="Size of the experiments: cpu (hours on two cores), paper (in full)."),
     ] = "cpu",
     out: Annotated[
-        Path, typer.Option(help="The folder for networks and rows, with a subfolder per preset.")
+        Path,
+        typer.Option(help="Write networks and rows to a subfolder of this, one per preset."),
     ] = Path("runs"),
     root: Root = None,
     device: Device = "auto",

@@ -3,11 +3,10 @@
 import json
 import webbrowser
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from qualms.cli.options import Json, Seed
+from qualms.cli.options import Json, OpenPage, Page, Seed
 from qualms.cli.progress_bar import show_progress
 from qualms.demo import evaluate, prepare
 from qualms.disk import require_writable
@@ -18,10 +17,8 @@ RESAMPLES = 200  # for the intervals: enough for a picture, in seconds
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Write the page to this file.")] = Path(
-        "demo/report.html"
-    ),
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    out: Page = Path("demo/report.html"),
+    open_page: OpenPage = False,
     seed: Seed = 0,
     json_lines: Json = False,
 ) -> None:
@@ -43,7 +40,8 @@ def demo(
     """
     require_writable(out)
     with show_progress() as progress:
-        content, rows = evaluate(prepare(seed, progress), seed, progress)
+        scene = prepare(seed, progress)
+        content, left_out = evaluate(scene, seed, progress)
     page = write_page(content, out, resamples=RESAMPLES)
     if json_lines:
         facts = {"page": str(page), **content.about, "methods": content.methods}
@@ -52,7 +50,7 @@ def demo(
         for name, value in content.about.items():
             typer.echo(f"{name}: {value}")
         typer.echo(f"\n{glance_table(content, RESAMPLES)}")
-        typer.echo(f"\n{list_left_out(rows)}")
+        typer.echo(f"\n{list_left_out(left_out)}")
         typer.echo(f"\nThe page: {page.resolve()}")
     if open_page:
         webbrowser.open(page.resolve().as_uri())

@@ -1,4 +1,7 @@
-"""`qualms train`: one of the paper's networks by the paper's recipe."""
+"""`qualms train`: one of the paper's networks by the paper's recipe.
+
+The recipes are in `training/recipes.py`, the loop in `training/fit.py`.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -8,7 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
-from qualms.cli.options import Device, Json, Root, Seed, resolve_device, with_options
+from qualms.cli.options import Device, Json, Root, Seed, model_option, resolve_device, with_options
 from qualms.cli.progress_bar import show_progress
 from qualms.data import DATASETS, load
 from qualms.errors import QualmsError
@@ -25,14 +28,14 @@ NETWORKS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """The options of `qualms train`."""
 
     data: Annotated[str, typer.Argument(help=f"The dataset: {', '.join(NETWORKS)}.")]
     model: Annotated[
         str | None,
-        typer.Option(help="A network, as for `load_model`.", show_default="the paper's"),
+        model_option("the paper's"),
     ] = None
     out: Annotated[
         Path | None,
@@ -42,12 +45,14 @@ class TrainOptions:
     ] = None
     epochs: Annotated[
         int | None,
-        typer.Option(help="Train for fewer epochs than the recipe; its schedule is rescaled."),
+        typer.Option(help="Number of epochs, in place of the recipe's; its schedule is rescaled."),
     ] = None
-    count: Annotated[int | None, typer.Option(help="Train on this many images only.")] = None
-    batch: Annotated[int | None, typer.Option(help="Batch size.", show_default="the recipe's")] = (
-        None
-    )
+    count: Annotated[
+        int | None, typer.Option(help="Number of training images; by default all.")
+    ] = None
+    batch: Annotated[
+        int | None, typer.Option(help="Number of images in a batch.", show_default="the recipe's")
+    ] = None
     root: Root = None
     seed: Seed = 0
     device: Device = "auto"
@@ -58,7 +63,7 @@ class TrainOptions:
 def train(options: TrainOptions) -> None:
     """Train a network by the paper's recipe, and keep the epoch with the best validation accuracy.
 
-    An interrupted command resumes after the last complete epoch when it is run again. Example:
+    Run an interrupted command again to resume it after the last complete epoch. Example:
 
         qualms train digits --epochs 10
     """
@@ -78,7 +83,7 @@ def train(options: TrainOptions) -> None:
     model = load_model(name, classes=DATASETS[data].classes).to(resolve_device(options.device))
     normalization = DATASETS[data].normalization
     with show_progress() as progress:
-        fitted = fit(
+        result = fit(
             model,
             images,
             recipe,
@@ -96,20 +101,26 @@ def train(options: TrainOptions) -> None:
             "accuracy": accuracy,
             "test_images": len(test),
             "weights": str(file),
-            "best_epoch": fitted.best_epoch,
-            "epochs": fitted.history,
+            "best_epoch": result.best_epoch,
+            "epochs": result.history,
         }
         typer.echo(json.dumps(row))
         return
     typer.echo(
         f"{name} on {data}: accuracy {100 * accuracy:.2f} % of {len(test)} test images "
-        f"after epoch {fitted.best_epoch} of {recipe.epochs} "
-        f"(validation: {100 * fitted.validation_accuracy:.2f} %). Weights: {file}"
+        f"after epoch {result.best_epoch} of {recipe.epochs} "
+        f"(validation: {100 * result.validation_accuracy:.2f} %). Weights: {file}"
     )
 
 
 def _recipe(data: str, name: str, options: TrainOptions) -> Recipe:
-    """Return the paper's recipe for a network, with the user's epochs and batch size."""
+    """Return the paper's recipe for a network, with the user's epochs and batch size.
+
+    Args:
+        data: The dataset.
+        name: The network.
+        options: The options of the command.
+    """
     recipe = RECIPES.get(data, RECIPES["mnist"])
     if name.startswith("vit"):
         recipe = RECIPES["vit"]
@@ -121,5 +132,12 @@ def _recipe(data: str, name: str, options: TrainOptions) -> Recipe:
 
 
 def _checkpoint(data: str, name: str, seed: int) -> Path:
+    """Return the default path of a checkpoint, such as `runs/digits-digits-cnn-seed0.pt`.
+
+    Args:
+        data: The dataset.
+        name: The network.
+        seed: Of the training.
+    """
     bare = name.replace(":", "-").replace("/", "-")
     return Path("runs") / f"{data}-{bare}-seed{seed}.pt"

@@ -1,7 +1,8 @@
 """`qualms bench ood`, `calibration`, `ablation` and `runtime`: tasks that score images.
 
-Each command loads the network and the images, leaves out the methods that cannot be used, and
-prints the rows of a task of `qualms.tasks`.
+Each command loads the network and the images, leaves out the methods that cannot be used, runs a
+task of `qualms.tasks`, and prints its rows as a table. The commands differ in the methods, in the
+task and in the table, which are the arguments of `run_task`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -9,17 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from qualms.cli.bench.task_options import NetworkTaskOptions, Outside
-from qualms.cli.bench.task_output import print_rows, rows_file
-from qualms.cli.image_options import echo_images, test_images, training_images
+from qualms.cli.bench_common import (
+    NetworkTaskOptions,
+    parse_outside,
+    print_rows,
+    rows_file,
+)
+from qualms.cli.input_images import echo_images, test_images, training_images
 from qualms.cli.load_network import load_network, published_network
-from qualms.cli.options import Chosen, resolve_device, split_list, with_options
-from qualms.cli.price import echo_price_of_groups
+from qualms.cli.options import Outside, Specs, parse_methods, with_options
+from qualms.cli.price_estimate import echo_price_of_groups
 from qualms.cli.progress_bar import show_progress
-from qualms.cli.specs import parse_methods
 from qualms.data import Images
-from qualms.errors import QualmsError
-from qualms.methods.method import TRAINING_DATA
 from qualms.report.tables import calibration_table, ood_table, runtime_table
 from qualms.stream.network import Network
 from qualms.tasks import calibration as calibration_task
@@ -32,14 +34,14 @@ from qualms.tasks.scoring import Methods, accuracy_row, select_usable
 
 
 @with_options(NetworkTaskOptions)
-def ood(options: NetworkTaskOptions, outside: Outside = "", methods: Chosen = "paper") -> None:
+def ood(options: NetworkTaskOptions, outside: Outside = "", methods: Specs = "paper") -> None:
     """Measure how well scores detect images of other datasets.
 
-    Noise levels in specs are for pixels from 0 to 1. Run an interrupted command again to resume it.
+    Noise levels in methods are for pixels from 0 to 1. Run an interrupted command again to resume
+    it.
     Example:
 
-        qualms bench ood --id cifar10 --ood svhn --model cifar10-resnet20 --methods
-        regrad+layers+smooth,entropy
+        qualms bench ood --id cifar10 --ood svhn --methods regrad+layers+smooth,entropy
     """
     others = parse_outside("ood", options.inside, outside)
     choose = partial(parse_methods, methods)
@@ -47,10 +49,11 @@ def ood(options: NetworkTaskOptions, outside: Outside = "", methods: Chosen = "p
 
 
 @with_options(NetworkTaskOptions)
-def calibration(options: NetworkTaskOptions, methods: Chosen = "paper") -> None:
+def calibration(options: NetworkTaskOptions, methods: Specs = "paper") -> None:
     """Measure whether the predictions with the lowest scores are the correct ones.
 
-    Noise levels in specs are for pixels from 0 to 1. Run an interrupted command again to resume it.
+    Noise levels in methods are for pixels from 0 to 1. Run an interrupted command again to resume
+    it.
     Example:
 
         qualms bench calibration --id cifar10 --methods regrad+layers+smooth,entropy --count 0
@@ -73,15 +76,15 @@ def ablation(options: NetworkTaskOptions, outside: Outside = "") -> None:
 
 
 @with_options(NetworkTaskOptions)
-def runtime(options: NetworkTaskOptions, methods: Chosen = "paper") -> None:
-    """Measure the time that each method takes, in units of Entropy's.
+def runtime(options: NetworkTaskOptions, methods: Specs = "paper") -> None:
+    """Measure the time that each method takes, relative to Entropy.
 
-    A network without weights will do. Run an interrupted command again to resume it. Example:
+    The network may have random weights. Run an interrupted command again to resume it. Example:
 
         qualms bench runtime --id cifar10 --model resnet18 --count 64
     """
     choose = partial(parse_methods, methods)
-    run_task("runtime", options, choose, _measure_runtime, runtime_table, random=True)
+    run_task("runtime", options, choose, _measure_runtime, runtime_table, allow_random=True)
 
 
 @dataclass(frozen=True)
@@ -115,49 +118,35 @@ class ImageTask:
 def run_task(
     name: str,
     options: NetworkTaskOptions,
-    choose: Callable[[str], Methods],
+    choose_methods: Callable[[str], Methods],
     measure: Callable[[ImageTask], Iterator[Row]],
     table: Callable[[Iterable[Row]], str],
     outside: Iterable[str] = (),
-    random: bool = False,
+    allow_random: bool = False,
 ) -> None:
     """Load network and images, measure, and print the rows.
 
     Args:
         name: The name of the task, in files.
         options: The options of the command.
-        choose: Returns the methods to judge, given the name of the dataset.
+        choose_methods: Returns the methods to evaluate, given the name of the dataset.
         measure: Runs the task.
         table: Formats its rows.
         outside: Names of the other datasets.
-        random: Whether a network with random weights will do.
+        allow_random: Whether a network with random weights will do.
     """
     model = options.model or published_network(options.inside, options.root)
     file = options.out or rows_file(name, options.inside, model, options.seed)
     with show_progress() as progress:
-        network = load_network(
-            options.inside,
-            model,
-            options.weights,
-            options.root,
-            options.mean,
-            options.std,
-            options.size,
-            resolve_device(options.device),
-            random=random,
-            classes=options.classes,
-        )
-        every = test_images(
-            [options.inside, *outside], options.root, network.transform, strict=False
-        )
-        images, *others = (found.subset(options.count or None) for found in every)
-        wanted = choose(images.name)
+        network = load_network(options.inside, model, options, options.classes, allow_random)
+        names = [options.inside, *outside]
+        every = test_images(names, options.root, network.transform, strict=False)
+        images, *others = [found.subset(options.count or None) for found in every]
+        wanted = choose_methods(images.name)
         echo_images(network, images, *others)
         network.require_input_size(images)
         images = network.relabel(images)
-        train = None
-        if any(TRAINING_DATA in method.needs for method in wanted.values()):
-            train = training_images(options.inside, options.root, network.transform, every[0])
+        train = training_images(wanted, options.inside, options.root, network.transform, every[0])
         methods, left_out = select_usable(network, images, wanted, train)
         groups = [images, *others]
         echo_price_of_groups(network, groups, methods, options.engine, options.tolerance)
@@ -174,32 +163,17 @@ def run_task(
     print_rows(rows, table, file, options.seed, options.json_lines)
 
 
-def parse_outside(task: str, inside: str, outside: str) -> list[str]:
-    """Split the value of --ood into the names of datasets, without repetitions.
+def ablation_methods(dataset: str) -> Methods:
+    """Return REGrad*, its variants without each part, and its sweeps over λ and σ.
 
     Args:
-        task: The name of the task, for errors.
-        inside: The dataset that the network knows, which may not be among the others.
-        outside: The value of the option.
+        dataset: Whose λ and σ the paper's REGrad* has.
     """
-    names = split_list(outside)
-    if not names:
-        raise QualmsError(
-            f"bench {task} needs --ood, the datasets to distinguish from {inside}, comma-separated."
-        )
-    if inside in names:
-        raise QualmsError(
-            f"--ood names {inside}, which is what the network knows; name other datasets."
-        )
-    return list(dict.fromkeys(names))
-
-
-def ablation_methods(dataset: str) -> Methods:
-    """Return REGrad*, its variants without each part, and its sweeps over λ and σ."""
     return {**components(dataset), **lambda_sweep(), **sigma_sweep(dataset)}
 
 
 def _measure_ood(task: ImageTask) -> Iterator[Row]:
+    """Yield the accuracy, and a row for each method and other dataset."""
     yield from task.accuracy()
     yield from ood_task.ood(
         task.network, task.images, task.others, task.methods, task.journal, **task.settings
@@ -207,6 +181,7 @@ def _measure_ood(task: ImageTask) -> Iterator[Row]:
 
 
 def _measure_calibration(task: ImageTask) -> Iterator[Row]:
+    """Yield the accuracy, and a row for each method."""
     yield from task.accuracy()
     yield from calibration_task.calibration(
         task.network, task.images, task.methods, task.journal, **task.settings
@@ -214,6 +189,7 @@ def _measure_calibration(task: ImageTask) -> Iterator[Row]:
 
 
 def _measure_runtime(task: ImageTask) -> Iterator[Row]:
+    """Yield the time of each method."""
     yield from runtime_task.runtime(
         task.network, task.images, task.methods, task.journal, **task.settings
     )

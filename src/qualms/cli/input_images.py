@@ -1,0 +1,117 @@
+"""Reading the images that a command line names: to score, and to learn from.
+
+`report` and `bench` read by these functions; `score` and `threshold` by `ScoringRun.read`; shards by
+`open_source` (`stream/source.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from qualms.cli.status import count_of, echo
+from qualms.data import Images, ImageTransform, Rejected, dataset_name, load
+from qualms.errors import QualmsError
+from qualms.methods.method import TRAINING_DATA, Method
+from qualms.stream.network import Network
+from qualms.tasks.reproduce import LEARNT_FROM
+
+MAX_LISTED = 3  # inputs that could not be read, named on the terminal
+
+
+def test_images(
+    names: list[str],
+    root: Path | None,
+    transform: ImageTransform | None,
+    strict: bool = True,  # noqa: PT028 (not a test)
+) -> list[Images]:
+    """Read test images. Those whose files have the same name are called by the whole path.
+
+    Args:
+        names: Datasets, files or folders.
+        root: The folder with the datasets.
+        transform: Applied to files, which may hold images of several sizes. The network transforms
+            datasets, batch by batch.
+        strict: Whether an image that cannot be read is an error.
+    """
+    found = [_read(name, root, "test", transform, strict) for name in names]
+    short = [images.name for images in found]
+    distinct = []
+    for name, images in zip(names, found, strict=True):
+        is_shared = short.count(images.name) > 1
+        distinct.append(replace(images, name=name) if is_shared else images)
+    return distinct
+
+
+def training_images(
+    methods: Mapping[str, Method],
+    name: str,
+    root: Path | None,
+    transform: ImageTransform | None,
+    test: Images,
+) -> Images | None:
+    """Read the training images of a dataset; None if there are none, or no method learns from them.
+
+    A file or folder without separate parts has the same images for training and testing. Methods
+    may not learn from those.
+
+    Args:
+        methods: By name.
+        name: A dataset, file or folder.
+        root: The folder with the datasets.
+        transform: As for `test_images`.
+        test: The test images of the same name.
+    """
+    if not any(TRAINING_DATA in method.needs for method in methods.values()):
+        return None
+    try:
+        train = _read(name, root, "train", transform, strict=True)
+    except QualmsError:
+        return None
+    if train.fingerprint() == test.fingerprint():
+        return None
+    return train.subset(LEARNT_FROM)
+
+
+def _read(
+    name: str, root: Path | None, split: str, transform: ImageTransform | None, strict: bool
+) -> Images:
+    """Read one split of a dataset, file or folder.
+
+    Args:
+        name: The dataset, file or folder.
+        root: The folder with the datasets.
+        split: `test` or `train`.
+        transform: Applied to files.
+        strict: Whether an image that cannot be read is an error.
+    """
+    if dataset_name(name, root) is not None:
+        return load(name, root, split)
+    return load(name, root, split, transform=transform, strict=strict)
+
+
+def echo_images(network: Network, *found: Images) -> None:
+    """Print how many images there are, where they come from, and how they are preprocessed.
+
+    Args:
+        network: Which preprocesses them.
+        found: Groups of images.
+    """
+    for images in found:
+        echo(f"{images.name}: {count_of(len(images), 'image')}, {images.source}")
+        for note in network.describe_preprocessing(images):
+            echo(f"  {note}")
+        echo_rejections(images.rejected)
+
+
+def echo_rejections(rejected: Sequence[Rejected]) -> None:
+    """Print how many inputs could not be read, with the reasons of the first ones.
+
+    Args:
+        rejected: Images or documents.
+    """
+    if not rejected:
+        return
+    reasons = [f"{one.id} is {one.reason}" for one in rejected[:MAX_LISTED]]
+    if len(rejected) > MAX_LISTED:
+        reasons.append(f"and {len(rejected) - MAX_LISTED} more")
+    echo(f"  {len(rejected)} could not be read ({'; '.join(reasons)})")

@@ -1,0 +1,115 @@
+"""Texts and the language model of a command line, for `score --tokens` and `report --tokens`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qualms.cli.input_images import echo_rejections
+from qualms.cli.options import parse_methods
+from qualms.cli.progress_bar import show_progress
+from qualms.cli.status import count_of, echo, status_line
+from qualms.data.texts import Document, Texts, read_texts
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Engine, Sketch
+from qualms.methods.at_positions import require_positions
+from qualms.methods.method import Method
+from qualms.models.language import LanguageModel, load_language_model
+from qualms.texts.document import ScoredDocument
+from qualms.texts.scoring import score_documents
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """What the token scores of a command are about.
+
+    Args:
+        texts: The documents, and those that could not be read.
+        language_model: Scores them, on its device.
+    """
+
+    texts: Texts
+    language_model: LanguageModel
+
+    def score(
+        self,
+        documents: Sequence[Document],
+        methods: dict[str, Method],
+        engine: Engine | Sketch | None,
+        seed: int,
+    ) -> list[ScoredDocument]:
+        """Score every token of documents.
+
+        Args:
+            documents: Those of the texts, which the model may have continued.
+            methods: By their specs.
+            engine: Of the gradient scores; None for the sketch.
+            seed: Of all random draws.
+        """
+        with show_progress("first tokens") as progress:
+            scored = score_documents(
+                self.language_model,
+                documents,
+                methods,
+                engine=engine,
+                seed=seed,
+                progress=progress,
+            )
+            return list(scored)
+
+
+def read_text_input(
+    texts: str, model: str, device: str, root: Path | None, strict: bool
+) -> TextInput:
+    """Read texts and load a language model; print how many documents there are.
+
+    Args:
+        texts: A file, folder or dataset.
+        model: The language model, as --model names it.
+        device: Where it runs.
+        root: The folder with the datasets.
+        strict: Whether a document that cannot be read is an error.
+    """
+    status_line(f"reading {texts} …")
+    found = read_texts(texts, root, strict)
+    echo(f"{found.source}: {count_of(len(found.documents), 'document')}")
+    echo_rejections(found.rejected)
+    status_line(f"loading {model} …")
+    language_model = load_language_model(model)
+    language_model.model.to(device)
+    return TextInput(found, language_model)
+
+
+def parse_token_methods(text: str) -> dict[str, Method]:
+    """Parse --methods; raise an error if a method cannot score single tokens.
+
+    Args:
+        text: The value of the option.
+
+    Returns:
+        The methods by name.
+    """
+    methods = parse_methods(text)
+    require_positions(methods)
+    return methods
+
+
+def require_sketch(engine: str | None) -> None:
+    """Raise an error if --engine names an engine that takes too long for tokens.
+
+    Args:
+        engine: The value of the option; None for the default.
+    """
+    if engine in ("exact", "reference"):
+        raise QualmsError(f"--engine {engine} would take one pass per class and token; use sketch.")
+
+
+def forbid_options(names: list[str]) -> None:
+    """Raise an error that names options which have no effect with --tokens, if any are given.
+
+    Args:
+        names: The options that are given, without their hyphens.
+    """
+    if names:
+        options = " and ".join(f"--{name}" for name in names)
+        them = "it" if len(names) == 1 else "them"
+        raise QualmsError(f"{options} cannot be used with --tokens; leave {them} out.")

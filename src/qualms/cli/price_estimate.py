@@ -1,0 +1,168 @@
+"""The price of a command, printed before it begins: how long it will take, and what is cheaper.
+
+    13 images, about 6 s (28 forward passes each)
+
+If that is longer than ten minutes, further lines list what takes at most half as long:
+
+    50000 images, about 3.5 h (28 forward passes each)
+      cheaper: without +smooth: about 16 min (2 forward passes each, 14 times less)
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from qualms.cli.status import count_of, echo
+from qualms.data import Images
+from qualms.gradients.settings import Engine, Sketch
+from qualms.methods.gradient_score import GradientScore
+from qualms.methods.method import Method
+from qualms.methods.price import Price
+from qualms.scorer import Scorer
+from qualms.stream.network import Network
+from qualms.tasks.scoring import Methods
+
+LONG = 600.0  # seconds above which cheaper ways are listed
+
+
+@dataclass(frozen=True)
+class CheaperWay:
+    """Another way to score, and the options that select it.
+
+    Args:
+        label: The options, as a user writes them.
+        methods: The methods, by spec or by name.
+        settings: Keyword arguments of `Scorer`.
+    """
+
+    label: str
+    methods: dict[str, Method] | str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def echo_price(scorer: Scorer, x: Tensor, images: int | None) -> None:
+    """Print how long it takes to score some images and, if that is long, what is cheaper.
+
+    Args:
+        scorer: Of the images.
+        x: One of them as the network's input, [1, c, h, w].
+        images: How many are to be scored; None if that is not known.
+    """
+    price = scorer.price(x)
+    if images is None:
+        echo(f"about {describe_price(price)}")
+        return
+    seconds = images * price.seconds
+    echo(f"{count_of(images, 'image')}, about {duration(seconds)} ({_passes(price)} each)")
+    if seconds <= LONG:
+        return
+    for label, other in _cheaper_prices(scorer, x, price):
+        time = duration(images * other.seconds)
+        times_less = _short_number(price.forward_passes / other.forward_passes)
+        echo(f"  cheaper: {label}: about {time} ({_passes(other)} each, {times_less} times less)")
+
+
+def echo_price_of_groups(
+    network: Network,
+    groups: Sequence[Images],
+    methods: Methods,
+    engine: Engine | Sketch,
+    tolerance: float | None,
+) -> None:
+    """Print how long a task takes, which scores several groups of images by the same methods.
+
+    Args:
+        network: What scores them.
+        groups: The images; scores that an earlier run has kept take no time.
+        methods: By name, with noise in pixels.
+        engine: Of the gradient scores.
+        tolerance: As for `Scorer`.
+    """
+    own = {name: network.scale_noise(method) for name, method in methods.items()}
+    scorer = Scorer(network.model, own, models=network.members, engine=engine, tolerance=tolerance)
+    total = sum(len(images) for images in groups)
+    echo_price(scorer, network.inputs(groups[0].take(slice(1))), total)
+
+
+def describe_price(price: Price) -> str:
+    """Return `0.5 s per image (30 forward passes)`.
+
+    Args:
+        price: Of one image.
+    """
+    return f"{duration(price.seconds)} per image ({_passes(price)})"
+
+
+def duration(seconds: float) -> str:
+    """Return `40 ms`, `0.8 s`, `6 s`, `12 min` or `3.5 h`.
+
+    Args:
+        seconds: Above 0.
+    """
+    if seconds < 0.1:
+        return f"{max(1, round(seconds * 1000))} ms"
+    if seconds < 2:
+        return f"{seconds:.1f} s"
+    if seconds < 100:
+        return f"{round(seconds)} s"
+    if seconds < 6000:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _cheaper_prices(scorer: Scorer, x: Tensor, price: Price) -> Iterator[tuple[str, Price]]:
+    """Yield the ways that take at most half of a price, each with its own.
+
+    Args:
+        scorer: What is to be cheaper.
+        x: One input, [1, c, h, w].
+        price: Of the scorer.
+    """
+    for way in _cheaper_ways(scorer):
+        other = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings).price(x)
+        if 2 * other.forward_passes <= price.forward_passes:
+            yield way.label, other
+
+
+def _cheaper_ways(scorer: Scorer) -> Iterator[CheaperWay]:
+    """Yield what may be cheaper than a scorer, without knowing its price.
+
+    Args:
+        scorer: What is to be cheaper.
+    """
+    methods, used = scorer.methods, scorer.settings
+    if used.engine_name in ("exact", "reference") and not used.tolerance:
+        yield CheaperWay("without --engine", methods)
+    plain = {name: _without_smoothing(method) for name, method in methods.items()}
+    if plain != methods:
+        settings = {"engine": used.engine, "tolerance": used.tolerance}
+        yield CheaperWay("without +smooth", plain, settings)
+    label = "--methods regrad+layers --tolerance 0.1"
+    yield CheaperWay(label, "regrad+layers", {"tolerance": 0.1})
+    yield CheaperWay("--methods entropy", "entropy")
+
+
+def _without_smoothing(method: Method) -> Method:
+    """Return a gradient score without `+smooth`, any other method unchanged.
+
+    Args:
+        method: Of any kind.
+    """
+    if not isinstance(method, GradientScore) or method.smooth is None:
+        return method
+    return replace(method, smooth=None)
+
+
+def _passes(price: Price) -> str:
+    """Return `1 forward pass`, or `28 forward passes`."""
+    noun = "forward pass" if price.forward_passes == 1 else "forward passes"
+    return f"{_short_number(price.forward_passes)} {noun}"
+
+
+def _short_number(value: float) -> str:
+    """Return `1.5`, `3` or `1,200`."""
+    if value < 10:
+        return f"{value:.1f}".rstrip("0").rstrip(".")
+    return f"{value:,.0f}"

@@ -1,0 +1,61 @@
+"""`qualms report --tokens`: texts in, a page with the uncertainty of every token out."""
+
+from pathlib import Path
+
+from qualms.cli.input_texts import parse_token_methods, read_text_input, require_sketch
+from qualms.cli.options import resolve_device
+from qualms.cli.status import NOTHING, interruption
+from qualms.data.texts import Texts
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Engine
+from qualms.models.language import PREFIX
+from qualms.report.text_page import write_text_page
+
+METHODS = "regrad,entropy"
+
+
+def report_texts(
+    texts: str | None,
+    model: str | None,
+    methods: str | None,
+    out: Path,
+    *,
+    engine: Engine | None,
+    root: Path | None,
+    seed: int,
+    device: str,
+    strict: bool,
+) -> tuple[Texts, dict[str, object]]:
+    """Write a page about texts.
+
+    Args:
+        texts: A file, folder or dataset.
+        model: A language model, as --model names it.
+        methods: The value of --methods; None for `METHODS`.
+        out: The page.
+        engine: Of the gradient scores; None for the sketch.
+        root: The folder with the datasets.
+        seed: Of all random draws.
+        device: Where the model runs.
+        strict: Whether a document that cannot be read is an error.
+
+    Returns:
+        What was read, and facts about the page.
+    """
+    if texts is None or model is None:
+        raise QualmsError(
+            "--tokens needs texts and a language model, as in `qualms report story.txt --model "
+            "hf:FOLDER`."
+        )
+    require_sketch(engine)
+    wanted = parse_token_methods(METHODS if methods is None else methods)
+    device = resolve_device(device)
+    try:
+        found = read_text_input(texts, model, device, root, strict)
+        scored = found.score(found.texts.documents, wanted, engine, seed)
+    except KeyboardInterrupt:
+        raise interruption(NOTHING) from None
+    about = {"Model": model, "Texts": found.texts.source, "Seed": str(seed)}
+    title = f"What {Path(model.removeprefix(PREFIX)).name} does not know"
+    write_text_page(scored, out, title, about)
+    return found.texts, {**about, "methods": list(wanted)}

@@ -1,0 +1,304 @@
+"""`qualms score`: a table with the uncertainty of each image.
+
+With a reference or a threshold, the table also has whether each prediction is accepted. With
+--tokens, `score_tokens` scores texts. If --out is a folder, `score_shards` writes shards.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.cli.options import (
+    DECIDING_SPECS,
+    Json,
+    Model,
+    Overwrite,
+    methods_option,
+    parse_methods,
+    with_options,
+)
+from qualms.cli.partial_file import (
+    IMAGES,
+    REFERENCE,
+    PartialFile,
+    describe_images,
+    partial_path,
+    report_interruption,
+)
+from qualms.cli.score_shards import is_folder, score_to_folder
+from qualms.cli.score_tokens import ImageOrTokenOptions, score_tokens
+from qualms.cli.scoring_run import ScoringRun, prepare_run
+from qualms.cli.status import echo, exit_if_incomplete
+from qualms.cli.table_file import (
+    Table,
+    describe_result,
+    open_table,
+    print_result,
+    rejected_file,
+)
+from qualms.data import Images, dataset_name
+from qualms.errors import QualmsError
+from qualms.methods.method import Method
+from qualms.methods.registry import DEFAULT
+from qualms.result import Scored
+from qualms.scale.shard_folder import require_shard_folder
+from qualms.scorer import Scorer
+from qualms.texts.scoring import METHOD
+from qualms.threshold import Threshold
+
+COVERAGE = 0.95
+FILE = "scores.csv"
+
+
+@with_options(ImageOrTokenOptions)
+def score(
+    options: ImageOrTokenOptions,
+    images: Annotated[
+        str,
+        typer.Argument(
+            help="A folder of images, an image, a .npz or .parquet file, or a dataset's name; for "
+            "shards also a .tar file, or a pattern such as 'parts/*.parquet'. With --tokens: a "
+            ".txt, .jsonl or .parquet file, or a folder of .txt files."
+        ),
+    ],
+    model: Model,
+    methods: Annotated[
+        str | None, methods_option(DECIDING_SPECS, f"{DEFAULT}; {METHOD} with --tokens")
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Write the table to this .csv, .parquet or .jsonl file, to stdout (-), or as "
+            "shards to a folder/, which may have any number of images. Run a stopped command "
+            "again to resume it (not with --tokens or stdout).",
+            show_default=FILE,
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="Images that the network knows, whose scores set a threshold."),
+    ] = None,
+    coverage: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the reference that is accepted, from 0 to 1.",
+            show_default=str(COVERAGE),
+        ),
+    ] = None,
+    threshold: Annotated[
+        Path | None, typer.Option(help="A file from `qualms threshold`, instead of a reference.")
+    ] = None,
+    json_lines: Json = False,
+) -> None:
+    """Score images, or with --tokens the tokens of texts.
+
+    The table has one row per image (its id, the prediction and its confidence) or token (its place
+    in the text and the likeliest next token), and one column per method. Higher means more
+    uncertain. With a reference or a threshold, two more columns show, for the first method, what
+    percentage of the reference scores is lower, and whether the prediction is accepted. Noise
+    levels in methods are for pixels from 0 to 1. Inputs that cannot be read are listed beside the
+    table, and the exit code is 4. Examples:
+
+        qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy
+
+        qualms score new/ --model timm:resnet18 --reference val/ --coverage 0.95
+
+        qualms score 'parts/*.tar' --model timm:resnet18 --methods heat --out scores/
+
+        qualms score texts.jsonl --model hf:FOLDER --tokens --out scores.parquet
+
+    \f
+
+    Args:
+        options: The options that `score` shares with other commands, those of shards and tokens.
+        images: What to score.
+        model: The network.
+        methods: The methods; None for the default.
+        out: Where the table goes.
+        overwrite: Whether to replace an existing table.
+        reference: Images that the network knows.
+        coverage: The share of them that is accepted.
+        threshold: A file with a threshold.
+        json_lines: Whether to print JSON lines.
+    """
+    options.require_tokens(reference=reference, coverage=coverage, threshold=threshold)
+    place = out or (None if json_lines else FILE)
+    if options.tokens:
+        score_tokens(images, model, methods, place, overwrite, json_lines, options)
+        return
+    decision = _parse_decision(reference, coverage, threshold)
+    dataset = dataset_name(images, options.root) or ""
+    wanted = parse_methods(DEFAULT if methods is None else methods, dataset)
+    folder = Path(out) if out is not None and is_folder(out) else None
+    options.require_shards(folder is not None)
+    if folder is not None:
+        if overwrite or json_lines:
+            raise QualmsError(
+                "--overwrite and --json are for one table; leave them out, or name a file in --out."
+            )
+        require_shard_folder(folder)
+        with report_interruption(None):
+            run = _prepare_run(images, model, wanted, options, decision)
+            known = None if reference is None else run.read(reference)
+            scorer = run.make_scorer(decision.resolve(run, known))
+            score_to_folder(run, scorer, images, folder, options, decision.by)
+        return
+    table = None if place is None else open_table(place, overwrite, json_lines)
+    file = None if table is None else table.path
+    with report_interruption(None if file is None else partial_path(file)):
+        run = _prepare_run(images, model, wanted, options, decision)
+        found = run.read(images)
+        scorer, scored = _score_table(run, found, decision, table, overwrite)
+    for note in scored.notes.values():
+        echo(note)
+    accepted = None if scored.threshold is None else int(scored.accepted.sum())
+    listed = None if file is None else rejected_file(file)
+    rejected = len(found.rejected)
+    name = None if file is None else str(file)
+    result = describe_result(scorer, len(scored), accepted, decision.by, name, rejected, listed)
+    print_result(scored, place, json_lines, result)
+    exit_if_incomplete(rejected)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What decides whether a prediction is accepted, if anything does.
+
+    Args:
+        reference: Images that the network knows, to set a threshold on.
+        coverage: The share of them that is accepted.
+        threshold: A threshold from a file, in place of a reference.
+        by: What the last line calls the reference or the file.
+    """
+
+    reference: str | None
+    coverage: float
+    threshold: Threshold | None
+    by: str
+
+    def resolve(
+        self, run: ScoringRun, known: Images | None, partial: PartialFile | None = None
+    ) -> Threshold | None:
+        """Return the threshold, set on the images of the reference if there are some.
+
+        Args:
+            run: Scores them.
+            known: The images of the reference.
+            partial: Keeps their scores.
+        """
+        if known is None:
+            return self.threshold
+        scorer, scored = run.score_reference(known, partial)
+        (scores,) = scored.scores.values()
+        return Threshold.from_scores(scores, self.coverage, provenance=scorer.provenance)
+
+
+def _parse_decision(
+    reference: str | None, coverage: float | None, threshold: Path | None
+) -> _Decision:
+    """Return what --reference, --coverage and --threshold decide.
+
+    Args:
+        reference: The value of --reference.
+        coverage: The value of --coverage.
+        threshold: The value of --threshold.
+
+    Raises:
+        QualmsError: If they contradict each other.
+    """
+    if threshold is not None and (reference is not None or coverage is not None):
+        raise QualmsError(
+            "--threshold has its own reference and coverage; leave out --reference and --coverage."
+        )
+    if coverage is not None and reference is None:
+        raise QualmsError("--coverage is a share of a reference; name its images with --reference.")
+    if coverage is None:
+        coverage = COVERAGE
+    if not 0 < coverage <= 1:
+        raise QualmsError(f"--coverage is {coverage:g}; pass a share above 0 and at most 1.")
+    if threshold is not None:
+        return _Decision(None, coverage, Threshold.load(threshold), str(threshold))
+    return _Decision(reference, coverage, None, str(reference))
+
+
+def _prepare_run(
+    images: str,
+    model: str,
+    methods: dict[str, Method],
+    options: ImageOrTokenOptions,
+    decision: _Decision,
+) -> ScoringRun:
+    """Load the network, and check that a threshold from a file was calibrated on its scores.
+
+    Args:
+        images: As the command line names them.
+        model: The network.
+        methods: By their specs, with noise in pixels.
+        options: The options of the command.
+        decision: What accepts predictions.
+    """
+    run = prepare_run(images, model, methods, options)
+    if decision.threshold is not None:
+        run.make_scorer(decision.threshold)
+    return run
+
+
+def _score_table(
+    run: ScoringRun, images: Images, decision: _Decision, table: Table | None, overwrite: bool
+) -> tuple[Scorer, Scored]:
+    """Score images into one table; scores that an earlier run has kept are not computed again.
+
+    Args:
+        run: The network and the methods.
+        images: What to score.
+        decision: What accepts predictions.
+        table: Where the rows go; None if they are only printed.
+        overwrite: Whether the kept scores of another run are replaced.
+
+    Returns:
+        The scorer and all scores.
+    """
+    known = None if decision.reference is None else run.read(decision.reference)
+    with _open_partial(run, images, known, decision, table, overwrite) as partial:
+        scorer = run.make_scorer(decision.resolve(run, known, partial))
+        scored = run.score(scorer, images, partial)
+        if table is not None:
+            table.write(scored, images.rejected)
+        partial.finish()
+    return scorer, scored
+
+
+def _open_partial(
+    run: ScoringRun,
+    images: Images,
+    known: Images | None,
+    decision: _Decision,
+    table: Table | None,
+    overwrite: bool,
+) -> PartialFile:
+    """Open what an earlier run of the same command has kept, and print how much that is.
+
+    Args:
+        run: The network and the methods.
+        images: The images of the table.
+        known: Those of the reference, if there is one.
+        decision: What accepts predictions.
+        table: Without a file, nothing is kept.
+        overwrite: Whether the kept scores of another run are replaced.
+    """
+    if table is None or table.path is None:
+        return PartialFile(None, {})
+    about = run.describe(run.make_scorer(decision.threshold))
+    about |= {IMAGES: describe_images(images), REFERENCE: None}
+    total = len(images)
+    if known is not None:
+        about[REFERENCE] = describe_images(known) | {"coverage": decision.coverage}
+        total += len(known)
+    path = partial_path(table.path)
+    partial = PartialFile(path, about, overwrite)
+    if partial.count():
+        echo(f"resuming: {partial.count()} of {total} images are already done, in {path}")
+    return partial

@@ -1,0 +1,171 @@
+"""`qualms score --out folder/`: shards of scores, for more images than memory holds.
+
+Images come from a `Source` (`stream/source.py`), which never holds all of them. `score_shards`
+(`scale/shards.py`) scores in this process, `score_on_ray` (`scale/cluster.py`) on Ray.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from qualms.cli.price_estimate import echo_price
+from qualms.cli.progress_bar import show_progress
+from qualms.cli.scoring_run import ScoreOptions, ScoringRun, same_training_images
+from qualms.cli.status import (
+    GOES_ON,
+    count_of,
+    echo,
+    exit_if_incomplete,
+    interruption,
+    status_line,
+)
+from qualms.cli.table_file import ENDINGS, describe_result
+from qualms.data import Images
+from qualms.errors import QualmsError
+from qualms.scale.batch import BatchScorer
+from qualms.scale.cluster import score_on_ray
+from qualms.scale.shard_folder import REJECTED, Done, shards_in
+from qualms.scale.shards import SIZE, score_shards
+from qualms.scorer import Scorer
+from qualms.stream.source import Source, open_source
+
+
+def is_folder(out: str) -> bool:
+    """Whether --out names a folder: it ends with a slash, or the folder exists.
+
+    An existing folder that is called like a table, such as `scores.csv`, is taken for a mistake.
+
+    Args:
+        out: The value of --out.
+    """
+    if out.endswith(("/", os.sep)):
+        return True
+    return Path(out).is_dir() and Path(out).suffix.lower() not in ENDINGS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions(ScoreOptions):
+    """The options of `qualms score` about shards, beside those of every scoring."""
+
+    shard_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Images in a shard, if --out is a folder.", min=1, show_default=str(SIZE)
+        ),
+    ] = None
+    runner: Annotated[
+        Literal["local", "ray"],
+        typer.Option(help="Run shards in this process, or on Ray."),
+    ] = "local"
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Number of Ray workers.", min=1, show_default="one per core"),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Address of a Ray cluster.", show_default="a new one on this machine"),
+    ] = None
+
+    def require_shards(self, has_folder: bool) -> None:
+        """Raise an error if options about shards are given that have no effect.
+
+        Args:
+            has_folder: Whether --out names a folder.
+        """
+        for_ray = self.workers or self.ray_address
+        if not has_folder and (self.shard_size or self.runner != "local" or for_ray):
+            raise QualmsError(
+                "--shard-size, --runner, --workers and --ray-address are for shards; end --out "
+                "with a / to name a folder for them."
+            )
+        if self.runner != "ray" and for_ray:
+            raise QualmsError(
+                "--workers and --ray-address are for --runner ray; pass that too, or leave them "
+                "out."
+            )
+
+
+def score_to_folder(
+    run: ScoringRun, scorer: Scorer, images: str, folder: Path, options: ShardOptions, by: str
+) -> None:
+    """Score all images into shards; shards of an earlier run are not computed again.
+
+    Args:
+        run: The network and the methods.
+        scorer: Of the run, with the threshold.
+        images: As the command line names them.
+        folder: Where the shards go.
+        options: The options of the command.
+        by: The images or the file that the threshold comes from.
+    """
+    network = run.network
+    source = open_source(images, options.root, network.transform, options.strict)
+    what = "images" if source.count is None else count_of(source.count, "image")
+    echo(f"{source.name}: {what}")
+    first = source.first()
+    if _begins_with(run.train, first):
+        raise same_training_images(images)
+    network.require_input_size(first)
+    size = first.size if network.transform is None else None
+    batch_scorer = BatchScorer(network, scorer, source.name, source.classes, size, options.strict)
+    one = first.take(slice(0, 1))
+    trial = batch_scorer.score(one)
+    run.require_class_count(trial.probs.shape[1])
+    for note in trial.notes.values():
+        echo(note)
+    shard_size = options.shard_size or SIZE
+    before = min(shard_size * len(shards_in(folder)), source.count or 0)
+    left = None if source.count is None else source.count - before
+    if left != 0:
+        echo_price(scorer, network.inputs(one), left)
+    try:
+        done = _score(batch_scorer, source, folder, run, options, before)
+    except KeyboardInterrupt:
+        raise interruption(GOES_ON) from None
+    result = describe_result(
+        scorer,
+        done.scored,
+        done.accepted,
+        by,
+        f"{folder}{os.sep}",
+        done.rejected,
+        folder / REJECTED,
+    )
+    typer.echo(result)
+    exit_if_incomplete(done.rejected)
+
+
+def _score(
+    batch_scorer: BatchScorer,
+    source: Source,
+    folder: Path,
+    run: ScoringRun,
+    options: ShardOptions,
+    before: int,
+) -> Done:
+    """Score the shards that the folder lacks, in this process or on Ray.
+
+    Args:
+        batch_scorer: Scores a batch.
+        source: All images.
+        folder: Where the shards go.
+        run: The network and the methods.
+        options: The options of the command.
+        before: How many images an earlier run has scored.
+    """
+    about, size = run.describe(batch_scorer.scorer), options.shard_size or SIZE
+    if options.runner == "ray":
+        status_line("starting Ray …")
+        address = options.ray_address
+        return score_on_ray(batch_scorer, source, folder, about, size, options.workers, address)
+    with show_progress(f"images of {source.name} scored", before, source.count) as progress:
+        return score_shards(batch_scorer.score, source, folder, about, size, progress)
+
+
+def _begins_with(train: Images | None, images: Images) -> bool:
+    """Whether the first training images are these images."""
+    return train is not None and torch.equal(train.pixels[: len(images)], images.pixels)

@@ -1,0 +1,186 @@
+"""`qualms score --tokens`: texts in, a table with the uncertainty of every token out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qualms.cli.input_texts import (
+    TextInput,
+    forbid_options,
+    parse_token_methods,
+    read_text_input,
+    require_sketch,
+)
+from qualms.cli.options import resolve_device
+from qualms.cli.progress_bar import show_progress
+from qualms.cli.score_shards import ShardOptions, is_folder
+from qualms.cli.status import count_of, exit_if_incomplete
+from qualms.cli.table_file import (
+    STDOUT,
+    describe_rejections,
+    open_table,
+    print_result,
+    rejected_file,
+)
+from qualms.data.texts import Document, Texts
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Sketch
+from qualms.texts.document import ScoredDocument
+from qualms.texts.generation import generate
+from qualms.texts.scoring import METHOD
+from qualms.texts.spans import worst_span_of
+from qualms.texts.token_table import TokenTable
+
+# The options that have an effect with --tokens.
+USED = ("engine", "seed", "root", "device", "strict", "tokens", "generate", "tangents")
+QUOTE_LENGTH = 60  # characters of the worst span
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOrTokenOptions(ShardOptions):
+    """The options of `qualms score`, for images or for the tokens of texts."""
+
+    tokens: Annotated[
+        bool,
+        typer.Option(
+            "--tokens",
+            help="Score every token of texts by a language model, --model hf:FOLDER, with "
+            "sketched gradients.",
+        ),
+    ] = False
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            help="With --tokens: first let the model write this many tokens after each text.",
+            min=1,
+        ),
+    ] = None
+    tangents: Annotated[
+        int | None,
+        typer.Option(
+            help="With --tokens: number of tangents of the gradient sketch.",
+            min=2,
+            show_default=str(Sketch().tangents),
+        ),
+    ] = None
+
+    def require_tokens(self, **more: object) -> None:
+        """Raise an error if options are given that have no effect: with --tokens, or without it.
+
+        Args:
+            more: Further options for images alone, by name; None if they are not given.
+        """
+        if not self.tokens:
+            if self.generate or self.tangents:
+                raise QualmsError(
+                    "--generate and --tangents are for texts; pass --tokens too, or leave them out."
+                )
+            return
+        given = []
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                given.append(field.name)
+        for name, value in more.items():
+            if value is not None:
+                given.append(name)
+        forbid_options([name.replace("_", "-") for name in given if name not in USED])
+        require_sketch(self.engine)
+
+
+def score_tokens(
+    texts: str,
+    model: str,
+    methods: str | None,
+    out: str | None,
+    overwrite: bool,
+    json_lines: bool,
+    options: ImageOrTokenOptions,
+) -> None:
+    """Score every token of texts into one table; print how many, and where the model knows least.
+
+    Args:
+        texts: As the command line names them.
+        model: The language model, as --model names it.
+        methods: The value of --methods; None for the default.
+        out: The table; None if only JSON lines are printed.
+        overwrite: Whether an existing table is replaced.
+        json_lines: Whether to print JSON lines.
+        options: The other options of the command.
+    """
+    if out is not None and is_folder(out):
+        raise QualmsError("--tokens writes one table; name a file in --out.")
+    wanted = parse_token_methods(METHOD if methods is None else methods)
+    device = resolve_device(options.device)
+    table = None if out is None else open_table(out, overwrite, json_lines)
+    found = read_text_input(texts, model, device, options.root, options.strict)
+    documents = _generate(found, options)
+    engine = options.engine if options.tangents is None else Sketch(options.tangents)
+    scored = found.score(documents, wanted, engine, options.seed)
+    prompt_lengths = None
+    if options.generate:
+        prompt_lengths = {one.name: len(one.text) for one in found.texts.documents}
+    rows = TokenTable(scored, prompt_lengths)
+    if table is not None:
+        table.write(rows, found.texts.rejected)
+    print_result(rows, out, json_lines, _describe(scored, list(wanted), out, found.texts))
+    exit_if_incomplete(len(found.texts.rejected))
+
+
+def _generate(found: TextInput, options: ImageOrTokenOptions) -> Sequence[Document]:
+    """Return the documents, continued by the model with --generate.
+
+    Args:
+        found: The documents and the model.
+        options: The options of the command.
+    """
+    documents = found.texts.documents
+    if options.generate is None:
+        return documents
+    model, count = found.language_model, options.generate
+    with show_progress("first text") as progress:
+        return list(generate(model, documents, count, seed=options.seed, progress=progress))
+
+
+def _describe(
+    scored: Sequence[ScoredDocument], methods: Sequence[str], out: str | None, texts: Texts
+) -> str:
+    """Return the last lines: how many tokens were scored, where they are, and the worst span.
+
+    Args:
+        scored: All documents.
+        methods: The first one decides what is worst.
+        out: The value of --out.
+        texts: What was read, and what could not be.
+    """
+    tokens = sum(len(one.ids) for one in scored)
+    documents = count_of(len(scored), "document")
+    text = f"{documents}, {tokens} tokens scored by {', '.join(methods)}"
+    listed = None
+    if out not in (None, STDOUT):
+        text += f": {Path(str(out))}"
+        listed = rejected_file(Path(str(out)))
+    text += describe_rejections(len(texts.rejected), listed)
+    return f"{text}\n{_describe_worst(scored, methods[0])}"
+
+
+def _describe_worst(scored: Sequence[ScoredDocument], method: str) -> str:
+    """Return which document has the span with the highest score, where, and its words.
+
+    Args:
+        scored: All documents.
+        method: Whose scores are compared.
+    """
+    spans = []
+    for one in scored:
+        span = worst_span_of(one, method)
+        if span is not None:
+            spans.append((span, one))
+    worst, one = max(spans, key=lambda found: found[0].score)
+    start, end = one.offsets[worst.start][0], one.offsets[worst.end - 1][1]
+    quote = " ".join(one.document.text[start:end].split())
+    if len(quote) > QUOTE_LENGTH:
+        quote = f"{quote[:QUOTE_LENGTH]} …"
+    return f"most uncertain by {method}: {one.document.name}, characters {start} to {end}: {quote}"

@@ -1,0 +1,280 @@
+"""The table of `score`, and the list of rejected inputs beside it.
+
+    scores.csv               a row for each image or token
+    scores.rejected.csv      id and reason of each input that could not be read; absent if all could
+
+Both are written completely or not at all. Whether they can be is checked before the work begins
+(`open_table`, `require_new_file`).
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from qualms.cli.status import count_of, echo
+from qualms.data import Rejected
+from qualms.disk import atomic_write, explain_write_failure, require_writable
+from qualms.errors import QualmsError
+from qualms.methods.gradient_score import GradientScore
+from qualms.result import Scored
+from qualms.scorer import Scorer
+from qualms.texts.token_table import TokenTable
+
+STDOUT = "-"
+ENDINGS = (".csv", ".parquet", ".jsonl")
+Rows = Scored | TokenTable
+
+
+def require_new_file(path: Path, overwrite: bool) -> None:
+    """Raise an error, before any work, if a file cannot be written or exists already.
+
+    Args:
+        path: The file.
+        overwrite: Whether it may exist.
+    """
+    if path.is_dir():
+        raise QualmsError(f"--out {path} is a folder; name a file.")
+    _require_no_file(path, overwrite)
+    require_writable(path, _out(path))
+
+
+def _require_no_file(path: Path, overwrite: bool) -> None:
+    """Raise an error if a file exists, unless it may be overwritten."""
+    if path.exists() and not overwrite:
+        raise QualmsError(
+            f"{path} already exists; pass --overwrite to replace it, or choose another --out."
+        )
+
+
+def open_table(out: str, overwrite: bool, json_lines: bool) -> "Table":
+    """Return the table that --out names; raise an error, before any work, if it is invalid.
+
+    Args:
+        out: The value of --out.
+        overwrite: Whether an existing file is replaced.
+        json_lines: Whether stdout gets JSON lines rather than CSV.
+    """
+    if out == STDOUT:
+        return Table(None, ".jsonl" if json_lines else ".csv")
+    path = Path(out)
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
+        raise QualmsError(
+            f"a table cannot be written to --out {out}; name a .csv, .parquet or .jsonl file, or - "
+            "for stdout."
+        )
+    if ending == ".parquet":
+        _parquet()
+    _require_no_file(rejected_file(path), overwrite)
+    require_new_file(path, overwrite)
+    return Table(path, ending)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where scores go, and in which format.
+
+    Args:
+        path: The file; None prints the table to stdout.
+        ending: The format: .csv, .parquet or .jsonl.
+    """
+
+    path: Path | None
+    ending: str
+
+    def write(self, rows: Rows, rejected: Sequence[Rejected]) -> None:
+        """Write all rows, and beside them the list of inputs that could not be read.
+
+        Args:
+            rows: Of images or tokens.
+            rejected: The inputs that could not be read.
+        """
+        if self.path is None:
+            text = io.StringIO()
+            _write_text(rows, self.ending, text)
+            typer.echo(text.getvalue(), nl=False)
+            return
+        with write_with_rejections(self.path, rejected) as part:
+            if self.ending == ".parquet":
+                _parquet().write_table(rows.to_arrow(), part)
+            else:
+                with open(part, "w", newline="", encoding="utf-8") as file:
+                    _write_text(rows, self.ending, file)
+
+
+def print_result(rows: Rows, out: str | None, json_lines: bool, summary: str) -> None:
+    """Print the rows with --json, and the summary; on stderr if rows go to stdout.
+
+    Args:
+        rows: The table.
+        out: The value of --out; None if only --json is given.
+        json_lines: Whether --json is given.
+        summary: The last line.
+    """
+    if json_lines and out != STDOUT:
+        typer.echo("\n".join(_json_lines(rows)))
+    if json_lines or out == STDOUT:
+        echo(summary)
+    else:
+        typer.echo(summary)
+
+
+def rejected_file(out: Path) -> Path:
+    """Return where the inputs that could not be read are listed.
+
+    Args:
+        out: The file of the table.
+    """
+    return out.with_name(f"{out.stem}.rejected.csv")
+
+
+@contextmanager
+def write_with_rejections(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
+    """Yield a file to fill, which replaces `out` once the rejected inputs are listed beside it.
+
+    Args:
+        out: The value of --out.
+        rejected: The inputs that could not be read.
+    """
+    with explain_write_failure(_out(out)):
+        # The folder existed when the command started, but may have been removed since.
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(out, _out(out)) as part:
+            yield part
+            _write_rejections(rejected_file(out), rejected)
+
+
+def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
+    """List the inputs that could not be read, with reasons; without any, remove an older list.
+
+    Args:
+        path: The list.
+        rejected: The inputs that could not be read.
+    """
+    if not rejected:
+        path.unlink(missing_ok=True)
+        return
+    columns = {
+        "id": [one.id for one in rejected],
+        "reason": [one.reason for one in rejected],
+    }
+    with (
+        explain_write_failure(path),
+        atomic_write(path) as part,
+        open(part, "w", newline="", encoding="utf-8") as file,
+    ):
+        _write_csv(columns, file)
+
+
+def _out(path: Path) -> str:
+    """Return what errors call the output."""
+    return f"--out {path}"
+
+
+def describe_result(
+    scorer: Scorer,
+    scored: int,
+    accepted: int | None,
+    reference: str,
+    out: str | None,
+    rejected: int,
+    rejected_list: Path | None,
+) -> str:
+    """Return the last line: how many images were scored, accepted and rejected, and where they are.
+
+    For example `6 images scored by regrad (exact); 5 of 6 accepted by regrad, at coverage 0.95 of
+    known/: scores.csv; 2 could not be read: scores.rejected.csv`.
+
+    Args:
+        scorer: What scored them.
+        scored: The number of images with scores.
+        accepted: How many of them are accepted; None without a threshold.
+        reference: The images or the file that the threshold comes from.
+        out: The table; None if it is not a file.
+        rejected: The number of images that could not be read.
+        rejected_list: Where those are listed; None if they are not.
+    """
+    text = f"{count_of(scored, 'image')} scored by {', '.join(scorer.methods)}"
+    has_gradients = any(isinstance(m, GradientScore) for m in scorer.methods.values())
+    if scorer.settings.engine != "auto" and has_gradients:
+        text += f" ({scorer.settings.description})"
+    if scorer.threshold is not None:
+        first = next(iter(scorer.methods))
+        rule = scorer.threshold.rule
+        text += f"; {accepted or 0} of {scored} accepted by {first}, at {rule} of {reference}"
+    if out is not None:
+        text += f": {out}"
+    return text + describe_rejections(rejected, rejected_list)
+
+
+def describe_rejections(rejected: int, rejected_list: Path | None) -> str:
+    """Return `; 2 could not be read: scores.rejected.csv`, or nothing if all could be.
+
+    Args:
+        rejected: The number of inputs that could not be read.
+        rejected_list: Where they are listed; None if they are not.
+    """
+    if not rejected:
+        return ""
+    where = "" if rejected_list is None else f": {rejected_list}"
+    return f"; {rejected} could not be read{where}"
+
+
+def _json_lines(rows: Rows) -> Iterator[str]:
+    """Yield a line of JSON for each row."""
+    columns = rows.columns()
+    for row in zip(*columns.values(), strict=True):
+        yield json.dumps(dict(zip(columns, row, strict=True)))
+
+
+def _write_text(rows: Rows, ending: str, file: io.TextIOBase) -> None:
+    """Write rows as CSV or as JSON lines.
+
+    Args:
+        rows: Of images or tokens.
+        ending: .csv or .jsonl.
+        file: Open for text.
+    """
+    if ending == ".csv":
+        _write_csv(rows.columns(), file)
+    else:
+        file.writelines(f"{line}\n" for line in _json_lines(rows))
+
+
+def _write_csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
+    """Write columns of one length as CSV, with their names in the first line."""
+    writer = csv.writer(_UnixLines(file))
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+
+
+class _UnixLines:
+    """A text file whose lines end in a line feed alone.
+
+    With `lineterminator="\\n"`, the csv module would leave a carriage return in a text unquoted.
+    """
+
+    def __init__(self, file: io.TextIOBase) -> None:
+        self.file = file
+
+    def write(self, line: str) -> None:
+        """Write a line that ends as the csv module ends it."""
+        self.file.write(f"{line.removesuffix(csv.excel.lineterminator)}\n")
+
+
+def _parquet() -> Any:
+    """Return the module pyarrow.parquet."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise QualmsError(
+            "writing .parquet needs pyarrow; install it, or write .csv or .jsonl."
+        ) from None
+    return parquet

@@ -1,0 +1,244 @@
+"""`qualms threshold`: set the score up to which a prediction is accepted, or show one."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch import Tensor
+
+from qualms.cli.options import (
+    MODEL,
+    Json,
+    Overwrite,
+    parse_methods,
+    with_options,
+)
+from qualms.cli.scoring_run import ScoreOptions, ScoringRun, prepare_run
+from qualms.cli.status import echo, exit_if_incomplete
+from qualms.cli.table_file import require_new_file, write_with_rejections
+from qualms.data import Images, dataset_name
+from qualms.errors import QualmsError
+from qualms.methods.method import Method
+from qualms.methods.registry import DEFAULT
+from qualms.threshold import Threshold
+
+COVERAGE, CONFIDENCE = 0.95, 0.95
+
+
+@with_options(ScoreOptions)
+def threshold(
+    options: ScoreOptions,
+    images: Annotated[
+        str,
+        typer.Argument(
+            help="Images that the network knows, as for `qualms score`; or a threshold file, to "
+            "show it."
+        ),
+    ],
+    model: Annotated[str | None, typer.Option("--model", help=MODEL)] = None,
+    method: Annotated[
+        str, typer.Option("--method", "--methods", help="The method whose score decides.")
+    ] = DEFAULT,
+    coverage: Annotated[
+        float | None,
+        typer.Option(
+            help="Accept this share of the images, from 0 to 1.", show_default=str(COVERAGE)
+        ),
+    ] = None,
+    risk: Annotated[
+        float | None,
+        typer.Option(
+            help="Accept at most this share of wrong predictions; needs labels, such as a folder "
+            "per class."
+        ),
+    ] = None,
+    confidence: Annotated[
+        float | None,
+        typer.Option(help="Probability with which --risk must hold.", show_default=str(CONFIDENCE)),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Write the threshold to this file.")] = Path(
+        "threshold.json"
+    ),
+    overwrite: Overwrite = False,
+    json_lines: Json = False,
+) -> None:
+    """Set a threshold on images that the network knows, for `qualms score --threshold`; or show one.
+
+    Without labels, set it by --coverage. With labels (a folder per class, or those of a .npz file),
+    you can set it by --risk: "at most 1 % wrong among the accepted, at confidence 95 %". Examples:
+
+        qualms threshold val/ --model timm:resnet18 --coverage 0.95 --out t.json
+
+        qualms threshold val/ --model timm:resnet18 --risk 0.01 --confidence 0.95 --out t.json
+
+        qualms threshold t.json
+
+    \f
+
+    Args:
+        options: The options that `threshold` shares with `score`.
+        images: Images that the network knows, or a threshold file.
+        model: The network.
+        method: The method whose score decides.
+        coverage: The share of the images that is accepted.
+        risk: The share of the accepted that may be wrong.
+        confidence: The probability with which the risk must hold.
+        out: The threshold file.
+        overwrite: Whether to replace an existing file.
+        json_lines: Whether to print JSON.
+    """
+    if Path(images).suffix.lower() == ".json" and not Path(images).is_dir():
+        _show(images, Threshold.load(images), json_lines)
+        return
+    if model is None:
+        raise QualmsError("--model is missing; name the network that the threshold is for.")
+    _check_shares(coverage, risk, confidence)
+    wanted = _parse_method(method, dataset_name(images, options.root) or "")
+    require_new_file(out, overwrite)
+    run = prepare_run(images, model, wanted, options)
+    found = run.read(images)
+    labels = None if risk is None else _labels(run, found, images)
+    scorer, scored = run.score_reference(found)
+    (scores,) = scored.scores.values()
+    correct = None if labels is None else scored.prediction.cpu() == labels
+    if risk is None or correct is None:
+        share = COVERAGE if coverage is None else coverage
+        made = Threshold.from_scores(scores, share, provenance=scorer.provenance)
+    else:
+        sure = CONFIDENCE if confidence is None else confidence
+        made = Threshold.from_labels(scores, correct, risk, sure, provenance=scorer.provenance)
+    for note in scored.notes.values():
+        echo(note)
+    with write_with_rejections(out, found.rejected) as part:
+        part.write_text(made.to_json() + "\n")
+    accepted = made.accept(scores)
+    count = int(accepted.sum())
+    if json_lines:
+        typer.echo(json.dumps({**_content(made), "accepted": count}))
+    else:
+        wrong = ""
+        if correct is not None:
+            wrong = f", {int((~correct & accepted.cpu()).sum())} of them wrong"
+        typer.echo(
+            f"{_promise(made)}. Of {len(found)} images of {found.source or images}, {count} are "
+            f"accepted{wrong}: {next(iter(wanted))} is at most {made.value:.6g}. The file: {out}"
+        )
+    exit_if_incomplete(len(found.rejected))
+
+
+def _check_shares(coverage: float | None, risk: float | None, confidence: float | None) -> None:
+    """Raise an error if the options contradict each other, or are not shares.
+
+    Args:
+        coverage: The value of --coverage.
+        risk: The value of --risk.
+        confidence: The value of --confidence.
+    """
+    if coverage is not None and risk is not None:
+        raise QualmsError(
+            "--coverage and --risk are two ways to set a threshold; pass one of them."
+        )
+    if confidence is not None and risk is None:
+        raise QualmsError("--confidence is how certain a risk is to hold; pass --risk with it.")
+    for option, share in (("coverage", coverage), ("risk", risk), ("confidence", confidence)):
+        if share is None or 0 < share < 1 or (option == "coverage" and share == 1):
+            continue
+        raise QualmsError(f"--{option} is {share:g}; pass a share above 0 and below 1.")
+
+
+def _parse_method(text: str, dataset: str) -> dict[str, Method]:
+    """Parse --method, which may name only one.
+
+    Args:
+        text: The value of the option.
+        dataset: The dataset whose settings the paper's methods have.
+
+    Returns:
+        The method by its spec.
+    """
+    methods = parse_methods(text, dataset)
+    if len(methods) > 1:
+        raise QualmsError(
+            f"a threshold is for one method, and --method names {len(methods)}; choose one."
+        )
+    return methods
+
+
+def _labels(run: ScoringRun, images: Images, name: str) -> Tensor | None:
+    """Return the labels as the network counts the classes, [n].
+
+    Args:
+        run: The network.
+        images: With labels, else an error is raised.
+        name: What the error calls them.
+    """
+    if images.labels is None:
+        raise QualmsError(
+            f"{images.source or name} has no labels, which --risk needs; sort the images into a "
+            "folder per class, or set the threshold by --coverage."
+        )
+    return run.network.relabel(images).labels
+
+
+def _show(path: str, found: Threshold, json_lines: bool) -> None:
+    """Print what a threshold file holds.
+
+    Args:
+        path: The file.
+        found: What it holds.
+        json_lines: Whether to print it as JSON.
+    """
+    if json_lines:
+        typer.echo(json.dumps(_content(found)))
+        return
+    lines = [f"{path}: inputs whose score is at most {found.value:.6g} are accepted."]
+    lines.append(f"{_promise(found)}; set on {found.samples} scores.")
+    if found.reference:
+        low, high = found.reference[0], found.reference[-1]
+        median = found.reference[len(found.reference) // 2]
+        lines.append(f"These range from {low:.6g} to {high:.6g}, with median {median:.6g}.")
+    if found.provenance is None:
+        lines.append(
+            "It does not record which method and network it is for: use it with those alone."
+        )
+    else:
+        lines.append("It is valid only for scores that are computed by:")
+        for name, value in asdict(found.provenance).items():
+            if value is not None:
+                lines.append(f"  {name}: {value}")
+    typer.echo("\n".join(lines))
+
+
+def _promise(found: Threshold) -> str:
+    """Return what the rule of a threshold guarantees, as a clause.
+
+    Args:
+        found: The threshold.
+
+    Returns:
+        Such as `At least 95 % of inputs like these are accepted`.
+    """
+    kind, *numbers = found.rule.replace(" at confidence", "").split()
+    try:
+        shares = [f"{100 * float(number):g} %" for number in numbers]
+    except ValueError:
+        shares = []
+    if kind == "coverage" and len(shares) == 1:
+        return f"At least {shares[0]} of inputs like these are accepted"
+    if kind == "risk" and len(shares) == 2:
+        return f"At most {shares[0]} wrong among the accepted, at confidence {shares[1]}"
+    if kind == "risk" and len(shares) == 1:
+        return f"At most {shares[0]} wrong among the accepted of the inputs that it was set on"
+    return f"Its rule is: {found.rule}"
+
+
+def _content(found: Threshold) -> dict[str, object]:
+    """Return a threshold as JSON, without the scores that it was set on, which are many."""
+    content = asdict(found)
+    del content["reference"]
+    if not math.isfinite(found.value):
+        content["value"] = None
+    return content
