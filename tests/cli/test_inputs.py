@@ -229,7 +229,7 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
         (("--model", "digits-cnn", "--weights", "none.pt"), "there is no checkpoint file none.pt"),
         (
             (*ZOO_NET[:4], "--mean", "0,0,0", "--std", "1,1,1"),
-            "--mean 0,0,0 has 3 numbers, and digits-cnn takes 1",
+            "--mean 0,0,0 has 3 numbers, but digits-cnn takes 1",
         ),
     ],
 )
