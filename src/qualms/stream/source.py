@@ -23,11 +23,10 @@ from qualms.data.parquet import parquet_files, parquet_outline
 from qualms.data.reading import File, read_images
 from qualms.data.tar import tar_files
 from qualms.errors import QualmsError
-from qualms.stream.sizes import BATCH, batch_sizes
+from qualms.stream.sizes import BATCH, SPLIT_FILES, batch_sizes
 
 Sizes = Iterator[int]  # of consecutive batches
 THREADS = 2  # that decode
-FILES = 256  # of a folder in a split
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,11 @@ class ImageBatch:
     images: Images
     rejected: tuple[Rejected, ...] = ()
     first: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of the images could be read."""
+        return len(self.images) == 0
 
 
 Reader = Callable[[], ImageBatch]  # reads one batch; may run in a thread
@@ -252,8 +256,8 @@ def _of_folder(
 
     def splits() -> list[Split]:
         found: list[Split] = []
-        for start in range(0, len(files), FILES):
-            some = _absolute(files[start : start + FILES])
+        for start in range(0, len(files), SPLIT_FILES):
+            some = _absolute(files[start : start + SPLIT_FILES])
             found.append(partial(_some_files, Listing(folder.absolute(), some, None, (), [])))
         return found
 

@@ -23,13 +23,14 @@ from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.active import COLOR, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
+from qualms.tasks.image_scores import accuracy_row, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
 from qualms.tasks.paper import VIT, methods_beside, paper_methods
 from qualms.tasks.presets import Learning, Preset, Setup
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.tasks.runtime import runtime as measure_runtime
-from qualms.tasks.scoring import Methods, accuracy_row, select_usable
+from qualms.tasks.score_rows import Methods
 from qualms.training import fit
 
 # What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it

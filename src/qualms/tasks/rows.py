@@ -115,7 +115,7 @@ class AccuracyRow(AccuracyKey):
     accuracy: float
 
 
-class _Learning(_From):
+class CycleAbout(_From):
     """What all cycles of active learning share; `from` is the fingerprint of the weights that each
     begins with.
     """
@@ -124,7 +124,7 @@ class _Learning(_From):
     seed: int
 
 
-class CycleKey(_Learning):
+class CycleKey(CycleAbout):
     """`cycle`: a network that was trained on the images picked so far."""
 
     row: Literal["cycle"]
@@ -148,7 +148,7 @@ class CycleRow(CycleKey, CycleMeasures):
     seconds: float
 
 
-class PickKey(_Learning):
+class PickKey(CycleAbout):
     """`pick`: what a method asks for after a cycle."""
 
     row: Literal["pick"]

@@ -23,9 +23,9 @@ from qualms.scorer import Scorer
 from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
 from qualms.tasks.calibration import calibration
+from qualms.tasks.image_scores import score_images, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
-from qualms.tasks.scoring import score_images, select_usable
 
 METHODS: dict[str, Method] = {
     "REGrad*": parse("regrad+layers+smooth"),
