@@ -1,5 +1,6 @@
 """Scores of images for tasks, kept in a journal: no batch is scored twice by the same method."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from qualms.stream.sink import report_to, score_stream
 from qualms.stream.sizes import FORWARD_BATCH
 from qualms.stream.source import ImageBatch, batches_in_memory
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import AccuracyKey, AccuracyRow, LeftOutRow, ScoresKey
+from qualms.tasks.rows import AccuracyKey, AccuracyRow, LeftOutRow
 from qualms.tasks.score_rows import Methods, ScoreRows, keep_usable
 
 # What random draws follow, beside the seed: an image's pixels. Rows say so, since draws followed an
@@ -78,13 +79,14 @@ def score_images(
         train: images that methods learn from.
         progress: called with the number of images that are scored.
     """
-    rows = _ImageRows(
-        journal,
-        {name: parameters(method, train) for name, method in methods.items()},
-        images.name,
-        seed,
-        engine_label(engine, tolerance),
-    )
+    about = {
+        "data": images.name,
+        "seed": seed,
+        "engine": engine_label(engine, tolerance),
+        "draws": DRAWS,
+    }
+    exactly = {name: parameters(method, train) for name, method in methods.items()}
+    rows = _ImageRows(journal, about, exactly)
     scorers: dict[tuple[str, ...], ImageScorer] = {}
 
     def score(batch: ImageBatch) -> Scored:
@@ -104,33 +106,17 @@ def score_images(
 
 
 class _ImageRows(ScoreRows[ImageBatch]):
-    """The rows of scores of one dataset.
-
-    Args:
-        journal: keeps the rows.
-        exactly: all parameters of each method, by the method's name.
-        data: the dataset's name.
-        seed: of all random draws.
-        engine: as `engine_label` returns it.
-    """
+    """The rows of scores of one dataset."""
 
     def __init__(
-        self, journal: Journal, exactly: dict[str, str], data: str, seed: int, engine: str
+        self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
     ) -> None:
-        super().__init__(journal, exactly)
-        self.data, self.seed, self.engine = data, seed, engine
+        super().__init__(journal, about, exactly)
         self.probs: dict[int, Tensor] = {}  # of the batches that were scored now, by first image
 
-    def key(self, batch: ImageBatch) -> ScoresKey:
-        return {
-            "row": "scores",
-            "data": self.data,
-            "seed": self.seed,
-            "engine": self.engine,
-            "draws": DRAWS,
-            "first": batch.first,
-            "images": batch.images.fingerprint(),
-        }
+    def key(self, batch: ImageBatch) -> Mapping[str, Any]:
+        images = batch.images.fingerprint()
+        return {"row": "scores", **self.about, "first": batch.first, "images": images}
 
     def measures(self, batch: ImageBatch, scored: Scored) -> dict[str, Any]:
         self.probs[batch.first] = scored.probs.cpu()

@@ -23,12 +23,15 @@ class ScoreRows(ABC, Generic[BatchT]):
 
     Args:
         journal: keeps the rows.
+        about: what all rows share: the name of the data, the seed and the engine.
         exactly: all parameters of each method, by the method's name. Scores that were computed with
             other parameters are not used.
     """
 
-    def __init__(self, journal: Journal, exactly: dict[str, str]) -> None:
-        self.journal, self.exactly = journal, exactly
+    def __init__(
+        self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
+    ) -> None:
+        self.journal, self.about, self.exactly = journal, about, exactly
         self._rows: dict[int, list[Any]] = {}  # by the position of a batch's first sample
         self._start = 0.0
 

@@ -1,5 +1,6 @@
 """Scores of the tokens of a text, kept in a journal: no window is scored twice by the same method."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from qualms.result import Scored
 from qualms.scorer import Scorer
 from qualms.stream.sink import report_to, score_stream
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import LeftOutRow, TokensKey
+from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.score_rows import Methods, ScoreRows, keep_usable
 from qualms.tasks.windows import WindowBatch, Windows, window_batches
 from qualms.version import __version__
@@ -68,8 +69,9 @@ def score_windows(
         progress: called with the number of windows that are scored.
     """
     engine = engine or Sketch()
+    about = {"data": windows.name, "seed": seed, "engine": str(engine), "params": params}
     exactly = {name: repr(method) for name, method in methods.items()}
-    rows = _TokenRows(journal, exactly, windows.name, seed, str(engine), params)
+    rows = _TokenRows(journal, about, exactly)
     scorers: dict[tuple[str, ...], Scorer] = {}
 
     def score(batch: WindowBatch) -> Scored:
@@ -86,39 +88,11 @@ def score_windows(
 
 
 class _TokenRows(ScoreRows[WindowBatch]):
-    """The rows of scores of one text.
+    """The rows of scores of one text."""
 
-    Args:
-        journal: keeps the rows.
-        exactly: all parameters of each method, by the method's name.
-        data: the text's name.
-        seed: of the sketch's tangents.
-        engine: the sketch, as rows name it.
-        params: as for `score_windows`.
-    """
-
-    def __init__(
-        self,
-        journal: Journal,
-        exactly: dict[str, str],
-        data: str,
-        seed: int,
-        engine: str,
-        params: str,
-    ) -> None:
-        super().__init__(journal, exactly)
-        self.data, self.seed, self.engine, self.params = data, seed, engine, params
-
-    def key(self, batch: WindowBatch) -> TokensKey:
-        return {
-            "row": "tokens",
-            "data": self.data,
-            "seed": self.seed,
-            "engine": self.engine,
-            "params": self.params,
-            "first": batch.first,
-            "texts": batch.windows.fingerprint(),
-        }
+    def key(self, batch: WindowBatch) -> Mapping[str, Any]:
+        texts = batch.windows.fingerprint()
+        return {"row": "tokens", **self.about, "first": batch.first, "texts": texts}
 
     def measures(self, batch: WindowBatch, scored: Scored) -> dict[str, Any]:
         assert scored.target_log_probs is not None
