@@ -531,11 +531,11 @@ def test_options_that_do_not_fit_are_refused_at_once(options: dict[str, Any], me
     [
         (
             {"mask": torch.ones(2, 3)},
-            r"mask has the shape \(2, 3\), and the model answers at positions of shape \(2, 7\)",
+            r"mask has the shape \(2, 3\), but the model answers at positions of shape \(2, 7\)",
         ),
         (
             {"targets": torch.full((2, TOKENS), WORDS)},
-            f"a target is {WORDS}, and there are {WORDS} classes",
+            f"a target is {WORDS}, but there are {WORDS} classes",
         ),
         ({"targets": torch.zeros(2, 3).long()}, r"the targets of an input have the shape \(3,\)"),
         ({"mask": torch.ones(1, TOKENS)}, "mask is for 1 inputs of 2 or more"),
@@ -713,7 +713,7 @@ def test_a_chosen_position_may_be_padding_in_some_texts() -> None:
     assert found.scores["fisher"].isnan().tolist() == [[False], [True]]
     assert int(found.prediction[1, 0]) == -1
     with pytest.raises(
-        qualms.QualmsError, match="positions= names 9, and the model answers at 7 positions"
+        qualms.QualmsError, match="positions= names 9, but the model answers at 7 positions"
     ):
         qualms.Scorer(model, "fisher", class_dim=-1, positions=[9])(language.text())
 
