@@ -407,9 +407,9 @@ class Scorer:
             return
         spec, self._noise_in_input_units = self._noise_in_input_units[0], ()
         warnings.warn(
-            f"the images range from {low:.3g} to {high:.3g}, so they look normalized, and the noise "
-            f"of {spec} is taken in these units; pass pixel_std=, the standard deviation that the "
-            "pixels were divided by, or pixel_std=1 to keep these units.",
+            f"the images range from {low:.3g} to {high:.3g}, so they look normalized; pass pixel_std= "
+            f"(the standard deviation that the pixels were divided by) to have the noise of {spec} "
+            "in pixels, or pixel_std=1 to keep it in these units.",
             UnitsWarning,
             stacklevel=2,
         )

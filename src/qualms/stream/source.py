@@ -269,7 +269,7 @@ def _some_files(listing: Listing) -> Iterator[File]:
     """Some of a folder's files, on a machine that may not have them."""
     if not listing.path.is_dir():
         raise QualmsError(
-            f"{listing.path} is not there on {platform.node()}; every machine must find the images "
+            f"{listing.path} does not exist on {platform.node()}; every machine must find the images "
             "at the same path."
         )
     return listing.to_read()

@@ -295,7 +295,8 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
     each, rest = divmod(plan.start, classes)
     if each < 1 or rest:
         raise QualmsError(
-            f"a balanced start of {plan.start} images is not a multiple of the {classes} classes."
+            f"a balanced start of {plan.start} images is not a multiple of the {classes} classes; "
+            "start with a multiple."
         )
     order = torch.randperm(block, generator=generator(seed, START))
     start = []
