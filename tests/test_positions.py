@@ -516,7 +516,10 @@ def test_what_cannot_be_done_is_said(options: dict[str, Any], message: str) -> N
             r"engine='auto' cannot be used with positions=",
         ),
         ({"class_dim": -1, "positions": []}, r"positions=\[\] is not a list of whole numbers"),
-        ({"class_dim": -1, "positions": [1.5]}, r"positions=\[1.5\] is not a list of whole numbers"),
+        (
+            {"class_dim": -1, "positions": [1.5]},
+            r"positions=\[1.5\] is not a list of whole numbers",
+        ),
         ({"class_dim": 1.0}, r"class_dim=1.0 is not a whole number"),
     ],
 )
