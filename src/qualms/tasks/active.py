@@ -23,7 +23,8 @@ from qualms.random import generator
 from qualms.selection import require_gradients, select
 from qualms.stream.network import InputBatches, Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
+from qualms.tasks.row_measures import CycleMeasures
+from qualms.tasks.rows import CycleKey, CycleRow, PickKey, PickRow
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation

@@ -19,7 +19,8 @@ from qualms.tasks.image_scores import (
     score_images,
 )
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import CalibrationKey, CalibrationMeasures, CalibrationRow
+from qualms.tasks.row_measures import CalibrationMeasures
+from qualms.tasks.rows import CalibrationKey, CalibrationRow
 from qualms.tasks.score_rows import Methods
 
 

@@ -18,7 +18,8 @@ from qualms.tasks.image_scores import (
     score_images,
 )
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import OodKey, OodMeasures, OodRow
+from qualms.tasks.row_measures import OodMeasures
+from qualms.tasks.rows import OodKey, OodRow
 from qualms.tasks.score_rows import Methods
 
 

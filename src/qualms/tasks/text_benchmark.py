@@ -13,16 +13,8 @@ from qualms.metrics.checks import Floats
 from qualms.metrics.groups import auroc_interval
 from qualms.progress import ProgressFn
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import (
-    LeftOutRow,
-    NextTokenKey,
-    NextTokenMeasures,
-    NextTokenRow,
-    OodMeasures,
-    TextAbout,
-    TextKey,
-    TextRow,
-)
+from qualms.tasks.row_measures import NextTokenMeasures, OodMeasures
+from qualms.tasks.rows import LeftOutRow, NextTokenKey, NextTokenRow, TextAbout, TextKey, TextRow
 from qualms.tasks.score_rows import Methods
 from qualms.tasks.token_scores import ScoredWindows, score_windows
 from qualms.tasks.windows import Windows
