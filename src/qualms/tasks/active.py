@@ -185,20 +185,19 @@ def _measure_cycle(trainer: "_Trainer", key: CycleKey, chosen: list[int], test: 
 
 
 def _pick(trainer: "_Trainer", key: PickKey, chosen: list[int], method: Method | None) -> PickRow:
+    """Pick the images that get a label next.
+
+    Args:
+        trainer: Trains the network that scores them.
+        key: Identifies the row.
+        chosen: The images picked so far.
+        method: Scores the images; None picks at random.
+    """
     return PickRow(**key, chosen=trainer.pick(chosen, method))
 
 
 class _Trainer:
-    """Trains a network on the images picked so far, and picks the next ones.
-
-    Args:
-        build: As in `active`.
-        images: The training images.
-        normalization: Of the network's inputs.
-        plan: How to train, and how many images to pick.
-        parts: Of the training images.
-        seed: Decides the weights and all draws.
-    """
+    """Trains a network on the images picked so far, and picks the next ones."""
 
     def __init__(
         self,
@@ -209,6 +208,16 @@ class _Trainer:
         parts: Parts,
         seed: int,
     ) -> None:
+        """Set up the training; nothing is trained yet.
+
+        Args:
+            build: As in `active`.
+            images: The training images.
+            normalization: Of the network's inputs.
+            plan: How to train, and how many images to pick.
+            parts: Of the training images.
+            seed: Decides the weights and all draws.
+        """
         self.build, self.images, self.normalization = build, images, normalization
         self.plan, self.parts, self.seed = plan, parts, seed
         self.weights = f"{fingerprint(self._build())} {normalization}"

@@ -57,15 +57,7 @@ ROW_TYPES: dict[str, Any] = {
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """The rows of one run, in memory and, with a path, on disk.
-
-    Args:
-        path: The file; None keeps the rows in memory only.
-        about: What decides the values of the rows, such as the network and the seed. An existing
-            file must have the same.
-        advice: What errors advise about a file that cannot be continued.
-        replace: Whether to start such a file anew instead, provided that it holds rows of a run.
-    """
+    """The rows of one run, in memory and, with a path, on disk."""
 
     def __init__(
         self,
@@ -74,6 +66,16 @@ class Journal(AbstractContextManager["Journal"]):
         advice: str = "choose another file, or delete it",
         replace: bool = False,
     ) -> None:
+        """Begin a file, or continue one; it is locked until the journal is closed.
+
+        Args:
+            path: The file; None keeps the rows in memory only.
+            about: What decides the values of the rows, such as the network and the seed. An
+                existing file must have the same.
+            advice: What errors advise about a file that cannot be continued.
+            replace: Whether to start such a file anew instead, provided that it holds rows of a
+                run.
+        """
         self._rows: list[Row] = []
         self._file: IO[bytes] | None = None
         if path is None:
@@ -98,6 +100,7 @@ class Journal(AbstractContextManager["Journal"]):
             self._write(about)
 
     def _continue(self, about: dict[str, Any], advice: str) -> None:
+        """Read the rows of the open file, which must be empty or hold a run of the same kind."""
         assert self._file is not None
         first, *self._rows = _read_and_repair(self._file, self._path) or [{}]
         if not first:

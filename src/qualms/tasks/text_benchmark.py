@@ -128,6 +128,14 @@ def _text_rows(
 
 
 def _text_row(key: TextKey, inside: Floats, outside: Floats, span: int) -> TextRow:
+    """Measure one row.
+
+    Args:
+        key: identifies the row.
+        inside: as for `detection_measures`.
+        outside: as for `detection_measures`.
+        span: as for `detection_measures`.
+    """
     return TextRow(**key, **detection_measures(inside, outside, span))
 
 
@@ -169,6 +177,7 @@ def _next_token_rows(
 
 
 def _next_token_row(key: NextTokenKey, scores: Floats, known: ScoredWindows) -> NextTokenRow:
+    """Measure one row; the arguments after the key are those of `error_measures`."""
     return NextTokenRow(**key, **error_measures(scores, known))
 
 
