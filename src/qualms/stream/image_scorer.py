@@ -24,9 +24,12 @@ def make_scorer(
         train: images that methods may learn from; used only if one of the methods does.
         options: engine, tolerance and seed, as for `Scorer`.
     """
-    scaled = {name: network.scale_noise(method) for name, method in methods.items()}
-    needs_train = any(TRAINING_DATA in method.needs for method in scaled.values())
-    batches = InputBatches(network, train) if train is not None and needs_train else None
+    scaled: dict[str, Method] = {}
+    batches = None
+    for name, method in methods.items():
+        scaled[name] = network.scale_noise(method)
+        if train is not None and TRAINING_DATA in method.needs:
+            batches = InputBatches(network, train)
     return Scorer(network.model, scaled, train=batches, models=network.members, **options)
 
 
