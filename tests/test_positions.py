@@ -513,10 +513,13 @@ def test_what_cannot_be_done_is_said(options: dict[str, Any], message: str) -> N
         ({"class_dim": -1, "engine": "foo"}, r"engine='foo' is not known"),
         (
             {"class_dim": -1, "engine": "auto", "positions": [1]},
-            r"engine='auto' does not choose for a few positions=",
+            r"engine='auto' cannot be used with positions=",
         ),
-        ({"class_dim": -1, "positions": []}, r"positions=\[\] are not whole numbers"),
-        ({"class_dim": -1, "positions": [1.5]}, r"positions=\[1.5\] are not whole numbers"),
+        ({"class_dim": -1, "positions": []}, r"positions=\[\] is not a list of whole numbers"),
+        (
+            {"class_dim": -1, "positions": [1.5]},
+            r"positions=\[1.5\] is not a list of whole numbers",
+        ),
         ({"class_dim": 1.0}, r"class_dim=1.0 is not a whole number"),
     ],
 )
@@ -531,15 +534,15 @@ def test_options_that_do_not_fit_are_refused_at_once(options: dict[str, Any], me
     [
         (
             {"mask": torch.ones(2, 3)},
-            r"mask has the shape \(2, 3\), and the model answers at positions of shape \(2, 7\)",
+            r"mask has the shape \(2, 3\), but the model answers at positions of shape \(2, 7\)",
         ),
         (
             {"targets": torch.full((2, TOKENS), WORDS)},
-            f"a target is {WORDS}, and there are {WORDS} classes",
+            f"a target is {WORDS}, but there are {WORDS} classes",
         ),
         ({"targets": torch.zeros(2, 3).long()}, r"the targets of an input have the shape \(3,\)"),
-        ({"mask": torch.ones(1, TOKENS)}, "mask is for 1 inputs of 2 or more"),
-        ({"mask": torch.ones(3, TOKENS)}, "mask is for 3 inputs, and there are 2"),
+        ({"mask": torch.ones(1, TOKENS)}, "mask has 1 entries"),
+        ({"mask": torch.ones(3, TOKENS)}, "mask has 3 entries"),
         ({"targets": torch.full((2, TOKENS), -7)}, "a target is -7"),
         ({"targets": torch.zeros(2, TOKENS)}, "targets are torch.float32 numbers"),
         ({"spans": [[(0, 2)], []]}, "spans need reduce="),
@@ -713,7 +716,7 @@ def test_a_chosen_position_may_be_padding_in_some_texts() -> None:
     assert found.scores["fisher"].isnan().tolist() == [[False], [True]]
     assert int(found.prediction[1, 0]) == -1
     with pytest.raises(
-        qualms.QualmsError, match="positions= names 9, and the model answers at 7 positions"
+        qualms.QualmsError, match="positions= names 9, but the model answers at 7 positions"
     ):
         qualms.Scorer(model, "fisher", class_dim=-1, positions=[9])(language.text())
 

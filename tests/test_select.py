@@ -259,7 +259,7 @@ def test_a_one_shot_iterator_is_enough_without_diversity() -> None:
     )
     with pytest.raises(
         qualms.QualmsError,
-        match="read only once, and diversity reads it twice; pass a list or a loader",
+        match="read only once, but diversity reads it twice; pass a list or a loader",
     ):
         qualms.select(model, iter(pool.split(6)), 4, diversity=2)
 

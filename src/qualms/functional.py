@@ -21,33 +21,20 @@ from qualms.scorer import Scorer
 
 class ScorerOptions(TypedDict, total=False):
     """The keyword arguments that `score`, `compare`, `score_with_error` and `select` pass on to
-    `Scorer`.
-
-    `Scorer` explains each at length.
+    `Scorer`, which documents them.
     """
 
     train: Any
-    """Training inputs, for the methods that need them."""
     models: Iterable[nn.Module]
-    """Further members, for `ensemble`."""
     engine: Engine | Sketch
-    """How class gradients are computed: `exact`, `sketch`, `auto` (the default) or `reference`."""
     layers: Granularity
-    """What `+layers` counts: `module` (the default), `tensor` or `block`."""
     norm: Norm
-    """Of the gradients, `l2` (the default) or `l1`."""
     params: Params
-    """Which parameters count: a pattern, or a function of names; all by default."""
     seed: int
-    """Decides every random draw, together with an input's number; 0 by default."""
     batch_size: int | None
-    """The most inputs to run at once."""
     budget: int | None
-    """Bytes that the work on one chunk of inputs may take."""
     tolerance: float | None
-    """The relative standard error that a score may have, to save passes."""
     pixel_std: PixelStd
-    """What pixels from 0 to 1 were divided by, if noise in specs is to be in pixels."""
 
 
 def score(

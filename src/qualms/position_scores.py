@@ -1,6 +1,6 @@
 """Scores at the positions of a model's answers, one input at a time."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,83 +29,21 @@ from qualms.gradients.smoothing import Smoothing
 from qualms.methods.at_positions import (
     NOWHERE,
     TangentSums,
-    blocks,
     groups_of,
     logit_scores,
     require_positions,
 )
 from qualms.methods.context import BatchContext, ModelContext
-from qualms.methods.divergence import log_softmax
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
+from qualms.position_table import (
+    PositionTable,
+    flatten_targets,
+    log_probs_of_targets,
+    missing_value,
+)
 from qualms.positions import Positions, PositionTargets, reduce_positions
 from qualms.result import Scored, require_names
-
-TOP_CLASSES = 5  # that are kept at every position
-
-
-@dataclass(frozen=True)
-class _Table:
-    """What is found at the positions of one input, or of several with an axis more.
-
-    Attributes:
-        probs: of the likeliest classes.
-        classes: the likeliest classes.
-        scores: by method.
-        errors: standard errors of the scores, by method.
-        target_log_probs: log p of the targets, if there are any.
-        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets, one number for an input.
-    """
-
-    probs: Float[Tensor, "*t k"]
-    classes: Int[Tensor, "*t k"]
-    scores: dict[str, Tensor]
-    errors: dict[str, Tensor]
-    target_log_probs: Tensor | None = None
-    sequence: Tensor | None = None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "_Table":
-        """Change every tensor of positions.
-
-        Args:
-            change: applied to each tensor [*t] or [*t, k] in turn.
-        """
-        targets = self.target_log_probs
-        return _Table(
-            change(self.probs),
-            change(self.classes),
-            {name: change(values) for name, values in self.scores.items()},
-            {name: change(values) for name, values in self.errors.items()},
-            None if targets is None else change(targets),
-            self.sequence,
-        )
-
-    @classmethod
-    def join(cls, tables: "Sequence[_Table]", join: Callable[[list[Tensor]], Tensor]) -> "_Table":
-        """Several tables as one.
-
-        Args:
-            tables: with the same scores.
-            join: `torch.stack` or `torch.cat`.
-        """
-
-        def join_optional(parts: Iterable[Tensor | None]) -> Tensor | None:
-            present = [part for part in parts if part is not None]
-            return join(present) if present else None
-
-        scores: dict[str, Tensor] = {}
-        errors: dict[str, Tensor] = {}
-        for name in tables[0].scores:
-            scores[name] = join([t.scores[name] for t in tables])
-            errors[name] = join([t.errors[name] for t in tables])
-        return cls(
-            join([t.probs for t in tables]),
-            join([t.classes for t in tables]),
-            scores,
-            errors,
-            join_optional(t.target_log_probs for t in tables),
-            join_optional(t.sequence for t in tables),
-        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +78,7 @@ class PositionScorer:
         if self.positions.chosen is None:
             require_positions(self.methods)
         batch = name_arguments(self.model_context.model, batch)
-        tables: list[_Table] = []
+        tables: list[PositionTable] = []
         notes: dict[str, str] = {}
         for i, number in enumerate(numbers):
             sample = SampleAlone.of(batch, i)
@@ -149,14 +87,13 @@ class PositionScorer:
                 tables.append(self._score_everywhere(sample, number, targets))
             else:
                 tables.append(self._score_chosen(sample, number, notes))
-        table = _Table.join(tables, torch.stack)
+        table = PositionTable.join(tables, torch.stack)
         counted = self._counted_positions(table, batch, position_targets)
-        table = table.map(lambda values: _hide(values, counted))
-        return self._to_scored(table, numbers, notes, position_targets)
+        return self._to_scored(table.hide(counted), numbers, notes, position_targets)
 
     def _to_scored(
         self,
-        table: _Table,
+        table: PositionTable,
         numbers: Sequence[int],
         notes: dict[str, str],
         position_targets: PositionTargets,
@@ -249,7 +186,7 @@ class PositionScorer:
         sample: SampleAlone,
         number: int,
         targets: Int[Tensor, "..."] | None,
-    ) -> _Table:
+    ) -> PositionTable:
         """The scores at all positions; those that need gradients by the sketch.
 
         Args:
@@ -262,11 +199,11 @@ class PositionScorer:
         flat = logits.flatten(0, -2)
         self.model_context.cache.warn_of_probabilities(flat)
         if targets is not None:
-            targets = _fit_targets(sample.own(targets), shape).to(flat.device)
-        table = _top_classes(flat)
+            targets = flatten_targets(sample.own(targets), shape).to(flat.device)
+        table = PositionTable.of_logits(flat)
         table.scores.update(logit_scores(self.methods, flat, self.model_context))
         if targets is not None:
-            table = replace(table, target_log_probs=_log_probs(flat, targets))
+            table = replace(table, target_log_probs=log_probs_of_targets(flat, targets))
         expected = ExpectedLogits.of(flat)
         like = flat[:1].clone()
         dtype = at_least_float32(like).dtype
@@ -283,7 +220,7 @@ class PositionScorer:
         for name in self.methods:
             table.scores[name] = table.scores[name].to(dtype)
             table.errors.setdefault(name, torch.zeros_like(table.scores[name]))
-        return table.map(lambda t: sample.put_back(t.unflatten(0, shape), _missing(t)))
+        return table.map(lambda t: sample.put_back(t.unflatten(0, shape), missing_value(t)))
 
     def _sum_tangents(
         self,
@@ -328,7 +265,9 @@ class PositionScorer:
             del products  # before the next pass begins
         return sums
 
-    def _score_chosen(self, sample: SampleAlone, number: int, notes: dict[str, str]) -> _Table:
+    def _score_chosen(
+        self, sample: SampleAlone, number: int, notes: dict[str, str]
+    ) -> PositionTable:
         """The scores at a few positions, each as a classifier of its own.
 
         Args:
@@ -340,27 +279,27 @@ class PositionScorer:
         flat = logits.flatten(0, -2)
         live = live_positions(sample.batch, tuple(logits.shape[:-1]))
         length = len(flat) if sample.kept is None else sample.length
-        parts: list[_Table] = []
+        parts: list[PositionTable] = []
         for position in self.positions.chosen or ():
             if not -length <= position < length:
                 raise QualmsError(
-                    f"positions= names {position}, and the model answers at {length} positions."
+                    f"positions= names {position}, but the model answers at {length} positions."
                 )
             own = sample.own_position(position % length)
-            table = _top_classes(flat[[own or 0]])
+            table = PositionTable.of_logits(flat[[own or 0]])
             # Padding, or a hole in the mask.
             if own is None or (live is not None and not bool(live[0, own])):
-                table = table.map(lambda t: torch.full_like(t, _missing(t)))
+                table = table.map(lambda t: torch.full_like(t, missing_value(t)))
                 for name in self.methods:
                     table.scores[name] = table.errors[name] = table.probs[:, 0]
             else:
                 self._score_one(table, sample, number, own, notes)
             parts.append(table)
-        return _Table.join(parts, torch.cat)
+        return PositionTable.join(parts, torch.cat)
 
     def _score_one(
         self,
-        table: _Table,
+        table: PositionTable,
         sample: SampleAlone,
         number: int,
         position: int,
@@ -398,7 +337,7 @@ class PositionScorer:
 
     def _counted_positions(
         self,
-        table: _Table,
+        table: PositionTable,
         batch: Batch,
         position_targets: PositionTargets,
     ) -> Bool[Tensor, "b ..."]:
@@ -426,64 +365,8 @@ class PositionScorer:
             wanted = mask if chosen is None else mask.flatten(1)[:, list(chosen)]
             if wanted.shape != shape:
                 raise QualmsError(
-                    f"{name} has the shape {tuple(mask.shape)}, and the model answers at positions "
+                    f"{name} has the shape {tuple(mask.shape)}, but the model answers at positions "
                     f"of shape {tuple(shape)}; pass one entry for each position."
                 )
             counted &= wanted.to(counted.device)
         return counted
-
-
-def _fit_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tensor, " t"]:
-    """The targets in one row.
-
-    Raises:
-        QualmsError: if they do not have the shape of the answers.
-    """
-    if targets.shape != shape:
-        raise QualmsError(
-            f"the targets of an input have the shape {tuple(targets.shape)}, and the model answers "
-            f"at positions of shape {tuple(shape)}; pass one target for each position."
-        )
-    return targets.flatten()
-
-
-def _hide(values: Tensor, counted: Bool[Tensor, "b ..."]) -> Tensor:
-    """The values at counted positions, and what stands for nothing at the others."""
-    keep = counted if values.ndim == counted.ndim else counted.unsqueeze(-1)
-    return values.masked_fill(~keep, _missing(values))
-
-
-def _missing(values: Tensor) -> float:
-    """What stands where there is nothing: NaN, or class -1."""
-    return torch.nan if values.is_floating_point() else -1.0
-
-
-def _top_classes(logits: Float[Tensor, "t c"]) -> _Table:
-    """The likeliest classes at each position with their probabilities, and no scores yet."""
-    probs: list[Tensor] = []
-    classes: list[Tensor] = []
-    for block in blocks(*logits.shape):
-        p = logits[block].double().softmax(-1)
-        top = p.topk(min(TOP_CLASSES, logits.shape[1]))
-        probs.append(top.values)
-        classes.append(top.indices)
-    dtype = at_least_float32(logits[:1]).dtype
-    return _Table(torch.cat(probs).to(dtype), torch.cat(classes), {}, {})
-
-
-def _log_probs(logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]) -> Float[Tensor, " t"]:
-    """log p of the targets, NaN where there is none."""
-    is_class = (targets >= 0) & (targets < logits.shape[1])
-    wrong = targets[(targets != NOWHERE) & ~is_class]
-    if len(wrong):
-        raise QualmsError(
-            f"a target is {int(wrong[0])}, and there are {logits.shape[1]} classes; count them "
-            "from 0."
-        )
-    parts: list[Tensor] = []
-    for block in blocks(*logits.shape):
-        columns = targets[block].clamp_min(0)[:, None]
-        log_p = log_softmax(logits[block].double())
-        parts.append(log_p.gather(-1, columns)[:, 0])
-    found = torch.where(targets >= 0, torch.cat(parts), torch.nan)
-    return found.to(at_least_float32(logits[:1]).dtype)

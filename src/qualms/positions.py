@@ -90,8 +90,8 @@ class Positions:
             return cls(class_dim, reduce, None, ignore_index)
         if not chosen or not all(isinstance(position, int) for position in chosen):
             raise QualmsError(
-                f"positions={list(chosen)!r} are not whole numbers, one or more; count them row by "
-                "row."
+                f"positions={list(chosen)!r} is not a list of whole numbers; pass at least one "
+                "position, counted row by row."
             )
         return cls(class_dim, reduce, tuple(chosen), ignore_index)
 
@@ -100,7 +100,7 @@ class Positions:
         if self.chosen is not None:
             if asked == "auto":
                 raise QualmsError(
-                    "engine='auto' does not choose for a few positions=; use exact, or sketch."
+                    "engine='auto' cannot be used with positions=; pass 'exact' or 'sketch'."
                 )
             return asked or "exact"
         if asked in ("exact", "reference"):
@@ -135,7 +135,8 @@ class PositionTargets:
             return
         if self.spans is not None and positions.reduce is None:
             raise QualmsError(
-                "spans need reduce=, what to make of a span's scores: mean, max, sum or a quantile."
+                "spans need reduce=, to make one number of a span's scores; pass mean, max, sum or a "
+                "quantile."
             )
         if positions.chosen is None:
             return
@@ -149,8 +150,8 @@ class PositionTargets:
         for name, entries in self._by_name().items():
             if entries is not None and len(entries) > inputs:
                 raise QualmsError(
-                    f"{name} is for {len(entries)} inputs, and there are {inputs}; pass an entry "
-                    "for each."
+                    f"{name} has {len(entries)} entries, but there are {inputs} inputs; pass one "
+                    "entry for each input."
                 )
 
     def part(self, start: int, end: int) -> "PositionTargets":
@@ -158,7 +159,8 @@ class PositionTargets:
         for name, entries in self._by_name().items():
             if entries is not None and len(entries) < end:
                 raise QualmsError(
-                    f"{name} is for {len(entries)} inputs of {end} or more; pass an entry for each."
+                    f"{name} has {len(entries)} entries, but there are {end} inputs or more; pass one "
+                    "entry for each input."
                 )
         mask = targets = spans = None
         if self.mask is not None:

@@ -25,13 +25,14 @@ from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.methods.chosen import Methods, PixelStd, by_name, in_pixels, noisy_specs
 from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import Method, in_range
+from qualms.methods.method import Method
 from qualms.methods.price import LONG, Price, price_of, warn_of_long_run
 from qualms.methods.registry import DEFAULT
 from qualms.position_scores import PositionScorer
 from qualms.positions import Positions, PositionTargets, Reduce, Spans
 from qualms.provenance import Provenance, describe_scores
 from qualms.result import Scored, require_names
+from qualms.sample_scores import score_samples
 from qualms.threshold import Threshold
 
 PIXEL_MARGIN = 0.05  # beyond [0, 1], by which resized pixels may overshoot
@@ -282,7 +283,9 @@ class Scorer:
     def _score_batch(self, batch: Batch, numbers: Sequence[int]) -> Scored:
         """The scores of a model that gives one answer for each input.
 
-        `numbers` are those of the batch's inputs.
+        Args:
+            batch: of inputs.
+            numbers: of those inputs.
         """
         with self._open_model(batch) as model_context:
             context = BatchContext(model_context, batch, numbers)
@@ -291,31 +294,9 @@ class Scorer:
             seconds_each = (time.perf_counter() - start) / num_inputs
             self._resolve_engine(context)
             warn_of_long_run(context, self.methods.values(), seconds_each)
-            computed = {}
-            for method in self.methods.values():
-                if method not in computed:  # equal ones once
-                    computed[method] = method.score(context)
-            scores, errors, notes, estimated = {}, {}, {}, []
-            for name, method in self.methods.items():
-                scores[name] = in_range(computed[method], context.dtype, name, numbers)
-                errors[name] = method.error(context).detach().to(context.dtype)
-                note = method.note(context)
-                if note is not None:
-                    notes[name] = note
-                if isinstance(method, GradientScore) and context.estimates(method):
-                    estimated.append(name)
-            probs = context.probs.detach()
-        require_names(self.class_names, probs.shape[1])
-        return Scored(
-            scores,
-            errors,
-            probs,
-            numbers,
-            class_names=self.class_names,
-            threshold=self.threshold,
-            sketched=tuple(estimated),
-            notes=notes,
-        )
+            scored = score_samples(context, self.methods, numbers)
+        require_names(self.class_names, scored.probs.shape[1])
+        return replace(scored, class_names=self.class_names, threshold=self.threshold)
 
     def _score_positions(
         self,
@@ -426,9 +407,9 @@ class Scorer:
             return
         spec, self._noise_in_input_units = self._noise_in_input_units[0], ()
         warnings.warn(
-            f"the images range from {low:.3g} to {high:.3g}, so they look normalized, and the noise "
-            f"of {spec} is taken in these units; pass pixel_std=, the standard deviation that the "
-            "pixels were divided by, or pixel_std=1 to keep these units.",
+            f"the images range from {low:.3g} to {high:.3g}, so they look normalized; pass pixel_std= "
+            f"(the standard deviation that the pixels were divided by) to have the noise of {spec} "
+            "in pixels, or pixel_std=1 to keep it in these units.",
             UnitsWarning,
             stacklevel=2,
         )

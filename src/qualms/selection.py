@@ -140,7 +140,7 @@ def _require_diversity(diversity: int | float, pool: Any, method: Method, norm: 
         )
     if isinstance(pool, Iterator):
         raise QualmsError(
-            "the pool can be read only once, and diversity reads it twice; pass a list or a loader."
+            "the pool can be read only once, but diversity reads it twice; pass a list or a loader."
         )
     if norm != "l2":
         raise QualmsError(
@@ -153,7 +153,7 @@ def require_gradients(method: Method) -> None:
     """Raise an error for methods that have no gradients by which inputs could differ."""
     if not isinstance(method, GradientScore):
         raise QualmsError(
-            f"diversity needs a gradient score, such as {DEFAULT!r}, and {method.name} is not one."
+            f"diversity needs a gradient score, such as {DEFAULT!r}, but {method.name} is not one."
         )
 
 

@@ -305,7 +305,7 @@ def _certified_limit(
     if n < needed:
         raise QualmsError(
             f"{promise} takes {needed} labeled inputs, even if none of them is wrong, "
-            f"and there are {n}; add {needed - n}, or allow more risk."
+            f"but there are only {n}; add {needed - n}, or allow more risk."
         )
     ranks = _ranks_to_try(n, risk, confidence)
     chance = (1 - confidence) / len(ranks)  # of an unlucky sample, for each
@@ -363,5 +363,5 @@ def _explain_missing_labels(
     more = max(1.2, deviations**2 * variance / (risk - rate) ** 2 / best.accepted)
     return (
         f"takes about {float(f'{n * more:.1e}'):.0f} labeled inputs, as {best.wrong} of the "
-        f"{best.accepted} most certain are wrong, and there are {n}; add more, or allow more risk."
+        f"{best.accepted} most certain are wrong, but there are only {n}; add more, or allow more risk."
     )

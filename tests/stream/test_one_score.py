@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from pyarrow import parquet
 
@@ -37,11 +38,16 @@ def pictures_here(weights_here: Path) -> Path:
     return weights_here
 
 
-def expected() -> Scores:
-    """By a scorer of the library, one image at a time."""
+def network_and_scorer() -> tuple[Network, qualms.Scorer]:
     model = load_model("digits-cnn", "weights.pt")
     network = Network("digits-cnn", model, DATASETS["digits"].normalization)
     scorer = qualms.Scorer(model, [SMOOTH, PERTURB], pixel_std=NORMAL.std[0], seed=SEED)
+    return network, scorer
+
+
+def expected() -> Scores:
+    """By a scorer of the library, one image at a time."""
+    network, scorer = network_and_scorer()
     found = {}
     for place in range(COUNT):
         x, numbers = network.numbered_inputs(load("digits").take(slice(place, place + 1)))
@@ -77,6 +83,19 @@ def of_journal(path: Path, images: str) -> Scores:
             for place, scores in enumerate(each, row["first"]):
                 found[order[place]] = scores
     return found
+
+
+def test_scorer_with_numbers(pictures_here: Path) -> None:
+    """In one batch, in reverse; by place both scores are others, so that the tests here can fail."""
+    network, scorer = network_and_scorer()
+    order = torch.arange(COUNT - 1, -1, -1)
+    x, numbers = network.numbered_inputs(load("digits").take(order))
+    found = scorer(x, numbers=numbers).scores.values()
+    columns = [values.tolist() for values in found]
+    digits = [f"-{number}" for number in order.tolist()]
+    assert_same(dict(zip(digits, zip(*columns, strict=True), strict=True)))
+    for by_pixels, by_place in zip(found, scorer(x).scores.values(), strict=True):
+        assert (by_pixels / by_place - 1).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("folder", ["pictures", "shuffled"])
@@ -134,9 +153,7 @@ def test_service(pictures_here: Path) -> None:
     from qualms.service.scoring import Served
     from tests.helpers.services import client
 
-    model = load_model("digits-cnn", "weights.pt")
-    network = Network("digits-cnn", model, DATASETS["digits"].normalization)
-    scorer = qualms.Scorer(model, [SMOOTH, PERTURB], pixel_std=NORMAL.std[0], seed=SEED)
+    network, scorer = network_and_scorer()
     files = []
     for path in sorted((pictures_here / "shuffled").iterdir()):
         files.append(("images", (path.name, io.BytesIO(path.read_bytes()), "image/png")))

@@ -166,7 +166,7 @@ def test_rows_of_another_method_or_network_are_not_taken_for_its_own() -> None:
 
 
 def test_a_pool_that_runs_out_is_told() -> None:
-    with pytest.raises(QualmsError, match="the pool has 5 images left, and 10 are wanted"):
+    with pytest.raises(QualmsError, match="the pool has 5 images left, but a cycle adds 10"):
         list(run(Journal(None, {}), replace(PLAN, pool=15)))
 
 

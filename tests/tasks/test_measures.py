@@ -15,10 +15,10 @@ from qualms.report.tables import calibration_table, list_left_out, ood_table, ru
 from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.calibration import calibration
+from qualms.tasks.image_scores import score_images
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import score_images
 
 METHODS = {name: parse(name) for name in ("regrad+layers", "entropy", "energy", "negrad")}
 

@@ -109,7 +109,7 @@ def test_costs_are_those_of_the_methods_of_the_tables(
     }
     asked = []
     monkeypatch.setattr(reproduce, "table_methods", lambda *given: asked.append(given) or chosen)
-    monkeypatch.setattr(reproduce, "LEARNT_FROM", 20)
+    monkeypatch.setattr(reproduce, "MAX_TRAIN_IMAGES", 20)
     built = []
     monkeypatch.setattr(
         reproduce, "load_model", lambda name: built.append(name) or load_model("svhn-cnn")

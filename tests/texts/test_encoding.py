@@ -54,6 +54,6 @@ def test_tokens_that_the_model_does_not_know_are_told() -> None:
     model.resize_token_embeddings(100)
     with pytest.raises(
         QualmsError,
-        match=r"x has token \d+, and mine knows tokens 0 to 99; its tokenizer is another",
+        match=r"x has token \d+, but mine has tokens 0 to 99; use the model",
     ):
         encode(LanguageModel("mine", model, tokenizer()), Document("x", "a little girl"))

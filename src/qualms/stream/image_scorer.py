@@ -1,15 +1,36 @@
 """`ImageScorer`: images in, scores out. Every command, task and service scores images by it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from qualms.data import Images
 from qualms.errors import QualmsError
-from qualms.methods.method import NotFinite
+from qualms.methods.method import TRAINING_DATA, Method, NotFinite
 from qualms.result import Scored
 from qualms.scorer import Scorer
-from qualms.stream.network import Network
+from qualms.stream.network import InputBatches, Network
+
+
+def make_scorer(
+    network: Network, methods: Mapping[str, Method], train: Images | None = None, **options: Any
+) -> Scorer:
+    """A scorer of a network's model.
+
+    Args:
+        network: whose model and ensemble members are used.
+        methods: by name, with noise for pixels in [0, 1], as papers give it.
+        train: images that methods may learn from; used only if one of the methods does.
+        options: engine, tolerance and seed, as for `Scorer`.
+    """
+    scaled: dict[str, Method] = {}
+    batches = None
+    for name, method in methods.items():
+        scaled[name] = network.scale_noise(method)
+        if train is not None and TRAINING_DATA in method.needs:
+            batches = InputBatches(network, train)
+    return Scorer(network.model, scaled, train=batches, models=network.members, **options)
 
 
 @dataclass(frozen=True)

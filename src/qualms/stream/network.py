@@ -153,8 +153,8 @@ class Network:
         classes = self.logits(images.take(slice(0, 1))).shape[1]
         if len(images.classes) != classes:
             raise QualmsError(
-                f"{self.name} tells {classes} classes apart, and {source} has "
-                f"{len(images.classes)}; give a folder for each class, or name the network's "
+                f"{self.name} outputs {classes} classes, but {source} has "
+                f"{len(images.classes)}; make a folder for each class, or name the network's "
                 "classes."
             )
 
@@ -170,7 +170,7 @@ class Network:
         classes = logits.shape[1]
         if highest > classes or known not in (None, classes):
             raise QualmsError(
-                f"{self.name} tells {classes} classes apart, and {images.name} has "
+                f"{self.name} outputs {classes} classes, but {images.name} has "
                 f"{known or highest}; choose a network for these images."
             )
         return accuracy(logits, labels)
@@ -223,15 +223,14 @@ def _match_classes(
     for name in found:
         if name not in places:
             raise QualmsError(
-                f"{source} has the class {name!r}, which {network} does not know: its classes are "
-                f"called {', '.join(names[:3])} …; give the folders their names, or name the "
-                "network's classes."
+                f"{source} has the class {name!r}, which {network} does not have: its classes are "
+                f"{', '.join(names[:3])} …; rename the folders, or name the network's classes."
             )
         if len(places[name]) != counts[name]:
             which = " and ".join(map(str, places[name]))
             raise QualmsError(
                 f"{source} has the class {name!r}, which is the name of the classes {which} of "
-                f"{network}; give those different names with --classes."
+                f"{network}; give these different names with --classes."
             )
         numbers.append(places[name][seen[name]])
         seen[name] += 1

@@ -1,27 +1,46 @@
 """Where scores go, and the loop that every long run shares."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from qualms.progress import ProgressFn
 from qualms.result import Scored
-from qualms.stream.source import ImageBatch
 
 
-class Sink(Protocol):
+class Batch(Protocol):
+    """Consecutive samples of a source: images, or windows of a text."""
+
+    @property
+    def first(self) -> int:
+        """The position of the first sample in the source."""
+
+    @property
+    def count(self) -> int:
+        """How many samples of the source there are, with those that could not be read."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of the samples could be read."""
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+BatchT_contra = TypeVar("BatchT_contra", bound=Batch, contravariant=True)
+
+
+class Sink(Protocol[BatchT_contra]):
     """Takes the scores of a stream, batch by batch: into a table, a journal or shards."""
 
-    def has(self, batch: ImageBatch) -> bool:
+    def has(self, batch: BatchT_contra) -> bool:
         """Whether an earlier run has saved the scores of this batch."""
 
-    def write(self, batch: ImageBatch, scored: Scored | None) -> None:
-        """Save one batch; `scored` is None if none of its images could be read."""
+    def write(self, batch: BatchT_contra, scored: Scored | None) -> None:
+        """Save one batch; `scored` is None if none of its samples could be read."""
 
 
 def score_stream(
-    batches: Iterable[ImageBatch],
-    score: Callable[[ImageBatch], Scored],
-    sink: Sink,
+    batches: Iterable[BatchT],
+    score: Callable[[BatchT], Scored],
+    sink: Sink[BatchT],
     progress: Callable[[int], None],
 ) -> None:
     """Score the batches of a source into a sink. Batches that the sink has are skipped.
@@ -34,21 +53,24 @@ def score_stream(
     """
     for batch in batches:
         if not sink.has(batch):
-            sink.write(batch, score(batch) if len(batch.images) else None)
+            sink.write(batch, None if batch.is_empty else score(batch))
         progress(batch.first + batch.count)
 
 
-def report_to(progress: ProgressFn | None, name: str, total: int | None) -> Callable[[int], None]:
+def report_to(
+    progress: ProgressFn | None, name: str, total: int | None, samples: str = "images"
+) -> Callable[[int], None]:
     """How `score_stream` reports its position to a progress callback.
 
     Args:
         progress: the callback; None reports nothing.
-        name: what people call the images.
-        total: how many there are; None if that is not known.
+        name: what people call the source.
+        total: how many samples it has; None if that is not known.
+        samples: what they are called.
     """
 
     def report(done: int) -> None:
         if progress is not None:
-            progress(f"images of {name} scored", done, total or done)
+            progress(f"{samples} of {name} scored", done, total or done)
 
     return report

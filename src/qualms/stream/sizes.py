@@ -2,11 +2,22 @@
 
 from collections.abc import Iterator
 
-BATCH = 32  # images that are read, scored and saved together: what a stop loses at most
-FORWARD_BATCH = 256  # images in a plain forward pass, which keeps nothing for a backward pass
-SERVICE_BATCH = 16  # images that the service scores between two looks at the deadline
-TOKEN_WINDOWS = 4  # windows of a text that are scored together
-FIRST_SIZES = (1, 3, 12, 16)  # of the first batches; they add up to one batch of the usual size
+# Images that are read, scored and saved together: what a stop loses at most.
+BATCH = 32
+# Of the first batches, which add up to one of the usual size.
+FIRST_SIZES = (1, 3, 12, 16)
+# Images in a plain forward pass, which keeps nothing for a backward pass.
+FORWARD_BATCH = 256
+# Images in a forward pass that evaluates a network during training.
+EVALUATION_BATCH = 500
+# Images that the service scores between two looks at the deadline.
+SERVICE_BATCH = 16
+# Windows of a text that are scored together.
+TOKEN_WINDOWS = 4
+# Windows whose scores are saved together: what a stop loses at most.
+SAVED_WINDOWS = 8
+# Files of a folder that are sent to a process together.
+SPLIT_FILES = 256
 
 
 def batch_sizes(count: int, largest: int = BATCH) -> Iterator[int]:

@@ -23,11 +23,10 @@ from qualms.data.parquet import parquet_files, parquet_outline
 from qualms.data.reading import File, read_images
 from qualms.data.tar import tar_files
 from qualms.errors import QualmsError
-from qualms.stream.sizes import BATCH, batch_sizes
+from qualms.stream.sizes import BATCH, SPLIT_FILES, batch_sizes
 
 Sizes = Iterator[int]  # of consecutive batches
 THREADS = 2  # that decode
-FILES = 256  # of a folder in a split
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,11 @@ class ImageBatch:
     images: Images
     rejected: tuple[Rejected, ...] = ()
     first: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of the images could be read."""
+        return len(self.images) == 0
 
 
 Reader = Callable[[], ImageBatch]  # reads one batch; may run in a thread
@@ -118,13 +122,12 @@ def open_source(
         strict: whether an image that cannot be read is an error.
     """
     files = _find_files(data, root)
-    if not files:
-        return _of_memory(data, load(data, root, transform=transform, strict=strict))
+    reader = _FileReader(data, transform, strict)
     kinds = {file.suffix.lower() for file in files}
     if kinds == {".parquet"}:
-        return _of_parquet(data, files, transform, strict)
+        return _of_parquet(files, reader)
     if kinds == {".tar"}:
-        return _of_tar(data, files, transform, strict)
+        return _of_tar(files, reader)
     if len(files) > 1:
         raise QualmsError(
             f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern must match only "
@@ -132,8 +135,8 @@ def open_source(
         )
     if kinds == {".npz"}:
         return _of_arrays(data, files[0], transform)
-    if files[0].is_dir():
-        return _of_folder(data, list_folder(files[0], "test"), transform, strict)
+    if files and files[0].is_dir():
+        return _of_folder(list_folder(files[0], "test"), reader)
     return _of_memory(data, load(data, root, transform=transform, strict=strict))
 
 
@@ -151,27 +154,46 @@ def _find_files(data: str, root: Path | None) -> list[Path]:
     return []
 
 
-def _of_parquet(
-    data: str, files: list[Path], transform: ImageTransform | None, strict: bool
-) -> Source:
-    """The rows of .parquet files; a split is a group of rows.
+@dataclass(frozen=True)
+class _FileReader:
+    """How the files of a source are read.
 
     Args:
-        data: what people call them.
-        files: in the order of the rows.
-        transform: applied while reading.
+        name: what people call the images.
+        transform: applied to each image; None keeps its size.
         strict: whether an image that cannot be read is an error.
     """
+
+    name: str
+    transform: ImageTransform | None
+    strict: bool
+
+    def readers(self, files: Iterable[File], sizes: Sizes) -> Iterator[Reader]:
+        """A reader for each batch of consecutive files."""
+        rest = iter(files)
+        while some := tuple(islice(rest, next(sizes))):
+            yield partial(self.read, some)
+
+    def read(self, files: tuple[File, ...]) -> ImageBatch:
+        """Read one batch of files."""
+        read = read_images(files, self.name, self.transform, self.strict, may_be_empty=True)
+        ids = tuple(files[place].id for place in read.kept)
+        images = Images(self.name, torch.from_numpy(read.pixels), None, ids=ids)
+        return ImageBatch(len(files), images, read.rejected)
+
+
+def _of_parquet(files: list[Path], reader: _FileReader) -> Source:
+    """The rows of .parquet files, in order; a split is a group of rows."""
     groups, classes = zip(*map(parquet_outline, files), strict=True)
     rows = list(map(sum, groups))
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        return _readers(_rows_of(files, rows, start), sizes, data, transform, strict)
+        return reader.readers(_rows_of(files, rows, start), sizes)
 
     def splits() -> list[Split]:
         return list(_splits_of_rows(_absolute(files), groups))
 
-    return Source(data, classes[0], _fingerprint(files), sum(rows), readers, splits)
+    return Source(reader.name, classes[0], _fingerprint(files), sum(rows), readers, splits)
 
 
 def _rows_of(paths: list[Path], rows: Sequence[int], start: int) -> Iterator[File]:
@@ -206,25 +228,21 @@ def _rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
             left -= 1
 
 
-def _of_tar(data: str, files: list[Path], transform: ImageTransform | None, strict: bool) -> Source:
-    """The images of .tar files; a split is a file. How many there are, only reading tells.
+def _of_tar(files: list[Path], reader: _FileReader) -> Source:
+    """The images of .tar files, in order; a split is a file.
 
-    Args:
-        data: what people call them.
-        files: in the order of the images.
-        transform: applied while reading.
-        strict: whether an image that cannot be read is an error.
+    How many there are, only reading tells.
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         rest = islice(_members(files), start, None)  # those before are skipped, not decoded
-        return _readers(rest, sizes, data, transform, strict)
+        return reader.readers(rest, sizes)
 
     def splits() -> list[Split]:
         prefixes = _prefixes(_absolute(files))
         return [partial(tar_files, path, prefix) for path, prefix in prefixes.items()]
 
-    return Source(data, (), _fingerprint(files), None, readers, splits)
+    return Source(reader.name, (), _fingerprint(files), None, readers, splits)
 
 
 def _members(paths: list[Path]) -> Iterator[File]:
@@ -232,46 +250,45 @@ def _members(paths: list[Path]) -> Iterator[File]:
         yield from tar_files(path, prefix)
 
 
-def _of_folder(
-    data: str, listing: Listing, transform: ImageTransform | None, strict: bool
-) -> Source:
-    """The files of a folder; a split is some of them.
-
-    Args:
-        data: what people call them.
-        listing: of the folder.
-        transform: applied while reading.
-        strict: whether an image that cannot be read is an error.
-    """
+def _of_folder(listing: Listing, reader: _FileReader) -> Source:
+    """The files of a folder; a split is some of them."""
     files, folder = listing.files, listing.path
     if not files:
         raise QualmsError(f"{folder} holds no images; check that it is the one you meant.")
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        return _readers(listing.to_read(start), sizes, data, transform, strict)
+        return reader.readers(listing.to_read(start), sizes)
 
     def splits() -> list[Split]:
         found: list[Split] = []
-        for start in range(0, len(files), FILES):
-            some = _absolute(files[start : start + FILES])
+        for start in range(0, len(files), SPLIT_FILES):
+            some = _absolute(files[start : start + SPLIT_FILES])
             found.append(partial(_some_files, Listing(folder.absolute(), some, None, (), [])))
         return found
 
     fingerprint = _fingerprint(files, folder)
-    return Source(data, listing.classes, fingerprint, len(files), readers, splits)
+    return Source(reader.name, listing.classes, fingerprint, len(files), readers, splits)
 
 
 def _some_files(listing: Listing) -> Iterator[File]:
     """Some of a folder's files, on a machine that may not have them."""
     if not listing.path.is_dir():
         raise QualmsError(
-            f"{listing.path} is not there on {platform.node()}; every machine must find the images "
+            f"{listing.path} does not exist on {platform.node()}; every machine must find the images "
             "at the same path."
         )
     return listing.to_read()
 
 
 def _of_arrays(data: str, path: Path, transform: ImageTransform | None) -> Source:
+    """The test images of a .npz file.
+
+    Args:
+        data: what people call them.
+        path: of the file.
+        transform: applied while reading; None keeps their size.
+    """
+
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         for pixels in npz_parts(path, "test", start, sizes):
             yield partial(_transform, Images(data, torch.from_numpy(pixels), None), transform)
@@ -280,7 +297,8 @@ def _of_arrays(data: str, path: Path, transform: ImageTransform | None) -> Sourc
 
 
 def _transform(images: Images, transform: ImageTransform | None) -> ImageBatch:
-    return ImageBatch(len(images), images if transform is None else transform.apply(images))
+    own = images if transform is None else transform.apply(images)
+    return ImageBatch(len(images), own)
 
 
 def _of_memory(data: str, images: Images) -> Source:
@@ -293,40 +311,6 @@ def _of_memory(data: str, images: Images) -> Source:
             yield partial(ImageBatch, len(part), part)
 
     return Source(data, images.classes, images.fingerprint(), len(images), readers)
-
-
-def _readers(
-    files: Iterable[File], sizes: Sizes, where: str, transform: ImageTransform | None, strict: bool
-) -> Iterator[Reader]:
-    """A reader for each batch of files.
-
-    Args:
-        files: in order.
-        sizes: of the batches.
-        where: what people call the images.
-        transform: applied while reading.
-        strict: whether an image that cannot be read is an error.
-    """
-    rest = iter(files)
-    while some := tuple(islice(rest, next(sizes))):
-        yield partial(_read, some, where, transform, strict)
-
-
-def _read(
-    files: tuple[File, ...], where: str, transform: ImageTransform | None, strict: bool
-) -> ImageBatch:
-    """One batch of files.
-
-    Args:
-        files: of the batch.
-        where: what people call the images.
-        transform: applied to each image.
-        strict: whether an image that cannot be read is an error.
-    """
-    read = read_images(files, where, transform, strict, may_be_empty=True)
-    ids = tuple(files[place].id for place in read.kept)
-    images = Images(where, torch.from_numpy(read.pixels), None, ids=ids)
-    return ImageBatch(len(files), images, read.rejected)
 
 
 def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:

@@ -8,6 +8,7 @@ m2 most uncertain of the pool and retrain from scratch. The start is drawn from 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ from qualms.random import generator
 from qualms.selection import require_gradients, select
 from qualms.stream.network import InputBatches, Network
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import CycleKey, CycleMeasures, CycleRow, PickKey, PickRow
+from qualms.tasks.row_measures import CycleMeasures
+from qualms.tasks.rows import CycleKey, CycleRow, PickKey, PickRow
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation
@@ -110,79 +112,92 @@ def active(
     total = len(methods) * (plan.cycles + 1)
     done = 0
     for name, method in methods.items():
-        chosen: list[int] = []
-        for cycle in range(plan.cycles + 1):
-            key: CycleKey = {
-                "row": "cycle",
-                "data": train.name,
-                "seed": seed,
-                "from": trainer.weights,
-                "method": name if cycle else "start",
-                "cycle": cycle,
-            }
-            if cycle:
-                key["exactly"] = repr(method)
-            row = _cycle_row(trainer, key, chosen, test, journal)
-            if cycle or done == 0:
+        for row in _cycle_rows(trainer, name, method, test, journal):
+            if row["cycle"] or done == 0:
                 yield row
-            if cycle < plan.cycles:
-                asked: PickKey = {
-                    "row": "pick",
-                    "data": train.name,
-                    "seed": seed,
-                    "from": trainer.weights,
-                    "method": name,
-                    "exactly": repr(method),
-                    "cycle": cycle,
-                }
-                picks = journal.where(**asked)
-                if not picks:
-                    picks = [journal.add(PickRow(**asked, chosen=trainer.pick(chosen, method)))]
-                chosen = chosen + picks[0]["chosen"]
             done += 1
             if progress is not None:
                 progress("cycles", done, total)
 
 
-def _cycle_row(
-    trainer: "_Trainer", key: CycleKey, chosen: list[int], test: Images, journal: Journal
-) -> CycleRow:
-    """Return the row of a cycle, from the journal if it is there.
+def _cycle_rows(
+    trainer: "_Trainer", name: str, method: Method | None, test: Images, journal: Journal
+) -> Iterator[CycleRow]:
+    """Run all cycles of one method.
+
+    Args:
+        trainer: Trains the network.
+        name: The name that rows have.
+        method: Picks the images; None picks at random.
+        test: The images that the network is judged on.
+        journal: Keeps the rows.
+
+    Yields:
+        The row of the start, and one for each cycle.
+    """
+    chosen: list[int] = []
+    for cycle in range(trainer.plan.cycles + 1):
+        key: CycleKey = {
+            "row": "cycle",
+            "data": trainer.images.name,
+            "seed": trainer.seed,
+            "from": trainer.weights,
+            "method": name if cycle else "start",
+            "cycle": cycle,
+        }
+        if cycle:
+            key["exactly"] = repr(method)
+        yield journal.get_or_add(key, partial(_measure_cycle, trainer, key, chosen, test))
+        if cycle < trainer.plan.cycles:
+            pick_key: PickKey = {
+                "row": "pick",
+                "data": trainer.images.name,
+                "seed": trainer.seed,
+                "from": trainer.weights,
+                "method": name,
+                "exactly": repr(method),
+                "cycle": cycle,
+            }
+            pick = journal.get_or_add(pick_key, partial(_pick, trainer, pick_key, chosen, method))
+            chosen = chosen + pick["chosen"]
+
+
+def _measure_cycle(trainer: "_Trainer", key: CycleKey, chosen: list[int], test: Images) -> CycleRow:
+    """Train the network on the start and the images picked so far, and measure how good it is.
 
     Args:
         trainer: Trains the network.
         key: Identifies the row.
         chosen: The images picked so far.
         test: The images that the network is judged on.
-        journal: Keeps the rows.
     """
-    known = journal.where(**key)
-    if known:
-        return known[0]
-    began = time.perf_counter()
+    start = time.perf_counter()
     logits = trainer.train(chosen).logits(test)
     measures: CycleMeasures = {
         "accuracy": accuracy(logits, test.labels),
         "nll": nll(logits, test.labels),
         "nll_softmax_twice": nll_softmax_twice(logits, test.labels),
     }
-    seconds = round(time.perf_counter() - began, 2)
+    seconds = round(time.perf_counter() - start, 2)
     labeled = len(trainer.parts.start) + len(chosen)
     row: CycleRow = {**key, "labeled": labeled, **measures, "seconds": seconds}
-    return journal.add(row)
+    return row
+
+
+def _pick(trainer: "_Trainer", key: PickKey, chosen: list[int], method: Method | None) -> PickRow:
+    """Pick the images that get a label next.
+
+    Args:
+        trainer: Trains the network that scores them.
+        key: Identifies the row.
+        chosen: The images picked so far.
+        method: Scores the images; None picks at random.
+    """
+    return PickRow(**key, chosen=trainer.pick(chosen, method))
 
 
 class _Trainer:
-    """Trains a network on the images picked so far, and picks the next ones.
-
-    Args:
-        build: As in `active`.
-        images: The training images.
-        normalization: Of the network's inputs.
-        plan: How to train, and how many images to pick.
-        parts: Of the training images.
-        seed: Decides the weights and all draws.
-    """
+    """Trains a network on the images picked so far, and picks the next ones."""
 
     def __init__(
         self,
@@ -193,6 +208,16 @@ class _Trainer:
         parts: Parts,
         seed: int,
     ) -> None:
+        """Set up the training; nothing is trained yet.
+
+        Args:
+            build: As in `active`.
+            images: The training images.
+            normalization: Of the network's inputs.
+            plan: How to train, and how many images to pick.
+            parts: Of the training images.
+            seed: Decides the weights and all draws.
+        """
         self.build, self.images, self.normalization = build, images, normalization
         self.plan, self.parts, self.seed = plan, parts, seed
         self.weights = f"{fingerprint(self._build())} {normalization}"
@@ -211,7 +236,7 @@ class _Trainer:
         model = self._build()
         fit(
             model,
-            self._labeled(chosen),
+            self._take_labeled(chosen),
             self.plan.recipe,
             self.normalization,
             validation=self.images.take(self.parts.validation),
@@ -231,7 +256,7 @@ class _Trainer:
         left = pool[~torch.isin(pool, torch.tensor(chosen).long())]
         if len(left) < count:
             raise QualmsError(
-                f"the pool has {len(left)} images left, and {count} are wanted; run fewer cycles."
+                f"the pool has {len(left)} images left, but a cycle adds {count}; run fewer cycles."
             )
         if method is None:
             order = torch.randperm(len(left), generator=generator(self.seed, PICK, len(chosen)))
@@ -239,7 +264,7 @@ class _Trainer:
         network = self.train(chosen)
         batches = None
         if TRAINING_DATA in method.needs:
-            batches = InputBatches(network, self._labeled(chosen))
+            batches = InputBatches(network, self._take_labeled(chosen))
         picked = select(
             network.model,
             InputBatches(network, self.images.take(left)),
@@ -252,11 +277,13 @@ class _Trainer:
         return left[picked].tolist()
 
     def _build(self) -> nn.Module:
+        """Build the network with the weights that every training starts from."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return self.build()
 
-    def _labeled(self, chosen: list[int]) -> Images:
+    def _take_labeled(self, chosen: list[int]) -> Images:
+        """Return the images of the start, and those picked so far."""
         return self.images.take(torch.cat([self.parts.start, torch.tensor(chosen).long()]))
 
 
@@ -278,7 +305,8 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
     each, rest = divmod(plan.start, classes)
     if each < 1 or rest:
         raise QualmsError(
-            f"a balanced start of {plan.start} images is not a multiple of the {classes} classes."
+            f"a balanced start of {plan.start} images is not a multiple of the {classes} classes; "
+            "start with a multiple."
         )
     order = torch.randperm(block, generator=generator(seed, START))
     start = []

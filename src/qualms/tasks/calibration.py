@@ -1,6 +1,7 @@
 """Calibration of uncertainty: are the predictions with the lowest scores the correct ones?"""
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -10,16 +11,17 @@ from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aurc, interval, raulc, selective_risk
 from qualms.progress import ProgressFn
 from qualms.stream.network import Network
-from qualms.tasks.journal import Journal
-from qualms.tasks.rows import CalibrationKey, CalibrationMeasures, CalibrationRow
-from qualms.tasks.scoring import (
+from qualms.tasks.image_scores import (
     DRAWS,
-    Methods,
     choose_engine,
     engine_label,
     parameters,
     score_images,
 )
+from qualms.tasks.journal import Journal
+from qualms.tasks.row_measures import CalibrationMeasures
+from qualms.tasks.rows import CalibrationKey, CalibrationRow
+from qualms.tasks.score_rows import Methods
 
 
 def calibration(
@@ -80,15 +82,20 @@ def calibration(
             "n": len(images),
             "images": images.fingerprint(),
         }
-        rows = journal.where(**key)
-        if rows:
-            yield rows[0]
-        else:
-            measures = _measures(found.scores[name], found.correct)
-            yield journal.add(CalibrationRow(**key, **measures))
+        yield journal.get_or_add(key, partial(_row, key, found.scores[name], found.correct))
+
+
+def _row(key: CalibrationKey, uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationRow:
+    return CalibrationRow(**key, **_measures(uncertainty, correct))
 
 
 def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasures:
+    """Measure how well scores rank predictions.
+
+    Args:
+        uncertainty: A score for each prediction, [n].
+        correct: Whether each prediction is right, [n].
+    """
     found: CalibrationMeasures = {
         "accuracy": float(correct.mean()),
         "aurc": aurc(uncertainty, correct),

@@ -6,7 +6,7 @@ only continued by the same run. A line that was cut short is dropped when the fi
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
-    overload,
 )
 
 from qualms.disk import append_lines, lock_file
@@ -58,15 +57,7 @@ ROW_TYPES: dict[str, Any] = {
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """The rows of one run, in memory and, with a path, on disk.
-
-    Args:
-        path: The file; None keeps the rows in memory only.
-        about: What decides the values of the rows, such as the network and the seed. An existing
-            file must have the same.
-        advice: What errors advise about a file that cannot be continued.
-        replace: Whether to start such a file anew instead, provided that it holds rows of a run.
-    """
+    """The rows of one run, in memory and, with a path, on disk."""
 
     def __init__(
         self,
@@ -75,6 +66,16 @@ class Journal(AbstractContextManager["Journal"]):
         advice: str = "choose another file, or delete it",
         replace: bool = False,
     ) -> None:
+        """Begin a file, or continue one; it is locked until the journal is closed.
+
+        Args:
+            path: The file; None keeps the rows in memory only.
+            about: What decides the values of the rows, such as the network and the seed. An
+                existing file must have the same.
+            advice: What errors advise about a file that cannot be continued.
+            replace: Whether to start such a file anew instead, provided that it holds rows of a
+                run.
+        """
         self._rows: list[Row] = []
         self._file: IO[bytes] | None = None
         if path is None:
@@ -99,6 +100,7 @@ class Journal(AbstractContextManager["Journal"]):
             self._write(about)
 
     def _continue(self, about: dict[str, Any], advice: str) -> None:
+        """Read the rows of the open file, which must be empty or hold a run of the same kind."""
         assert self._file is not None
         first, *self._rows = _read_and_repair(self._file, self._path) or [{}]
         if not first:
@@ -114,33 +116,19 @@ class Journal(AbstractContextManager["Journal"]):
         self._rows.append(row)
         return row
 
-    @overload
-    def where(self, *, row: Literal["ood"], **key: Any) -> list[OodRow]: ...
-    @overload
-    def where(self, *, row: Literal["calibration"], **key: Any) -> list[CalibrationRow]: ...
-    @overload
-    def where(self, *, row: Literal["scores"], **key: Any) -> list[ScoresRow]: ...
-    @overload
-    def where(self, *, row: Literal["accuracy"], **key: Any) -> list[AccuracyRow]: ...
-    @overload
-    def where(self, *, row: Literal["cycle"], **key: Any) -> list[CycleRow]: ...
-    @overload
-    def where(self, *, row: Literal["pick"], **key: Any) -> list[PickRow]: ...
-    @overload
-    def where(self, *, row: Literal["runtime"], **key: Any) -> list[RuntimeRow]: ...
-    @overload
-    def where(self, *, row: Literal["tokens"], **key: Any) -> list[TokensRow]: ...
-    @overload
-    def where(self, *, row: Literal["text"], **key: Any) -> list[TextRow]: ...
-    @overload
-    def where(self, *, row: Literal["next-token"], **key: Any) -> list[NextTokenRow]: ...
-    @overload
-    def where(self, *, row: Literal["part"], **key: Any) -> list[PartRow]: ...
-    @overload
-    def where(self, **key: Any) -> list[Row]: ...
-    def where(self, **key: Any) -> Any:
+    def where(self, **key: Any) -> list[Any]:
         """Return the rows that have these values."""
         return [row for row in self._rows if all(row.get(k) == v for k, v in key.items())]
+
+    def get_or_add(self, key: Mapping[str, Any], measure: Callable[[], Kind]) -> Kind:
+        """Return the row with this key; measure and add it if the journal lacks it.
+
+        Args:
+            key: All that decides the row's numbers.
+            measure: Returns the whole row.
+        """
+        known = self.where(**key)
+        return known[0] if known else self.add(measure())
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)

@@ -1,22 +1,26 @@
 """Out-of-distribution detection: can scores detect images of other datasets?"""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
 
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.metrics import aupr, auroc, fpr95, interval
 from qualms.progress import ProgressFn
 from qualms.stream.network import Network
-from qualms.tasks.journal import Journal
-from qualms.tasks.rows import OodKey, OodMeasures, OodRow
-from qualms.tasks.scoring import (
+from qualms.tasks.image_scores import (
     DRAWS,
-    Methods,
     choose_engine,
     engine_label,
     parameters,
     score_images,
 )
+from qualms.tasks.journal import Journal
+from qualms.tasks.row_measures import OodMeasures
+from qualms.tasks.rows import OodKey, OodRow
+from qualms.tasks.score_rows import Methods
 
 
 def ood(
@@ -85,11 +89,7 @@ def ood(
                 "n_out": len(images),
                 "images": f"{inside.fingerprint()} {images.fingerprint()}",
             }
-            rows = journal.where(**key)
-            if rows:
-                yield rows[0]
-            else:
-                yield journal.add(OodRow(**key, **_measures(known[name], scores[name])))
+            yield journal.get_or_add(key, partial(_row, key, known[name], scores[name]))
 
 
 def resize_like(network: Network, inside: Images, other: Images) -> Images:
@@ -107,7 +107,17 @@ def resize_like(network: Network, inside: Images, other: Images) -> Images:
     return other
 
 
-def _measures(inside: object, outside: object) -> OodMeasures:
+def _row(key: OodKey, inside: np.ndarray, outside: np.ndarray) -> OodRow:
+    return OodRow(**key, **_measures(inside, outside))
+
+
+def _measures(inside: np.ndarray, outside: np.ndarray) -> OodMeasures:
+    """Measure how well scores tell two datasets apart.
+
+    Args:
+        inside: A score for each image of the dataset that the network knows, [n].
+        outside: The same for the other dataset, which is the positive class, [m].
+    """
     low, high = interval(auroc, inside, outside)
     return {
         "auroc": auroc(inside, outside),

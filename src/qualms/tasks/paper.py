@@ -1,4 +1,4 @@
-"""The paper's settings and numbers (Wang & Ji, CVPR 2024), to be put beside ours."""
+"""The settings and the numbers of the paper (Wang & Ji, CVPR 2024), to compare ours with."""
 
 from typing import Any
 
@@ -23,35 +23,45 @@ DRAWS = 100  # of inputs or weights, for the scores that perturb them
 SIGMA = 0.02  # of smoothing, in pixels scaled to [0, 1]
 
 
-# What stands beside the paper's methods in tables 1 and 2, by spec: ours, what users would pick
-# instead, and rivals.
+# The methods that stand beside the paper's in tables 1 and 2, by spec.
 BESIDE = (
-    *("heat", "coherence", "fisher", "isotropic"),
-    *(
-        "msp",
-        "max-logit",
-        "energy",
-        "gen",
-        "gradnorm-huang",
-        "scale",
-        "ash-s",
-        "lts",
-        "odin",
-        "rankfeat",
-        "gaia",
-    ),
-    *("clafr", "knn", "vim", "mahalanobis", "react", "fdbd", "quam"),
+    # ours
+    "heat",
+    "coherence",
+    "fisher",
+    "isotropic",
+    # what users would pick instead
+    "msp",
+    "max-logit",
+    "energy",
+    "gen",
+    "gradnorm-huang",
+    "scale",
+    "ash-s",
+    "lts",
+    "odin",
+    "rankfeat",
+    "gaia",
+    # rivals, most of which need training data
+    "clafr",
+    "knn",
+    "vim",
+    "mahalanobis",
+    "react",
+    "fdbd",
+    "quam",
 )
 
 
 def paper_methods(
     dataset: str, smooth: Smoothing | None = None, draws: int = DRAWS
 ) -> dict[str, Method]:
-    """The rows of the paper's tables, with its settings for a dataset (those of MNIST for others);
-    noise in pixels.
+    """Return the rows of the paper's tables, with its settings for a dataset; noise in pixels.
 
-    `smooth` is the smoothing of REGrad\\*, `draws` are those of the scores that run the whole
-    network on each.
+    Args:
+        dataset: Decides λ and the levels of noise; those of MNIST serve for other datasets.
+        smooth: The smoothing of REGrad*; by default the paper's σ.
+        draws: The number of draws of the methods that perturb inputs or weights.
     """
     many = dataset == "cifar100"
     lam, smooth = LAMBDA.get(dataset, 0.3), smooth or Smoothing(SIGMA)
@@ -74,35 +84,49 @@ def paper_methods(
 
 
 def methods_beside(dataset: str) -> dict[str, Method]:
-    """The other methods of tables 1 and 2; searching a hundred heads for each input would take
-    `quam` hours.
+    """Return the other methods of tables 1 and 2.
+
+    For CIFAR-100 without `quam`, which would search a hundred heads for each input, for hours.
     """
-    return {name: parse(name) for name in BESIDE if not (name == "quam" and dataset == "cifar100")}
+    found: dict[str, Method] = {}
+    for name in BESIDE:
+        if name != "quam" or dataset != "cifar100":
+            found[name] = parse(name)
+    return found
 
 
 def paper_row(method: Method) -> str:
-    """What the paper calls a method; the method's own name if it is not in the paper."""
+    """Return what the paper calls a method; the method's own name if it is not in the paper."""
     if isinstance(method, REGrad):
-        layers = "" if method.layers is None else "+layers"
-        return (
-            "REGrad*"
-            if layers and method.smooth
-            else f"REGrad{layers}" + ("+smooth" if method.smooth else "")
-        )
-    name = next(
-        (row for row, kind in paper_methods("").items() if type(kind) is type(method)), method.name
-    )
-    return name if method.layers is None and method.smooth is None else f"{name}, modified"
+        if method.layers is not None:
+            return "REGrad*" if method.smooth else "REGrad+layers"
+        return "REGrad+smooth" if method.smooth else "REGrad"
+    name = method.name
+    for row, other in paper_methods("").items():
+        if type(other) is type(method):
+            name = row
+            break
+    is_modified = method.layers is not None or method.smooth is not None
+    return f"{name}, modified" if is_modified else name
 
 
 def _table(text: str) -> dict[str, dict[str, Any]]:
-    """{column: {row: number, or pair of numbers}} of a table written with bars."""
-    head, *lines = [
-        [cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()
-    ]
-    columns: dict[str, dict[str, Any]] = {name: {} for name in head[1:]}
+    """Parse a table whose cells are separated by bars.
+
+    Args:
+        text: A line of column names, then a line for each row. A cell is a number, or a pair of
+            numbers such as `97.80/97.54`.
+
+    Returns:
+        By column and row, the number, or the pair as a tuple.
+    """
+    rows: list[list[str]] = []
+    for line in text.strip().splitlines():
+        rows.append([cell.strip() for cell in line.split("|")])
+    (_, *names), *lines = rows
+    columns: dict[str, dict[str, Any]] = {name: {} for name in names}
     for row, *cells in lines:
-        for name, cell in zip(head[1:], cells, strict=True):
+        for name, cell in zip(names, cells, strict=True):
             numbers = tuple(float(number) for number in cell.split("/"))
             columns[name][row] = numbers if len(numbers) > 1 else numbers[0]
     return columns

@@ -1,5 +1,6 @@
-"""Two sizes of the paper's experiments: `paper`, the full protocol, which wants a GPU, and `cpu`,
-for two cores.
+"""Two sizes of the paper's experiments: `paper`, the full protocol, and `cpu`, for two cores.
+
+The full protocol needs a GPU.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ SEEDS = (0, 1, 2)  # the paper's three runs
 
 @dataclass(frozen=True)
 class Setup:
-    """One in-distribution dataset: which network, how trained, and how many images are scored.
+    """How one in-distribution dataset is evaluated.
 
     Args:
         network: a name in the zoo. If `weights` in the data folder holds its published file, that
@@ -54,17 +55,29 @@ class Learning:
 
 @dataclass(frozen=True)
 class Preset:
-    """How each experiment is run; `cuts` says what differs from the paper."""
+    """How each experiment is run.
+
+    Args:
+        name: as the command line has it.
+        cuts: what differs from the paper, in words.
+        smooth: the smoothing of REGrad*.
+        draws: of Perturb x, Perturb θ and MC-AA.
+        setups: by dataset, for tables 1, 2, 4 and 5.
+        vit: by dataset, for the table of the vision transformer.
+        active: by dataset, for table 3.
+        active_test: the number of test images that active learning is judged on; None for all.
+        timed: the number of images that methods are timed on.
+    """
 
     name: str
     cuts: str
     smooth: Smoothing
-    draws: int  # of Perturb x, Perturb θ and MC-AA
+    draws: int
     setups: dict[str, Setup]
     vit: dict[str, Setup]
     active: dict[str, Learning]
-    active_test: int | None  # test images that active learning is judged on
-    timed: int  # images that methods are timed on
+    active_test: int | None
+    timed: int
 
 
 _PLAIN = Smoothing(SIGMA, draws=100, antithetic=False)
@@ -105,6 +118,7 @@ _FEW = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
 
 
 def _transformer(epochs: int, augment: bool) -> Recipe:
+    """Return a short recipe for a vision transformer."""
     return replace(
         RECIPES["vit"].shortened(epochs), rate=1e-3, batch=128, augment=augment, validate_every=2
     )

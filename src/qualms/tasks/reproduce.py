@@ -1,13 +1,13 @@
-"""The paper's tables, each from one call: networks are trained (or read), scored and measured, row
-by row on disk.
+"""The paper's tables, each from one call: networks are trained (or read), scored and measured.
 
-Everything lands in one folder: `networks`, one file of rows for each network, one for each dataset
-of active learning. Tables share them: what one has scored, the next does not score again.
+All results go into one folder: the trained networks in `networks`, a file of rows for each network,
+and one for each dataset of active learning. Tables share these files, so that nothing is scored
+twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +23,46 @@ from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.active import COLOR, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
+from qualms.tasks.image_scores import accuracy_row, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
 from qualms.tasks.paper import VIT, methods_beside, paper_methods
 from qualms.tasks.presets import Learning, Preset, Setup
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.tasks.runtime import runtime as measure_runtime
-from qualms.tasks.scoring import Methods, accuracy_row, select_usable
+from qualms.tasks.score_rows import Methods
 from qualms.training import fit
 
-# What is to be told from each dataset. Tiny-ImageNet, not in the paper, stands beside LSUN where it
-# is on disk.
+# The datasets that each network has to detect. Tiny-ImageNet is not in the paper; it stands beside
+# LSUN where it is on disk.
 PAIRS = {
     "mnist": ("omniglot", "fashion-mnist"),
     "cifar10": ("svhn", "lsun", "tiny-imagenet-32"),
     "svhn": ("cifar10", "cifar100"),
     "cifar100": ("svhn", "lsun", "tiny-imagenet-32"),
 }
-MAIN = {
-    "mnist": "fashion-mnist",
-    "cifar10": "svhn",
-    "svhn": "cifar10",
-    "cifar100": "svhn",
-}  # table 4's
-BESIDE_VIT = ("energy", "gen", "heat", "odin", "knn", "fisher")
-PARTS = ("REGrad", "REGrad+layers", "REGrad*")
+# The one of them that table 4 is about.
+MAIN = {"mnist": "fashion-mnist", "cifar10": "svhn", "svhn": "cifar10", "cifar100": "svhn"}
+PARTS = ("ExGrad", "REGrad", "REGrad+layers", "REGrad*")  # the rows of table 4
+RIVALS_OF_VIT = ("energy", "gen", "heat", "odin", "knn", "fisher")
 # As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do:
 # with all 26,032 test images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be
 # below the least possible AUPR, 50.8.
 EQUAL = 10_000
-LEARNT_FROM = (
-    5000  # training images that methods see where a preset scores a part of the test images only
-)
+# Training images that methods learn from where a preset scores only some of the test images.
+MAX_TRAIN_IMAGES = 5000
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where data is read and rows are kept, where it is computed, and who is told how far it is."""
+    """Where experiments read and write.
+
+    Args:
+        root: the folder with the datasets and with published weights.
+        out: the folder for networks and rows.
+        device: where networks run.
+        progress: called with how far training and scoring are.
+    """
 
     root: Path
     out: Path
@@ -70,45 +73,44 @@ class Workspace:
 def table1(preset: Preset, at: Workspace) -> Iterator[Row]:
     """Out-of-distribution detection by all methods."""
     for dataset, setup in preset.setups.items():
-        yield from _ood(preset, at, dataset, setup, PAIRS[dataset], table_methods(dataset, preset))
+        yield from _ood(at, dataset, setup, PAIRS[dataset], table_methods(dataset, preset))
 
 
 def table2(preset: Preset, at: Workspace) -> Iterator[Row]:
     """Calibration of all methods."""
     for dataset, setup in preset.setups.items():
         methods = table_methods(dataset, preset)
-        yield from _on_each_network(preset, at, dataset, setup, methods, _calibration)
+        yield from _for_each_seed(at, dataset, setup, methods, _measure_calibration)
 
 
 def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
     """Active learning."""
     for dataset, learning in preset.active.items():
-        if (missing := _missing(at, dataset)) is not None:
+        missing = _explain_missing(at, dataset)
+        if missing is not None:
             yield missing
             continue
-        train, test = (_load(dataset, at.root, split) for split in ("train", "test"))
-        test = test if preset.active_test is None else test.subset(preset.active_test)
-        classes = DATASETS[dataset].classes
-        methods = active_methods(dataset, learning, preset)
-        normalization = DATASETS[dataset].normalization
+        train, test = _load(dataset, at.root, "train"), _load(dataset, at.root)
+        if preset.active_test is not None:
+            test = test.subset(preset.active_test)
         name = NETWORKS.get(dataset, COLOR)
-
-        def build(name: str = name, classes: int | None = classes) -> torch.nn.Module:
-            return load_model(name, classes=classes).to(at.device)
-
-        plan = learning.plan
-        about = {"data": dataset, "network": name, "plan": repr(plan), "train": train.fingerprint()}
-        with Journal(
-            at.out / f"active-{dataset}.jsonl", {**about, "test": test.fingerprint()}
-        ) as journal:
+        build = partial(_build_network, name, DATASETS[dataset].classes, at.device)
+        about = {
+            "data": dataset,
+            "network": name,
+            "plan": repr(learning.plan),
+            "train": train.fingerprint(),
+            "test": test.fingerprint(),
+        }
+        with Journal(at.out / f"active-{dataset}.jsonl", about) as journal:
             for seed in learning.seeds:
                 yield from active(
                     build,
                     train,
                     test,
-                    normalization,
-                    methods,
-                    plan,
+                    DATASETS[dataset].normalization,
+                    active_methods(dataset, learning, preset),
+                    learning.plan,
                     journal,
                     seed=seed,
                     progress=at.progress,
@@ -118,165 +120,228 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
 def table4(preset: Preset, at: Workspace) -> Iterator[Row]:
     """What each part of REGrad* adds."""
     for dataset, setup in preset.setups.items():
-        rows = {
-            k: v for k, v in components(dataset, preset.smooth).items() if k in ("ExGrad", *PARTS)
-        }
-        yield from _ood(preset, at, dataset, setup, (MAIN[dataset],), rows)
+        methods = _pick(components(dataset, preset.smooth), PARTS)
+        yield from _ood(at, dataset, setup, (MAIN[dataset],), methods)
 
 
 def table5(preset: Preset, at: Workspace) -> Iterator[Row]:
     """How much λ and σ matter, on SVHN against CIFAR-10."""
     methods = {**lambda_sweep(), **sigma_sweep("svhn", (0.015, 0.02, 0.025), preset.smooth)}
-    yield from _ood(preset, at, "svhn", preset.setups["svhn"], ("cifar10",), methods)
+    yield from _ood(at, "svhn", preset.setups["svhn"], ("cifar10",), methods)
 
 
 def vit(preset: Preset, at: Workspace) -> Iterator[Row]:
     """Out-of-distribution detection by a vision transformer."""
-    rows = next(iter(VIT.values()))
+    rows_of_paper = next(iter(VIT.values()))
     for dataset, setup in preset.vit.items():
         own = paper_methods(dataset, preset.smooth, preset.draws)
-        beside = {
-            name: method for name, method in methods_beside(dataset).items() if name in BESIDE_VIT
+        methods = {
+            **_pick(own, (*rows_of_paper, "Entropy")),
+            **_pick(methods_beside(dataset), RIVALS_OF_VIT),
         }
-        methods = {**{k: v for k, v in own.items() if k in rows or k == "Entropy"}, **beside}
-        yield from _ood(preset, at, dataset, setup, PAIRS[dataset], methods)
+        yield from _ood(at, dataset, setup, PAIRS[dataset], methods)
 
 
 def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
     """What each method costs, on a ResNet-18 whose weights do not matter."""
     dataset, name = "cifar10", "resnet18"
-    if (missing := _missing(at, dataset)) is not None:
+    missing = _explain_missing(at, dataset)
+    if missing is not None:
         yield missing
         return
-    images, train = (
-        _load(dataset, at.root).subset(preset.timed),
-        _load(dataset, at.root, "train").subset(LEARNT_FROM),
-    )
+    images = _load(dataset, at.root).subset(preset.timed)
+    train = _load(dataset, at.root, "train").subset(MAX_TRAIN_IMAGES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = Network(name, load_model(name).to(at.device), DATASETS[dataset].normalization)
     methods = table_methods(dataset, preset)
     with Journal(at.out / f"runtime-{name}.jsonl", network.about) as journal:
-        good, reasons = select_usable(network, images, methods, train)
-        yield from reasons
+        usable, left_out = select_usable(network, images, methods, train)
+        yield from left_out
         yield from measure_runtime(
-            network, images, good, journal, train=train, progress=at.progress
+            network, images, usable, journal, train=train, progress=at.progress
         )
 
 
 TABLES: dict[str, Callable[[Preset, Workspace], Iterator[Row]]] = {
-    f.__name__: f for f in (table1, table2, table3, table4, table5, runtime, vit)
+    "table1": table1,
+    "table2": table2,
+    "table3": table3,
+    "table4": table4,
+    "table5": table5,
+    "runtime": runtime,
+    "vit": vit,
 }
 
 
 def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
-    """The paper's methods, and what stands beside them."""
+    """The paper's methods, and those that stand beside them in tables 1 and 2."""
     return {**paper_methods(dataset, preset.smooth, preset.draws), **methods_beside(dataset)}
 
 
-def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str, Method | None]:
-    """Those of the preset; None stands for a random choice.
+def _pick(methods: Methods, names: Collection[str]) -> dict[str, Method]:
+    """Those of some methods that have one of the names, in the order of the methods."""
+    return {name: method for name, method in methods.items() if name in names}
 
-    NEGrad is not among them: it gives every image the score zero, and would take the pool in the
-    order of its file.
+
+def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str, Method | None]:
+    """The methods that pick images in active learning.
+
+    NEGrad is not among them: it gives every image the score zero, so it would pick images in the
+    order of the file.
+
+    Args:
+        dataset: decides λ.
+        learning: names the methods, and sets the smoothing.
+        preset: sets the number of draws.
+
+    Returns:
+        The methods by name; None picks at random.
     """
-    every: dict[str, Method | None] = {
-        RANDOM: None,
-        **paper_methods(dataset, learning.smooth, preset.draws),
-    }
+    every: dict[str, Method | None] = {RANDOM: None}
+    every.update(paper_methods(dataset, learning.smooth, preset.draws))
     del every["NEGrad"]
     return {name: every[name] for name in learning.methods or every}
 
 
-def _calibration(r: "Ready") -> Iterator[Row]:
-    yield from calibration(r.network, r.images, r.methods, r.journal, **r.how)
-
-
-def _ood(
-    preset: Preset,
-    at: Workspace,
-    dataset: str,
-    setup: Setup,
-    outside: tuple[str, ...],
-    methods: Methods,
-) -> Iterator[Row]:
-    def measured(r: "Ready") -> Iterator[Row]:
-        others = []
-        for name in outside:
-            if (missing := _missing(at, name)) is not None:
-                yield {**missing, "in": dataset}
-            else:
-                others.append(
-                    _load(name, at.root).subset(setup.images).take(slice(EQUAL))
-                )  # `ood` fits their size
-        yield from ood(
-            r.network, r.images.take(slice(EQUAL)), others, r.methods, r.journal, **r.how
-        )
-
-    yield from _on_each_network(preset, at, dataset, setup, methods, measured)
-
-
 @dataclass(frozen=True)
-class Ready:
-    """A network with its test images, the methods that it allows, and the journal of its rows."""
+class _Evaluation:
+    """What a task needs to measure one network.
+
+    Args:
+        network: to be measured.
+        images: test images of the dataset that it knows.
+        methods: those that it supports.
+        journal: of the network's rows.
+        settings: seed, engine, training images and progress, as tasks take them.
+    """
 
     network: Network
     images: Images
     methods: Methods
     journal: Journal
-    how: dict[str, Any]  # seed, engine, training images and who is told, as tasks take them
+    settings: dict[str, Any]
 
 
-def _on_each_network(
-    preset: Preset,
+def _measure_calibration(e: _Evaluation) -> Iterator[Row]:
+    yield from calibration(e.network, e.images, e.methods, e.journal, **e.settings)
+
+
+def _ood(
+    at: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
+) -> Iterator[Row]:
+    """Out-of-distribution detection by the networks of one dataset.
+
+    Args:
+        at: where to read and write.
+        dataset: that the networks know.
+        setup: of the networks.
+        outside: names of the datasets to detect. For one that cannot be read, a row says why.
+        methods: by the names that rows have.
+    """
+
+    def measure(e: _Evaluation) -> Iterator[Row]:
+        others: list[Images] = []
+        for name in outside:
+            missing = _explain_missing(at, name)
+            if missing is not None:
+                yield {**missing, "in": dataset}
+            else:
+                images = _load(name, at.root).subset(setup.images)
+                others.append(images.take(slice(EQUAL)))
+        inside = e.images.take(slice(EQUAL))
+        yield from ood(e.network, inside, others, e.methods, e.journal, **e.settings)
+
+    yield from _for_each_seed(at, dataset, setup, methods, measure)
+
+
+def _for_each_seed(
     at: Workspace,
     dataset: str,
     setup: Setup,
     methods: Methods,
-    measured: Callable[[Ready], Iterator[Row]],
+    measure: Callable[[_Evaluation], Iterator[Row]],
 ) -> Iterator[Row]:
-    """For each seed: the network's accuracy, what is left out, and what is measured on it."""
-    if (missing := _missing(at, dataset)) is not None:
+    """Measure the network of each seed.
+
+    Args:
+        at: where to read and write.
+        dataset: that the networks know.
+        setup: of the networks.
+        methods: by the names that rows have.
+        measure: yields the rows of one network.
+
+    Yields:
+        For each seed the network's accuracy, rows for the methods that it does not support, and the
+        rows that `measure` yields.
+    """
+    missing = _explain_missing(at, dataset)
+    if missing is not None:
         yield missing
         return
-    whole, train = (_fitted(at, dataset, setup, split) for split in ("test", "train"))
-    images, learnt = (
-        whole.subset(setup.images),
-        train if setup.images is None else train.subset(LEARNT_FROM),
-    )
+    whole = _load_for_network(at, dataset, setup, "test")
+    train = _load_for_network(at, dataset, setup, "train")
+    images = whole.subset(setup.images)
+    if setup.images is not None:
+        train = train.subset(MAX_TRAIN_IMAGES)
     for seed in setup.seeds:
-        network = _network(at, dataset, setup, seed)
-        with Journal(
-            at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl", network.about
-        ) as journal:
+        network = _prepare_network(at, dataset, setup, seed)
+        path = at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl"
+        with Journal(path, network.about) as journal:
             yield {**accuracy_row(network, whole, journal), "network": network.name}
-            good, reasons = select_usable(network, images, methods, learnt)
-            yield from reasons
-            how = {"seed": seed, "engine": setup.engine, "train": learnt, "progress": at.progress}
-            yield from measured(Ready(network, images, good, journal, how))
+            usable, left_out = select_usable(network, images, methods, train)
+            yield from left_out
+            settings = {
+                "seed": seed,
+                "engine": setup.engine,
+                "train": train,
+                "progress": at.progress,
+            }
+            yield from measure(_Evaluation(network, images, usable, journal, settings))
 
 
 @lru_cache(maxsize=8)
 def _load(dataset: str, root: Path, split: str = "test") -> Images:
+    """A dataset by its name in the catalog, or else the images of a folder or file."""
     return load(f"data:{dataset}" if dataset in DATASETS else dataset, root, split)
 
 
-def _missing(at: Workspace, dataset: str) -> LeftOutRow | None:
-    """A row that says why a dataset is left out, if it cannot be read."""
+def _explain_missing(at: Workspace, dataset: str) -> LeftOutRow | None:
+    """A row that says why a dataset cannot be read; None if it can."""
     try:
         _load(dataset, at.root)
-        return None
     except QualmsError as error:
         return {"row": "left out", "out": dataset, "why": str(error)}
+    return None
 
 
-def _fitted(at: Workspace, dataset: str, setup: Setup, split: str) -> Images:
-    """Images in the size and channels of the network."""
+def _load_for_network(at: Workspace, dataset: str, setup: Setup, split: str) -> Images:
+    """A dataset in the size and channels that a network takes.
+
+    Args:
+        at: where to read.
+        dataset: its name.
+        setup: names the network.
+        split: "train" or "test".
+    """
     entry = ZOO[setup.network]
     return _load(dataset, at.root, split).convert(entry.channels, entry.size)
 
 
-def _network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
+def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Module:
+    """A network of the zoo with fresh weights, which follow torch's global seed."""
+    return load_model(name, classes=classes).to(device)
+
+
+def _prepare_network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
+    """Read a network's published weights, or else train it; a training that was stopped resumes.
+
+    Args:
+        at: where to read and write.
+        dataset: that it is trained on.
+        setup: names the network and sets its training.
+        seed: decides the fresh weights and the order of training.
+    """
     entry, classes = ZOO[setup.network], DATASETS[dataset].classes
     published = at.root / "weights" / (entry.file or "")
     if entry.file is not None and entry.normalization is not None and published.is_file():
@@ -285,19 +350,18 @@ def _network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
     normalization = DATASETS[dataset].normalization.of_channels(entry.channels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = load_model(setup.network, classes=classes).to(at.device)
-    images = _fitted(at, dataset, setup, "train")
-    images = images if setup.train is None else images.subset(setup.train)
-    file = at.out / "networks" / f"{dataset}-{setup.network}-seed{seed}.pt"
-    about = {"network": setup.network, "classes": classes}
+        model = _build_network(setup.network, classes, at.device)
+    images = _load_for_network(at, dataset, setup, "train")
+    if setup.train is not None:
+        images = images.subset(setup.train)
     fit(
         model,
         images,
         setup.recipe,
         normalization,
         seed=seed,
-        checkpoint=file,
-        about=about,
+        checkpoint=at.out / "networks" / f"{dataset}-{setup.network}-seed{seed}.pt",
+        about={"network": setup.network, "classes": classes},
         progress=at.progress,
     )
     return Network(f"{setup.network}, trained here, seed {seed}", model, normalization)

@@ -1,11 +1,18 @@
-"""What rows hold: the numbers that tasks measure, as they are yielded, kept in a journal and
-written as JSON lines.
+"""What rows hold: the numbers that tasks measure, kept in a journal and written as JSON lines.
 
-`row` says of which kind a row is. A key type has all that decides a row's numbers: rows with equal
-keys are the same row, and are measured once. Shares are from 0 to 1.
+The key `row` names the kind of a row. A key type has all that decides a row's numbers: rows with
+equal keys are the same row, and are measured once.
 """
 
 from typing import Literal, NotRequired, TypedDict
+
+from qualms.tasks.row_measures import (
+    CalibrationMeasures,
+    CycleMeasures,
+    NextTokenMeasures,
+    OodMeasures,
+    TokensMeasures,
+)
 
 # `in` and `from` are words of Python, which the body of a class cannot have as keys.
 _In = TypedDict("_In", {"in": str})
@@ -14,29 +21,30 @@ _From = TypedDict("_From", {"from": str})
 
 
 class OodKey(_In):
-    """`ood`: one method on one pair of datasets; `in` is the dataset that the network knows."""
+    """`ood`: one method on one pair of datasets; `in` is the dataset that the network knows.
+
+    Attributes:
+        out: the other dataset.
+        method: the name that tables give it.
+        exactly: the method with all its parameters.
+        seed: of all random draws.
+        engine: that computed the gradients, with its tolerance.
+        draws: as in `scores`.
+        n_in: the number of images of the known dataset.
+        n_out: the number of images of the other dataset.
+        images: fingerprints of both.
+    """
 
     row: Literal["ood"]
-    out: str  # the other dataset
-    method: str  # the name that tables give it
-    exactly: str  # the method with all its parameters
+    out: str
+    method: str
+    exactly: str
     seed: int
     engine: str
-    draws: NotRequired[str]  # as in `scores`
-    n_in: int  # images of each dataset
+    draws: NotRequired[str]
+    n_in: int
     n_out: int
-    images: str  # fingerprints of both
-
-
-class OodMeasures(TypedDict):
-    """How well a score tells the datasets apart; OOD is the positive class, but for `aupr_in`."""
-
-    auroc: float
-    auroc_low: float  # of its 95 % interval
-    auroc_high: float
-    aupr_out: float
-    aupr_in: float
-    fpr95: float
+    images: str
 
 
 class OodRow(OodKey, OodMeasures):
@@ -44,69 +52,81 @@ class OodRow(OodKey, OodMeasures):
 
 
 class CalibrationKey(_In):
-    """`calibration`: one method on the dataset `in`."""
+    """`calibration`: one method on the dataset `in`; other keys as in `ood`."""
 
     row: Literal["calibration"]
     method: str
     exactly: str
     seed: int
     engine: str
-    draws: NotRequired[str]  # as in `scores`
+    draws: NotRequired[str]
     n: int
     images: str
 
 
-class CalibrationMeasures(TypedDict):
-    """Whether the certain predictions are the right ones."""
-
-    accuracy: float
-    aurc: float
-    risk_at_80: float  # the share of wrong predictions among the most certain 80 %
-    risk_at_90: float
-    risk_at_95: float
-    raulc: float | None  # None where all predictions are right, or all wrong
-    raulc_low: NotRequired[float]  # of its 95 % interval
-    raulc_high: NotRequired[float]
-    why: NotRequired[str]  # there is no rAULC
-
-
 class CalibrationRow(CalibrationKey, CalibrationMeasures):
-    """How a method's certainty goes with being right."""
+    """How well a method's scores rank predictions by whether they are right."""
 
 
 class ScoresAbout(TypedDict):
-    """What all scores of a dataset's images share."""
+    """What all scores of a dataset's images share.
+
+    Attributes:
+        data: the dataset.
+        seed: of all random draws.
+        engine: that computed the gradients, with its tolerance.
+        draws: what random draws follow: "by pixels". In rows without it, they followed an image's
+            position.
+    """
 
     data: str
     seed: int
     engine: str
-    draws: NotRequired[str]  # what they follow; rows without it are of draws by an image's place
+    draws: NotRequired[str]
 
 
 class ScoresKey(ScoresAbout):
-    """`scores`: some consecutive images of a dataset."""
+    """`scores`: some consecutive images of a dataset.
+
+    Attributes:
+        first: the position of the first of them.
+        images: their fingerprint.
+    """
 
     row: Literal["scores"]
-    first: int  # the position of the first of them
+    first: int
     images: str
 
 
 class ScoresRow(ScoresKey):
-    """The scores of a few images, so that nobody computes them again."""
+    """The scores of a few images, so that they are not computed again.
 
-    methods: dict[str, str]  # by name, each with all its parameters
+    Attributes:
+        methods: by name, each with all its parameters.
+        seconds: that the scores took.
+        scores: by the same names, a number for each image.
+    """
+
+    methods: dict[str, str]
     seconds: float
-    scores: dict[str, list[float]]  # by the same names
+    scores: dict[str, list[float]]
 
 
 class AccuracyKey(TypedDict):
-    """`accuracy`: the journal's network on a dataset."""
+    """`accuracy`: the journal's network on a dataset.
+
+    Attributes:
+        data: the dataset.
+        n: the number of images.
+        images: their fingerprint.
+        network: its name. Rows in a journal lack it, since they are all about one network.
+    """
 
     row: Literal["accuracy"]
     data: str
     n: int
     images: str
-    network: NotRequired[str]  # its name; not in a journal, which is all about one network
+    network: NotRequired[str]
 
 
 class AccuracyRow(AccuracyKey):
@@ -115,41 +135,48 @@ class AccuracyRow(AccuracyKey):
     accuracy: float
 
 
-class _Learning(_From):
-    """What all cycles of active learning share; `from` is the fingerprint of the weights that each
-    begins with.
-    """
+class CycleAbout(_From):
+    """What all cycles of active learning share; `from` identifies the weights before training."""
 
     data: str
     seed: int
 
 
-class CycleKey(_Learning):
-    """`cycle`: a network that was trained on the images picked so far."""
+class CycleKey(CycleAbout):
+    """`cycle`: a network that was trained on the images picked so far.
+
+    Attributes:
+        method: that picked them; `start` before the first pick.
+        cycle: how many picks there were.
+        exactly: the method with all its parameters; not at the start.
+    """
 
     row: Literal["cycle"]
-    method: str  # that picked them; `start` before the first pick
-    cycle: int  # how many picks there were
-    exactly: NotRequired[str]  # the method with all its parameters; not at the start
-
-
-class CycleMeasures(TypedDict):
-    """How good the network is on test images."""
-
-    accuracy: float
-    nll: float
-    nll_softmax_twice: float
+    method: str
+    cycle: int
+    exactly: NotRequired[str]
 
 
 class CycleRow(CycleKey, CycleMeasures):
-    """How good a network is after a number of labels."""
+    """How good a network is after a number of labels.
+
+    Attributes:
+        labeled: the number of labeled images.
+        seconds: that training and testing took.
+    """
 
     labeled: int
     seconds: float
 
 
-class PickKey(_Learning):
-    """`pick`: what a method asks for after a cycle."""
+class PickKey(CycleAbout):
+    """`pick`: the choice of a method after a cycle.
+
+    Attributes:
+        method: the name that tables give it.
+        exactly: the method with all its parameters.
+        cycle: how many picks there were before.
+    """
 
     row: Literal["pick"]
     method: str
@@ -158,13 +185,23 @@ class PickKey(_Learning):
 
 
 class PickRow(PickKey):
-    """Which images get a label next, by their position among the training images."""
+    """Which images get a label next, by their positions among the training images."""
 
     chosen: list[int]
 
 
 class RuntimeKey(TypedDict):
-    """`runtime`: one method, timed."""
+    """`runtime`: one method, timed.
+
+    Attributes:
+        method: the name that tables give it.
+        exactly: the method with all its parameters.
+        n: the number of images that are scored in each round.
+        engine: that computes the gradients, with its tolerance.
+        rounds: how often it is timed.
+        device: where the network runs.
+        threads: of torch.
+    """
 
     row: Literal["runtime"]
     method: str
@@ -177,129 +214,165 @@ class RuntimeKey(TypedDict):
 
 
 class RuntimeRow(RuntimeKey):
-    """What a method costs: medians over the rounds."""
+    """What a method costs: medians over the rounds.
+
+    Attributes:
+        seconds: for all images.
+        ratio: to Entropy's seconds in the same round.
+    """
 
     seconds: float
-    ratio: float  # to Entropy's seconds in the same round
+    ratio: float
 
 
 class TokensAbout(TypedDict):
-    """What all scores of a text's tokens share."""
+    """What all scores of a text's tokens share.
+
+    Attributes:
+        data: the text.
+        seed: of the sketch's tangents.
+        engine: the sketch.
+        params: a pattern of the parameters whose gradients count; empty for all.
+    """
 
     data: str
     seed: int
     engine: str
-    params: str  # whose gradients; empty for all
+    params: str
 
 
 class TokensKey(TokensAbout):
-    """`tokens`: some consecutive windows of a text."""
+    """`tokens`: some consecutive windows of a text.
+
+    Attributes:
+        first: the position of the first of them.
+        texts: their fingerprint.
+    """
 
     row: Literal["tokens"]
-    first: int  # the position of the first of them
-    texts: str  # their fingerprint
-
-
-class TokensMeasures(TypedDict):
-    """What a model says of the tokens of some windows; a list for each window."""
-
-    scores: dict[str, list[list[float]]]  # by method
-    log_probs: list[list[float]]  # log p of each token, given those before it
-    right: list[list[bool]]  # whether the likeliest next token is the one that follows
+    first: int
+    texts: str
 
 
 class TokensRow(TokensKey, TokensMeasures):
-    """The scores of the tokens of a few windows, so that nobody computes them again."""
+    """The scores of the tokens of a few windows, so that they are not computed again.
 
-    methods: dict[str, str]  # by name, each with all its parameters
+    Attributes:
+        methods: by name, each with all its parameters.
+        seconds: that the scores took.
+    """
+
+    methods: dict[str, str]
     seconds: float
 
 
 class TextAbout(TypedDict):
-    """What all rows about texts share."""
+    """What all rows about texts share.
+
+    Attributes:
+        seed: of the sketch's tangents.
+        engine: the sketch.
+        params: a pattern of the parameters whose gradients count; empty for all.
+        window: the number of tokens in a window.
+    """
 
     seed: int
     engine: str
     params: str
-    window: int  # tokens in each
+    window: int
 
 
 class TextKey(_In, TextAbout):
-    """`text`: one method on one pair of texts; `in` is the text that the model knows."""
+    """`text`: one method on one pair of texts; `in` is the text that the model knows.
+
+    Attributes:
+        out: the other text.
+        method: the name that tables give it.
+        exactly: the method with all its parameters.
+        span: how many tokens' scores are averaged.
+        n_in: the number of windows of the known text.
+        n_out: the number of windows of the other text.
+        texts: fingerprints of both.
+    """
 
     row: Literal["text"]
-    out: str  # the other text
+    out: str
     method: str
     exactly: str
-    span: int  # how many tokens' scores are averaged
-    n_in: int  # windows of each text
+    span: int
+    n_in: int
     n_out: int
-    texts: str  # fingerprints of both
+    texts: str
 
 
 class TextRow(TextKey, OodMeasures):
-    """How well a method tells tokens, or spans of them, of one text from those of another;
-    intervals over windows.
-    """
+    """How well a method tells spans of one text from those of another; intervals over windows."""
 
 
 class NextTokenKey(_In, TextAbout):
-    """`next-token`: one method on the text `in`, of which each next token is known."""
+    """`next-token`: one method on the text `in`, of which each next token is known.
+
+    Attributes:
+        method: the name that tables give it.
+        exactly: the method with all its parameters.
+        n: the number of windows.
+        texts: their fingerprint.
+    """
 
     row: Literal["next-token"]
     method: str
     exactly: str
-    n: int  # windows
+    n: int
     texts: str
 
 
-class NextTokenMeasures(TypedDict):
-    """Whether the score is high where the likeliest next token is wrong; 95 % intervals over
-    windows.
-    """
-
-    accuracy: float
-    auroc: float  # wrong ones are positive
-    auroc_low: float
-    auroc_high: float
-    raulc: float
-    raulc_low: float
-    raulc_high: float
-    prr: float  # of p(the token that follows)
-    prr_low: float
-    prr_high: float
-
-
 class NextTokenRow(NextTokenKey, NextTokenMeasures):
-    """How a method's certainty goes with the next token being right."""
+    """How well a method detects wrong next tokens."""
 
 
 class PartKey(TypedDict):
-    """`part`: some consecutive images of a table that is not complete."""
+    """`part`: some consecutive images of a table that is not complete.
+
+    Attributes:
+        of: whether these are the `images` or those of the `reference`.
+        first: the position of the first of them.
+    """
 
     row: Literal["part"]
-    of: str  # whether these are the `images` or those of the `reference`
-    first: int  # the position of the first of them
+    of: str
+    first: int
 
 
 class PartRow(PartKey):
-    """All that a table says of a few images. Numbers are `{"dtype": "float32", "values": [0.5,
-    "nan"]}`.
+    """All columns of a table for a few images.
+
+    Numbers are `{"dtype": "float32", "values": [0.5, "nan"]}`.
+
+    Attributes:
+        ids: of the images.
+        classes: how many classes the network outputs.
+        prediction: the most probable class of each image.
+        confidence: its probability.
+        scores: by method.
+        errors: standard errors of the scores, by method.
+        sketched: the methods whose scores are estimates.
+        notes: remarks of methods on their scores.
     """
 
     ids: list[int | str]
-    classes: int  # how many the network tells apart
+    classes: int
     prediction: list[int]
     confidence: dict[str, str | list[float | str]]
-    scores: dict[str, dict[str, str | list[float | str]]]  # by method
+    scores: dict[str, dict[str, str | list[float | str]]]
     errors: dict[str, dict[str, str | list[float | str]]]
-    sketched: list[str]  # the methods whose scores are estimates
-    notes: dict[str, str]  # what methods say of their scores
+    sketched: list[str]
+    notes: dict[str, str]
 
 
 class LeftOutRow(_MaybeIn):
-    """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows. It is
-    never in a journal.
+    """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows.
+
+    It is never in a journal.
     """
 
     row: Literal["left out"]

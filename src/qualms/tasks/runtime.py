@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,14 +11,16 @@ from torch import Tensor
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.entropy import Entropy
-from qualms.methods.method import TRAINING_DATA, Method
+from qualms.methods.method import Method
 from qualms.progress import ProgressFn
 from qualms.scorer import Scorer
-from qualms.stream.network import InputBatches, Network
+from qualms.stream.image_scorer import make_scorer
+from qualms.stream.network import Network
 from qualms.stream.sizes import BATCH
+from qualms.tasks.image_scores import engine_label, parameters
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import RuntimeKey, RuntimeRow
-from qualms.tasks.scoring import Methods, engine_label, parameters
+from qualms.tasks.score_rows import Methods
 
 
 def runtime(
@@ -58,21 +61,23 @@ def runtime(
 
     def warm_up(method: Method) -> Scorer:
         """Return a scorer that has scored a batch."""
-        own: dict[str, Method] = {"timed": method}
-        batches = None
-        if train is not None and TRAINING_DATA in method.needs:
-            batches = InputBatches(network, train)
-        scorer = Scorer(
-            network.model,
-            own,
-            train=batches,
-            models=network.members,
-            seed=seed,
-            engine=engine,
-            tolerance=tolerance,
+        scorer = make_scorer(
+            network, {"timed": method}, train, seed=seed, engine=engine, tolerance=tolerance
         )
         scorer(x[0])
         return scorer
+
+    def measure(key: RuntimeKey, method: Method) -> RuntimeRow:
+        """Time one method, and Entropy before each round."""
+        scorer = warm_up(method)
+        seconds, ratios = [], []
+        for _ in range(rounds):
+            entropy_seconds = _time(unit, x)
+            seconds.append(_time(scorer, x))
+            ratios.append(seconds[-1] / entropy_seconds)
+        return RuntimeRow(
+            **key, seconds=statistics.median(seconds), ratio=statistics.median(ratios)
+        )
 
     unit = warm_up(Entropy())
     if progress is not None:
@@ -88,18 +93,7 @@ def runtime(
             "device": str(x[0].device),
             "threads": torch.get_num_threads(),
         }
-        known = journal.where(**key)
-        if known:
-            yield known[0]
-            continue
-        scorer = warm_up(network.scale_noise(method))
-        seconds, ratios = [], []
-        for _ in range(rounds):
-            entropy_seconds = _time(unit, x)
-            seconds.append(_time(scorer, x))
-            ratios.append(seconds[-1] / entropy_seconds)
-        median, ratio = statistics.median(seconds), statistics.median(ratios)
-        yield journal.add(RuntimeRow(**key, seconds=median, ratio=ratio))
+        yield journal.get_or_add(key, partial(measure, key, method))
         if progress is not None:
             progress("methods timed", done, len(methods))
 

@@ -73,14 +73,14 @@ def encode(language_model: LanguageModel, document: Document) -> Encoded:
         lead += 1
     if lead == len(offsets):
         raise QualmsError(
-            f"the tokenizer of {language_model.name} finds nothing in {document.name}; leave it "
+            f"the tokenizer of {language_model.name} finds no tokens in {document.name}; leave it "
             "out."
         )
     known = language_model.model.get_input_embeddings().num_embeddings
     if max(ids) >= known:
         raise QualmsError(
-            f"{document.name} has token {max(ids)}, and {language_model.name} knows tokens 0 to "
-            f"{known - 1}; its tokenizer is another model's."
+            f"{document.name} has token {max(ids)}, but {language_model.name} has tokens 0 to "
+            f"{known - 1}; use the model's own tokenizer."
         )
     return Encoded(document, ids, offsets, lead)
 

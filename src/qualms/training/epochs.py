@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from qualms.data import Images, Normalization
 from qualms.gradients.model_input import call_model, validate_logits
 from qualms.random import generator
+from qualms.stream.sizes import EVALUATION_BATCH
 from qualms.training.augment import augment
 from qualms.training.recipes import Recipe
 
 SPLIT, ORDER, DRAWS = range(3)  # purposes of random numbers
-EVALUATION_BATCH = 500
 
 
 class TrainingRun:

@@ -44,7 +44,8 @@ def embedding(
     vocabulary, features = weight.shape
 
     def ids() -> Tensor:
-        return layout.leading(input).reshape(samples, -1)
+        # F.embedding takes int32 too, F.one_hot does not
+        return layout.leading(input).reshape(samples, -1).long()
 
     def grad_outputs(d: Tensor) -> Tensor:
         d = layout.leading(d).reshape(samples, -1, 1, features)

@@ -23,9 +23,9 @@ from qualms.scorer import Scorer
 from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import Network
 from qualms.tasks.calibration import calibration
+from qualms.tasks.image_scores import score_images, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
-from qualms.tasks.scoring import score_images, select_usable
 
 METHODS: dict[str, Method] = {
     "REGrad*": parse("regrad+layers+smooth"),
@@ -259,10 +259,10 @@ def test_labels_are_counted_as_the_network_counts_its_classes(
     assert torch.equal(named.relabel(folder).labels, 9 - some.labels)
     assert named.relabel(folder).classes == named.class_names
     with pytest.raises(
-        QualmsError, match="mine/ has the class 'two', which digits-cnn does not know"
+        QualmsError, match="mine/ has the class 'two', which digits-cnn does not have"
     ):
         named.relabel(replace(folder, classes=("0", "1", "two")))
-    with pytest.raises(QualmsError, match="tells 10 classes apart, and mine/ has 3"):
+    with pytest.raises(QualmsError, match="outputs 10 classes, but mine/ has 3"):
         network.relabel(folder)
     assert network.relabel(known) is known
     unlabeled = replace(folder, labels=None)

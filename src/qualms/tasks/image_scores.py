@@ -1,8 +1,8 @@
 """Scores of images for tasks, kept in a journal: no batch is scored twice by the same method."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,30 +10,22 @@ from torch import Tensor
 
 from qualms.data import Images
 from qualms.errors import QualmsError
-from qualms.functional import compare
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.progress import ProgressFn
 from qualms.result import Scored
-from qualms.scorer import Scorer
-from qualms.stream.image_scorer import ImageScorer
-from qualms.stream.network import InputBatches, Network
+from qualms.stream.image_scorer import ImageScorer, make_scorer
+from qualms.stream.network import Network
 from qualms.stream.sink import report_to, score_stream
 from qualms.stream.sizes import FORWARD_BATCH
 from qualms.stream.source import ImageBatch, batches_in_memory
 from qualms.tasks.journal import Journal
-from qualms.tasks.rows import (
-    AccuracyKey,
-    AccuracyRow,
-    LeftOutRow,
-    ScoresKey,
-    ScoresRow,
-)
+from qualms.tasks.rows import AccuracyKey, AccuracyRow, LeftOutRow
+from qualms.tasks.score_rows import Methods, ScoreRows, keep_usable
 
 # What random draws follow, beside the seed: an image's pixels. Rows say so, since draws followed an
 # image's position in earlier versions.
 DRAWS = "by pixels"
-Methods = Mapping[str, Method]  # by their names in rows; noise is for pixels in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -87,40 +79,25 @@ def score_images(
         train: images that methods learn from.
         progress: called with the number of images that are scored.
     """
-    rows = _ScoreRows(
-        journal,
-        {
-            "row": "scores",
-            "data": images.name,
-            "seed": seed,
-            "engine": engine_label(engine, tolerance),
-            "draws": DRAWS,
-            "first": 0,
-            "images": "",
-        },
-        {name: parameters(method, train) for name, method in methods.items()},
-    )
+    about = {
+        "data": images.name,
+        "seed": seed,
+        "engine": engine_label(engine, tolerance),
+        "draws": DRAWS,
+    }
+    exactly = {name: parameters(method, train) for name, method in methods.items()}
+    rows = _ImageRows(journal, about, exactly)
     scorers: dict[tuple[str, ...], ImageScorer] = {}
 
     def score(batch: ImageBatch) -> Scored:
         names = rows.missing(batch)
         if names not in scorers:
-            scorers[names] = make_scorer(names)
+            wanted = {name: methods[name] for name in names}
+            scorer = make_scorer(
+                network, wanted, train, engine=engine, seed=seed, tolerance=tolerance
+            )
+            scorers[names] = ImageScorer(network, scorer)
         return scorers[names].score(batch.images, batch.first)
-
-    def make_scorer(names: tuple[str, ...]) -> ImageScorer:
-        wanted = {name: network.scale_noise(methods[name]) for name in names}
-        learns = any(TRAINING_DATA in method.needs for method in wanted.values())
-        scorer = Scorer(
-            network.model,
-            wanted,
-            train=InputBatches(network, train) if train is not None and learns else None,
-            models=network.members,
-            engine=engine,
-            seed=seed,
-            tolerance=tolerance,
-        )
-        return ImageScorer(network, scorer)
 
     report = report_to(progress, images.name, len(images))
     report(0)
@@ -128,43 +105,22 @@ def score_images(
     return rows.collect(network, images)
 
 
-class _ScoreRows:
-    """The rows of scores in a journal, as a sink: a row for each batch.
+class _ImageRows(ScoreRows[ImageBatch]):
+    """The rows of scores of one dataset."""
 
-    Args:
-        journal: holds the rows.
-        about: the key of all rows, but for the batch.
-        exactly: all parameters of each method, by name. Rows of other parameters are not used.
-    """
+    def __init__(
+        self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
+    ) -> None:
+        super().__init__(journal, about, exactly)
+        self.probs: dict[int, Tensor] = {}  # of the batches that were scored now, by first image
 
-    def __init__(self, journal: Journal, about: ScoresKey, exactly: dict[str, str]) -> None:
-        self.journal, self.about, self.exactly = journal, about, exactly
-        self.scores: dict[int, dict[str, list[float]]] = {}  # by first image, then by method
-        self.probs: dict[int, Tensor] = {}  # by first image, of the batches that were scored now
-        self.began = 0.0
+    def key(self, batch: ImageBatch) -> Mapping[str, Any]:
+        images = batch.images.fingerprint()
+        return {"row": "scores", **self.about, "first": batch.first, "images": images}
 
-    def missing(self, batch: ImageBatch) -> tuple[str, ...]:
-        """The methods by which a batch has no scores yet."""
-        if batch.first not in self.scores:
-            self.scores[batch.first] = self._read(batch)
-        known = self.scores[batch.first]
-        return tuple(name for name in self.exactly if name not in known)
-
-    def has(self, batch: ImageBatch) -> bool:
-        """Whether a batch has scores by all methods."""
-        self.began = time.perf_counter()
-        return not self.missing(batch)
-
-    def write(self, batch: ImageBatch, scored: Scored | None) -> None:
-        """Add the row of a batch."""
-        assert scored is not None
-        seconds = round(time.perf_counter() - self.began, 3)
-        scores = {name: values.tolist() for name, values in scored.scores.items()}
-        methods = {name: self.exactly[name] for name in scores}
-        key = self._key(batch)
-        self.journal.add(ScoresRow(**key, methods=methods, seconds=seconds, scores=scores))
-        self.scores[batch.first] |= scores
+    def measures(self, batch: ImageBatch, scored: Scored) -> dict[str, Any]:
         self.probs[batch.first] = scored.probs.cpu()
+        return {"scores": {name: values.tolist() for name, values in scored.scores.items()}}
 
     def collect(self, network: Network, images: Images) -> ScoredImages:
         """All scores, once all batches have passed.
@@ -173,29 +129,19 @@ class _ScoreRows:
             network: predicts the classes of batches that an earlier run has scored.
             images: that passed.
         """
-        probs = []
+        probs: list[Tensor] = []
+        parts: dict[str, list[float]] = {name: [] for name in self.exactly}
         for batch in batches_in_memory(images):
             if batch.first not in self.probs:
                 self.probs[batch.first] = network.logits(batch.images).double().softmax(1)
             probs.append(self.probs[batch.first])
+            scores = self.scores(batch)
+            for name, values in parts.items():
+                values += scores[name]
         confidence, predicted = torch.cat(probs).double().max(1)
-        scores = {}
-        for name in self.exactly:
-            parts = [np.array(self.scores[first][name]) for first in sorted(self.scores)]
-            scores[name] = np.concatenate(parts)
+        found = {name: np.array(values) for name, values in parts.items()}
         labels = None if images.labels is None else images.labels.numpy()
-        return ScoredImages(scores, predicted.numpy(), confidence.numpy(), labels)
-
-    def _key(self, batch: ImageBatch) -> ScoresKey:
-        return {**self.about, "first": batch.first, "images": batch.images.fingerprint()}
-
-    def _read(self, batch: ImageBatch) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
-        for row in self.journal.where(**self._key(batch)):
-            for name, scores in row["scores"].items():
-                if row["methods"][name] == self.exactly.get(name):
-                    found[name] = scores
-        return found
+        return ScoredImages(found, predicted.numpy(), confidence.numpy(), labels)
 
 
 def engine_label(engine: Engine | Sketch, tolerance: float | None) -> str:
@@ -222,8 +168,7 @@ def choose_engine(
     Returns:
         The engine and the tolerance that scores will have.
     """
-    own = {name: network.scale_noise(method) for name, method in methods.items()}
-    scorer = Scorer(network.model, own, engine=engine, tolerance=tolerance)
+    scorer = make_scorer(network, methods, engine=engine, tolerance=tolerance)
     settings = scorer.choose_engine(network.inputs(images.take(slice(1))))
     return settings.engine, settings.tolerance
 
@@ -236,10 +181,7 @@ def accuracy_row(network: Network, images: Images, journal: Journal) -> Accuracy
         "n": len(images),
         "images": images.fingerprint(),
     }
-    known = journal.where(**key)
-    if known:
-        return known[0]
-    return journal.add(AccuracyRow(**key, accuracy=network.accuracy(images)))
+    return journal.get_or_add(key, lambda: AccuracyRow(**key, accuracy=network.accuracy(images)))
 
 
 def select_usable(
@@ -256,22 +198,13 @@ def select_usable(
     Returns:
         The methods that work, and a row with the reason for each other one.
     """
-    usable: dict[str, Method] = {}
-    rows: list[LeftOutRow] = []
     x = network.inputs(images.take(slice(0, 2)))
-    batches = None
-    if train is not None:
-        batches = InputBatches(network, train.take(slice(0, 2 * FORWARD_BATCH)))
-    for name, method in methods.items():
-        try:
-            quick = network.scale_noise(method).quick()
-            compare(network.model, x, [quick], train=batches, models=network.members)
-            usable[name] = method
-        except QualmsError as error:
-            rows.append({"row": "left out", "method": name, "why": str(error)})
-    if not usable:
-        raise QualmsError(f"no method can be used: {rows[0]['method']}: {rows[0]['why']}")
-    return usable, rows
+    few = None if train is None else train.take(slice(0, 2 * FORWARD_BATCH))
+
+    def try_method(name: str, method: Method) -> None:
+        make_scorer(network, {name: method.quick()}, few)(x)
+
+    return keep_usable(methods, try_method)
 
 
 def parameters(method: Method, train: Images | None) -> str:

@@ -13,7 +13,7 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 from qualms.texts.document import ScoredDocument
-from qualms.texts.scoring import score_documents
+from qualms.texts.document_scores import score_documents
 from tests.helpers.tiny_llama import LEARNT, llama, tokenizer
 
 SHORT, LONG = Document("short", "Once upon a time"), Document("long", f"{LEARNT} {LEARNT}")

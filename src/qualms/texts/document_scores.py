@@ -56,22 +56,22 @@ def score_documents(
     """
     width = reading_width(language_model, context)
     scorer = Scorer(language_model.model, methods, class_dim=-1, engine=engine, seed=seed)
-    growing = [_GrowingDocument(encode(language_model, document)) for document in documents]
-    todo: list[tuple[_GrowingDocument, Window]] = []
-    for one in growing:
-        for window in windows(len(one.text.ids), one.text.lead, width):
-            todo.append((one, window))
+    partials = [_PartialDocument(encode(language_model, document)) for document in documents]
+    pending: list[tuple[_PartialDocument, Window]] = []
+    for partial in partials:
+        for window in windows(len(partial.text.ids), partial.text.lead, width):
+            pending.append((partial, window))
     piece = decoder(language_model.tokenizer)
-    done, total = 0, sum(len(one.text.ids) for one in growing)
-    for first in range(0, len(todo), batch_size):
-        part = todo[first : first + batch_size]
-        batch = _make_batch([(one.text, window) for one, window in part], scorer.model)
+    done, total = 0, sum(len(partial.text.ids) for partial in partials)
+    for first in range(0, len(pending), batch_size):
+        part = pending[first : first + batch_size]
+        batch = _make_batch([(partial.text, window) for partial, window in part], scorer.model)
         scored = scorer(batch.inputs, numbers=batch.numbers, mask=batch.mask, targets=batch.targets)
-        for row, (one, window) in enumerate(part):
-            one.add(scored, row, window, piece)
+        for row, (partial, window) in enumerate(part):
+            partial.add(scored, row, window, piece)
             done += window.end - window.scored
-            if one.complete:
-                yield one.finish()
+            if partial.is_complete:
+                yield partial.finish()
         if progress is not None:
             progress("tokens scored", done, total)
 
@@ -100,6 +100,12 @@ class _Batch:
 
 
 def _make_batch(parts: Sequence[tuple[Encoded, Window]], model: Any) -> _Batch:
+    """Pad some windows to one length, and put them on the model's device.
+
+    Args:
+        parts: the windows, each with the tokens of its document.
+        model: that reads them.
+    """
     read = [window.of(text.ids) for text, window in parts]
     shape = len(parts), max(map(len, read))
     ids = torch.zeros(shape, dtype=torch.long)
@@ -124,7 +130,7 @@ def _make_batch(parts: Sequence[tuple[Encoded, Window]], model: Any) -> _Batch:
 
 
 @dataclass
-class _GrowingDocument:
+class _PartialDocument:
     """A document whose windows are being scored; fields as in `ScoredDocument`.
 
     Args:
@@ -142,7 +148,8 @@ class _GrowingDocument:
     sequence: float | None = None
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether all tokens have scores."""
         return len(self.next_log_probs) == len(self.text.ids)
 
     def add(self, scored: Any, row: int, window: Window, piece: Callable[[int], str]) -> None:
@@ -169,6 +176,7 @@ class _GrowingDocument:
             self.sequence = float(scored.sequence[row])
 
     def finish(self) -> ScoredDocument:
+        """The document with the scores of all its tokens."""
         return ScoredDocument(
             self.text.document,
             self.text.ids,

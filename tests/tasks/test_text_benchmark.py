@@ -16,16 +16,17 @@ from qualms.errors import QualmsError
 from qualms.gradients.settings import Sketch
 from qualms.methods.registry import parse
 from qualms.models.language import LanguageModel, load_language_model
-from qualms.tasks import windows as windows_module
+from qualms.tasks import token_scores
 from qualms.tasks.journal import Journal
-from qualms.tasks.text import errors_found, span_means, text, told_apart, with_baselines
-from qualms.tasks.windows import (
-    ScoredWindows,
-    Windows,
-    cut_windows,
-    score_windows,
-    usable_for_tokens,
+from qualms.tasks.text_benchmark import (
+    add_baselines,
+    detection_measures,
+    error_measures,
+    span_means,
+    text,
 )
+from qualms.tasks.token_scores import ScoredWindows, score_windows, usable_for_tokens
+from qualms.tasks.windows import Windows, cut_windows
 
 pytest.importorskip("transformers")
 from tests.helpers.tiny_llama import LEARNT, llama, tokenizer
@@ -76,9 +77,7 @@ def test_windows_that_no_text_fills_or_no_model_reads_are_refused(model: Any) ->
     language = LanguageModel("tiny", model, tokenizer())
     with pytest.raises(QualmsError, match="no document of short has 20 tokens"):
         cut_windows("short", [Document("a", "Once upon a time")], language, 20)
-    with pytest.raises(
-        QualmsError, match="tiny reads 32 tokens at most, and a window has 33 with what opens it"
-    ):
+    with pytest.raises(QualmsError, match="tiny reads 32 tokens at most, but a window has 33"):
         cut_windows("long", [Document("a", LEARNT)], language, 32)
     with pytest.raises(QualmsError, match="windows of 1 tokens have no next token"):
         cut_windows("long", [Document("a", LEARNT)], language, 1)
@@ -128,7 +127,7 @@ def test_a_run_that_was_killed_goes_on_with_the_next_chunk(model: Any, tmp_path:
             model, text, METHODS | {"msp": parse("msp")}, journal, engine=FEW, progress=kill
         )
         rows = journal.where(row="tokens")
-    assert done == [8, 16, 20, 8, 16, 20]
+    assert done == [8, 16, 8, 16, 20, 8, 16, 20]
     assert [tuple(row["methods"]) for row in rows] == 3 * [tuple(METHODS)] + 3 * [("msp",)]
     for name in METHODS:
         np.testing.assert_array_equal(again.scores[name], whole.scores[name])
@@ -148,7 +147,7 @@ def test_another_seed_or_other_parameters_are_other_scores(model: Any) -> None:
 
 def test_tokens_that_were_read_have_a_surprise_and_a_running_perplexity() -> None:
     scored = ScoredWindows({}, np.log([[0.5, 0.25, 0.125, 0.5]]), np.zeros((1, 3), bool))
-    found = with_baselines(scored)
+    found = add_baselines(scored)
     np.testing.assert_allclose(found["surprise"] / np.log(2), [[1, 2, 3, 1]])
     np.testing.assert_allclose(found["perplexity"] / np.log(2), [[1, 1.5, 2, 1.75]])
 
@@ -160,7 +159,7 @@ def test_spans_are_means_of_their_tokens_and_begin_with_the_window() -> None:
 def test_spans_tell_texts_apart_that_tokens_do_not() -> None:
     random = np.random.default_rng(0)
     known, other = random.normal(size=(30, 32)), random.normal(size=(40, 32)) + 0.5
-    token, whole = told_apart(known, other, 1), told_apart(known, other, 32)
+    token, whole = detection_measures(known, other, 1), detection_measures(known, other, 32)
     assert token["auroc"] == pytest.approx(0.638, abs=0.02)  # Φ(0.5/√2)
     assert whole["auroc"] == pytest.approx(0.977, abs=0.03)  # Φ(0.5·√32/√2)
     for found in (token, whole):
@@ -174,11 +173,11 @@ def test_wrong_next_tokens_are_those_whose_score_should_be_high() -> None:
         [[0.3, 0.9, 0.1, 0.8], [0.3, 0.2, 0.6, 0.7]]
     )  # the first is of the token that opens the text
     scored = ScoredWindows({}, log_probs, right)
-    found = errors_found(np.array([[0.1, 0.9, 0.2, 5.0], [0.8, 0.4, 0.3, -5.0]]), scored)
+    found = error_measures(np.array([[0.1, 0.9, 0.2, 5.0], [0.8, 0.4, 0.3, -5.0]]), scored)
     assert (found["accuracy"], found["auroc"], found["raulc"], found["prr"]) == pytest.approx(
         (4 / 6, 1, 1, 1)
     )
-    upside_down = errors_found(-np.array([[0.1, 0.9, 0.2, 5.0], [0.8, 0.4, 0.3, -5.0]]), scored)
+    upside_down = error_measures(-np.array([[0.1, 0.9, 0.2, 5.0], [0.8, 0.4, 0.3, -5.0]]), scored)
     assert upside_down["auroc"] == 0
     assert upside_down["prr"] < 0
 
@@ -241,7 +240,7 @@ def test_a_score_that_is_not_finite_is_named(model: Any, monkeypatch: pytest.Mon
             found.scores["entropy"][0, 3] = float("nan")
             return found
 
-    monkeypatch.setattr(windows_module, "Scorer", Broken)
+    monkeypatch.setattr(token_scores, "Scorer", Broken)
     with pytest.raises(QualmsError, match="entropy gives a token of a no finite score"):
         score_windows(model, some("a", 2, seed=0), {"entropy": parse("entropy")}, Journal(None, {}))
 

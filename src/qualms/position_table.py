@@ -1,0 +1,146 @@
+"""`PositionTable`: what is found at the positions of inputs, before it is reduced or reported."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.precision import at_least_float32
+from qualms.methods.at_positions import NOWHERE, blocks
+from qualms.methods.divergence import log_softmax
+
+TOP_CLASSES = 5  # that are kept at every position
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """What is found at the positions [*t] of one input, or at those [b, *t] of a batch.
+
+    Attributes:
+        probs: of the k most probable classes, [*t, k].
+        classes: the k most probable classes, [*t, k].
+        scores: by method, [*t].
+        errors: standard errors of the scores, by method, [*t].
+        target_log_probs: log p of the targets, [*t]; None if there are no targets.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets, one number for each input.
+    """
+
+    probs: Float[Tensor, "*t k"]
+    classes: Int[Tensor, "*t k"]
+    scores: dict[str, Tensor]
+    errors: dict[str, Tensor]
+    target_log_probs: Tensor | None = None
+    sequence: Tensor | None = None
+
+    @classmethod
+    def of_logits(cls, logits: Float[Tensor, "t c"]) -> "PositionTable":
+        """The most probable classes at each position with their probabilities, and no scores yet."""
+        probs: list[Tensor] = []
+        classes: list[Tensor] = []
+        for block in blocks(*logits.shape):
+            p = logits[block].double().softmax(-1)
+            top = p.topk(min(TOP_CLASSES, logits.shape[1]))
+            probs.append(top.values)
+            classes.append(top.indices)
+        dtype = at_least_float32(logits[:1]).dtype
+        return cls(torch.cat(probs).to(dtype), torch.cat(classes), {}, {})
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "PositionTable":
+        """Change every tensor of positions.
+
+        Args:
+            change: applied to each tensor [*t] or [*t, k] in turn.
+        """
+        targets = self.target_log_probs
+        return PositionTable(
+            change(self.probs),
+            change(self.classes),
+            {name: change(values) for name, values in self.scores.items()},
+            {name: change(values) for name, values in self.errors.items()},
+            None if targets is None else change(targets),
+            self.sequence,
+        )
+
+    def hide(self, counted: Bool[Tensor, "b ..."]) -> "PositionTable":
+        """The table with NaN, or class -1, at the positions that are not counted."""
+
+        def hide(values: Tensor) -> Tensor:
+            keep = counted if values.ndim == counted.ndim else counted.unsqueeze(-1)
+            return values.masked_fill(~keep, missing_value(values))
+
+        return self.map(hide)
+
+    @classmethod
+    def join(
+        cls, tables: "Sequence[PositionTable]", join: Callable[[list[Tensor]], Tensor]
+    ) -> "PositionTable":
+        """Several tables as one.
+
+        Args:
+            tables: with the same scores.
+            join: `torch.stack` or `torch.cat`.
+        """
+
+        def join_optional(parts: Iterable[Tensor | None]) -> Tensor | None:
+            present = [part for part in parts if part is not None]
+            return join(present) if present else None
+
+        scores: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
+        for name in tables[0].scores:
+            scores[name] = join([t.scores[name] for t in tables])
+            errors[name] = join([t.errors[name] for t in tables])
+        return cls(
+            join([t.probs for t in tables]),
+            join([t.classes for t in tables]),
+            scores,
+            errors,
+            join_optional(t.target_log_probs for t in tables),
+            join_optional(t.sequence for t in tables),
+        )
+
+
+def missing_value(values: Tensor) -> float:
+    """What marks positions without a value: NaN, or -1 for classes."""
+    return torch.nan if values.is_floating_point() else -1.0
+
+
+def flatten_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tensor, " t"]:
+    """The targets of one input as a vector.
+
+    Args:
+        targets: a class at each position.
+        shape: of the model's positions.
+
+    Raises:
+        QualmsError: if there is not one target for each position.
+    """
+    if targets.shape != shape:
+        raise QualmsError(
+            f"the targets of an input have the shape {tuple(targets.shape)}, but the model answers "
+            f"at positions of shape {tuple(shape)}; pass one target for each position."
+        )
+    return targets.flatten()
+
+
+def log_probs_of_targets(
+    logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]
+) -> Float[Tensor, " t"]:
+    """log p of the target at each position, in double precision; NaN where there is none."""
+    is_class = (targets >= 0) & (targets < logits.shape[1])
+    wrong = targets[(targets != NOWHERE) & ~is_class]
+    if len(wrong):
+        raise QualmsError(
+            f"a target is {int(wrong[0])}, but there are {logits.shape[1]} classes; count them "
+            "from 0."
+        )
+    parts: list[Tensor] = []
+    for block in blocks(*logits.shape):
+        columns = targets[block].clamp_min(0)[:, None]
+        log_p = log_softmax(logits[block].double())
+        parts.append(log_p.gather(-1, columns)[:, 0])
+    found = torch.where(targets >= 0, torch.cat(parts), torch.nan)
+    return found.to(at_least_float32(logits[:1]).dtype)

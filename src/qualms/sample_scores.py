@@ -1,0 +1,40 @@
+"""Scores of a model that gives one answer for each input, for one batch."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from qualms.methods.context import BatchContext
+from qualms.methods.gradient_score import GradientScore
+from qualms.methods.method import Method, in_range
+from qualms.result import Scored
+
+
+def score_samples(
+    context: BatchContext, methods: Mapping[str, Method], numbers: Sequence[int]
+) -> Scored:
+    """The scores of the inputs of one batch by all methods.
+
+    Args:
+        context: the model with the batch, whose passes the methods share.
+        methods: by name. Methods that are equal are computed once.
+        numbers: of the inputs; an error about an input names its number.
+    """
+    computed: dict[Method, Tensor] = {}
+    for method in methods.values():
+        if method not in computed:
+            computed[method] = method.score(context)
+    scores: dict[str, Tensor] = {}
+    errors: dict[str, Tensor] = {}
+    notes: dict[str, str] = {}
+    estimated: list[str] = []
+    for name, method in methods.items():
+        scores[name] = in_range(computed[method], context.dtype, name, numbers)
+        errors[name] = method.error(context).detach().to(context.dtype)
+        note = method.note(context)
+        if note is not None:
+            notes[name] = note
+        if isinstance(method, GradientScore) and context.estimates(method):
+            estimated.append(name)
+    probs = context.probs.detach()
+    return Scored(scores, errors, probs, numbers, sketched=tuple(estimated), notes=notes)

@@ -1,0 +1,111 @@
+"""What tasks measure, beside the keys that say of what. Shares are from 0 to 1.
+
+Intervals have a probability of 95 %.
+"""
+
+from typing import NotRequired, TypedDict
+
+
+class OodMeasures(TypedDict):
+    """How well a score tells the datasets apart.
+
+    Attributes:
+        auroc: the area under the ROC curve.
+        auroc_low: the lower end of its interval.
+        auroc_high: the upper end.
+        aupr_out: the area under the precision-recall curve, the other dataset as the positive
+            class.
+        aupr_in: the same, the known dataset as the positive class.
+        fpr95: the false positive rate at a true positive rate of 95 %.
+    """
+
+    auroc: float
+    auroc_low: float
+    auroc_high: float
+    aupr_out: float
+    aupr_in: float
+    fpr95: float
+
+
+class CalibrationMeasures(TypedDict):
+    """Whether the certain predictions are the right ones.
+
+    Attributes:
+        accuracy: the share of right predictions.
+        aurc: the area under the risk-coverage curve.
+        risk_at_80: the share of wrong predictions among the most certain 80 %.
+        risk_at_90: the same among 90 %.
+        risk_at_95: the same among 95 %.
+        raulc: the relative area under the lift curve; None where all predictions are right, or all
+            wrong.
+        raulc_low: the lower end of its interval.
+        raulc_high: the upper end.
+        why: the reason, where there is no rAULC.
+    """
+
+    accuracy: float
+    aurc: float
+    risk_at_80: float
+    risk_at_90: float
+    risk_at_95: float
+    raulc: float | None
+    raulc_low: NotRequired[float]
+    raulc_high: NotRequired[float]
+    why: NotRequired[str]
+
+
+class CycleMeasures(TypedDict):
+    """How good the network is on test images.
+
+    Attributes:
+        accuracy: the share of right predictions.
+        nll: the mean negative log-likelihood of the labels.
+        nll_softmax_twice: the same with probabilities in place of logits, as the paper's numbers
+            suggest.
+    """
+
+    accuracy: float
+    nll: float
+    nll_softmax_twice: float
+
+
+class TokensMeasures(TypedDict):
+    """What a model answers at the tokens of some windows; a list for each window.
+
+    Attributes:
+        scores: by method, a number for each token.
+        log_probs: log p of each token, given those before it.
+        right: whether the most likely next token is the one that follows.
+    """
+
+    scores: dict[str, list[list[float]]]
+    log_probs: list[list[float]]
+    right: list[list[bool]]
+
+
+class NextTokenMeasures(TypedDict):
+    """Whether the score is high where the most likely next token is wrong; intervals over windows.
+
+    Attributes:
+        accuracy: how often the most likely next token is the one that follows.
+        auroc: the area under the ROC curve, wrong next tokens as the positive class.
+        auroc_low: the lower end of its interval.
+        auroc_high: the upper end.
+        raulc: the relative area under the lift curve.
+        raulc_low: the lower end of its interval.
+        raulc_high: the upper end.
+        prr: the prediction rejection ratio, with p of the token that follows as the quality.
+        prr_low: the lower end of its interval.
+        prr_high: the upper end.
+    """
+
+    accuracy: float
+    auroc: float
+    auroc_low: float
+    auroc_high: float
+    raulc: float
+    raulc_low: float
+    raulc_high: float
+    prr: float
+    prr_low: float
+    prr_high: float

@@ -1,0 +1,178 @@
+"""Scores of the tokens of a text, kept in a journal: no window is scored twice by the same method."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from qualms.errors import QualmsError
+from qualms.gradients.settings import Sketch
+from qualms.methods.method import Method
+from qualms.metrics.checks import Bools, Floats
+from qualms.models.fingerprint import fingerprint
+from qualms.models.language import LanguageModel
+from qualms.positions import next_tokens
+from qualms.progress import ProgressFn
+from qualms.result import Scored
+from qualms.scorer import Scorer
+from qualms.stream.sink import report_to, score_stream
+from qualms.tasks.journal import Journal
+from qualms.tasks.rows import LeftOutRow
+from qualms.tasks.score_rows import Methods, ScoreRows, keep_usable
+from qualms.tasks.windows import WindowBatch, Windows, window_batches
+from qualms.version import __version__
+
+DIGITS = 7  # of a score in a file: what float32 holds
+
+
+@dataclass(frozen=True)
+class ScoredWindows:
+    """What a model answers after each judged token of n windows of `length` judged tokens.
+
+    Args:
+        scores: by method, [n, length].
+        log_probs: log p of each token, given those before it, [n, length].
+        right: whether the most likely next token is the one that follows, [n, length - 1]; after
+            the last token of a window, none is known to follow.
+    """
+
+    scores: dict[str, Float[Floats, "windows length"]]
+    log_probs: Float[Floats, "windows length"]
+    right: Bool[Bools, "windows next"]
+
+
+def score_windows(
+    model: nn.Module,
+    windows: Windows,
+    methods: Methods,
+    journal: Journal,
+    *,
+    seed: int = 0,
+    engine: Sketch | None = None,
+    params: str = "",
+    progress: ProgressFn | None = None,
+) -> ScoredWindows:
+    """Score all tokens by all methods; only what the journal lacks is computed.
+
+    Args:
+        model: a language model, which returns logits [b, t, c] for tokens [b, t].
+        windows: the text.
+        methods: by the names that rows have.
+        journal: keeps the rows.
+        seed: of the sketch's tangents.
+        engine: the sketch of gradient scores.
+        params: a pattern of the parameters whose gradients count; empty for all.
+        progress: called with the number of windows that are scored.
+    """
+    engine = engine or Sketch()
+    about = {"data": windows.name, "seed": seed, "engine": str(engine), "params": params}
+    exactly = {name: repr(method) for name, method in methods.items()}
+    rows = _TokenRows(journal, about, exactly)
+    scorers: dict[tuple[str, ...], Scorer] = {}
+
+    def score(batch: WindowBatch) -> Scored:
+        names = rows.missing(batch)
+        if names not in scorers:
+            wanted = {name: methods[name] for name in names}
+            scorers[names] = _make_scorer(model, wanted, seed, engine, params)
+        ids = batch.windows.ids
+        return scorers[names]({"input_ids": ids}, targets=next_tokens(ids))
+
+    report = report_to(progress, windows.name, len(windows), "windows")
+    score_stream(window_batches(windows), score, rows, report)
+    return rows.collect(windows)
+
+
+class _TokenRows(ScoreRows[WindowBatch]):
+    """The rows of scores of one text."""
+
+    def key(self, batch: WindowBatch) -> Mapping[str, Any]:
+        texts = batch.windows.fingerprint()
+        return {"row": "tokens", **self.about, "first": batch.first, "texts": texts}
+
+    def measures(self, batch: WindowBatch, scored: Scored) -> dict[str, Any]:
+        assert scored.target_log_probs is not None
+        windows = batch.windows
+        start = windows.opening
+        for name, values in scored.scores.items():
+            if not torch.isfinite(values[:, start:]).all():
+                raise QualmsError(
+                    f"{name} gives a token of {windows.name} no finite score; leave the method out."
+                )
+        right = scored.prediction.cpu() == next_tokens(windows.ids)
+        return {
+            "scores": {name: _round(values[:, start:]) for name, values in scored.scores.items()},
+            "log_probs": _round(scored.target_log_probs[:, start - 1 : -1]),
+            "right": right[:, start:-1].tolist(),
+        }
+
+    def collect(self, windows: Windows) -> ScoredWindows:
+        """All scores, once all windows have passed."""
+        scores: dict[str, list[list[float]]] = {name: [] for name in self.exactly}
+        log_probs: list[list[float]] = []
+        right: list[list[bool]] = []
+        for batch in window_batches(windows):
+            known = self.scores(batch)
+            for name, values in scores.items():
+                values += known[name]
+            row = self.rows(batch)[0]  # these do not depend on the method
+            log_probs += row["log_probs"]
+            right += row["right"]
+        found = {name: np.array(values) for name, values in scores.items()}
+        return ScoredWindows(found, np.array(log_probs), np.array(right, bool))
+
+
+def usable_for_tokens(
+    model: nn.Module, windows: Windows, methods: Methods
+) -> tuple[dict[str, Method], list[LeftOutRow]]:
+    """Try each method, cheaply, on a few tokens.
+
+    Args:
+        model: a language model.
+        windows: at least one, of four tokens or more.
+        methods: by name.
+
+    Returns:
+        The methods that can score this model's tokens, and a row with the reason for each other
+        one.
+    """
+    few = {"input_ids": windows.ids[:1, :4]}
+
+    def try_method(name: str, method: Method) -> None:
+        _make_scorer(model, {name: method.quick()}, 0, Sketch(2), "")(few)
+
+    return keep_usable(methods, try_method)
+
+
+def about(language: LanguageModel) -> dict[str, Any]:
+    """What identifies a language model in a run's first row."""
+    return {"qualms": __version__, "network": language.name, "weights": fingerprint(language.model)}
+
+
+def _make_scorer(
+    model: nn.Module, methods: Methods, seed: int, engine: Sketch, params: str
+) -> Scorer:
+    """A scorer of tokens.
+
+    Args:
+        model: as for `score_windows`.
+        methods: by name.
+        seed: of the sketch's tangents.
+        engine: the sketch.
+        params: a pattern; empty for all parameters.
+    """
+    return Scorer(
+        model, dict(methods), class_dim=-1, engine=engine, params=params or None, seed=seed
+    )
+
+
+def _round(values: Tensor) -> list[list[float]]:
+    """The values as numbers with `DIGITS` significant digits."""
+    rows: list[list[float]] = []
+    for row in values.double().tolist():
+        rows.append([float(f"{value:.{DIGITS}g}") for value in row])
+    return rows
