@@ -47,7 +47,7 @@ from qualms.random import generator
 from qualms.stream.network import Network
 from qualms.stream.sizes import FORWARD_BATCH
 from qualms.tasks.paper import methods_beside, paper_methods
-from qualms.tasks.scoring import Methods
+from qualms.tasks.score_rows import Methods
 from qualms.training import RECIPES, fit
 
 RESULTS = Path(__file__).parent / "results" / "epistemic.jsonl"

@@ -32,16 +32,17 @@ from qualms.metrics import auroc
 from qualms.metrics.groups import auroc_interval, lead_interval
 from qualms.models.language import LanguageModel
 from qualms.tasks.journal import Journal
-from qualms.tasks.text import (
+from qualms.tasks.text_benchmark import (
     SURPRISE,
-    errors_found,
-    running,
+    add_baselines,
+    detection_measures,
+    error_measures,
+    running_mean,
+    span_lengths,
     span_means,
-    spans,
-    told_apart,
-    with_baselines,
 )
-from qualms.tasks.windows import ScoredWindows, Windows, about, score_windows
+from qualms.tasks.token_scores import ScoredWindows, about, score_windows
+from qualms.tasks.windows import Windows
 
 RESULTS = Path(__file__).parent / "results" / "text.jsonl"
 TOKENS = Path("runs") / "text-benchmark.jsonl"
@@ -95,7 +96,7 @@ def score() -> None:
                 continue
             texts = {name: windows(name, model) for name in (KNOWN, *run.others)}
             found = {name: scored(model, text, run, journal) for name, text in texts.items()}
-            every = {name: with_baselines(one) for name, one in found.items()}
+            every = {name: add_baselines(one) for name, one in found.items()}
             named = (
                 every[KNOWN] if run == RUNS[0] else run.methods
             )  # what tokens read say is the same in every run
@@ -108,15 +109,15 @@ def score() -> None:
                     for name in run.others
                 }
                 row = {**key, "method": method, "n": len(texts[KNOWN]), "texts": apart}
-                keep({**row, "errors": rounded(errors_found(every[KNOWN][method], found[KNOWN]))})
+                keep({**row, "errors": rounded(error_measures(every[KNOWN][method], found[KNOWN]))})
 
 
 def by_span(inside: np.ndarray, outside: np.ndarray) -> Row:
     """How well two texts are told apart, by the tokens that are averaged: spans, or all of a window
     so far.
     """
-    apart = {str(span): told_apart(inside, outside, span) for span in spans(WINDOW)}
-    apart[SO_FAR] = told_apart(running(inside), running(outside), 1)
+    apart = {str(span): detection_measures(inside, outside, span) for span in span_lengths(WINDOW)}
+    apart[SO_FAR] = detection_measures(running_mean(inside), running_mean(outside), 1)
     return {name: rounded(measures) for name, measures in apart.items()}
 
 
@@ -127,7 +128,7 @@ def leads() -> None:
         return
     with Journal(TOKENS, about(model)) as journal:
         found = {
-            name: with_baselines(scored(model, windows(name, model), first, journal))
+            name: add_baselines(scored(model, windows(name, model), first, journal))
             for name in (KNOWN, *first.others)
         }
         for other in first.others:
@@ -139,7 +140,7 @@ def leads() -> None:
                     "rival": rival,
                     "text": other,
                 }
-                for span in spans(WINDOW):
+                for span in span_lengths(WINDOW):
                     ours, theirs = (
                         tuple(span_means(found[name][method], span) for name in (KNOWN, other))
                         for method in ("regrad", rival)

@@ -122,7 +122,7 @@ import sys
 for name in ("beartype", "hypothesis", "IPython", "matplotlib", "mkdocs", "nbclient", "nbformat", "pandas", "psutil",
              "playwright", "pytest", "timm", "torchvision", "transformers", "yaml"):
     sys.modules[name] = None
-import qualms.cli.demo as command
+import qualms.cli.demo_command as command
 import qualms.demo as demo
 
 demo.EACH, demo.EPOCHS, demo.TRAININGS, demo.TIMED, command.RESAMPLES = 8, 1, 1, 2, 20

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
         class_gradient_gram,
         class_gradient_norms,
     )
-    from qualms.gradients.settings import Sketch
-    from qualms.gradients.smoothing import Smoothing
+    from qualms.gradients.settings import Sketch, Smoothing
     from qualms.methods.registry import list_methods
     from qualms.positions import next_tokens
     from qualms.result import Scored
@@ -59,7 +58,7 @@ _MODULES = {
     "Scored": "qualms.result",
     "Scorer": "qualms.scorer",
     "Sketch": "qualms.gradients.settings",
-    "Smoothing": "qualms.gradients.smoothing",
+    "Smoothing": "qualms.gradients.settings",
     "Threshold": "qualms.threshold",
     "class_gradient_gram": "qualms.gradients.api",
     "class_gradient_norms": "qualms.gradients.api",

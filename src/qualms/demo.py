@@ -18,10 +18,10 @@ from qualms.progress import ProgressFn
 from qualms.report.content import Content, Group
 from qualms.report.layer_chart import layers_of
 from qualms.stream.network import Network
+from qualms.tasks.image_scores import score_images, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.runtime import runtime
-from qualms.tasks.scoring import score_images, select_usable
 from qualms.training import RECIPES, fit
 
 KNOWN = 7  # the network learns the digits 0 to 6

@@ -15,7 +15,7 @@ from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.chosen import Methods, PixelStd
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
-from qualms.progress import Count, Progress
+from qualms.progress import Progress, ProgressLine
 from qualms.scorer import Scorer
 
 
@@ -161,13 +161,13 @@ def require_options(function: str, options: ScorerOptions) -> None:
 def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Tensor, " b"]]:
     """The scores alone: the probabilities of a large pool and many classes need not be held."""
     parts: list[dict[str, Tensor]] = []
-    num_done, count = 0, Count(progress, _count_inputs(x))
-    count.start()
+    num_done, line = 0, ProgressLine(progress, _count_inputs(x))
+    line.start()
     for part in scorer.stream(_split(x) if progress else x):
         parts.append(part.scores)
         num_done += len(part)
-        count.tell(num_done)
-    count.end()
+        line.update(num_done)
+    line.end()
     return {name: torch.cat([part[name] for part in parts]) for name in scorer.methods}
 
 

@@ -25,7 +25,7 @@ from qualms.gradients.position_input import (
 )
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.at_positions import (
     NOWHERE,
     TangentSums,

@@ -198,11 +198,11 @@ def test_the_page_says_how_far_the_start_is_and_can_be_used_once_it_is_over(
     assert page.locator("#file").is_disabled()
     start.begin("scoring a first image")
     page.get_by_text("Warming up: scoring a first image (3 of 3, ").wait_for(state="visible")
-    start.finish(services.usual().about, services.usual().network.transform)
-    page.get_by_text("Choose an image to see what digits makes of it").wait_for(state="visible")
+    start.finish(services.usual().model_info, services.usual().network.transform)
+    page.get_by_text("Choose an image to see what digits predicts").wait_for(state="visible")
     assert page.locator("#warming").count() == 0
     scored(page, files[0])
-    assert services.usual().about.model_hash in page.locator("footer").text_content()
+    assert services.usual().model_info.model_hash in page.locator("footer").text_content()
 
 
 def test_a_name_is_only_text(opened: Open, usual: str) -> None:

@@ -354,7 +354,7 @@ def test_a_network_of_other_classes_is_refused(
         )
         == 1
     )
-    assert "mine:hundred tells 100 classes apart, and digits has 10" in capsys.readouterr().err
+    assert "mine:hundred outputs 100 classes, but digits has 10" in capsys.readouterr().err
 
 
 def test_images_are_resized_to_what_the_network_takes(

@@ -11,7 +11,7 @@ import pytest
 from qualms.cli import input_texts
 from qualms.data.texts import Document
 from qualms.models.language import load_language_model
-from qualms.texts.scoring import score_documents
+from qualms.texts.document_scores import score_documents
 from qualms.texts.spans import worst_span_of
 from tests.helpers.commands import run
 from tests.helpers.pages import Page, unpacked

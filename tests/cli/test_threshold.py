@@ -64,7 +64,7 @@ def test_by_risk_it_says_what_it_promises(
     assert run(monkeypatch, "threshold", "few.npz", *own(*words, "--overwrite")) == 1
     refused = capsys.readouterr().err
     assert (
-        "takes 300 labeled inputs, even if none of them is wrong, and there are 120; add 180"
+        "takes 300 labeled inputs, even if none of them is wrong, but there are only 120; add 180"
         in refused
     )
     assert run(monkeypatch, "threshold", "bare.npz", *own(*words, "--overwrite")) == 1
@@ -139,7 +139,7 @@ def test_labels_are_folders_by_the_names_of_the_classes(
     assert run(monkeypatch, "threshold", "val", *own(*words, "--classes", ",".join(names))) == 0
     assert ", 0 of them wrong" in capsys.readouterr().out
     assert run(monkeypatch, "threshold", "val", *own(*words)) == 1
-    told = "'one', which digits-cnn does not know: its classes are called 0, 1, 2 …; give the folders their names"
+    told = "'one', which digits-cnn does not have: its classes are 0, 1, 2 …; rename the folders"
     assert told in capsys.readouterr().err
     (labeled_here / "nameless_net.py").write_text(
         "from qualms.models.cnn import paper_cnn\n\ndef net():\n    return paper_cnn(1, 8)\n"
@@ -148,7 +148,4 @@ def test_labels_are_folders_by_the_names_of_the_classes(
     assert (
         run(monkeypatch, "threshold", "val", *nameless, *words) == 1
     )  # nobody says which folder is which class
-    assert (
-        "nameless_net:net tells 10 classes apart, and val/ (folder) has 4"
-        in capsys.readouterr().err
-    )
+    assert "nameless_net:net outputs 10 classes, but val/ (folder) has 4" in capsys.readouterr().err

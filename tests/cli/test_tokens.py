@@ -15,8 +15,8 @@ from qualms.data.texts import Document
 from qualms.gradients.settings import Sketch
 from qualms.models.language import load_language_model
 from qualms.texts.document import ScoredDocument
+from qualms.texts.document_scores import score_documents
 from qualms.texts.generation import generate
-from qualms.texts.scoring import score_documents
 from qualms.texts.token_table import TokenTable
 from tests.helpers.commands import run
 from tests.helpers.tiny_llama import LEARNT

@@ -24,7 +24,7 @@ from qualms.data.decode import Unreadable, decode_image
 from qualms.data.texts import read_texts
 from qualms.models import read_state
 from qualms.scale.batch import rejected_in
-from qualms.scale.cluster import not_scored, require_once
+from qualms.scale.cluster import filter_rejections, require_once
 from qualms.scale.shard_folder import count_rows, finish, open_shard_folder
 from qualms.stream.source import open_source
 from qualms.tasks.journal import read
@@ -283,7 +283,7 @@ def test_shards_that_are_damaged_are_named(tmp_path: Path) -> None:
 
 
 def not_scored_in(folder: Path) -> None:
-    not_scored([], folder)
+    filter_rejections([], folder)
 
 
 def finished(folder: Path) -> None:

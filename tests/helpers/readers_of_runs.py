@@ -202,7 +202,7 @@ def _scoring() -> Any:
 
 
 def _shard(folder: Path, path: Path) -> None:
-    from qualms.scale.cluster import not_scored, require_once
+    from qualms.scale.cluster import filter_rejections, require_once
     from qualms.scale.shard_folder import shards_in
     from qualms.scale.shards import score_shards
     from qualms.stream.source import open_source
@@ -210,7 +210,7 @@ def _shard(folder: Path, path: Path) -> None:
     scores = folder / "scores"
     score_shards(_scoring(), open_source(str(folder / "x.npz"), None, None), scores, {"seed": 0}, 2)
     assert len(shards_in(scores)) == 2
-    not_scored([], scores)
+    filter_rejections([], scores)
     require_once(scores)
 
 
@@ -254,10 +254,12 @@ def _begin(folder: Path, path: Path) -> None:
 
 def _listed(folder: Path) -> Path:
     from qualms.data import Rejected
-    from qualms.scale.shard_folder import write_rejected
+    from qualms.scale.shard_folder import write_rejections
 
     (folder / "list").mkdir()
-    write_rejected(folder / "list" / "a.parquet", [Rejected("a", "cut"), Rejected("b", "no image")])
+    write_rejections(
+        folder / "list" / "a.parquet", [Rejected("a", "cut"), Rejected("b", "no image")]
+    )
     return folder / "list" / "a.parquet"
 
 
@@ -280,7 +282,7 @@ def _threshold(folder: Path) -> Path:
 
 
 def _accept(folder: Path, path: Path) -> None:
-    from qualms.cli.threshold import _content, _promise
+    from qualms.cli.threshold_command import _content, _promise
     from qualms.threshold import Threshold
 
     found = Threshold.load(path)
@@ -338,7 +340,7 @@ def _rows(folder: Path, path: Path) -> None:
 
 
 def _class_file(folder: Path, path: Path) -> None:
-    from qualms.cli.own_images import parse_class_names
+    from qualms.cli.options import parse_class_names
 
     count, names = parse_class_names(str(path))
     assert count == len(names) >= 2

@@ -20,9 +20,15 @@ from torch import nn
 from qualms import Scorer, Threshold
 from qualms.data import Images, ImageTransform, Normalization, load
 from qualms.service.app import add_service
-from qualms.service.scoring import Question, Reply, Served, about_unloaded, replies
-from qualms.service.settings import Settings
-from qualms.service.startup import Startup
+from qualms.service.config import ServiceConfig
+from qualms.service.lifecycle import Startup
+from qualms.service.scoring import (
+    ScoreRequest,
+    ScoreResponse,
+    ScoringService,
+    describe_unloaded,
+    score_requests,
+)
 from qualms.stream.network import Network
 
 REGRAD = "regrad+layers+smooth"
@@ -60,7 +66,7 @@ def network() -> Network:
     )
 
 
-def served(methods: tuple[str, ...] = (REGRAD, "entropy"), decided: bool = True) -> Served:
+def served(methods: tuple[str, ...] = (REGRAD, "entropy"), decided: bool = True) -> ScoringService:
     """The network with its scorer; the threshold accepts half of some digits."""
     net = network()
     scorer = Scorer(net.model, list(methods), pixel_std=PIXEL_STD)
@@ -68,31 +74,31 @@ def served(methods: tuple[str, ...] = (REGRAD, "entropy"), decided: bool = True)
         known = scorer(net.inputs(digits().take(slice(0, 60)))).scores[methods[0]]
         limit = Threshold.from_scores(known, coverage=0.5, provenance=scorer.provenance)
         scorer = Scorer(net.model, list(methods), pixel_std=PIXEL_STD, threshold=limit)
-    return Served(NAME, net, scorer)
+    return ScoringService(NAME, net, scorer)
 
 
 @cache
-def usual() -> Served:
+def usual() -> ScoringService:
     return served()
 
 
-def starting(own: Served | None = None) -> Startup:
+def starting(own: ScoringService | None = None) -> Startup:
     """A start of three steps in this process, of which nothing is loaded yet."""
     scorer = (own or usual()).scorer
     return Startup(
-        about_unloaded(NAME, scorer.methods, scorer.threshold), steps=3, say=lambda _: None
+        describe_unloaded(NAME, scorer.methods, scorer.threshold), steps=3, echo=lambda _: None
     )
 
 
-def started(own: Served | None = None) -> Startup:
+def started(own: ScoringService | None = None) -> Startup:
     """The same once it is ready."""
     made, start = own or usual(), starting(own)
-    start.finish(made.about, made.network.transform)
+    start.finish(made.model_info, made.network.transform)
     return start
 
 
 def client(
-    own: Served | None = None,
+    own: ScoringService | None = None,
     ask: Any = None,
     startup: Startup | None = None,
     hangs: Callable[[], bool] = lambda: False,
@@ -101,10 +107,10 @@ def client(
     """The routes in this process, without LitServe: each request is scored by itself."""
     made, app = own or usual(), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def asked(question: Question) -> Reply:
-        return (await asyncio.to_thread(replies, made, [question]))[0]
+    async def asked(question: ScoreRequest) -> ScoreResponse:
+        return (await asyncio.to_thread(score_requests, made, [question]))[0]
 
-    add_service(app, startup or started(own), Settings(**settings), ask or asked, hangs)
+    add_service(app, startup or started(own), ServiceConfig(**settings), ask or asked, hangs)
     return TestClient(app, "http://127.0.0.1", raise_server_exceptions=False)
 
 

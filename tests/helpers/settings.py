@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 
 
 def small_cnn() -> nn.Sequential:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import qualms
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.coherence import Coherence, collinearity
 from qualms.models.cnn import paper_cnn
 from qualms.random import generator

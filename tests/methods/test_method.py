@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods import MCAA, METHODS, GradientScore, Method, PerturbX, REGrad, parse
 from qualms.methods.context import BatchContext
 
@@ -189,7 +189,7 @@ def test_methods_are_reached_by_package_and_by_module() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["qualms.methods.regrad", "qualms.methods.context", "qualms.gradients.smoothing"]
+    "first", ["qualms.methods.regrad", "qualms.methods.context", "qualms.gradients.settings"]
 )
 def test_any_module_may_be_imported_first(first: str) -> None:
     subprocess.run([sys.executable, "-c", f"import {first}"], check=True, timeout=120)

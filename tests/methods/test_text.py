@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.registry import METHODS
 from tests.helpers.settings import bert, training_text
 

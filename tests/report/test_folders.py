@@ -12,8 +12,8 @@ from qualms.data import DATASETS, Images, load
 from qualms.methods import parse
 from qualms.models import load_model
 from qualms.stream.network import Network
+from qualms.tasks.image_scores import score_images
 from qualms.tasks.journal import Journal
-from qualms.tasks.scoring import score_images
 from tests.helpers.commands import run
 from tests.helpers.pages import Page
 

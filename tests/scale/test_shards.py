@@ -290,15 +290,15 @@ def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) ->
     from qualms.stream import source as module
 
     read: list[int] = []
-    original = module._read
+    original = module.read_images
 
-    def counted(files: Any, *rest: Any) -> Any:
+    def counted(files: Any, *rest: Any, **options: Any) -> Any:
         read.append(len(files))
-        return original(files, *rest)
+        return original(files, *rest, **options)
 
     data = as_folder(digits, tmp_path / "data")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_read", counted)
+        patch.setattr(module, "read_images", counted)
         patch.setattr(module, "BATCH", 4)
         parts = open_source(data, None, None).batches(0, 4096)
         next(parts)
@@ -447,7 +447,7 @@ def test_the_next_images_are_read_while_the_caller_works(
 def test_a_folder_of_many_files_is_cut_into_pieces_and_none_is_lost(
     digits: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qualms.stream.source.FILES", 32)
+    monkeypatch.setattr("qualms.stream.source.SPLIT_FILES", 32)
     source = open_source(as_folder(digits, tmp_path / "data"), None, None)
     assert source.splits is not None
     ids = [[file.id for file in piece()] for piece in source.splits()]
@@ -484,7 +484,7 @@ def test_a_machine_without_the_folder_says_so(digits: Images, tmp_path: Path) ->
     (piece,) = source.splits()
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     with pytest.raises(
-        qualms.QualmsError, match=r"data is not there on .*; every machine must find the images"
+        qualms.QualmsError, match=r"data does not exist on .*; every machine must find the images"
     ):
         piece()
 

@@ -150,13 +150,13 @@ def test_report_and_bench(task: str, pictures_here: Path, monkeypatch: pytest.Mo
 def test_service(pictures_here: Path) -> None:
     if find_spec("litserve") is None and "QUALMS_NEEDS_SERVE" not in os.environ:
         pytest.skip("litserve is not installed; run `make test-serve`")
-    from qualms.service.scoring import Served
+    from qualms.service.scoring import ScoringService
     from tests.helpers.services import client
 
     network, scorer = network_and_scorer()
     files = []
     for path in sorted((pictures_here / "shuffled").iterdir()):
         files.append(("images", (path.name, io.BytesIO(path.read_bytes()), "image/png")))
-    answer = client(Served("digits", network, scorer)).post("/v1/score", files=files)
+    answer = client(ScoringService("digits", network, scorer)).post("/v1/score", files=files)
     assert answer.status_code == 200, answer.text
     assert_same({r["id"]: tuple(r["scores"].values()) for r in answer.json()["results"]})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.registry import parse
 from qualms.tasks.paper import (
     ACTIVE,

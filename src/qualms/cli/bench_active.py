@@ -18,9 +18,9 @@ from qualms.stream.network import Network
 from qualms.stream.sizes import FORWARD_BATCH
 from qualms.tasks import active as task
 from qualms.tasks.active import COLOR, NETWORKS, RANDOM, Plan
+from qualms.tasks.image_scores import select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, Row
-from qualms.tasks.scoring import select_usable
 from qualms.training import RECIPES
 
 Pickers = dict[str, Method | None]  # by the name in rows; None picks at random

@@ -28,9 +28,10 @@ from qualms.tasks import calibration as calibration_task
 from qualms.tasks import ood as ood_task
 from qualms.tasks import runtime as runtime_task
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
+from qualms.tasks.image_scores import accuracy_row, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import AccuracyRow, Row
-from qualms.tasks.scoring import Methods, accuracy_row, select_usable
+from qualms.tasks.score_rows import Methods
 
 
 @with_options(NetworkTaskOptions)

@@ -27,10 +27,11 @@ from qualms.gradients.settings import Sketch
 from qualms.methods.registry import parse
 from qualms.models.language import load_language_model
 from qualms.report.text_tables import text_table
-from qualms.tasks import text as task
+from qualms.tasks import text_benchmark as task
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import Row
-from qualms.tasks.windows import about, cut_windows, usable_for_tokens
+from qualms.tasks.token_scores import about, usable_for_tokens
+from qualms.tasks.windows import cut_windows
 
 METHODS = "regrad,exgrad,fisher,isotropic,entropy,msp,energy,gen"
 

@@ -13,7 +13,7 @@ from qualms.data import Images, ImageTransform, Rejected, dataset_name, load
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.stream.network import Network
-from qualms.tasks.reproduce import LEARNT_FROM
+from qualms.tasks.reproduce import MAX_TRAIN_IMAGES
 
 MAX_LISTED = 3  # inputs that could not be read, named on the terminal
 
@@ -69,7 +69,7 @@ def training_images(
         return None
     if train.fingerprint() == test.fingerprint():
         return None
-    return train.subset(LEARNT_FROM)
+    return train.subset(MAX_TRAIN_IMAGES)
 
 
 def _read(

@@ -15,7 +15,7 @@ from qualms.methods.at_positions import require_positions
 from qualms.methods.method import Method
 from qualms.models.language import LanguageModel, load_language_model
 from qualms.texts.document import ScoredDocument
-from qualms.texts.scoring import score_documents
+from qualms.texts.document_scores import score_documents
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from qualms.methods.method import Method
 from qualms.methods.price import Price
 from qualms.scorer import Scorer
 from qualms.stream.network import Network
-from qualms.tasks.scoring import Methods
+from qualms.tasks.score_rows import Methods
 
 LONG = 600.0  # seconds above which cheaper ways are listed
 

@@ -49,10 +49,11 @@ from qualms.report.layer_chart import layers_of
 from qualms.report.page import write_page
 from qualms.report.tables import list_left_out
 from qualms.stream.network import Network
+from qualms.tasks.image_scores import choose_engine, score_images, select_usable
 from qualms.tasks.journal import Journal, read
 from qualms.tasks.ood import resize_like
 from qualms.tasks.rows import LeftOutRow
-from qualms.tasks.scoring import Methods, choose_engine, score_images, select_usable
+from qualms.tasks.score_rows import Methods
 
 # The options that have no effect with --tokens, and their defaults.
 FOR_IMAGES = {

@@ -45,7 +45,7 @@ from qualms.methods.registry import DEFAULT
 from qualms.result import Scored
 from qualms.scale.shard_folder import require_shard_folder
 from qualms.scorer import Scorer
-from qualms.texts.scoring import METHOD
+from qualms.texts.document_scores import METHOD
 from qualms.threshold import Threshold
 
 COVERAGE = 0.95

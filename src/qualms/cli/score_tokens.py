@@ -29,8 +29,8 @@ from qualms.data.texts import Document, Texts
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Sketch
 from qualms.texts.document import ScoredDocument
+from qualms.texts.document_scores import METHOD
 from qualms.texts.generation import generate
-from qualms.texts.scoring import METHOD
 from qualms.texts.spans import worst_span_of
 from qualms.texts.token_table import TokenTable
 

@@ -37,7 +37,7 @@ from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import InputBatches, Network
 from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, batches_in_memory
-from qualms.tasks.scoring import parameters
+from qualms.tasks.image_scores import parameters
 from qualms.threshold import Threshold
 
 

@@ -20,15 +20,15 @@ from qualms.cli.status import echo
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
-from qualms.service.settings import LOOPBACK, Settings
+from qualms.service.config import LOOPBACK, ServiceConfig
 from qualms.threshold import Threshold
 
 if TYPE_CHECKING:
-    from qualms.service.scoring import Served
+    from qualms.service.scoring import ScoringService
 
 TOKEN = "QUALMS_TOKEN"
 MEGABYTE = 2**20
-USUAL = Settings()
+USUAL = ServiceConfig()
 FILES = (".pt2", ".pt", ".pth")
 
 
@@ -66,13 +66,13 @@ def serve(
     ] = USUAL.deadline,
     max_body: Annotated[
         float, typer.Option(help="Maximum size of a request, in megabytes.")
-    ] = USUAL.body / MEGABYTE,
+    ] = USUAL.max_body / MEGABYTE,
     max_images: Annotated[
         int, typer.Option(help="Maximum number of images in a request.")
-    ] = USUAL.images,
+    ] = USUAL.max_images,
     max_pixels: Annotated[
         int, typer.Option(help="Maximum number of pixels in a request, over all its images.")
-    ] = USUAL.pixels,
+    ] = USUAL.max_pixels,
 ) -> None:
     """Serve a network over HTTP: images in; predictions, scores and decisions out; a page at `/`.
 
@@ -107,30 +107,30 @@ def serve(
     signal.signal(signal.SIGTERM, interrupt)
     if not math.isfinite(max_body):
         raise QualmsError(f"--max-body is {max_body}; pass a number above 0.")
-    settings = Settings(
+    settings = ServiceConfig(
         host=LOOPBACK if host == "localhost" else host,
         port=port,
         token=os.environ.get(TOKEN),
         batch=batch,
         waiting=waiting,
         deadline=deadline,
-        body=int(max_body * MEGABYTE),
-        images=max_images,
-        pixels=max_pixels,
+        max_body=int(max_body * MEGABYTE),
+        max_images=max_images,
+        max_pixels=max_pixels,
     )
     wanted = parse_methods(methods)
     limit = None if threshold is None else Threshold.load(threshold)
     address = _address(name or model)
     try:
         with at_sigterm(leave):
-            from qualms.service.scoring import about_unloaded
-            from qualms.service.serve import serve as run
+            from qualms.service.scoring import describe_unloaded
+            from qualms.service.server import serve as run
     except ModuleNotFoundError as missing:
         raise QualmsError(
             f"`qualms serve` needs {missing.name}; pip install '.[app,serve]' in a clone of qualms."
         ) from None
     loader = _Loader(address, name or _file_name(model), model, wanted, options, limit)
-    run(loader, about_unloaded(address, wanted, limit), settings, echo)
+    run(loader, describe_unloaded(address, wanted, limit), settings, echo)
 
 
 @dataclass(frozen=True)
@@ -153,18 +153,18 @@ class _Loader:
     options: ScoreOptions
     threshold: Threshold | None
 
-    def __call__(self, begin: Callable[[str], None]) -> "Served":
+    def __call__(self, begin: Callable[[str], None]) -> "ScoringService":
         """Load the network, and score a first image with it.
 
         Args:
             begin: Called with the name of each step.
         """
-        from qualms.service.scoring import Served
+        from qualms.service.scoring import ScoringService
 
         with short_warnings():
             begin(f"loading {self.public}")
             run = prepare_run("", self.model, self.methods, self.options)
-            served = Served(self.address, run.network, run.make_scorer(self.threshold))
+            served = ScoringService(self.address, run.network, run.make_scorer(self.threshold))
             price = served.price()
             step = "scoring a first image"
             if price is not None:

@@ -38,7 +38,7 @@ from qualms.gradients.measure import Pullback, measure
 from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import CANCELLED, Outer, gram_is_cheaper
-from qualms.gradients.tracing.weights import nodes_behind
+from qualms.gradients.tracing.param_use import nodes_behind
 
 # What the graph calls `linear`, `addmm` and `matmul`.
 PRODUCTS = ("AddmmBackward0", "MmBackward0")

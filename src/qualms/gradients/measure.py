@@ -15,7 +15,7 @@ from qualms.gradients.precision import at_least_float32, inner_products, sum_of_
 from qualms.gradients.settings import Kind
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import Outer
-from qualms.gradients.tracing.weights import Weights, roots
+from qualms.gradients.tracing.param_use import Weights, roots
 
 AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every edge
 

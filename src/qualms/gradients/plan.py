@@ -24,10 +24,9 @@ from qualms.gradients.settings import Kind
 from qualms.gradients.single_sample import FirstSample, ModelProfile, random_direction
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import Outer
-from qualms.gradients.tracing.param_use import TracePair, UseOrder, largest_result
+from qualms.gradients.tracing.param_use import TracePair, UseOrder, Weights, largest_result, roots
 from qualms.gradients.tracing.recorder import Recorder, collapses_rows
 from qualms.gradients.tracing.traced_forward import require_uses_that_vary, trace_forward
-from qualms.gradients.tracing.weights import Weights, roots
 
 CACHED_BYTES = 2**22  # of the largest result of a pass: a larger one leaves the processor's cache
 MIN_ROWS = 4  # with fewer at once a pass costs more for each than it would save

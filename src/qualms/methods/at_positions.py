@@ -17,8 +17,8 @@ from qualms.errors import QualmsError
 from qualms.gradients.directions import project_one_set
 from qualms.gradients.engines.position_sketch import PositionProducts
 from qualms.gradients.precision import at_least_float32
+from qualms.gradients.settings import Smoothing
 from qualms.gradients.sketching.projections import unbiased_root
-from qualms.gradients.smoothing import Smoothing
 from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import LOGITS, Method

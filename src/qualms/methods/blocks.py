@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import take_samples
-from qualms.gradients.blocks import heavy_blocks
+from qualms.gradients.layer_table import heavy_blocks
 from qualms.gradients.layers import layer_of, selected_parameters
 from qualms.gradients.model_input import ModelInput
 from qualms.gradients.tracing.traced_forward import use_order

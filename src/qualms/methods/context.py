@@ -16,21 +16,20 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, parts_of, take_samples
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.class_sampling import MIN_CLASSES
+from qualms.gradients.engines.choice import samples_classes
+from qualms.gradients.engines.layer_cut import late_layers
 from qualms.gradients.engines.sketch import project_gradients
 from qualms.gradients.input_data import labeled_batches
 from qualms.gradients.isolation import all_parameters_differentiable
-from qualms.gradients.layer_table import LayerTable, late_layers, layer_table
+from qualms.gradients.layer_table import LayerTable, layer_table
 from qualms.gradients.layers import total_norms
-from qualms.gradients.memory import budget_of_rows, free_bytes, require_room
+from qualms.gradients.memory import PassMemory, budget_of_rows, free_bytes, require_room
 from qualms.gradients.model_input import ModelInput, forward_logits, perturbed_in_parts
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.sample_memory import PassMemory
-from qualms.gradients.settings import Settings
+from qualms.gradients.settings import Settings, Smoothing
 from qualms.gradients.sketching.projections import Projections
-from qualms.gradients.smoothing import Smoothing
 from qualms.methods.divergence import log_softmax
 from qualms.methods.few_classes import ClassSums, layer_sums_by_few_classes
 from qualms.methods.head import Head, required, with_head
@@ -246,9 +245,9 @@ class BatchContext:
 
     def draws_classes(self, method: "GradientScore") -> bool:
         """Whether some of many classes stand for all of them."""
+        classes = self._outcome[0].shape[1]
         settings = self.model_context.settings
-        many = method.direction == "classes" and self._outcome[0].shape[1] >= MIN_CLASSES
-        return many and bool(settings.tolerance) and settings.engine_name == "exact"
+        return method.direction == "classes" and samples_classes(settings, classes)
 
     def _norms(self, method: "GradientScore") -> tuple[LayerTable, slice]:
         """Gradient norms per layer, from the one pass that serves all methods, and where this one's
@@ -352,9 +351,9 @@ class BatchContext:
         that they add.
         """
         late = late_layers(request, lam, self.model_context.cache)
-        while late is not None and late.early:
+        while late is not None and late.num_early:
             if late.confirm_blindly(request):
-                return late.job(request), late.share
+                return late.narrow(request), late.share
         return request, 0.0
 
     def _draw_classes(self, method: "GradientScore") -> None:

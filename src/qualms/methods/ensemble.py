@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.batch import num_samples, parts_of
 from qualms.gradients.isolation import preserve_state
+from qualms.gradients.memory import PassMemory
 from qualms.gradients.model_input import ModelInput, forward_logits
-from qualms.gradients.sample_memory import PassMemory
 from qualms.methods.context import ROWS_AT_ONCE, BatchContext
 from qualms.methods.divergence import log_softmax, mutual_information
 from qualms.methods.method import MODELS, Method

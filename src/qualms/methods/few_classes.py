@@ -124,8 +124,8 @@ class ClassSums:
             for number in numbers[numbers > 0].unique().tolist():
                 index = (numbers == number).nonzero().flatten()
                 table = self._measure(index, number, turn, tally)
-                early = table.early if early is None else early
-                if table.early != early:
+                early = table.num_left_out if early is None else early
+                if table.num_left_out != early:
                     return None
                 values[:, index], errors[:, index], following[index] = self._judge(
                     index, tally, table.left_out

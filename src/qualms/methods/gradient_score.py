@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
 from qualms.methods.method import FEW, GRADIENTS, Method, Scale, converted
 from qualms.parameters import FINITE_OR_NONE, Rule, check_parameters

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, num_samples, take_samples
+from qualms.gradients.batch import Batch, num_samples, take_samples, tensors_in
+from qualms.gradients.memory import PassMemory
 from qualms.gradients.model_input import ModelInput, forward_logits
-from qualms.gradients.nested import tensors_in
-from qualms.gradients.sample_memory import PassMemory
 from qualms.methods.context import ROWS_AT_ONCE, BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.draws import information_over_draws

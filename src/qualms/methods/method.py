@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
 
 # What a method may need beside the model and the inputs.

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
+from qualms.gradients.batch import each_tensor
 from qualms.gradients.memory import free_bytes, require_room
-from qualms.gradients.nested import each_tensor
 from qualms.methods.context import BatchContext
 from qualms.methods.divergence import kl, log_softmax
 from qualms.methods.method import SEVERAL_PASSES, WANG_JI

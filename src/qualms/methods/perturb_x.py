@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
 from qualms.methods.divergence import kl
 from qualms.methods.method import SEVERAL_PASSES, WANG_JI, Noise, Scale, converted

@@ -11,10 +11,8 @@ import torch
 
 from qualms.errors import SlowWarning
 from qualms.gradients.batch import take_samples
-from qualms.gradients.engines.choice import PASSES_BESIDE, PLAIN_BACKWARD, PUSH_PASSES, pass_work
-from qualms.gradients.engines.exact import look_at
-from qualms.gradients.engines.probe import Probe
-from qualms.gradients.layer_table import late_layers
+from qualms.gradients.engines.choice import AUTOGRAD_PASSES, SKETCH_PASSES, row_passes
+from qualms.gradients.engines.layer_cut import late_layers
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.request import GradientRequest
 from qualms.methods.coherence import Coherence
@@ -127,10 +125,7 @@ def _count_beside(method: Method, context: BatchContext) -> float:
 def _count_late(context: BatchContext, names: Iterable[str], directions: int) -> float:
     """A recorded forward pass, and backward passes through the operations of some parameters."""
     request = context.request(context.model_context.directions(None), None)
-    whole = look_at(request, context.model_context.cache)
-    if not isinstance(whole, Probe):
-        return 1 + PLAIN_BACKWARD * directions
-    return 1 + (directions + 1) * pass_work(whole, directions, frozenset(names))
+    return row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
 def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
@@ -140,7 +135,7 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     rows = 1 + (smooth.draws if smooth else 0)
     wanted = model_context.directions(smooth)
     if settings.sketch is not None:
-        return rows * PUSH_PASSES * settings.sketch.tangents
+        return rows * SKETCH_PASSES * settings.sketch.tangents
     directions: float = wanted.size(classes)
     summed = [m for m in methods if context.draws_classes(m)]
     lam = model_context.smallest_lambda(smooth)
@@ -149,13 +144,11 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
         directions = float(needed) + wanted.size(classes) - classes
     request: GradientRequest = context.request(wanted, smooth)
     late = late_layers(request, lam, model_context.cache)
-    whole = look_at(context.request(wanted, None), model_context.cache)
-    if settings.engine == "reference" or not isinstance(whole, Probe):
-        return rows * (1 + PLAIN_BACKWARD * directions)
-    work = pass_work(whole, round(directions), None if late is None else late.names)
-    return rows * (
-        PASSES_BESIDE - 1 + (directions + 1) * work
-    )  # one more shows that rows are kept apart
+    if settings.engine == "reference":
+        return rows * (1 + AUTOGRAD_PASSES * directions)
+    names = None if late is None else late.names
+    plain = context.request(wanted, None)
+    return rows * row_passes(plain, directions, model_context.cache, names)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from qualms.errors import QualmsError
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.ash_s import ASHS
 from qualms.methods.clafr import ClaFR
 from qualms.methods.coherence import Coherence

@@ -5,7 +5,7 @@ These functions return methods, which `qualms.tasks.ood` compares.
 
 import math
 
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.method import Method
 from qualms.methods.regrad import REGrad

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Smoothing
 from qualms.methods.entropy import Entropy
 from qualms.methods.exgrad import ExGrad
 from qualms.methods.exgrad_v import ExGradV

@@ -5,8 +5,7 @@ The full protocol needs a GPU.
 
 from dataclasses import dataclass, replace
 
-from qualms.gradients.settings import Engine
-from qualms.gradients.smoothing import Smoothing
+from qualms.gradients.settings import Engine, Smoothing
 from qualms.tasks.active import Plan
 from qualms.tasks.paper import DRAWS, SIGMA
 from qualms.training.recipes import RECIPES, Recipe

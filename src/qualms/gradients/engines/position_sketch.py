@@ -26,8 +26,12 @@ from qualms.gradients.position_input import AtPositions, classes_last
 from qualms.gradients.precision import close_logits, coarser
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.sketching.jvp import Jvp, JvpFunction, forward_mode
-from qualms.gradients.sketching.jvp_check import find_jvp_function, same_products
-from qualms.gradients.sketching.sketch_probe import SketchProbe, probe_rows
+from qualms.gradients.sketching.sketch_probe import (
+    SketchProbe,
+    find_jvp_function,
+    probe_rows,
+    same_products,
+)
 from qualms.gradients.sketching.tangents import Tangent, Tangents, tangents_of_model
 
 # Of the largest result for several tangents in one pass: more would leave the processor's cache.

@@ -36,9 +36,15 @@ from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import Key, PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.sketching.jvp import Jvp, JvpFunction, forward_mode
-from qualms.gradients.sketching.jvp_check import check_batches, find_jvp_function, same_products
 from qualms.gradients.sketching.projections import Projections
-from qualms.gradients.sketching.sketch_probe import CheckRows, SketchProbe, probe_rows
+from qualms.gradients.sketching.sketch_probe import (
+    CheckRows,
+    SketchProbe,
+    check_batches,
+    find_jvp_function,
+    probe_rows,
+    same_products,
+)
 from qualms.gradients.sketching.tangents import (
     Tangent,
     Tangents,

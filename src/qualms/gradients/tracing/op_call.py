@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qualms.errors import reason
-from qualms.gradients.batch import NotBatchable
+from qualms.gradients.batch import NotBatchable, each_tensor, tensors_in
 from qualms.gradients.function_modes import run_function
-from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.precision import same_values
 from qualms.gradients.tracing.factors import GradFactor, Summed
 from qualms.gradients.tracing.outer_product import Outer

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qualms.gradients.batch import NotBatchable
+from qualms.gradients.batch import NotBatchable, each_tensor, tensors_in
 from qualms.gradients.fallback import error_note
 from qualms.gradients.function_modes import CallMode, run_function
-from qualms.gradients.nested import each_tensor, tensors_in
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.op_call import OpCall
 from qualms.gradients.tracing.param_use import (

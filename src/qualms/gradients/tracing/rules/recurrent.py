@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from qualms.gradients.nested import each_tensor
+from qualms.gradients.batch import each_tensor
 from qualms.gradients.tracing.factors import Summed
 from qualms.gradients.tracing.outer_product import Outer, SharedGram, out_in
 from qualms.gradients.tracing.rules.recurrent_layers import OneWay, RecurrentOptions, run_layers
