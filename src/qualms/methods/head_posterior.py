@@ -90,7 +90,9 @@ class HeadPosterior:
     covariance: Full | Kronecker
 
     def sample(
-        self, n: int, seed: int
+        self,
+        n: int,
+        seed: int,
     ) -> tuple[Float[Tensor, "n c f"], Float[Tensor, "n c"] | None]:
         """Draw n heads; the seed alone decides them. They have the weight's dtype, but at least
         float32.
@@ -99,7 +101,10 @@ class HeadPosterior:
         return weights, biases
 
     def samples(
-        self, n: int, seed: int, at_once: int
+        self,
+        n: int,
+        seed: int,
+        at_once: int,
     ) -> Iterator[tuple[Float[Tensor, "d c f"], Float[Tensor, "d c"] | None]]:
         """The same heads, `at_once` of them at a time."""
         mean, features = _extended(self.weight, self.bias), self.weight.shape[1]
@@ -120,7 +125,10 @@ class HeadPosterior:
 
 
 def _normal_numbers(
-    n: int, width: int, seed: int, at_once: int
+    n: int,
+    width: int,
+    seed: int,
+    at_once: int,
 ) -> Iterator[Float64[Tensor, "d width"]]:
     """The rows of torch.randn(n, width), `at_once` of them at a time.
 
@@ -204,7 +212,9 @@ def bytes_of_fit(classes: int, width: int) -> int:
 
 
 def _rows(
-    batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"], has_bias: bool
+    batches: Iterable[tuple[Tensor, Tensor]],
+    weight: Float[Tensor, "c f"],
+    has_bias: bool,
 ) -> FeaturesAndProbs:
     """Features [n, k] with their 1 and probabilities [n, c], a chunk at a time."""
     empty = True
@@ -236,7 +246,8 @@ def _rows(
 
 
 def _gauss_newton(
-    rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]
+    rows: FeaturesAndProbs,
+    zeros: Float64[Tensor, "c k"],
 ) -> Float64[Tensor, "c*k c*k"]:
     """Σ_n Λ_n ⊗ h_n h_nᵀ from its blocks between two classes, -Σ_n p_c p_d h hᵀ.
 
@@ -275,7 +286,8 @@ def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
 
 
 def _kronecker_factors(
-    rows: FeaturesAndProbs, has_bias: bool
+    rows: FeaturesAndProbs,
+    has_bias: bool,
 ) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
     """B = Σ_n Λ_n, its diagonal again from its rows' sums, and A = (1/N) Σ_n h_n h_nᵀ without the
     bias's products.
@@ -306,6 +318,7 @@ def _with_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor,
 
 
 def _extended(
-    weight: Float[Tensor, "c f"], bias: Float[Tensor, " c"] | None
+    weight: Float[Tensor, "c f"],
+    bias: Float[Tensor, " c"] | None,
 ) -> Float64[Tensor, "c k"]:
     return weight.double() if bias is None else torch.cat([weight, bias[:, None]], dim=1).double()
