@@ -25,7 +25,7 @@ from qualms.gradients.settings import Engine, Settings, Sketch
 from qualms.methods.chosen import Methods, PixelStd, by_name, in_pixels, noisy_specs
 from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import Method, in_range
+from qualms.methods.method import Estimate, Method, to_finite
 from qualms.methods.price import LONG, Price, price_of, warn_of_long_run
 from qualms.methods.registry import DEFAULT
 from qualms.position_scores import PositionScorer
@@ -146,7 +146,7 @@ class Scorer:
         self.class_names = None if class_names is None else tuple(class_names)
         self._train, self._members = train, tuple(models)
         self._cache = PlanCache()
-        self._fitted: dict[Any, Any] = {}
+        self._method_cache: dict[Any, Any] = {}
         self._model_state: tuple[Any, ...] | None = None  # at the last batch
         self._require_own_threshold()
 
@@ -291,18 +291,19 @@ class Scorer:
             seconds_each = (time.perf_counter() - start) / num_inputs
             self._resolve_engine(context)
             warn_of_long_run(context, self.methods.values(), seconds_each)
-            computed = {}
+            computed: dict[Method, Estimate] = {}
             for method in self.methods.values():
                 if method not in computed:  # equal ones once
-                    computed[method] = method.score(context)
+                    computed[method] = method.estimate(context)
             scores, errors, notes, estimated = {}, {}, {}, []
             for name, method in self.methods.items():
-                scores[name] = in_range(computed[method], context.dtype, name, numbers)
-                errors[name] = method.error(context).detach().to(context.dtype)
+                estimate = computed[method]
+                scores[name] = to_finite(estimate.values, context.dtype, name, numbers)
+                errors[name] = estimate.errors_as(scores[name])
                 note = method.note(context)
                 if note is not None:
                     notes[name] = note
-                if isinstance(method, GradientScore) and context.estimates(method):
+                if isinstance(method, GradientScore) and method.is_estimate(context):
                     estimated.append(name)
             probs = context.probs.detach()
         require_names(self.class_names, probs.shape[1])
@@ -343,7 +344,7 @@ class Scorer:
         with preserve_state(self.model) as inner:
             state = entry_fingerprint(inner)
             if self._model_state != state:
-                self._cache, self._fitted, self._model_state = PlanCache(), {}, state
+                self._cache, self._method_cache, self._model_state = PlanCache(), {}, state
                 self._require_own_threshold()
             self._warn_of_units(batch)
             yield ModelContext(
@@ -353,13 +354,13 @@ class Scorer:
                 self._members,
                 self._gradient_methods(),
                 self._cache,
-                self._fitted,
+                self._method_cache,
                 compares=self._positions is None and self._runs_exact_engine(),
             )
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes, which find out anew what holds tensors of a graph."""
-        return {**vars(self), "_cache": PlanCache(), "_fitted": {}, "_model_state": None}
+        return {**vars(self), "_cache": PlanCache(), "_method_cache": {}, "_model_state": None}
 
     def _first_method(self) -> Method:
         """The method whose scores the threshold decides on."""
