@@ -280,7 +280,7 @@ def test_fdbd_does_not_depend_on_the_size_of_features() -> None:
 
 def test_quam_says_when_its_steps_do_not_fit_32_bits() -> None:
     situation = SITUATIONS["features of 1e22"]()
-    with pytest.raises(qualms.QualmsError, match=r"quam meets features so large .* float64"):
+    with pytest.raises(qualms.QualmsError, match=r"too large for quam's steps .* float64"):
         qualms.score(situation.model, X, QUAM(steps=2), train=[TRAIN])
 
 

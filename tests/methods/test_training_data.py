@@ -72,7 +72,7 @@ def test_the_papers_rule_for_vim() -> None:
 
 def test_vim_needs_something_to_be_left_over(setting: Setting) -> None:
     with pytest.raises(
-        qualms.QualmsError, match=r"the 5 training features outside of 6 dimensions; pass more"
+        qualms.QualmsError, match=r"the 5 training features do not vary outside of 6 dimensions"
     ):
         score(setting, ViM(), [TRAIN[:5]])
     with pytest.raises(qualms.QualmsError, match="vim has dimensions 12, but the features have 12"):

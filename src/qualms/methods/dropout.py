@@ -191,8 +191,8 @@ def _apply_masks(
         replay.end_prefix()
         if out.shape[0] != rows:
             raise QualmsError(
-                "a dropout layer of the model sees a tensor whose first axis does not count the inputs, so mc-dropout "
-                "cannot give them the same mask; use inserted-dropout."
+                "a dropout layer of the model receives a tensor whose first axis is not the batch, so mc-dropout cannot "
+                "use the same mask for all inputs; use inserted-dropout."
             )
         shape: tuple[int, ...] = (1, *out.shape[1:])
         if isinstance(layer, CHANNEL_DROPOUT):

@@ -83,7 +83,7 @@ def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) ->
     what = repr(name) if name else "a tensor of whole numbers in a tuple"
     hint = "" if name else "pass a dict with names such as attention_mask, or "
     raise QualmsError(
-        f"{method} tries the model on noise, but does not know what to put in place of {what}; {hint}{INSTEAD}."
+        f"{method} runs the model on noise, but does not know what to put in place of {what}; {hint}{INSTEAD}."
     )
 
 
@@ -95,7 +95,7 @@ def _vocabulary_size(context: BatchContext, method: str) -> int:
         forward_logits(context.model, ModelInput(one), finder)
     if finder.rows is None:
         raise QualmsError(
-            f"{method} tries the model on random token ids, but no embedding of the model reads x, so there is no "
+            f"{method} runs the model on random token ids, but no embedding of the model reads x, so there is no "
             f"vocabulary to draw them from; {INSTEAD}, put the token ids first if x is a dict, or pass x as "
             "floating-point numbers if it is not tokens."
         )

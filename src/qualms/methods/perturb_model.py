@@ -279,7 +279,7 @@ class Ensemble(Method):
         """Mutual information over the members."""
         if not context.model_context.members:
             raise QualmsError(
-                "ensemble needs several models; pass models=, the members beside the model itself."
+                "ensemble needs several models; pass models=, the members other than the model itself."
             )
         log_q = [context.log_probs]
         for i, member in enumerate(context.model_context.members):

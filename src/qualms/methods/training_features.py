@@ -241,7 +241,7 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     width = weight.shape[1]
     if dimensions >= width:
         raise QualmsError(
-            f"vim has dimensions {dimensions}, but the features have {width}; leave some over."
+            f"vim has dimensions {dimensions}, but there are only {width} features; pass fewer dimensions."
         )
     bias = weight.new_zeros(len(weight)) if head.bias is None else head.bias.double()
     origin = -torch.linalg.pinv(weight) @ bias
@@ -261,7 +261,7 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     )
     if norm <= rounding * (scatter.trace() / len(training.features)).sqrt():
         raise QualmsError(
-            f"vim finds nothing of the {len(training.features)} training features outside of {dimensions} dimensions; "
+            f"the {len(training.features)} training features do not vary outside of {dimensions} dimensions, which vim needs; "
             "pass more training inputs, or fewer dimensions."
         )
     largest = float(training.max_logits.double().mean())

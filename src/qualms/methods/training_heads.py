@@ -247,8 +247,8 @@ class QUAM(Method):
             if float(heads.grad.abs().max()) > torch.finfo(x.dtype).max ** 0.5:
                 dtype = str(x.dtype).removeprefix("torch.")
                 raise QualmsError(
-                    f"quam meets features so large that its steps do not fit {dtype}; scale the inputs, or pass the "
-                    "model and all data in float64."
+                    f"the features are too large for quam's steps in {dtype}; scale the inputs, or pass the model and all "
+                    "data in float64."
                 )
             adam.param_groups[0]["lr"] = self.rate / factor
             adam.step()
