@@ -39,7 +39,7 @@ from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings
 from qualms.gradients.sketching.projections import Projections
-from qualms.methods.regrad import REGrad
+from qualms.methods.gradients import REGrad
 
 RESULTS = Path(__file__).parent / "results" / "ranking.jsonl"
 LAMBDA = {"MNIST CNN": 0.3, "CIFAR-10 ResNet-20": 0.2, "CIFAR-100 ResNet-56": 0.4, "SVHN CNN": 0.2,

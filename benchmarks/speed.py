@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.gradients.settings import Engine
-from qualms.methods.regrad import REGrad
+from qualms.methods.gradients import REGrad
 from qualms.models.cifar_resnet import resnet56
 from qualms.models.cnn import mnist_cnn
 from qualms.models.resnet import resnet18, resnet50

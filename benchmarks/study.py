@@ -32,7 +32,7 @@ import qualms
 from qualms.gradients.isolation import preserve_state
 from qualms.methods.context import BatchContext
 from qualms.methods.context import ModelContext as Inside
-from qualms.methods.heat import NOISE_INPUTS, growth
+from qualms.methods.heat import NOISE_INPUTS, feature_growth
 from qualms.methods.noise import noise_inputs
 from qualms.metrics import aupr, auroc, interval, raulc
 
@@ -246,7 +246,7 @@ def grown(names: list[str]) -> None:
             passes = BatchContext(Inside(model), case.inside(1)[0])
             noise = BatchContext(passes.model_context, noise_inputs(passes, NOISE_INPUTS, "heat"))
             lengths = noise.head.features.double().norm(dim=-1)
-            row = {"growth": growth(noise), "spread": float(lengths.std() / lengths.mean())}
+            row = {"growth": feature_growth(noise), "spread": float(lengths.std() / lengths.mean())}
         keep({"part": "growth", "network": name, "method": "heat", **row, "seconds": 0})
 
 

@@ -35,16 +35,17 @@ def public() -> list[str]:
 
 
 def documented() -> set[str]:
-    """What the pages ask for by `::: path`, or as members of a module."""
+    """What the pages ask for by `::: path`: a name, some members of a module, or all of them."""
     found = set()
     for page in PAGES:
         for path, members in re.findall(
             r"^::: (\S+)(?:\n    options:.*?members: \[(.*?)\])?", page.read_text(), re.M
         ):
-            found |= {
-                where(f"{path}.{member.strip()}" if member else path)
-                for member in members.split(",")
-            }
+            names = [member.strip() for member in members.split(",") if member]
+            source = SOURCE[path.removeprefix("qualms.")]
+            if not names and source.is_module:
+                names = [n for n, member in source.members.items() if not member.is_alias]
+            found |= {where(f"{path}.{name}") for name in names} or {where(path)}
     return found
 
 

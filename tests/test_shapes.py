@@ -5,13 +5,13 @@ import torch
 from jaxtyping import TypeCheckError
 
 from qualms.gradients.api import ClassGradientNorms
-from qualms.methods.clafr import unreconstructed
+from qualms.methods.features import clafr
 
 
 def test_a_function_takes_only_the_shapes_that_it_annotates() -> None:
-    unreconstructed(torch.ones(2, 3), torch.eye(3).double())
+    clafr(torch.ones(2, 3), torch.eye(3).double())
     with pytest.raises(TypeCheckError, match="basis"):
-        unreconstructed(torch.ones(2, 3), torch.eye(4).double())
+        clafr(torch.ones(2, 3), torch.eye(4).double())
 
 
 def test_the_shapes_of_a_record_fit_each_other() -> None:

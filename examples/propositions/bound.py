@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import qualms
-from qualms.methods.perturb_theta import PerturbTheta
+from qualms.methods.perturb_model import PerturbTheta
 from qualms.random import generator
 
 SIGMAS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 10.0)

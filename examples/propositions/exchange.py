@@ -13,8 +13,8 @@ from torch.nn.functional import conv2d
 
 import qualms
 from qualms.methods.divergence import expected_kl
-from qualms.methods.perturb_theta import PerturbTheta
-from qualms.methods.perturb_x import PerturbX
+from qualms.methods.perturb_inputs import PerturbX
+from qualms.methods.perturb_model import PerturbTheta
 from qualms.random import generator
 
 Draw = Callable[..., Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 import qualms
-from qualms.methods.perturb_theta import PerturbTheta
+from qualms.methods.perturb_model import PerturbTheta
 from qualms.random import generator
 
 SIZES = (24, 96, 384, 1536, 6144, 24576)

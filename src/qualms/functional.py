@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 from qualms.gradients.input_data import DATASET_BATCH
 from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.settings import Engine, Sketch
-from qualms.methods.chosen import Methods, PixelStd
 from qualms.methods.method import Method
-from qualms.methods.registry import DEFAULT
+from qualms.methods.registry import DEFAULT, Methods, PixelStd
 from qualms.progress import Progress, ProgressLine
 from qualms.scorer import Scorer
 

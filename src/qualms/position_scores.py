@@ -325,12 +325,13 @@ class PositionScorer:
             settings=replace(context.settings, params=params),
             members=tuple(models_at[1:]),
             cache=context.cache.once(("position", position), PlanCache),
-            fitted={},
+            method_cache={},
         )
         batch_context = BatchContext(at_position, sample.batch, [number])
         for name, method in self.methods.items():
-            table.scores[name] = method.score(batch_context).detach().to(batch_context.dtype)
-            table.errors[name] = method.error(batch_context).detach().to(batch_context.dtype)
+            estimate = method.estimate(batch_context)
+            table.scores[name] = estimate.values.detach().to(batch_context.dtype)
+            table.errors[name] = estimate.errors_as(table.scores[name])
             note = method.note(batch_context)
             if note is not None:
                 notes[name] = note

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from qualms.methods.context import BatchContext
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import Method, in_range
+from qualms.methods.method import Estimate, Method, to_finite
 from qualms.result import Scored
 
 
@@ -20,21 +20,22 @@ def score_samples(
         methods: by name. Methods that are equal are computed once.
         numbers: of the inputs; an error about an input names its number.
     """
-    computed: dict[Method, Tensor] = {}
+    computed: dict[Method, Estimate] = {}
     for method in methods.values():
         if method not in computed:
-            computed[method] = method.score(context)
+            computed[method] = method.estimate(context)
     scores: dict[str, Tensor] = {}
     errors: dict[str, Tensor] = {}
     notes: dict[str, str] = {}
     estimated: list[str] = []
     for name, method in methods.items():
-        scores[name] = in_range(computed[method], context.dtype, name, numbers)
-        errors[name] = method.error(context).detach().to(context.dtype)
+        estimate = computed[method]
+        scores[name] = to_finite(estimate.values, context.dtype, name, numbers)
+        errors[name] = estimate.errors_as(scores[name])
         note = method.note(context)
         if note is not None:
             notes[name] = note
-        if isinstance(method, GradientScore) and context.estimates(method):
+        if isinstance(method, GradientScore) and method.is_estimate(context):
             estimated.append(name)
     probs = context.probs.detach()
     return Scored(scores, errors, probs, numbers, sketched=tuple(estimated), notes=notes)

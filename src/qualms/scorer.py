@@ -22,12 +22,11 @@ from qualms.gradients.isolation import (
 from qualms.gradients.layers import Granularity, Norm, Params
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.settings import Engine, Settings, Sketch
-from qualms.methods.chosen import Methods, PixelStd, by_name, in_pixels, noisy_specs
 from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
-from qualms.methods.price import LONG, Price, price_of, warn_of_long_run
-from qualms.methods.registry import DEFAULT
+from qualms.methods.pricing import LONG, Price, price_of, warn_of_long_run
+from qualms.methods.registry import DEFAULT, Methods, PixelStd, in_pixels, name_methods, noisy_specs
 from qualms.position_scores import PositionScorer
 from qualms.positions import Positions, PositionTargets, Reduce, Spans
 from qualms.provenance import Provenance, describe_scores
@@ -133,7 +132,7 @@ class Scorer:
         """
         self.model = model
         self.methods: dict[str, Method] = {}
-        for name, method in by_name(methods).items():
+        for name, method in name_methods(methods).items():
             self.methods[name] = in_pixels(method, pixel_std)
         self._noise_in_input_units = noisy_specs(methods) if pixel_std is None else ()
         self._positions = Positions.read(class_dim, reduce, positions, ignore_index)
@@ -147,7 +146,7 @@ class Scorer:
         self.class_names = None if class_names is None else tuple(class_names)
         self._train, self._members = train, tuple(models)
         self._cache = PlanCache()
-        self._fitted: dict[Any, Any] = {}
+        self._method_cache: dict[Any, Any] = {}
         self._model_state: tuple[Any, ...] | None = None  # at the last batch
         self._require_own_threshold()
 
@@ -324,7 +323,7 @@ class Scorer:
         with preserve_state(self.model) as inner:
             state = entry_fingerprint(inner)
             if self._model_state != state:
-                self._cache, self._fitted, self._model_state = PlanCache(), {}, state
+                self._cache, self._method_cache, self._model_state = PlanCache(), {}, state
                 self._require_own_threshold()
             self._warn_of_units(batch)
             yield ModelContext(
@@ -334,13 +333,13 @@ class Scorer:
                 self._members,
                 self._gradient_methods(),
                 self._cache,
-                self._fitted,
+                self._method_cache,
                 compares=self._positions is None and self._runs_exact_engine(),
             )
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and other processes, which find out anew what holds tensors of a graph."""
-        return {**vars(self), "_cache": PlanCache(), "_fitted": {}, "_model_state": None}
+        return {**vars(self), "_cache": PlanCache(), "_method_cache": {}, "_model_state": None}
 
     def _first_method(self) -> Method:
         """The method whose scores the threshold decides on."""

@@ -27,10 +27,9 @@ from qualms.gradients.isolation import preserve_state
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings, Sketch
-from qualms.methods.chosen import in_pixels
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
-from qualms.methods.registry import DEFAULT, parse
+from qualms.methods.registry import DEFAULT, in_pixels, parse
 from qualms.progress import Progress
 
 # A distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err

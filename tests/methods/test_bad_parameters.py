@@ -16,54 +16,50 @@ from hypothesis import strategies as st
 
 import qualms
 from qualms.methods import METHODS, GradientScore, Method, parse
+from qualms.methods.gradient_score import SMOOTHING
 from qualms.methods.registry import BY_NAME, MODIFIERS
+from qualms.parameters import (
+    FINITE_OR_NONE,
+    NOISE,
+    NOT_NEGATIVE,
+    PERCENTILE,
+    POSITIVE,
+    SHARE,
+    whole,
+)
 
 NO_NUMBERS = (None, "0.1", True, [0.1], math.nan, math.inf, -math.inf, torch.tensor(0.1))
 NOT_POSITIVE = (*NO_NUMBERS, 0, 0.0, -0.1)
 NOT_POSITIVE_NOISE = (*NOT_POSITIVE, (), (0.1, 0.0), (0.1, -1.0), (math.nan,), ("a",), (True,))
-NOT_A_PERCENTILE = (*NOT_POSITIVE, 100, 100.0, 101, (85.0,))
 NOT_WHOLE = (*NO_NUMBERS, 0, -3, 2.7, 2.0, (4,))
-NOT_SEVERAL = (*NOT_WHOLE, 1)  # the mutual information of one draw is zero
-BAD: dict[str, dict[str, tuple[Any, ...]]] = {
-    "perturb-x": {"sigma": NOT_POSITIVE_NOISE, "draws": NOT_WHOLE},
-    "perturb-theta": {"sigma": (*NOT_POSITIVE, (0.1,)), "draws": NOT_WHOLE},
-    "mc-aa": {"a": NOT_POSITIVE_NOISE, "draws": NOT_SEVERAL},
-    "inserted-dropout": {"p": (*NOT_POSITIVE, 1, 1.0, 2.0), "draws": NOT_SEVERAL},
-    "laplace": {"prior_precision": NOT_POSITIVE, "draws": NOT_SEVERAL},
-    "gen": {"gamma": NOT_POSITIVE, "top": NOT_WHOLE},
-    "mc-dropout": {"draws": NOT_SEVERAL},
-    "scale": {"percentile": NOT_A_PERCENTILE},
-    "ash-s": {"percentile": NOT_A_PERCENTILE},
-    "lts": {"percentile": NOT_A_PERCENTILE},
-    "odin": {"temperature": (*NOT_POSITIVE, (1000.0,)), "epsilon": NOT_POSITIVE_NOISE},
-    "mc-batchnorm": {"draws": NOT_SEVERAL},
-    "knn": {"k": NOT_WHOLE},
-    "vim": {"dimensions": (*NO_NUMBERS, -3, 2.7, (4,))},
-    "react": {"quantile": (*NOT_POSITIVE, 1, 1.0, 2.0)},
-    "quam": {
-        "steps": NOT_SEVERAL,  # the first model is the given one
-        "penalty": NOT_POSITIVE,
-        "growth": NOT_POSITIVE,
-        "every": NOT_WHOLE,
-        "rate": NOT_POSITIVE,
-        "weight_decay": (*NO_NUMBERS, -0.1),
-        "temperature": NOT_POSITIVE,
-    },
-    **{
-        kind.name: {
-            "layers": ("0.3", True, [0.3], (0.3,), math.nan, math.inf, -math.inf, 10**400),
-            "smooth": (0.02, (0.02, 8), True, "0.02", math.nan),
-        }
-        for kind in METHODS
-        if issubclass(kind, GradientScore)
-    },
+# By what a rule allows: a new parameter has its cases by its rule.
+BAD: dict[str, tuple[Any, ...]] = {
+    POSITIVE.allowed: (*NOT_POSITIVE, (0.1,)),
+    NOT_NEGATIVE.allowed: (*NO_NUMBERS, -0.1, (0.1,)),
+    SHARE.allowed: (*NOT_POSITIVE, 1, 1.0, 2.0),
+    PERCENTILE.allowed: (*NOT_POSITIVE, 100, 100.0, 101, (85.0,)),
+    NOISE.allowed: NOT_POSITIVE_NOISE,
+    whole(0).allowed: (*NO_NUMBERS, -3, 2.7, (4,)),
+    whole(1).allowed: NOT_WHOLE,
+    whole(2).allowed: (*NOT_WHOLE, 1),
+    FINITE_OR_NONE.allowed: (
+        *("0.3", True, [0.3], (0.3,), math.nan, math.inf, -math.inf),
+        10**400,
+    ),
+    SMOOTHING.allowed: (0.02, (0.02, 8), True, "0.02", math.nan),
 }
 CASES = [
-    (name, parameter, value)
-    for name, of in BAD.items()
-    for parameter, bad in of.items()
-    for value in bad
+    (kind.name, parameter, value)
+    for kind in METHODS
+    for parameter, rule in kind.rules.items()
+    for value in BAD[rule.allowed]
 ]
+# The mutual information of one draw is zero, and so is the divergence of the given model, QUAM's
+# first.
+SEVERAL = {
+    *("mc-aa", "inserted-dropout", "laplace", "mc-dropout", "mc-batchnorm"),
+    "quam",
+}
 BAD_SMOOTHING = ("0", "-1", "nan", "inf", "0.02,0", "0.02,-2", "0.02,2.5", "0.02,inf", "0.02,nan")
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("perturb-x", {"sigma": np.float32(0.5), "draws": np.int64(3)}),
@@ -101,9 +97,18 @@ def sayable(name: str, parameter: str, value: Any) -> bool:
     )
 
 
-def test_every_parameter_of_every_method_is_in_the_table() -> None:
+def test_every_parameter_of_every_method_has_a_rule() -> None:
     for kind in METHODS:
-        assert {f.name for f in fields(kind)} == set(BAD.get(kind.name, ())), kind.name
+        assert {f.name for f in fields(kind)} == set(kind.rules), kind.name
+
+
+def test_what_one_draw_would_make_zero_needs_two() -> None:
+    several = {
+        kind.name
+        for kind in METHODS
+        if whole(2).allowed in [rule.allowed for rule in kind.rules.values()]
+    }
+    assert several == SEVERAL
 
 
 @pytest.mark.parametrize(("name", "parameter", "value"), CASES)

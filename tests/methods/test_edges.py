@@ -15,7 +15,7 @@ from qualms.methods import KNN, QUAM
 from qualms.methods.context import BatchContext
 from qualms.methods.divergence import expected_kl, log_softmax, mutual_information
 from qualms.methods.head_posterior import fit_head
-from qualms.methods.method import in_range
+from qualms.methods.method import to_finite
 from qualms.methods.registry import METHODS
 from qualms.random import generator
 from tests.helpers import method_edges as edges
@@ -65,7 +65,7 @@ def scores(situation: Situation, double: bool = False) -> dict[str, Tensor | str
             passes = BatchContext(subject, x, numbers)
             for spec, method in scorer.methods.items():
                 try:
-                    found[spec] = in_range(method.score(passes), passes.dtype, spec, numbers)
+                    found[spec] = to_finite(method.score(passes), passes.dtype, spec, numbers)
                 except qualms.QualmsError as error:
                     found[spec] = str(error)
     return found
@@ -280,7 +280,7 @@ def test_fdbd_does_not_depend_on_the_size_of_features() -> None:
 
 def test_quam_says_when_its_steps_do_not_fit_32_bits() -> None:
     situation = SITUATIONS["features of 1e22"]()
-    with pytest.raises(qualms.QualmsError, match=r"quam meets features so large .* float64"):
+    with pytest.raises(qualms.QualmsError, match=r"too large for quam's steps .* float64"):
         qualms.score(situation.model, X, QUAM(steps=2), train=[TRAIN])
 
 

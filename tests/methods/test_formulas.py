@@ -9,7 +9,14 @@ from torch import Tensor
 
 import qualms
 from qualms.gradients.settings import Smoothing
-from qualms.methods.coherence import Coherence, collinearity
+from qualms.methods import METHODS, GradientScore, gradients, logits
+from qualms.methods.coherence import Coherence, coherence, collinearity
+from qualms.methods.features import activation_spread, ash_s, clafr, gradnorm_huang, lts, scale
+from qualms.methods.heat import log_heat
+from qualms.methods.perturb_inputs import odin
+from qualms.methods.training_distances import fdbd, knn, vector_lengths
+from qualms.methods.training_features import react
+from qualms.methods.training_heads import quam
 from qualms.models.cnn import paper_cnn
 from qualms.random import generator
 from tests.helpers.settings import Setting, layer_gradients, smoothed_gradients
@@ -315,3 +322,101 @@ def test_layer_gradients_of_the_tests_are_right(setting: Setting) -> None:
     place = 2 * 12 + 3
     have = torch.stack([g_c[3][place] for g_c in g])
     torch.testing.assert_close(have, (after - before) / 1e-6, rtol=1e-4, atol=1e-6)
+
+
+# The functions alone, without a model, against numbers by hand.
+
+Z = torch.tensor([[0.0, math.log(2), math.log(5)]]).double()  # p = (1, 2, 5) / 8
+P = Z.softmax(-1)
+NORMS = torch.tensor([[4.0, 2.0, 1.0]]).double()
+OF_NORMS = {
+    "regrad": (gradients.regrad(NORMS, P.log()), (4 + 2 * 2**0.5 + 5**0.5) / 8**0.5),
+    "exgrad": (gradients.exgrad(NORMS, P), 13 / 8),
+    "ungrad": (gradients.ungrad(NORMS), 7 / 3),
+    "fisher": (gradients.fisher(NORMS, P), 29 / 8),
+    "isotropic": (gradients.isotropic(NORMS, P), 57 / 64),
+}
+OF_LOGITS = {
+    "entropy": (
+        logits.entropy(P.log()),
+        (math.log(8) + 2 * math.log(4) + 5 * math.log(1.6)) / 8,
+    ),
+    "msp": (logits.msp(P.log()), 3 / 8),
+    "max-logit": (logits.max_logit(Z), -math.log(5)),
+    "energy": (logits.energy(Z), -math.log(8)),
+    "gen": (logits.gen(P.log(), gamma=0.5, top=2), (15**0.5 + 12**0.5) / 8),
+    "exgrad-v": (logits.exgrad_v(Z), -(5 + 2 + 7) / 24),
+    "odin": (odin(2 * Z, temperature=2.0), -math.log(15 / 8)),
+    "heat": (log_heat(Z, torch.ones(1).double()).exp(), logits.entropy(P.log())),
+}
+
+
+@pytest.mark.parametrize("name", [*OF_NORMS, *OF_LOGITS])
+def test_functions_of_norms_and_of_logits_by_hand(name: str) -> None:
+    have, want = (OF_NORMS | OF_LOGITS)[name]
+    torch.testing.assert_close(have, torch.as_tensor(want).double().expand(1))
+
+
+@pytest.mark.parametrize("name", OF_NORMS)
+def test_functions_of_norms_have_the_weights_of_their_classes(name: str) -> None:
+    kind = next(kind for kind in METHODS if kind.name == name)
+    assert issubclass(kind, GradientScore)
+    want = (kind().weights_at(Z) * NORMS**kind.power).sum(-1)
+    torch.testing.assert_close(OF_NORMS[name][0], want)
+
+
+def test_functions_of_gradients_are_the_scores(setting: Setting) -> None:
+    every = torch.stack(
+        [torch.stack([setting.class_gradient(b, c) for c in range(5)]) for b in range(4)]
+    )
+    torch.testing.assert_close(gradients.gradnorm(every), score(setting, "gradnorm"))
+    as_written = gradients.negrad(every, setting.probs)
+    assert (as_written < 1e-13 * score(setting, "exgrad")).all()
+    torch.testing.assert_close(
+        gradients.negrad(every, torch.eye(5)[:4].double())[1], every[1, 1].norm()
+    )
+    torch.testing.assert_close(
+        gradients.confounding_label(every[:, 0]), -every[:, 0].square().sum(1).sqrt()
+    )
+
+
+def test_functions_of_features_by_hand() -> None:
+    h = torch.tensor([[3.0, 0.0, 4.0, -5.0]]).double()
+    weight, bias = torch.eye(2, 4).double(), torch.tensor([1.0, 0.0]).double()
+    z = F.linear(h, weight, bias)  # (4, 0)
+    torch.testing.assert_close(activation_spread(h, 75.0), torch.tensor([7 / 4]).double())
+    r = 7 / 4
+    want = {
+        "scale": -math.log(math.exp(3 * math.exp(r) + 1) + 1),
+        "ash_s": -math.log(math.e + 1),  # of (0, 0, 4, 0), all of whose weights are zero
+        "lts": -math.log(math.exp(4 * r**2) + 1),
+        "gradnorm_huang": -12 * abs(2 / (1 + math.exp(-4)) - 1),
+        "clafr": (41 / 50) ** 0.5,
+        "react": -math.log(math.exp(2 + 1) + 1),
+    }
+    have = {
+        "scale": scale(z, bias, h, 75.0),
+        "ash_s": ash_s(h, weight, bias, 75.0),
+        "lts": lts(z, h, 75.0),
+        "gradnorm_huang": gradnorm_huang(z, h),
+        "clafr": clafr(h, weight),
+        "react": react(h, weight, bias, 2.0),
+    }
+    for name in want:
+        assert have[name].item() == pytest.approx(want[name]), name
+
+
+def test_functions_of_distances_and_of_models_by_hand() -> None:
+    known = torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]]).double()
+    one = torch.tensor([[1.0, 0.0]]).double()
+    for k, want in ((1, 0.0), (2, 2**0.5), (3, 2.0), (9, 2.0)):
+        assert knn(one, known, vector_lengths(known), k).item() == pytest.approx(want)
+    z, weight = torch.tensor([[3.0, 1.0]]).double(), torch.tensor([[3.0, 0.0], [0.0, 4.0]]).double()
+    have = fdbd(z, one, weight, torch.tensor([1.0, 2.0]).double())
+    assert have.item() == pytest.approx(-(2 / 5) / 2)
+    divergence = torch.tensor([[0.0, 1.0, 4.0]]).double()
+    losses = torch.tensor([[0.0, math.log(2), math.log(4)]]).double()
+    assert quam(divergence, losses, 1.0).item() == pytest.approx((0 + 1 / 2 + 4 / 4) / (7 / 4))
+    gram = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]]).double()  # κ = 1/4, ‖g_c‖ = 1/2
+    want_coherence = (1 / 4) ** 4 * 2 * 0.5**0.5 * 0.5 / 2**0.5
+    assert coherence(torch.zeros(1, 2).double(), gram).item() == pytest.approx(want_coherence)

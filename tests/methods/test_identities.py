@@ -36,7 +36,7 @@ def member(setting: Setting) -> nn.Module:
 
 def test_every_method_has_a_name_a_paper_needs_and_a_cost() -> None:
     listed = qualms.list_methods()
-    assert len({m.name for m in listed}) == len(listed) == 40
+    assert len({m.name for m in listed}) == len(listed) == len(METHODS)
     assert all(m.paper and m.needs and m.cost for m in listed)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.settings import Smoothing
+from qualms.gradients.settings import Settings, Sketch, Smoothing
 from qualms.methods import MCAA, METHODS, GradientScore, Method, PerturbX, REGrad, parse
-from qualms.methods.context import BatchContext
+from qualms.methods.context import BatchContext, ModelContext
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,19 @@ def test_a_method_may_be_made_of_scores_that_nobody_asked_for(engine: str) -> No
         torch.testing.assert_close(have, parts["gradnorm"] + 2 * parts["regrad+layers(2)"])
 
 
+def test_a_score_and_its_error_are_one_estimate() -> None:
+    model, x = setting()
+    context = BatchContext(ModelContext(model, Settings(Sketch(32))), x)
+    estimate = parse("regrad").estimate(context)
+    assert estimate.errors is not None
+    torch.testing.assert_close(parse("regrad").score(context), estimate.values)
+    with pytest.warns(DeprecationWarning, match=r"Method.error .*Method.estimate"):
+        torch.testing.assert_close(parse("regrad").error(context), estimate.errors)
+    exact = parse("entropy").estimate(context)
+    assert exact.errors is None
+    assert not exact.errors_as(exact.values.float()).any()
+
+
 def test_gradients_of_the_logits_are_one_for_each_class() -> None:
     model, x = setting()
     gram = qualms.class_gradient_gram(model, x).gram.sum(1)
@@ -184,12 +197,12 @@ def test_methods_are_reached_by_package_and_by_module() -> None:
     assert all(hasattr(qualms.methods, name) for name in qualms.methods.__all__)
     for module in pkgutil.iter_modules(qualms.methods.__path__):
         importlib.import_module(f"qualms.methods.{module.name}")
-    assert qualms.methods.regrad.REGrad is REGrad
+    assert qualms.methods.gradients.REGrad is REGrad
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["qualms.methods.regrad", "qualms.methods.context", "qualms.gradients.settings"]
+    "first", ["qualms.methods.gradients", "qualms.methods.context", "qualms.gradients.settings"]
 )
 def test_any_module_may_be_imported_first(first: str) -> None:
     subprocess.run([sys.executable, "-c", f"import {first}"], check=True, timeout=120)

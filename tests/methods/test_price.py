@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qualms
-from qualms.methods import price
+from qualms.methods import pricing
 
 
 def wide(classes: int = 600) -> nn.Sequential:
@@ -49,7 +49,7 @@ def test_a_price_has_seconds_bytes_and_how_it_is_known() -> None:
 
 
 def test_a_long_run_is_told_of_before_it_starts_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(price, "LONG_SECONDS", 1e-6)
+    monkeypatch.setattr(pricing, "LONG_SECONDS", 1e-6)
     scorer, x = (
         qualms.Scorer(wide(40), "regrad+layers+smooth(0.1,2)", engine="exact"),
         torch.randn(2, 16),

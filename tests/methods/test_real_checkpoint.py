@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import qualms
 from qualms.data import load
+from qualms.methods.gradients import REGrad
 from qualms.methods.registry import METHODS
-from qualms.methods.regrad import REGrad
 from qualms.metrics import auroc
 from qualms.models import load_model
 from qualms.models.zoo import ZOO

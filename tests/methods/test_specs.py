@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import qualms
-from qualms.methods.gen import GEN
-from qualms.methods.perturb_x import PerturbX
+from qualms.methods.gradients import REGrad
+from qualms.methods.logits import GEN
+from qualms.methods.perturb_inputs import PerturbX
 from qualms.methods.registry import METHODS, parse
-from qualms.methods.regrad import REGrad
 from qualms.models.cnn import mnist_cnn
 
 GOOD = {
@@ -30,8 +30,8 @@ BAD = {
     "xyz": "choose one of regrad, exgrad",
     "regrad+layer": "did you mean layers",
     "regrad+smoth(0.1)": "did you mean smooth",
-    "regrad+layers(a)": "not a name with numbers in brackets",
-    "regrad+layers(0.1": "not a name with numbers in brackets",
+    "regrad+layers(a)": "not a name with numbers in parentheses",
+    "regrad+layers(0.1": "not a name with numbers in parentheses",
     "regrad+layers(1,2)": "takes 1 at most",
     "regrad+smooth(0.1,2.5)": "draws 2.5; it must be a whole number",
     "regrad+smooth+smooth": "twice",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.data import load
 from qualms.methods import FDBD, KNN, QUAM, Mahalanobis, ReAct, ViM
-from qualms.methods.vim import dimensions_for
+from qualms.methods.training_features import default_dimensions
 from qualms.metrics import auroc
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
@@ -65,14 +65,14 @@ def test_vim(setting: Setting) -> None:
 
 
 def test_the_papers_rule_for_vim() -> None:
-    assert {f: dimensions_for(f) for f in (2560, 2048, 1024, 768, 512, 50)} == {
+    assert {f: default_dimensions(f) for f in (2560, 2048, 1024, 768, 512, 50)} == {
         2560: 1000, 2048: 1000, 1024: 512, 768: 512, 512: 256, 50: 25,
     }  # fmt: skip
 
 
 def test_vim_needs_something_to_be_left_over(setting: Setting) -> None:
     with pytest.raises(
-        qualms.QualmsError, match=r"the 5 training features outside of 6 dimensions; pass more"
+        qualms.QualmsError, match=r"the 5 training features do not vary outside of 6 dimensions"
     ):
         score(setting, ViM(), [TRAIN[:5]])
     with pytest.raises(qualms.QualmsError, match="vim has dimensions 12, but the features have 12"):
@@ -226,8 +226,8 @@ def test_quam_takes_each_step_on_other_training_inputs_and_the_seed_says_which()
 def test_quam_takes_whole_batches_and_no_more_than_it_has_steps(
     inputs: int, steps: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qualms.methods.quam.BATCH", 4)
-    taken, plain = list[list[int]](), QUAM._searched
+    monkeypatch.setattr("qualms.methods.training_heads.BATCH", 4)
+    taken, plain = list[list[int]](), QUAM._search
 
     def searched(
         self: QUAM, x: Tensor, wanted: Tensor, start: Tensor, training: Any
@@ -235,7 +235,7 @@ def test_quam_takes_whole_batches_and_no_more_than_it_has_steps(
         taken.append([len(known.labels) for known in training])
         return plain(self, x, wanted, start, training)
 
-    monkeypatch.setattr(QUAM, "_searched", searched)
+    monkeypatch.setattr(QUAM, "_search", searched)
     torch.manual_seed(0)
     train = [(torch.randn(inputs, 2), torch.arange(inputs) % 3)]
     qualms.score(nn.Linear(2, 3), torch.randn(1, 2), QUAM(steps=steps), train=train)
@@ -248,13 +248,13 @@ def test_quam_keeps_to_the_budget(setting: Setting, monkeypatch: pytest.MonkeyPa
     """
     torch.manual_seed(0)
     model, x = nn.Linear(512, 100), torch.randn(2, 512)
-    train, at_once, plain = [(torch.randn(10, 512), torch.arange(10))], list[int](), QUAM._searched
+    train, at_once, plain = [(torch.randn(10, 512), torch.arange(10))], list[int](), QUAM._search
 
     def searched(self: QUAM, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         at_once.append(len(x))
         return plain(self, x, *rest)
 
-    monkeypatch.setattr(QUAM, "_searched", searched)
+    monkeypatch.setattr(QUAM, "_search", searched)
     within = qualms.score(model, x, QUAM(steps=2), train=train, budget=2**24)
     assert 1 < max(at_once) <= 2**24 // (100 * 513 * 4 * 4)
     assert sum(at_once) == 200
@@ -269,7 +269,7 @@ def test_quam_keeps_to_the_budget(setting: Setting, monkeypatch: pytest.MonkeyPa
 
 def test_quam_in_parts_is_quam(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score(setting, "quam")
-    monkeypatch.setattr("qualms.methods.quam.AT_ONCE", 1)
+    monkeypatch.setattr("qualms.methods.training_heads.LOGITS_AT_ONCE", 1)
     np.testing.assert_allclose(score(setting, "quam"), whole, rtol=1e-8)
 
 
@@ -294,7 +294,7 @@ def test_knn_of_nothing_but_zeros_is_the_length_of_a_unit_vector() -> None:
 
 def test_knn_in_parts_is_knn(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score(setting, "knn")
-    monkeypatch.setattr("qualms.methods.knn.AT_ONCE", 1)
+    monkeypatch.setattr("qualms.methods.training_distances.PRODUCTS_AT_ONCE", 1)
     np.testing.assert_allclose(score(setting, "knn"), whole)
 
 

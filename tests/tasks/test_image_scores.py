@@ -12,11 +12,10 @@ import qualms
 from qualms.data import Images, Normalization
 from qualms.errors import QualmsError
 from qualms.methods.context import BatchContext
-from qualms.methods.mc_aa import MCAA
+from qualms.methods.gradients import REGrad
 from qualms.methods.method import Method
-from qualms.methods.perturb_x import PerturbX
+from qualms.methods.perturb_inputs import MCAA, PerturbX
 from qualms.methods.registry import parse
-from qualms.methods.regrad import REGrad
 from qualms.models import load_model
 from qualms.models.imagenet import imagenet_classes
 from qualms.scorer import Scorer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qualms.data import Images
-from qualms.methods.entropy import Entropy
+from qualms.methods.logits import Entropy
 from qualms.methods.registry import parse
 from qualms.models import load_model
 from qualms.tasks import reproduce

@@ -19,7 +19,7 @@ from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import Method
-from qualms.methods.price import Price
+from qualms.methods.pricing import Price
 from qualms.scorer import Scorer
 from qualms.stream.network import Network
 from qualms.tasks.score_rows import Methods

@@ -28,25 +28,117 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.directions import classes
+from qualms.gradients.directions import Directions, classes
 from qualms.gradients.engines.class_sampling import (
     ContrastedClasses,
     class_lengths,
     class_sizes,
     estimate,
 )
-from qualms.methods.blocks import blocks_of
 from qualms.methods.context import BatchContext
 from qualms.methods.divergence import log_softmax
-from qualms.methods.method import GRADIENTS, Method
+from qualms.methods.head import find_blocks
+from qualms.methods.method import GRADIENTS, Estimate, Method
 
-SAMPLED = 48  # classes whose pairs tell κ, where there are many
-DRAWN = 8  # classes of each input that tell the sum over all
+PAIRED = 48  # classes whose pairs estimate κ, where there are many
+DRAWN = 8  # classes of each input that estimate the sum over all
+BLOCKS = 2
+TINY = torch.finfo(torch.double).tiny
+LOGITS = Directions(("logits",))
+
+
+def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
+    """κ⁴ Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z).
+
+    Args:
+        logits: z.
+        gram: G = J Jᵀ.
+    """
+    away = classes(logits[:, None])[:, :, 0]  # e_c - p: [c, b, c]
+    norms = torch.einsum("cbi,bij,cbj->bc", away, gram, away).clamp_min(0).sqrt()
+    return collinearity(gram) ** 4 * (class_weights(logits) * norms).sum(-1)
+
+
+def class_weights(logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
+    """sqrt(p / Z), by logarithms: one of the two may be beyond 64 bits where their ratio is not."""
+    return ((log_softmax(logits) - logits.logsumexp(-1, keepdim=True)) / 2).exp()
+
+
+def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
+    """κ: the mean squared cosine between the gradients of two different logits; a zero gradient has
+    no direction.
+    """
+    c = gram.shape[-1]
+    return squared_cosines(gram).sum((1, 2)) / (c * (c - 1))
+
+
+def collinearity_without_each(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c"]:
+    """κ without each of the classes."""
+    c = gram.shape[-1]
+    cosines = squared_cosines(gram)
+    return (cosines.sum((1, 2))[:, None] - 2 * cosines.sum(2)) / ((c - 1) * (c - 2))
+
+
+def squared_cosines(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c c"]:
+    """Between two different gradients; 0 on the diagonal."""
+    # Not their squares: products may not fit 64 bits.
+    lengths = gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+    some = (lengths[:, :, None] > 0) & (lengths[:, None, :] > 0)
+    cosines = torch.where(some, gram / lengths[:, :, None] / lengths[:, None, :], 0).square()
+    return cosines - torch.diag_embed(cosines.diagonal(dim1=1, dim2=2))
+
+
+def estimate_coherence(
+    logits: Float[Tensor, "b c"],
+    gram: Float[Tensor, "b m m"],
+    directions: ContrastedClasses,
+) -> Estimate:
+    """Coherence from inner products along some contrasts of classes, and its standard error.
+
+    κ is the mean over pairs of classes, its error that of leaving out one class at a time. The sum
+    is estimated from the classes that were drawn for each input. Both errors are relative ones, κ's
+    counted four times.
+
+    Args:
+        logits: z.
+        gram: inner products along the contrasts.
+        directions: the contrasts.
+    """
+    n = directions.sample
+    paired = slice(2, 2 + n)
+    drawn = slice(2 + n, None)
+    # ⟨J_c, J_c'⟩ with J_c = d + b_c: d the likeliest logit's gradient, b_c what another one's
+    # differs by.
+    across = gram[:, 1, paired]
+    likeliest = gram[:, 1, 1][:, None, None]
+    of_logits = likeliest + across[:, :, None] + across[:, None, :] + gram[:, paired, paired]
+    kappa = collinearity(of_logits)
+    without = collinearity_without_each(of_logits)
+    variance = (n - 1) / n * (without - without.mean(1, keepdim=True)).square().sum(1)
+    kappa_error = variance.sqrt()
+    diagonal = gram.diagonal(dim1=1, dim2=2)[:, drawn]
+    squares = gram[:, 0, 0][:, None] + 2 * gram[:, 0, drawn] + diagonal
+    index, chances = directions.draw(logits)
+    terms = class_weights(logits).gather(-1, index) * squares.clamp_min(0).sqrt()
+    total, total_error = estimate(terms, chances)
+    value = kappa**4 * total
+    relative = torch.hypot(
+        4 * kappa_error / kappa.clamp_min(TINY), total_error / total.clamp_min(TINY)
+    )
+    return Estimate(value, value * relative)
+
+
+def sizes_of_classes(
+    head: Float[Tensor, "c d"] | None,
+    probs: Float[Tensor, "b c"],
+) -> Float[Tensor, "b c"]:
+    """The sizes by which classes are drawn."""
+    return class_sizes(probs.sqrt(), class_lengths(probs, head))
 
 
 @dataclass(frozen=True)
 class Coherence(Method):
-    """No parameters.
+    """κ⁴ · Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z) over the last two blocks (experimental).
 
     Example:
         ```python
@@ -66,111 +158,31 @@ class Coherence(Method):
     always_exact = True
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """One number for each input."""
-        return self._estimate(context)[0]
+        """`coherence`, or its estimate."""
+        return self.estimate(context).values
 
-    def error(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """The standard error of an estimate from some of many classes; 0 elsewhere."""
-        return self._estimate(context)[1]
+    def estimate(self, context: BatchContext) -> Estimate:
+        """`coherence`, or its estimate from some of many classes with the standard error."""
+        params = self.late_params(context)
+        if self.num_directions(context.num_classes) == context.num_classes:
+            table = context.exact_table(params, LOGITS, gram=True)
+            return Estimate(coherence(context.logits, table.values.double().sum(1)))
+        directions = context.model_context.once(self, lambda: self._contrasts(context))
+        table = context.exact_table(params, directions, gram=True)
+        return estimate_coherence(table.logits.double(), table.values.double().sum(1), directions)
 
-    def late(self, context: BatchContext) -> frozenset[str]:
+    def late_params(self, context: BatchContext) -> frozenset[str]:
         """The parameters of the last two blocks."""
-        return frozenset(name for block in blocks_of(context, self.name)[-2:] for name in block)
+        _ = context.logits  # an input that the model rejects is reported as such
+        params = context.model_context.settings.params
+        blocks = find_blocks(context.model, context.batch, params, self.name)
+        return frozenset(name for block in blocks[-BLOCKS:] for name in block)
 
-    def directions_needed(self, classes: int) -> int:
+    def num_directions(self, classes: int) -> int:
         """How many backward passes there are: one for each class, or those for contrasts of some."""
-        return min(classes, 2 + SAMPLED + DRAWN)
+        return min(classes, 2 + PAIRED + DRAWN)
 
-    def _estimate(self, context: BatchContext) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-        late = self.late(context)
-        classes = context.logits.shape[1]
-        if self.directions_needed(classes) == classes:
-            found = coherence(context.logits, context.gram(late)[0].sum(1))
-            return found, torch.zeros_like(found)
-        sizes = partial(_sizes, context.head_weight)
-        if (
-            self not in context.model_context.fitted
-        ):  # one object for all batches: what is computed is kept by it
-            context.model_context.fitted[self] = ContrastedClasses(
-                ("contrasted",), sizes, DRAWN, context.seed, SAMPLED
-            )
-        directions: ContrastedClasses = context.model_context.fitted[self]
-        gram, logits = context.gram(late, directions)
-        return estimate_coherence(logits, gram.sum(1), directions)
-
-
-def _sizes(head: Float[Tensor, "c d"] | None, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-    return class_sizes(probs.sqrt(), class_lengths(probs, head))
-
-
-def estimate_coherence(
-    logits: Float[Tensor, "b c"], gram: Float[Tensor, "b m m"], directions: ContrastedClasses
-) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Coherence from inner products along some contrasts of classes, and its standard error.
-
-    κ is the mean over pairs of classes that were drawn alike, its error that of leaving out one
-    class at a time; the sum is that over the classes that were drawn for each input. Both errors
-    are relative ones, κ's counted four times.
-    """
-    sample = slice(2, 2 + directions.sample)
-    drawn = slice(2 + directions.sample, None)
-    # ⟨J_c, J_c'⟩ with J_c = d + b_c: d the likeliest logit's gradient, b_c what another one's
-    # differs by.
-    across = gram[:, 1, sample]
-    of_logits = (
-        gram[:, 1, 1][:, None, None]
-        + across[:, :, None]
-        + across[:, None, :]
-        + gram[:, sample, sample]
-    )
-    kappa, without = collinearity(of_logits), leave_one_out(of_logits)
-    n = directions.sample
-    kappa_error = ((n - 1) / n * (without - without.mean(1, keepdim=True)).square().sum(1)).sqrt()
-    squares = (
-        gram[:, 0, 0][:, None] + 2 * gram[:, 0, drawn] + gram.diagonal(dim1=1, dim2=2)[:, drawn]
-    )
-    classes, chances = directions.draw(logits)
-    terms = _weights(logits).gather(-1, classes) * squares.clamp_min(0).sqrt()
-    total, total_error = estimate(terms, chances)
-    value = kappa**4 * total
-    tiny = torch.finfo(torch.double).tiny
-    relative = torch.hypot(
-        4 * kappa_error / kappa.clamp_min(tiny), total_error / total.clamp_min(tiny)
-    )
-    return value, value * relative
-
-
-def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
-    """κ⁴ Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z) from the logits and G = J Jᵀ."""
-    away = classes(logits[:, None])[:, :, 0]  # e_c - p: [c, b, c]
-    norms = torch.einsum("cbi,bij,cbj->bc", away, gram, away).clamp_min(0).sqrt()
-    return collinearity(gram) ** 4 * (_weights(logits) * norms).sum(-1)
-
-
-def _weights(logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-    """sqrt(p / Z) by logarithms: one of the two may be beyond 64 bits where their ratio is not."""
-    return ((log_softmax(logits) - logits.logsumexp(-1, keepdim=True)) / 2).exp()
-
-
-def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
-    """κ: the mean squared cosine between the gradients of two different logits; a zero gradient has
-    no direction.
-    """
-    c = gram.shape[-1]
-    return _squared_cosines(gram).sum((1, 2)) / (c * (c - 1))
-
-
-def leave_one_out(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c"]:
-    """κ without each of the classes."""
-    cosines, c = _squared_cosines(gram), gram.shape[-1]
-    return (cosines.sum((1, 2))[:, None] - 2 * cosines.sum(2)) / ((c - 1) * (c - 2))
-
-
-def _squared_cosines(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c c"]:
-    """Between two different gradients; 0 on the diagonal."""
-    lengths = (
-        gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
-    )  # not their squares: products may not fit 64 bits
-    some = (lengths[:, :, None] > 0) & (lengths[:, None, :] > 0)
-    cosines = torch.where(some, gram / lengths[:, :, None] / lengths[:, None, :], 0).square()
-    return cosines - torch.diag_embed(cosines.diagonal(dim1=1, dim2=2))
+    def _contrasts(self, context: BatchContext) -> ContrastedClasses:
+        """One object for all batches, which keeps what it computes."""
+        sizes = partial(sizes_of_classes, context.head_weight)
+        return ContrastedClasses(("contrasted",), sizes, DRAWN, context.seed, PAIRED)

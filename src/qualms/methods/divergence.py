@@ -1,82 +1,77 @@
-"""Logarithms of probabilities, and how much predictions differ over draws; no digit is lost where a
-model is certain.
+"""Logarithms of probabilities, and divergences between predictions, accurate for certain models.
 
-Beyond a margin of 37 between two logits 1 - p is zero in double precision, and so is what depends
-on it unless it is computed from the other classes; the difference of two entropies of almost the
-same predictions is nothing but rounding.
+Beyond a margin of 37 between two logits, 1 - p is zero in double precision, so it is computed from
+the other classes. The difference of two entropies of almost the same predictions would be nothing
+but rounding, so mutual information is a sum of divergences.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qualms.gradients.directions import uniform
 
-AT_ONCE = 2**19  # numbers of which a dozen copies exist while a divergence is computed
+AT_ONCE = 2**19  # entries, of which a dozen copies exist while a divergence is computed
 
 
 def log_softmax(logits: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-    """log p_c, that of the likeliest class from the odds s of all others: -log(1 + s)."""
+    """log p_c. That of the likeliest class is -log(1 + s), with s the odds of all others."""
     best = logits.argmax(-1, keepdim=True)
-    away = logits - logits.gather(-1, best)
-    return away - others_of(away, best).exp().log1p()
+    below = logits - logits.gather(-1, best)
+    return below - log_sum_of_others(below, best).exp().log1p()
 
 
 def log_complements(log_p: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-    """log(1 - p_c), that of the likeliest class from the probabilities of all others."""
+    """log(1 - p_c). That of the likeliest class comes from the probabilities of all others."""
     best = log_p.argmax(-1, keepdim=True)
-    return (-log_p.exp()).log1p().scatter(-1, best, others_of(log_p, best))
+    return (-log_p.exp()).log1p().scatter(-1, best, log_sum_of_others(log_p, best))
 
 
-def others_of(log_p: Float[Tensor, "... c"], best: Tensor) -> Float[Tensor, "... 1"]:
-    """log Σ p_c over all classes but one."""
+def log_sum_of_others(
+    log_p: Float[Tensor, "... c"],
+    best: Int[Tensor, "... 1"],
+) -> Float[Tensor, "... 1"]:
+    """log Σ p_c over all classes but `best`."""
     return log_p.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True)
 
 
-def entropy_of(log_p: Float[Tensor, "... c"]) -> Float[Tensor, "..."]:
-    """-Σ_c p_c log p_c."""
-    return -(log_p.exp() * log_p).sum(-1)
-
-
 def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Tensor, "..."]:
-    """KL(q ‖ p) = Σ_c q_c log(q_c / p_c) as Σ_c (q_c log(q_c / p_c) - q_c + p_c), no part of which
+    """KL(q ‖ p) = Σ_c q_c log(q_c / p_c), as Σ_c (q_c log(q_c / p_c) - q_c + p_c), of which no term
     is negative.
     """
     r = log_q - log_p
-    up, down = r.clamp_min(0), r.clamp_max(0)
-    above, below = (
-        log_q.exp() * (up + (-up).expm1()),
-        log_p.exp() * (down * down.exp() - down.expm1()),
-    )
+    up = r.clamp_min(0)
+    down = r.clamp_max(0)
+    above = log_q.exp() * (up + (-up).expm1())
+    below = log_p.exp() * (down * down.exp() - down.expm1())
     return torch.where(r > 0, above, below).clamp_min(0).sum(-1)
 
 
-def from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """Σ_c |p_c - 1/C|."""
+def distance_from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+    """Σ_c |p_c - 1/C|, accurate where p is nearly uniform."""
     return uniform(logits[:, None])[0, :, 0].abs().sum(-1)
 
 
 def expected_kl(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """E_n KL(q_n ‖ p)."""
+    """E_n KL(q_n ‖ p), the mean over draws n."""
     return kl(log_q, log_p[:, None]).mean(1)
 
 
 def mutual_information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
-    """H(E_n q_n) - E_n H(q_n), between the prediction and what was drawn, as E_n KL(q_n ‖ E_n q_n).
+    """Mutual information between the prediction and what was drawn, from log q_n of each draw n.
 
-    It is a sum over classes, some of which are taken at a time.
+    It is H(E_n q_n) - E_n H(q_n), computed as E_n KL(q_n ‖ E_n q_n): a sum over classes, of which a
+    block is computed at a time.
     """
     inputs, draws, _ = log_q.shape
-    parts = [
-        _information(some) for some in log_q.split(max(1, AT_ONCE // (inputs * draws)), dim=-1)
-    ]
+    classes = max(1, AT_ONCE // (inputs * draws))
+    parts = [_information_of_classes(some) for some in log_q.split(classes, dim=-1)]
     return torch.stack(parts).sum(0)
 
 
-def _information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
-    """The part of some of the classes."""
+def _information_of_classes(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
+    """What a block of classes adds to the mutual information."""
     most = log_q.amax(1, keepdim=True)
-    mean = (
-        most + (log_q - most).expm1().mean(1, keepdim=True).log1p()
-    )  # exact where all draws agree
+    # Exact where all draws agree.
+    mean = most + (log_q - most).expm1().mean(1, keepdim=True).log1p()
     return kl(log_q, mean).mean(1)

@@ -1,11 +1,13 @@
-"""Scores that are sums over many classes, from as few classes of each input as a tolerance allows.
+"""Scores that are sums over many classes, estimated from as few classes as a tolerance allows.
 
-Each input begins with as many classes as its logits say it needs. If the error that is then found
-is too large, further classes are drawn and added to those before; and all are measured rather than
-more than half, which leaves no error. Which classes are measured for an input depends on itself and
-the seed alone. As more are drawn only where the error looks large, sums come out a little too low;
-much too low where a few classes have gradients many times longer than their sizes say, and none of
-them is in the sample.
+Each input begins with as many classes as its logits suggest. If the error is then too large,
+further classes are drawn and added to those before. Rather than more than half of the classes, all
+are measured, which leaves no error. Which classes are measured for an input depends on itself and
+the seed alone.
+
+As more are drawn only where the error looks large, sums come out a little too low. They are much too
+low where a few classes have gradients many times longer than expected, and none of them is in the
+sample.
 """
 
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ from qualms.gradients.layer_table import LayerTable, layer_table
 from qualms.gradients.layers import total_norms
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
+from qualms.methods.method import Estimate
 from qualms.random import generator
 
 if TYPE_CHECKING:
@@ -42,23 +45,21 @@ if TYPE_CHECKING:
 
 FIRST = 8  # classes that an input begins with at least
 STEP = 6  # classes are added in multiples of it, so that inputs run together
-FOR_LAYERS = 12  # classes that tell what each layer adds
+FOR_LAYERS = 12  # classes for the contributions of layers
 TINY = torch.finfo(torch.double).tiny
-Estimate = tuple[Float[Tensor, " b"], Float[Tensor, " b"]]  # scores and their standard errors
 
 
 @dataclass(frozen=True)
 class ClassSums:
-    """Σ_c w_c ‖g_c‖ⁿ of a batch by several methods, with a standard error of at most the tolerance
-    of each score.
+    """Σ_c w_c ‖g_c‖ⁿ of a batch by several methods, with standard errors within the tolerance.
 
-    Args:
+    Attributes:
         request: the batch.
         methods: scores that are sums over classes, with the same smoothing.
-        cache: what is kept of the model from batch to batch.
-        head: the weight of the linear layer that gives the logits, if there is one.
-        lam: the smallest λ of the methods; None if one of them takes all layers alike.
-        regrouped: the logits in other company, if known (see `exact`).
+        cache: what the engines found out about the model.
+        head: the weight of the linear layer that computes the logits, if there is one.
+        lam: the smallest λ of the methods; None if one of them weights layers equally.
+        known_logits: of a plain pass, for the exact engine to compare with.
     """
 
     request: GradientRequest
@@ -66,11 +67,11 @@ class ClassSums:
     cache: PlanCache
     head: Float[Tensor, "c d"] | None
     lam: float | None
-    regrouped: Float[Tensor, "b c"] | None = None
+    known_logits: Float[Tensor, "b c"] | None = None
 
     @property
     def tolerance(self) -> float:
-        """The standard error that a score may have, as a share of its value."""
+        """The standard error that a score may have, relative to its value."""
         return self.request.settings.tolerance or 0.0
 
     @property
@@ -80,44 +81,55 @@ class ClassSums:
 
     @property
     def spread(self) -> float:
-        """Of ‖g_c‖ over what the classifier's rows say of it, usually."""
-        return LATE_SPREAD if self.lam is not None and self.lam > 0 else WHOLE_SPREAD
+        """The usual spread of ‖g_c‖ around what is expected from the classifier's rows."""
+        is_late = self.lam is not None and self.lam > 0
+        return LATE_SPREAD if is_late else WHOLE_SPREAD
 
     @property
     def powers(self) -> Float[Tensor, "m 1"]:
-        """That of each method."""
+        """The power of each method."""
         return torch.tensor([[float(m.power)] for m in self.methods], dtype=torch.double)
 
     def first_numbers(self, logits: Float[Tensor, "b c"]) -> Int[Tensor, " b"]:
         """How many classes each input begins with: all rather than more than half."""
-        sizes, classes = self.sizes(logits), logits.shape[1]
+        sizes = self.sizes(logits)
+        classes = logits.shape[1]
         numbers = torch.full((len(logits),), classes, device=logits.device)
-        number, left = FIRST, torch.ones_like(numbers, dtype=torch.bool)
+        left = torch.ones_like(numbers, dtype=torch.bool)
+        number = FIRST
         while 2 * number <= classes and bool(left.any()):
             chances = inclusion_chances(sizes, number)
             expected = expected_error(sizes, chances, number, self.power * self.spread)
             enough = left & (expected <= self.tolerance)
             numbers[enough] = number
             left = left & ~enough
-            number = _more(number)
+            number = _next_number(number)
         return numbers
 
     def estimate(self, logits: Float[Tensor, "b c"]) -> "dict[GradientScore, Estimate]":
-        """The scores and their errors."""
-        found = self._attempt(logits)
-        while found is None:
-            found = self._attempt(logits)
-        return {m: (values, errors) for m, values, errors in zip(self.methods, *found, strict=True)}
+        """The scores with their errors."""
+        sums = self._attempt(logits)
+        while sums is None:
+            sums = self._attempt(logits)
+        values, errors = sums
+        estimates: dict[GradientScore, Estimate] = {}
+        for i, method in enumerate(self.methods):
+            estimates[method] = Estimate(values[i], errors[i])
+        return estimates
 
     def _attempt(
-        self, logits: Float[Tensor, "b c"]
+        self,
+        logits: Float[Tensor, "b c"],
     ) -> tuple[Float[Tensor, "m b"], Float[Tensor, "m b"]] | None:
-        """The same; None if fewer early layers are left out at the end than at the start: terms
-        must be of one kind.
+        """The sums and their errors.
+
+        None if fewer early layers are left out at the end than at the start: all terms must be of
+        the same layers.
         """
         values, errors = logits.new_zeros(2, len(self.methods), len(logits))
         tally = Tally.empty(len(self.methods), self.sizes(logits))
-        numbers, turn = self.first_numbers(logits), 0
+        numbers = self.first_numbers(logits)
+        turn = 0
         early: int | None = None
         while bool(numbers.any()):
             following = torch.zeros_like(numbers)
@@ -127,20 +139,25 @@ class ClassSums:
                 early = table.num_left_out if early is None else early
                 if table.num_left_out != early:
                     return None
-                values[:, index], errors[:, index], following[index] = self._judge(
+                values[:, index], errors[:, index], following[index] = self._check(
                     index, tally, table.left_out
                 )
-            numbers, turn = following, turn + 1
+            numbers = following
+            turn += 1
         return values, errors
 
     def sizes(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """The sizes of the classes of each input."""
-        return _sizes(self.methods, self.head)(logits.double().softmax(-1))
+        """The sizes of the classes of each input, by which they are drawn."""
+        return _mean_sizes(self.methods, self.head)(logits.double().softmax(-1))
 
     def _measure(
-        self, index: Int[Tensor, " n"], number: int, turn: int, tally: Tally
+        self,
+        index: Int[Tensor, " n"],
+        number: int,
+        turn: int,
+        tally: Tally,
     ) -> LayerTable:
-        """Measure so many classes of some inputs, in addition to those before.
+        """Measure some classes of some inputs, in addition to those before.
 
         Args:
             index: of the inputs.
@@ -151,76 +168,79 @@ class ClassSums:
         Returns:
             Their norms.
         """
+        seed = self.request.settings.seed
         if number == tally.sizes.shape[1]:
             table = self._table(index, Directions(("classes",)))
             every = torch.arange(number, device=index.device).expand(len(index), -1)
             tally.replace(index, self._terms(table, every))
             return table
-        if (
-            turn == 0
-            # by the logits of the inputs as the engine runs them: alone, if they influence each other
-        ):
-            sizes = _sizes(self.methods, self.head)
-            drawn = SampledClasses(("drawn",), sizes, number, self.request.settings.seed)
-            table = self._table(index, drawn)
-            classes, chances = drawn.draw(table.logits)
+        if turn == 0:
+            # By the logits of the inputs as the engine runs them: alone, if they influence each
+            # other.
+            sample = SampledClasses(("drawn",), _mean_sizes(self.methods, self.head), number, seed)
+            table = self._table(index, sample)
+            classes, chances = sample.draw(table.logits)
             tally.sizes[index] = self.sizes(table.logits)
         else:
-            classes, chances = tally.draw(
-                index, number, generator(self.request.settings.seed, STREAM, turn)
-            )
+            classes, chances = tally.draw(index, number, generator(seed, STREAM, turn))
             table = self._table(index, ChosenClasses(("drawn",), classes))
-        tally.add(
-            index,
-            classes,
-            chances,
-            self._terms(table, classes),
-            self.powers.to(chances) * self.spread,
-        )
+        spreads = self.powers.to(chances) * self.spread
+        tally.add(index, classes, chances, self._terms(table, classes), spreads)
         return table
 
     def _table(self, index: Int[Tensor, " n"], directions: Directions) -> LayerTable:
-        """The norms of some inputs along other directions than those of the job."""
-        chosen = index.tolist()
-        numbers = [self.request.numbers[i] for i in chosen]
+        """The norms of some inputs along other directions than those of the request."""
+        some = index.tolist()
         request = replace(
             self.request,
-            batch=take_samples(self.request.batch, chosen),
-            numbers=numbers,
+            batch=take_samples(self.request.batch, some),
+            numbers=[self.request.numbers[i] for i in some],
             directions=directions,
         )
-        regrouped = None if self.regrouped is None else self.regrouped[index]
-        return layer_table([request], self.cache, regrouped=regrouped, lam=self.lam)
+        known_logits = None if self.known_logits is None else self.known_logits[index]
+        return layer_table([request], self.cache, regrouped=known_logits, lam=self.lam)
 
     def _terms(self, table: LayerTable, classes: Int[Tensor, "n d"]) -> Float[Tensor, "m n d"]:
         """w_c ‖g_c‖ⁿ of the classes of a table, by each of m methods."""
-        found = []
+        terms: list[Tensor] = []
         for m in self.methods:
             norms = total_norms(table.values.double(), m.layers, self.request.settings.norm)
-            found.append(m.weights_at(table.logits).gather(-1, classes) * norms**m.power)
-        return torch.stack(found)
+            weights = m.weights_at(table.logits).gather(-1, classes)
+            terms.append(weights * norms**m.power)
+        return torch.stack(terms)
 
-    def _judge(
-        self, index: Int[Tensor, " n"], tally: Tally, left_out: float
+    def _check(
+        self,
+        index: Int[Tensor, " n"],
+        tally: Tally,
+        left_out: float,
     ) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m n"], Int[Tensor, " n"]]:
-        """The sums of some inputs, their errors, and how many further classes to measure; 0 for
-        none.
+        """Compare the errors of some inputs with the tolerance.
+
+        Args:
+            index: of the inputs.
+            tally: the terms so far.
+            left_out: the largest share that layers which were left out add.
+
+        Returns:
+            The sums, their errors, and how many further classes to measure, 0 for none.
         """
-        classes, tolerance = tally.sizes.shape[1], self.tolerance
+        classes = tally.sizes.shape[1]
         value, error = tally.total(index)
         size = value.abs()
         fixed = self.powers.to(size) * left_out * size  # which further classes do not lower
         whole = torch.hypot(error, fixed)
-        room = ((tolerance * size).square() - fixed.square()).clamp_min(TINY)
-        have = tally.number[index]
-        wanted = ((error.square() / room).amax(0) * have - have).clamp(1).minimum(2.0 * have)
-        further = (wanted / STEP).ceil().long() * STEP
-        further[2 * (have + further + tally.certain[index].sum(-1)) > classes] = classes
-        done = tally.whole[index] | (whole <= tolerance * size).all(0)
-        return value, whole, torch.where(done, 0, further)
+        room = ((self.tolerance * size).square() - fixed.square()).clamp_min(TINY)
+        measured = tally.number[index]
+        missing = (error.square() / room).amax(0) * measured - measured
+        missing = missing.clamp(1).minimum(2.0 * measured)
+        further = (missing / STEP).ceil().long() * STEP
+        further[2 * (measured + further + tally.certain[index].sum(-1)) > classes] = classes
+        is_done = tally.whole[index] | (whole <= self.tolerance * size).all(0)
+        return value, whole, torch.where(is_done, 0, further)
 
 
-def _more(number: int) -> int:
+def _next_number(number: int) -> int:
     """The next number of classes to try: 8, 10, 12, 15, 18, 22, …"""
     return number + max(2, number // 4)
 
@@ -236,25 +256,26 @@ def layer_sums_by_few_classes(
     Args:
         request: the batch.
         method: a sum over classes.
-        cache: what is kept of the model from batch to batch.
-        head: the weight of the linear layer that gives the logits, if there is one.
+        cache: what the engines found out about the model.
+        head: the weight of the linear layer that computes the logits, if there is one.
+
+    Returns:
+        The names of the layers, and their sums.
     """
-    some = SampledClasses(("drawn",), _sizes([method], head), FOR_LAYERS, request.settings.seed)
-    table = layer_table([replace(request, directions=some)], cache)
-    classes, chances = some.draw(table.logits)
-    weights = method.weights_at(table.logits).gather(-1, classes) / chances.clamp_min(
-        torch.finfo(torch.double).tiny
-    )
+    sizes = _mean_sizes([method], head)
+    sample = SampledClasses(("drawn",), sizes, FOR_LAYERS, request.settings.seed)
+    table = layer_table([replace(request, directions=sample)], cache)
+    classes, chances = sample.draw(table.logits)
+    weights = method.weights_at(table.logits).gather(-1, classes) / chances.clamp_min(TINY)
     return table.layers, torch.einsum("bm,bml->bl", weights, table.values.double() ** method.power)
 
 
-def _sizes(methods: "Sequence[GradientScore]", head: Float[Tensor, "c d"] | None) -> Sizes:
-    """The sizes of classes by which they are drawn: the mean of what they are to each method."""
+def _mean_sizes(methods: "Sequence[GradientScore]", head: Float[Tensor, "c d"] | None) -> Sizes:
+    """The sizes by which classes are drawn: the mean of what they are to each method."""
 
     def sizes(probs: Tensor) -> Tensor:
         lengths = class_lengths(probs, head)
-        return torch.stack([class_sizes(m.weights(probs), lengths, m.power) for m in methods]).mean(
-            0
-        )
+        each = [class_sizes(m.weights(probs), lengths, m.power) for m in methods]
+        return torch.stack(each).mean(0)
 
     return sizes

@@ -1,5 +1,8 @@
-"""The last fully connected layer of any model, and the features that it reads."""
+"""The end of any model: its last fully connected layer, the features that it reads, and the blocks
+of parameters before it.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,41 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch
+from qualms.gradients.batch import Batch, take_samples
+from qualms.gradients.layer_table import heavy_blocks
+from qualms.gradients.layers import Params, layer_of, selected_parameters
 from qualms.gradients.model_input import ModelInput, forward_logits
-
-
-@dataclass(frozen=True)
-class Head:
-    """logits = features weightᵀ + bias."""
-
-    features: Float[Tensor, "b f"]
-    weight: Float[Tensor, "c f"]
-    bias: Float[Tensor, " c"] | None
-
-    def logits(self, features: Float[Tensor, "... f"]) -> Float[Tensor, "... c"]:
-        """What the layer says of other features."""
-        return F.linear(features, self.weight, self.bias)
-
-    def take(self, index: Int[Tensor, " b"]) -> "Head":
-        """The same with some of the inputs' features."""
-        return replace(self, features=self.features[index.to(self.features.device)])
-
-    @staticmethod
-    def joined(parts: "list[Head | QualmsError]") -> "Head | QualmsError":
-        """The heads of several parts of a batch in one."""
-        heads = [part for part in parts if isinstance(part, Head)]
-        if len(heads) < len(parts):
-            return next(part for part in parts if isinstance(part, QualmsError))
-        return Head(torch.cat([h.features for h in heads]), heads[0].weight, heads[0].bias)
-
-
-def required(head: Head | QualmsError) -> Head:
-    """The head, or the error that there is none."""
-    if isinstance(head, QualmsError):
-        raise head
-    return head
-
+from qualms.gradients.tracing.traced_forward import use_order
 
 NO_HEAD = (
     "the model's logits are not the result of a linear layer on one vector for each input, which this method needs; "
@@ -52,26 +25,70 @@ NO_HEAD = (
 )
 
 
+@dataclass(frozen=True)
+class Head:
+    """The last linear layer: logits = features weightᵀ + bias."""
+
+    features: Float[Tensor, "b f"]
+    weight: Float[Tensor, "c f"]
+    bias: Float[Tensor, " c"] | None
+
+    def logits(self, features: Float[Tensor, "... f"]) -> Float[Tensor, "... c"]:
+        """Apply the layer to other features."""
+        return F.linear(features, self.weight, self.bias)
+
+    def take(self, index: Int[Tensor, " b"]) -> "Head":
+        """Keep the features of some of the inputs."""
+        return replace(self, features=self.features[index.to(self.features.device)])
+
+    @staticmethod
+    def concatenate(parts: "list[Head | QualmsError]") -> "Head | QualmsError":
+        """Join the heads of several parts of a batch; the first error, if a part has no head."""
+        heads: list[Head] = []
+        for part in parts:
+            if isinstance(part, QualmsError):
+                return part
+            heads.append(part)
+        features = torch.cat([head.features for head in heads])
+        return Head(features, heads[0].weight, heads[0].bias)
+
+
+def require_head(head: Head | QualmsError) -> Head:
+    """Return the head, or raise the error that there is none."""
+    if isinstance(head, QualmsError):
+        raise head
+    return head
+
+
 @torch.no_grad()
-def with_head(
-    model: nn.Module, on: Batch | ModelInput
+def forward_with_head(
+    model: nn.Module,
+    rows: Batch | ModelInput,
 ) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
-    """The logits of inputs and the head that they came from, or the reason why there is none."""
-    watch = _LastLinear()
-    logits = forward_logits(model, on if isinstance(on, ModelInput) else ModelInput(on), watch)
-    for features, weight, bias, out in reversed(watch.calls):
+    """Compute logits, and find the linear layer that they come from.
+
+    Args:
+        model: a classifier.
+        rows: its inputs.
+
+    Returns:
+        The logits, and the head, or an error if no linear layer computes them.
+    """
+    recorder = _LinearRecorder()
+    model_input = rows if isinstance(rows, ModelInput) else ModelInput(rows)
+    logits = forward_logits(model, model_input, recorder)
+    for features, weight, bias, out in reversed(recorder.calls):
         # The layer's result must be the logits themselves: nothing may happen between the two.
         if features.ndim == 2 and out.shape == logits.shape and torch.equal(out, logits):
-            return logits, Head(
-                features.detach(), weight.detach(), None if bias is None else bias.detach()
-            )
+            own_bias = None if bias is None else bias.detach()
+            return logits, Head(features.detach(), weight.detach(), own_bias)
     return logits, QualmsError(NO_HEAD)
 
 
-class _LastLinear(TorchFunctionMode):
-    """Keeps the arguments and results of the latest linear layers."""
+class _LinearRecorder(TorchFunctionMode):
+    """Records the arguments and results of the latest linear layers."""
 
-    KEPT = 4  # a model may end in several heads
+    MOST = 4  # a model may end in several heads
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,9 +101,86 @@ class _LastLinear(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        """Run an operation, and record it if it is a linear layer.
+
+        Args:
+            func: the operation.
+            types: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if getattr(func, "__name__", "").split(".")[0] == "linear":
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
-            self.calls.append((given["input"], given["weight"], given.get("bias"), out))
-            del self.calls[: -self.KEPT]
+            named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            self.calls.append((named["input"], named["weight"], named.get("bias"), out))
+            del self.calls[: -self.MOST]
         return out
+
+
+# The blocks before it: residual or transformer blocks, or layers, in the order of use.
+
+
+def find_blocks(model: nn.Module, batch: Batch, params: Params, method: str) -> list[list[str]]:
+    """Find the blocks of a model.
+
+    Args:
+        model: a classifier.
+        batch: its inputs.
+        params: which parameters count; others are in no block.
+        method: named in the error.
+
+    Returns:
+        The names of each block's parameters, in the order in which the model uses them.
+
+    Raises:
+        QualmsError: if the order of use cannot be seen.
+    """
+    blocks = heavy_blocks(model, batch, selected_parameters(model, params))
+    if not blocks:
+        raise QualmsError(
+            f"{method} needs to see in which order the model uses its layers, which it hides from torch's function "
+            "modes (a scripted module?); use regrad or entropy."
+        )
+    return blocks
+
+
+def without_head(
+    blocks: Sequence[Sequence[str]],
+    head: Head,
+    model: nn.Module,
+    batch: Batch,
+) -> list[list[str]]:
+    """Remove the parameters of the classifier from its blocks.
+
+    Args:
+        blocks: the names of each block's parameters.
+        head: the classifier.
+        model: of which it is the last layer.
+        batch: inputs of the model.
+
+    Returns:
+        The blocks that have parameters left.
+    """
+    names = {p.data_ptr(): name for name, p in model.named_parameters()}
+    of_head: list[str] = []
+    for tensor in (head.weight, head.bias):
+        if tensor is not None and tensor.data_ptr() in names:
+            of_head.append(names[tensor.data_ptr()])
+    if head.weight.data_ptr() not in names:
+        # Its weight is computed from parameters: those of the layer with the bias, or the last one.
+        one = of_head[0] if of_head else _last_parameter(model, batch)
+        layer = layer_of(model, one, "module")
+        of_head += [name for name in names.values() if layer_of(model, name, "module") == layer]
+    rest: list[list[str]] = []
+    for block in blocks:
+        left = [name for name in block if name not in of_head]
+        if left:
+            rest.append(left)
+    return rest
+
+
+def _last_parameter(model: nn.Module, batch: Batch) -> str:
+    """The parameter that the model uses last, whether it counts or not."""
+    first = ModelInput(take_samples(batch, slice(0, 1)))
+    return use_order(model, first, dict(model.named_parameters())).names[-1]

@@ -27,9 +27,8 @@ FeaturesAndProbs = Iterator[tuple[Tensor, Tensor]]  # of features and probabilit
 FULL_AT_MOST = 4096  # parameters: the matrix is then 128 MiB
 DOUBLE = 8  # bytes
 COPIES_OF_FULL = 2  # of the matrix: itself and its factor
-COPIES_OF_FACTOR = (
-    5  # of a Kronecker factor: its sum, a batch's, eigenvectors, and what finding them takes
-)
+# Of a Kronecker factor: its sum, a batch's, eigenvectors, and what finding them takes.
+COPIES_OF_FACTOR = 5
 LANES = 16  # normal numbers that torch draws together
 CHUNK = 1024  # rows of a batch that are summed at a time
 
@@ -90,7 +89,9 @@ class HeadPosterior:
     covariance: Full | Kronecker
 
     def sample(
-        self, n: int, seed: int
+        self,
+        n: int,
+        seed: int,
     ) -> tuple[Float[Tensor, "n c f"], Float[Tensor, "n c"] | None]:
         """Draw n heads; the seed alone decides them. They have the weight's dtype, but at least
         float32.
@@ -99,47 +100,63 @@ class HeadPosterior:
         return weights, biases
 
     def samples(
-        self, n: int, seed: int, at_once: int
+        self,
+        n: int,
+        seed: int,
+        at_once: int,
     ) -> Iterator[tuple[Float[Tensor, "d c f"], Float[Tensor, "d c"] | None]]:
-        """The same heads, `at_once` of them at a time."""
-        mean, features = _extended(self.weight, self.bias), self.weight.shape[1]
+        """Draw the same heads in parts.
+
+        Args:
+            n: heads in all.
+            seed: decides them.
+            at_once: heads at a time.
+        """
+        mean = _extend_weight(self.weight, self.bias)
+        features = self.weight.shape[1]
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         for z in _normal_numbers(n, mean.numel(), seed, at_once):
-            heads = (
-                mean + self.covariance.shape_noise(z.view(-1, *mean.shape).to(mean.device))
-            ).to(dtype)
+            noise = z.view(-1, *mean.shape).to(mean.device)
+            heads = (mean + self.covariance.shape_noise(noise)).to(dtype)
             yield heads[..., :features], None if self.bias is None else heads[..., features]
 
     def functional_variance(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b c c"]:
         """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this
         is exact.
         """
-        return self.covariance.of_logits(
-            _with_one(features.to(self.weight.device), self.bias is not None)
-        )
+        h = _append_one(features.to(self.weight.device), self.bias is not None)
+        return self.covariance.of_logits(h)
 
 
 def _normal_numbers(
-    n: int, width: int, seed: int, at_once: int
+    n: int,
+    width: int,
+    seed: int,
+    at_once: int,
 ) -> Iterator[Float64[Tensor, "d width"]]:
     """The rows of torch.randn(n, width), `at_once` of them at a time.
 
     torch draws normal numbers 16 at a time, and the last ones of a call in another way: parts that
     end at a multiple of 16 are those of one call. What a part has beyond its rows is the beginning
     of the next.
+
+    Args:
+        n: rows in all.
+        width: of a row.
+        seed: of the numbers.
+        at_once: rows at a time.
     """
-    generator, left, drawn = (
-        torch.Generator().manual_seed(seed),
-        torch.empty(0, dtype=torch.float64),
-        0,
-    )
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.empty(0, dtype=torch.float64)
+    drawn = 0
     for start in range(0, n, at_once):
         stop = min(start + at_once, n)
         end = min(-(-stop * width // LANES) * LANES, n * width)
         if n * width - end < LANES:
             end = n * width
         fresh = torch.randn(end - drawn, generator=generator, dtype=torch.float64)
-        drawn, whole = end, torch.cat([left, fresh]) if len(left) else fresh
+        drawn = end
+        whole = torch.cat([left, fresh]) if len(left) else fresh
         rows = (stop - start) * width
         left = whole[rows:].clone()
         yield whole[:rows].view(-1, width)
@@ -177,15 +194,14 @@ def fit_head(
         raise QualmsError(f"prior_precision is {prior_precision}; it must be a positive number.")
     if structure not in ("auto", "full", "kron"):
         raise QualmsError(f"structure is {structure!r}; it must be 'auto', 'full' or 'kron'.")
-    weight, bias = weight.detach().clone(), None if bias is None else bias.detach().clone()
-    classes, width = _extended(weight, bias).shape
-    rows = _rows(batches, weight, bias is not None)
+    weight = weight.detach().clone()
+    bias = None if bias is None else bias.detach().clone()
+    classes, width = _extend_weight(weight, bias).shape
+    rows = _read_batches(batches, weight, bias is not None)
     covariance: Full | Kronecker
     if structure == "full" or (structure == "auto" and classes * width <= FULL_AT_MOST):
-        covariance = _full(
-            _gauss_newton(rows, weight.new_zeros(classes, width, dtype=torch.float64)),
-            prior_precision,
-        )
+        zeros = weight.new_zeros(classes, width, dtype=torch.float64)
+        covariance = _invert_full(_gauss_newton(rows, zeros), prior_precision)
     else:
         of_classes, of_features = _kronecker_factors(rows, bias is not None)
         covariance = Kronecker(*_eigen(of_classes), *_eigen(of_features), float(prior_precision))
@@ -198,58 +214,54 @@ def bytes_of_fit(classes: int, width: int) -> int:
     """
     if classes * width <= FULL_AT_MOST:
         return COPIES_OF_FULL * DOUBLE * (classes * width) ** 2
-    return (
-        COPIES_OF_FACTOR * DOUBLE * max(classes, width) ** 2 + 2 * DOUBLE * min(classes, width) ** 2
-    )
+    larger, smaller = max(classes, width), min(classes, width)
+    return COPIES_OF_FACTOR * DOUBLE * larger**2 + 2 * DOUBLE * smaller**2
 
 
-def _rows(
-    batches: Iterable[tuple[Tensor, Tensor]], weight: Float[Tensor, "c f"], has_bias: bool
+def _read_batches(
+    batches: Iterable[tuple[Tensor, Tensor]],
+    weight: Float[Tensor, "c f"],
+    has_bias: bool,
 ) -> FeaturesAndProbs:
     """Features [n, k] with their 1 and probabilities [n, c], a chunk at a time."""
-    empty = True
+    is_empty = True
+    classes, width = weight.shape
     for features, logits in batches:
-        if features.shape != (len(logits), weight.shape[1]) or logits.shape != (
-            len(features),
-            weight.shape[0],
-        ):
+        if features.shape != (len(logits), width) or logits.shape != (len(features), classes):
             raise QualmsError(
                 f"a batch has features of shape {tuple(features.shape)} and logits of shape {tuple(logits.shape)}; "
-                f"this head needs (n, {weight.shape[1]}) and (n, {weight.shape[0]})."
+                f"this head needs (n, {width}) and (n, {classes})."
             )
-        for part, of in zip(
-            features.detach().split(CHUNK), logits.detach().split(CHUNK), strict=True
-        ):
-            if not bool(torch.isfinite(part).all() and torch.isfinite(of).all()):
+        chunks = zip(features.detach().split(CHUNK), logits.detach().split(CHUNK), strict=True)
+        for h, z in chunks:
+            if not bool(torch.isfinite(h).all() and torch.isfinite(z).all()):
                 raise QualmsError(
                     "a batch has features or logits that are NaN or infinite; clean the training inputs."
                 )
-            empty = empty and len(part) == 0
-            yield (
-                _with_one(part.to(weight.device), has_bias),
-                of.to(weight.device, torch.float64).softmax(1),
-            )
-    if empty:
+            is_empty = is_empty and len(h) == 0
+            probs = z.to(weight.device, torch.float64).softmax(1)
+            yield _append_one(h.to(weight.device), has_bias), probs
+    if is_empty:
         raise QualmsError(
-            "batches yields no training input; a posterior needs at least one (an iterator reads once)."
+            "batches has no training input, and a posterior needs at least one; pass an iterable that was not read before."
         )
 
 
 def _gauss_newton(
-    rows: FeaturesAndProbs, zeros: Float64[Tensor, "c k"]
+    rows: FeaturesAndProbs,
+    zeros: Float64[Tensor, "c k"],
 ) -> Float64[Tensor, "c*k c*k"]:
     """Σ_n Λ_n ⊗ h_n h_nᵀ from its blocks between two classes, -Σ_n p_c p_d h hᵀ.
 
-    FeaturesAndProbs of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1
+    Rows of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1
     - p) never cancels.
     """
     classes, width = zeros.shape
     upper = zeros.new_zeros(classes, width, classes, width)
     for h, p in rows:
         for c in range(classes - 1):
-            weighted = (p[:, c, None] * p[:, c + 1 :])[:, :, None] * h[
-                :, None
-            ]  # [n, later classes, k]
+            products = p[:, c, None] * p[:, c + 1 :]
+            weighted = products[:, :, None] * h[:, None]  # [n, later classes, k]
             upper[c, :, c + 1 :] -= (h.mT @ weighted.flatten(1)).unflatten(1, (-1, width))
     for c in range(classes):
         upper[c + 1 :, :, c] = upper[c, :, c + 1 :].permute(1, 2, 0)
@@ -259,15 +271,15 @@ def _gauss_newton(
     return upper.flatten(2).flatten(0, 1)
 
 
-def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
-    # Shifts of all logits have no curvature: δ alone holds the posterior there, and must not be
+def _invert_full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
+    """(H + δI)⁻¹, by a Cholesky factor. Overwrites H."""
+    # Shifts of all logits have no curvature: there the posterior has δ alone, which must not be
     # lost in rounding.
-    lost = (
-        not prior_precision > float(hessian.diagonal().abs().max()) * torch.finfo(hessian.dtype).eps
-    )
+    rounding = float(hessian.diagonal().abs().max()) * torch.finfo(hessian.dtype).eps
+    is_lost = not prior_precision > rounding
     hessian.diagonal().add_(prior_precision)
-    factor, failed = torch.linalg.cholesky_ex(hessian)
-    if lost or bool(failed):
+    factor, info = torch.linalg.cholesky_ex(hessian)
+    if is_lost or bool(info):
         raise QualmsError(
             f"prior_precision is {prior_precision}, lost in float64 beside the curvature of these features; raise it."
         )
@@ -275,7 +287,8 @@ def _full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
 
 
 def _kronecker_factors(
-    rows: FeaturesAndProbs, has_bias: bool
+    rows: FeaturesAndProbs,
+    has_bias: bool,
 ) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
     """B = Σ_n Λ_n, its diagonal again from its rows' sums, and A = (1/N) Σ_n h_n h_nᵀ without the
     bias's products.
@@ -293,19 +306,22 @@ def _kronecker_factors(
 
 
 def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
+    """Eigenvalues, zero where they are no more than rounding, and eigenvectors."""
     values, vectors = torch.linalg.eigh(matrix)
     rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]  # the largest is the last
     return torch.where(values > rounding, values, 0.0), vectors
 
 
-def _with_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:
+def _append_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:
     """The features in float64, with a column of ones appended if the head has a bias (k = f + 1,
     else f).
     """
     return torch.nn.functional.pad(features.double(), (0, int(has_bias)), value=1.0)
 
 
-def _extended(
-    weight: Float[Tensor, "c f"], bias: Float[Tensor, " c"] | None
+def _extend_weight(
+    weight: Float[Tensor, "c f"],
+    bias: Float[Tensor, " c"] | None,
 ) -> Float64[Tensor, "c k"]:
+    """[W | b] in float64."""
     return weight.double() if bias is None else torch.cat([weight, bias[:, None]], dim=1).double()

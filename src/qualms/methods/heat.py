@@ -1,5 +1,5 @@
-"""Heat (ours): T · H(softmax(z / T)), the entropy at the temperature of the features' noise. Scores
-are its logarithm.
+"""Heat (ours): T · H(softmax(z / T)), the entropy at the temperature of the features' noise. And
+`recommended`, which picks heat or `gen`.
 
 T(x) = ρ(x) / ρ₀ and ρ(x) = Σ_l tr(P G_l P) / tr(P G_head P) over the last three blocks l before the
 classifier, with G = J Jᵀ, J the derivative of the logits with respect to a block's weights and P =
@@ -15,12 +15,13 @@ T. An input without any gradient in the blocks has no ρ, and T = 1.
 
 For classifiers that read features of free length. Where a normalization fixes ‖h‖ (vision
 transformers, language models), ρ loses its signal. So T is 1, and heat the entropy, if the features
-of noise inputs do not grow fourfold when the noise is made 64 times as large; `Scored.notes` says
-so. With more than 17 classes, traces are estimated from 16 fixed contrasts of classes. ρ₀ belongs
+of noise inputs do not grow fourfold when the noise is made 64 times as large; `Scored.notes` reports
+it. With more than 17 classes, traces are estimated from 16 fixed contrasts of classes. ρ₀ belongs
 to a shape of inputs, so that the score of a text depends on how far its batch is padded.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,11 @@ from torch import Tensor
 from qualms.errors import QualmsError, reason
 from qualms.gradients.batch import num_samples, take_samples
 from qualms.gradients.directions import CONTRASTS, Directions
-from qualms.methods.blocks import blocks_of, without_head
 from qualms.methods.context import BatchContext
-from qualms.methods.head import Head, required, with_head
-from qualms.methods.method import GRADIENTS, Method
-from qualms.methods.noise import louder, noise_inputs
+from qualms.methods.head import Head, find_blocks, forward_with_head, require_head, without_head
+from qualms.methods.logits import GEN
+from qualms.methods.method import GRADIENTS, Estimate, Method
+from qualms.methods.noise import noise_inputs, scale_noise
 
 BLOCKS = 3
 NOISE_INPUTS = 32
@@ -43,12 +44,63 @@ LOUDER = 64.0
 FREE = 4.0  # a length that grows by less than this, when noise is made LOUDER, is fixed
 COLDEST, HOTTEST = 1e-6, 1e6
 SMALLEST = 1e-300
-NOTHING = Directions(())
+NO_DIRECTIONS = Directions(())
+
+
+def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """log(T · H(softmax(z / T))), accurate where the probability of a class is 1 - 1e-300.
+
+    With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the likeliest,
+    H = log(1 + s) + Σ exp(u_c) (-u_c) / (1 + s), both terms positive.
+    """
+    best = logits.argmax(-1, keepdim=True)
+    u = (logits - logits.gather(-1, best)) / temperature[:, None]
+    u = u.scatter(-1, best, -torch.inf)
+    log_s = u.logsumexp(-1)
+    log_total = torch.nn.functional.softplus(log_s)  # log(1 + s)
+    first = torch.where(log_s < -30, log_s, log_total.clamp_min(SMALLEST).log())
+    second = (u + (-u).log()).scatter(-1, best, -torch.inf).logsumexp(-1) - log_total
+    return temperature.log() + torch.logaddexp(first, second)
+
+
+def head_trace(head: Head) -> Float[Tensor, " b"]:
+    """tr(P G P) of a linear classifier: (C - 1)(‖h‖² + 1), without the 1 if it has no bias."""
+    energy = head.features.double().square().sum(-1) + (0 if head.bias is None else 1)
+    return (len(head.weight) - 1) * energy
+
+
+def block_traces(
+    context: BatchContext,
+    blocks: Sequence[Sequence[str]],
+) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b c"]]:
+    """tr(P G_l P) of blocks of parameters; beyond 17 classes an estimate.
+
+    Args:
+        context: the inputs.
+        blocks: names of the parameters of each block l.
+
+    Returns:
+        The traces, and the logits of the inputs as the engine ran them: alone, if they influence
+        each other.
+    """
+    block_of_name = {name: i for i, block in enumerate(blocks) for name in block}
+    params = frozenset(block_of_name)
+    table = context.exact_table(params, Directions(("contrasts",)), granularity="tensor")
+    squares = table.values.double().square().sum(1)
+    index = torch.tensor([block_of_name[name] for name in table.layers], device=squares.device)
+    traces = squares.new_zeros(len(squares), len(blocks)).index_add_(1, index, squares)
+    return traces, table.logits.double()
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What noise inputs say of a model: the blocks that count, and log ρ₀ or the reason why T is 1."""
+    """ρ₀ of a model.
+
+    Attributes:
+        blocks: names of the parameters of each block that counts.
+        log_ratio: log ρ₀; None if T is 1.
+        why: T is 1.
+    """
 
     blocks: tuple[tuple[str, ...], ...]
     log_ratio: float | None
@@ -57,7 +109,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Heat(Method):
-    """No parameters.
+    """log(T · H(softmax(z / T))), T = ρ(x) / ρ₀, with the sum of three blocks' ratios.
 
     Example:
         ```python
@@ -77,7 +129,7 @@ class Heat(Method):
     always_exact = True
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """One number for each input."""
+        """`log_heat` at T = ρ(x) / ρ₀."""
         unit = self.unit(context)
         if unit.log_ratio is None:
             return log_heat(context.logits, torch.ones_like(context.logits[:, 0]))
@@ -85,82 +137,94 @@ class Heat(Method):
         log_t = torch.where(log_ratio.isfinite(), log_ratio - unit.log_ratio, 0.0)
         return log_heat(logits, log_t.exp().clamp(COLDEST, HOTTEST))
 
+    def estimate(self, context: BatchContext) -> Estimate:
+        """The scores; their errors are unknown where traces are estimated from some contrasts."""
+        values = self.score(context)
+        is_estimate = context.num_classes - 1 > CONTRASTS
+        if is_estimate and self.unit(context).log_ratio is not None:
+            return Estimate(values, torch.full_like(values, math.nan))
+        return Estimate(values)
+
     def note(self, context: BatchContext) -> str | None:
-        """That T is 1, and why."""
+        """Why T is 1, if it is."""
         why = self.unit(context).why
         return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
 
-    def error(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Unknown where the traces are estimated from some contrasts of classes; 0 elsewhere."""
-        b, c = context.logits.shape
-        estimated = c - 1 > CONTRASTS and self.unit(context).log_ratio is not None
-        return torch.full(
-            (b,), math.nan if estimated else 0.0, dtype=torch.double, device=context.device
-        )
-
-    def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
+    def combine(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
         """log ρ from the logarithms of the blocks' ratios: that of their sum."""
         return log_ratios.logsumexp(-1)
 
     def _log_ratio(
-        self, context: BatchContext, blocks: tuple[tuple[str, ...], ...]
+        self,
+        context: BatchContext,
+        blocks: tuple[tuple[str, ...], ...],
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
         """log ρ, infinite where there is no gradient or no feature, and the logits that belong to
         it.
         """
-        traces, logits = context.traces(blocks)
-        return self.combined(
-            traces.log() - head_trace(_head(context, logits)).log()[:, None]
-        ), logits
+        traces, logits = block_traces(context, blocks)
+        head = _head_of(context, logits)
+        return self.combine(traces.log() - head_trace(head).log()[:, None]), logits
 
     def unit(self, context: BatchContext) -> Unit:
-        """ρ₀, found once for each shape of inputs. Whether T is 1 is found once for all of them.
+        """ρ₀, measured once for each shape of inputs.
 
-        Else batches of two shapes could have scores of two kinds, which do not compare.
+        Whether T is 1 is decided once for all shapes, or batches of two shapes could have scores
+        of two kinds, which cannot be compared.
         """
-        units: dict[Any, Unit] = context.model_context.fitted.setdefault(self, {})
-        shapes = context.request(NOTHING, None).shapes
+        units: dict[Any, Unit] = context.model_context.once(self, dict)
+        shapes = context.request(NO_DIRECTIONS, None).shapes
         if shapes not in units:
             first = next(iter(units.values()), None)
-            units[shapes] = (
-                first if first is not None and first.why else self._measured_unit(context, first)
-            )
+            if first is not None and first.why:
+                units[shapes] = first
+            else:
+                units[shapes] = self._measure_unit(context, first)
         return units[shapes]
 
-    def _measured_unit(self, context: BatchContext, first: Unit | None) -> Unit:
-        blocks = tuple(map(tuple, without_head(blocks_of(context, self.name), context)[-BLOCKS:]))
+    def _measure_unit(self, context: BatchContext, first: Unit | None) -> Unit:
+        """ρ₀ by inputs of noise.
+
+        Args:
+            context: inputs of the shape in question.
+            first: the unit of the first shape of inputs.
+        """
+        blocks = self._blocks(context)
         if not blocks:
             return Unit(blocks, None, "no counted weights come before the classifier")
         noise = BatchContext(context.model_context, noise_inputs(context, NOISE_INPUTS, self.name))
         try:
-            if first is None and growth(noise) < FREE:
-                return Unit(
-                    blocks,
-                    None,
-                    "the length of the features that the classifier reads hardly grows with the input",
-                )
+            if first is None and feature_growth(noise) < FREE:
+                why = "the length of the features that the classifier reads hardly grows with the input"
+                return Unit(blocks, None, why)
             log_ratio = self._log_ratio(noise, blocks)[0]
         except QualmsError as error:
             raise QualmsError(
                 f"{self.name} tries the model on {NOISE_INPUTS} inputs of noise, which fails ({reason(error)}); "
                 "use regrad+layers or entropy."
             ) from error
-        alive = log_ratio[log_ratio.isfinite()]
-        if 2 * len(alive) < NOISE_INPUTS:
-            if first is not None:
-                return first
-            return Unit(
-                blocks, None, "most inputs of noise leave the last blocks without a gradient"
-            )
-        return Unit(blocks, float(alive.mean()))
+        finite = log_ratio[log_ratio.isfinite()]
+        if 2 * len(finite) >= NOISE_INPUTS:
+            return Unit(blocks, float(finite.mean()))
+        if first is not None:
+            return first
+        return Unit(blocks, None, "most inputs of noise leave the last blocks without a gradient")
+
+    def _blocks(self, context: BatchContext) -> tuple[tuple[str, ...], ...]:
+        """The parameters of the last blocks before the classifier."""
+        _ = context.logits  # an input that the model rejects is reported as such
+        model, batch = context.model, context.batch
+        blocks = find_blocks(model, batch, context.model_context.settings.params, self.name)
+        last = without_head(blocks, context.head, model, batch)[-BLOCKS:]
+        return tuple(tuple(block) for block in last)
 
 
 @dataclass(frozen=True)
 class HeatGeometric(Heat):
-    """The geometric mean of the three blocks' ratios instead of their sum.
+    """Heat with the geometric mean of the three blocks' ratios instead of their sum.
 
-    A factor that is moved from one block's weights to another's, which leaves the function of a
-    network of rectifiers without biases as it is, changes the sum and not the mean.
+    A factor that is moved from one block's weights to another's, which preserves the function of a
+    network of rectifiers without biases, changes the sum and not the mean.
 
     Example:
         ```python
@@ -175,64 +239,102 @@ class HeatGeometric(Heat):
 
     name = "heat-geometric"
 
-    def combined(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
+    def combine(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
         """log ρ: the mean of the logarithms."""
         return log_ratios.mean(-1)
 
 
-def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """log(T · H(softmax(z / T))), right where the probability of a class is 1 - 1e-300.
-
-    With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the likeliest,
-    H = log(1 + s) + Σ exp(u_c) (-u_c) / (1 + s), each part of it positive.
-    """
-    best = logits.argmax(-1, keepdim=True)
-    u = (logits - logits.gather(-1, best)) / temperature[:, None]
-    u = u.scatter(-1, best, -torch.inf)
-    log_s = u.logsumexp(-1)
-    log_total = torch.nn.functional.softplus(log_s)  # log(1 + s)
-    first = torch.where(log_s < -30, log_s, log_total.clamp_min(SMALLEST).log())
-    second = (u + (-u).log()).scatter(-1, best, -torch.inf).logsumexp(-1) - log_total
-    return temperature.log() + torch.logaddexp(first, second)
-
-
-def head_trace(head: Head) -> Float[Tensor, " b"]:
-    """tr(P G P) of a linear classifier: (C - 1)(‖h‖² + 1), without the 1 if it has no bias."""
-    energy = head.features.double().square().sum(-1) + (0 if head.bias is None else 1)
-    return (len(head.weight) - 1) * energy
-
-
-def growth(noise: BatchContext) -> float:
-    """By how much the features of noise inputs grow if the noise does by `LOUDER`: the median over
+def feature_growth(noise: BatchContext) -> float:
+    """By what factor features of noise inputs grow if the noise does by `LOUDER`: the median over
     the inputs.
 
-    1 if most inputs have no features before or after; infinite if the louder noise is too much for
-    the model's numbers.
+    1 if most inputs have no features before or after; infinite if the louder noise overflows the
+    model's numbers.
     """
-    loud, size = (
-        louder(noise.batch, LOUDER, noise.seed),
-        noise.model_context.rows_at_once(noise.batch),
-    )
-    parts = [
-        loud.take(slice(start, start + size)) for start in range(0, num_samples(noise.batch), size)
-    ]
-    try:
-        after = required(Head.joined([with_head(noise.model, part)[1] for part in parts]))
-    except QualmsError:
+    loud = scale_noise(noise.batch, LOUDER, noise.seed)
+    size = noise.model_context.rows_at_once(noise.batch)
+    heads: list[Head | QualmsError] = []
+    for start in range(0, num_samples(noise.batch), size):
+        part = loud.take(slice(start, start + size))
+        try:
+            heads.append(forward_with_head(noise.model, part)[1])
+        except QualmsError:
+            return math.inf
+    loud_head = Head.concatenate(heads)
+    if isinstance(loud_head, QualmsError):
         return math.inf
-    before, behind = (head.features.double().norm(dim=-1).log() for head in (noise.head, after))
-    grown = (behind - before)[before.isfinite() & behind.isfinite()]
-    return float(grown.median().exp()) if 2 * len(grown) >= len(before) else 1.0
+    before = noise.head.features.double().norm(dim=-1).log()
+    after = loud_head.features.double().norm(dim=-1).log()
+    growth = (after - before)[before.isfinite() & after.isfinite()]
+    return float(growth.median().exp()) if 2 * len(growth) >= len(before) else 1.0
 
 
-def _head(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
-    """The head on the features that these logits came from: those of each input alone, if company
+def _head_of(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
+    """The head on the features that these logits came from: those of each input alone, if the batch
     changes them.
     """
-    if torch.allclose(logits, context.logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+    largest = float(logits.abs().max())
+    if torch.allclose(logits, context.logits, rtol=1e-3, atol=1e-3 * largest):
         return context.head
-    alone = [
-        with_head(context.model, take_samples(context.batch, [i]))[1]
-        for i in range(num_samples(context.batch))
-    ]
-    return required(Head.joined(alone))
+    heads: list[Head | QualmsError] = []
+    for i in range(num_samples(context.batch)):
+        heads.append(forward_with_head(context.model, take_samples(context.batch, [i]))[1])
+    return require_head(Head.concatenate(heads))
+
+
+@dataclass(frozen=True)
+class Recommended(Method):
+    """Recommended (ours): `heat` for classifiers that read features of free length, `gen` for all
+    others.
+
+    Noise inputs show of which kind a network is (see `heat`), so no data is needed; `Scored.notes`
+    has what was picked and why. The page on heat has the study behind it, and what was tried behind
+    a normalization and rejected: REGrad with more noise.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        scored = qualms.Scorer(model, "recommended")(torch.randn(5, 4))
+        print(scored.scores["recommended"], scored.notes["recommended"])
+        ```
+    """
+
+    name = "recommended"
+    paper = "ours"
+    needs = (GRADIENTS,)
+    cost = "that of `heat`, or 1"
+    always_exact = True
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """The scores of the method that is picked."""
+        return self.estimate(context).values
+
+    def estimate(self, context: BatchContext) -> Estimate:
+        """The scores of the method that is picked, with its errors."""
+        return self.pick(context)[0].estimate(context)
+
+    def note(self, context: BatchContext) -> str | None:
+        """What was picked, and why."""
+        method, why = self.pick(context)
+        return f"recommended picked {method.spec}, because {why}."
+
+    def pick(self, context: BatchContext) -> tuple[Method, str]:
+        """The method and the reason, kept from the first inputs on: scores of two methods cannot be
+        compared.
+        """
+        return context.model_context.once(self, lambda: _pick_method(context))
+
+
+def _pick_method(context: BatchContext) -> tuple[Method, str]:
+    _ = context.logits  # an input that the model rejects is no reason for a method
+    try:
+        why = Heat().unit(context).why
+    except QualmsError as error:
+        why = str(error).partition(";")[0].replace("this method", "heat").rstrip(".")
+    if why:
+        return GEN(), why
+    return Heat(), "the classifier reads features of free length"

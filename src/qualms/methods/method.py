@@ -1,29 +1,26 @@
-"""What every score is: parameters, a name, where it comes from, what it needs and costs, and how to
-compute it.
-"""
+"""What every score is: parameters, a name, a source, what it needs and costs, and how to compute it."""
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import Field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.errors import QualmsError
+from qualms.errors import QualmsError, warn_renamed
 from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
+from qualms.parameters import Rule, check_parameters
 
 # What a method may need beside the model and the inputs.
-LOGITS, GRADIENTS, SEVERAL_PASSES, TRAINING_DATA, MODELS = (
-    "logits",
-    "gradients",
-    "several passes",
-    "training data",
-    "several models",
-)
+LOGITS = "logits"
+GRADIENTS = "gradients"
+SEVERAL_PASSES = "several passes"
+TRAINING_DATA = "training data"
+MODELS = "several models"
 
 WANG_JI = (
     "Wang & Ji, Epistemic Uncertainty Quantification For Pre-trained Neural Networks, CVPR 2024"
@@ -34,18 +31,65 @@ Noise = float | tuple[float, ...]  # one level, or one per channel
 Scale = Callable[[float], Noise]  # from pixels in [0, 1] to the units of a model's input
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """The scores of a batch.
+
+    Attributes:
+        values: one number for each input; higher means more uncertain.
+        errors: their standard errors, NaN where unknown; None if the scores are not estimates.
+
+    Example:
+        ```python
+        from dataclasses import dataclass
+
+        import torch
+        import qualms
+
+
+        @dataclass(frozen=True)
+        class Noisy(qualms.methods.Method):  # a score whose error is known
+            name = "noisy"
+            paper = "none"
+            needs = ("logits",)
+            cost = "1"
+
+            def score(self, context):
+                return self.estimate(context).values
+
+            def estimate(self, context):
+                draws = context.probs.amax(-1) + 0.1 * torch.randn(100, len(context.probs))
+                return qualms.methods.Estimate(-draws.mean(0), draws.std(0) / 10)
+
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score_with_error(model, x, Noisy()))
+        ```
+    """
+
+    values: Float[Tensor, " b"]
+    errors: Float[Tensor, " b"] | None = None
+
+    def errors_as(self, scores: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+        """The standard errors in the type of the scores as they are returned; zeros without any."""
+        if self.errors is None:
+            return torch.zeros_like(scores)
+        return self.errors.detach().to(scores.dtype)
+
+
 @runtime_checkable
 class Method(Protocol):
-    """A frozen dataclass of parameters; higher scores mean more uncertain, always. Subclass it for
-    one of your own.
+    """A score: a frozen dataclass of parameters. Higher scores always mean more uncertain. Subclass
+    it for a score of your own.
 
-    Args:
+    Attributes:
         name: as in a spec.
         paper: where it was published.
-        needs: what it is made from.
+        needs: what it is computed from.
         cost: in forward passes; C is the number of classes, N of draws.
-        direction: along which gradients are taken; None for what is not a gradient score.
-        always_exact: whether it asks the exact engine, whatever engine the gradient scores have.
+        rules: what each parameter may be; checked when a method is created.
+        direction: along which gradients are taken; None unless it is a gradient score.
+        always_exact: whether it uses the exact engine, whatever engine the gradient scores use.
 
     Example:
         ```python
@@ -76,63 +120,81 @@ class Method(Protocol):
     paper: ClassVar[str]
     needs: ClassVar[tuple[str, ...]]
     cost: ClassVar[str]
+    rules: ClassVar[Mapping[str, Rule]] = {}
     direction: ClassVar[str | None] = None
     always_exact: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        check_parameters(self, self.name, **self.rules)
+
     @abstractmethod
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """One number for each input."""
+        """Compute one number for each input."""
+
+    def estimate(self, context: BatchContext) -> Estimate:
+        """Compute the scores together with their standard errors, if they have any."""
+        return Estimate(self.score(context))
 
     def error(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """The standard error of a score that is an estimate; 0 for one that is not."""
-        return torch.zeros(len(context.logits), dtype=torch.double, device=context.device)
+        """Deprecated: use `estimate`."""
+        warn_renamed("Method.error", "Method.estimate")
+        estimate = self.estimate(context)
+        return estimate.errors_as(estimate.values)
 
     def note(self, context: BatchContext) -> str | None:
-        """A sentence on what the scores of this model are, where that is not what the name says."""
+        """A sentence about the scores of this model, where they are not what the name suggests."""
         return None
 
     @property
     def extra_passes(self) -> float:
-        """What it takes beside the plain forward pass, in forward passes an input; a backward pass
-        counts as two.
+        """Cost of an input beyond the plain forward pass, in forward passes. A backward pass counts
+        as two.
         """
         return 0.0
 
     @property
     def layers(self) -> float | None:
-        """λ of `+layers(λ)`, where that was asked for."""
+        """λ of `+layers(λ)`; None without that modifier."""
         return None
 
     @property
     def smooth(self) -> Smoothing | None:
-        """The perturbations of `+smooth(σ, N)`, where they were asked for."""
+        """The perturbations of `+smooth(σ, N)`; None without that modifier."""
         return None
 
     @property
     def spec(self) -> str:
-        """The text that names it: its name with its modifiers, without parameters of its own."""
+        """The name with its modifiers, without the method's own parameters."""
         return self.name
 
     def in_units(self, scale: Scale) -> "Method":
-        """The same with its noise, given in pixels scaled to [0, 1], in the units of the model's
-        input.
-        """
+        """Convert noise from pixels in [0, 1] to the units of the model's input."""
         return self
 
     def quick(self) -> "Method":
-        """The same with two draws at most: enough to see whether it works."""
+        """The same method with two draws at most: enough to see whether it works."""
         return self
 
 
-def converted(noise: Noise, scale: Scale) -> Noise:
-    """A level of noise in the units of the model's input; levels per channel are in these already."""
+def convert_noise(noise: Noise, scale: Scale) -> Noise:
+    """Convert a level of noise to the units of the model's input; levels per channel are in them
+    already.
+    """
     return noise if isinstance(noise, tuple) else scale(noise)
 
 
 class NotFinite(QualmsError):
-    """A score that is infinite, or not a number, in the type that it is returned in."""
+    """A score is infinite, or not a number, in the type that it is returned in."""
 
     def __init__(self, method: str, number: int, score: float, dtype: torch.dtype) -> None:
+        """Describe the score.
+
+        Args:
+            method: its name.
+            number: of the input.
+            score: in double precision.
+            dtype: that it is returned in.
+        """
         if math.isnan(score):
             why = "not a number"
         else:
@@ -141,17 +203,29 @@ class NotFinite(QualmsError):
             f"{method} of input {number} is {why}; check the scale of the input and of the model's weights, or pass "
             "both in float64."
         )
-        self.method, self.number = method, number
+        self.method = method
+        self.number = number
 
 
-def in_range(
-    scores: Float[Tensor, " b"], dtype: torch.dtype, name: str, numbers: Sequence[int]
+def to_finite(
+    scores: Float[Tensor, " b"],
+    dtype: torch.dtype,
+    name: str,
+    numbers: Sequence[int],
 ) -> Float[Tensor, " b"]:
-    """The scores in the type that they are returned in; an error if one of them is beyond it, or
-    not a number.
+    """Convert scores to the type that they are returned in.
+
+    Args:
+        scores: of a batch.
+        dtype: to convert to.
+        name: of the method.
+        numbers: of the inputs.
+
+    Raises:
+        NotFinite: if a score is beyond that type, or not a number.
     """
-    found = scores.detach().to(dtype)
-    bad = (~torch.isfinite(found)).nonzero().flatten().tolist()
+    converted = scores.detach().to(dtype)
+    bad = (~torch.isfinite(converted)).nonzero().flatten().tolist()
     if bad:
         raise NotFinite(name, numbers[bad[0]], float(scores[bad[0]]), dtype)
-    return found
+    return converted

@@ -1,4 +1,4 @@
-"""Inputs of pure noise, of the shape of real ones: what a model makes of them says something about
+"""Inputs of pure noise in the shape of real ones: what a model computes for them shows something of
 the model alone.
 """
 
@@ -20,28 +20,37 @@ INSTEAD = "use regrad+layers or entropy"
 
 
 def noise_inputs(context: BatchContext, number: int, method: str) -> Batch:
-    """N(0, 1) in place of every number that an input is made of, and random ids in place of token
-    ids.
+    """N(0, 1) in place of every number of an input, and random ids in place of token ids.
 
-    In the units of the tensor that the model receives. Masks that come beside it are such that
-    nothing is masked, and types of tokens are zero.
+    In the units of the tensor that the model receives. Masks beside it mask nothing, and types of
+    tokens are zero.
+
+    Args:
+        context: inputs of the shape in question.
+        number: of noise inputs.
+        method: named in errors.
     """
     first, *others = batch_tensors(context.batch)
-    names = list(context.batch)[1:] if isinstance(context.batch, dict) else ["" for _ in others]
-    shape, source = (number, *first.shape[1:]), generator(context.seed, PURPOSE)
+    names = list(context.batch)[1:] if isinstance(context.batch, dict) else [""] * len(others)
+    shape = (number, *first.shape[1:])
+    source = generator(context.seed, PURPOSE)
     if first.is_floating_point():
-        drawn = torch.randn(shape, generator=source)
+        noise = torch.randn(shape, generator=source)
     else:
-        drawn = torch.randint(0, _vocabulary(context, method), shape, generator=source)
-    beside = [
-        _beside(name, t, number, context, method) for name, t in zip(names, others, strict=True)
-    ]
-    return with_tensors(context.batch, [drawn.to(first), *beside])
+        noise = torch.randint(0, _vocabulary_size(context, method), shape, generator=source)
+    tensors = [noise.to(first)]
+    for name, t in zip(names, others, strict=True):
+        tensors.append(_fill_argument(name, t, number, context.seed, method))
+    return with_tensors(context.batch, tensors)
 
 
-def louder(batch: Batch, times: float, seed: int) -> ModelInput:
-    """Inputs of noise, `times` as large; for token ids that much noise is added to their
-    embeddings.
+def scale_noise(batch: Batch, times: float, seed: int) -> ModelInput:
+    """Make inputs of noise larger.
+
+    Args:
+        batch: inputs of noise.
+        times: by what factor; for token ids, that much noise is added to their embeddings.
+        seed: of that noise.
     """
     first, *others = batch_tensors(batch)
     if first.is_floating_point():
@@ -53,8 +62,16 @@ def louder(batch: Batch, times: float, seed: int) -> ModelInput:
     return ModelInput(batch, embedding_noise=noise)
 
 
-def _beside(name: str, t: Tensor, number: int, context: BatchContext, method: str) -> Tensor:
-    """What stands beside the input proper, by its name."""
+def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) -> Tensor:
+    """A neutral value for an argument beside the input proper.
+
+    Args:
+        name: of the argument, "" if it has none.
+        t: its value for real inputs.
+        number: of noise inputs.
+        seed: of random values.
+        method: named in the error.
+    """
     shape = (number, *t.shape[1:])
     if "mask" in name:
         masked_is_true = "padding" in name
@@ -62,31 +79,31 @@ def _beside(name: str, t: Tensor, number: int, context: BatchContext, method: st
     if "type" in name:
         return t.new_zeros(shape)
     if t.is_floating_point():
-        return torch.randn(shape, generator=generator(context.seed, PURPOSE, len(name))).to(t)
+        return torch.randn(shape, generator=generator(seed, PURPOSE, len(name))).to(t)
     what = repr(name) if name else "a tensor of whole numbers in a tuple"
     hint = "" if name else "pass a dict with names such as attention_mask, or "
     raise QualmsError(
-        f"{method} tries the model on noise, but does not know what to put in place of {what}; {hint}{INSTEAD}."
+        f"{method} runs the model on noise, but does not know what to put in place of {what}; {hint}{INSTEAD}."
     )
 
 
-def _vocabulary(context: BatchContext, method: str) -> int:
-    """How many ids there are: the rows of the embedding that reads them."""
+def _vocabulary_size(context: BatchContext, method: str) -> int:
+    """The number of token ids: the rows of the embedding that reads them."""
     one = take_samples(context.batch, slice(0, 1))
-    watch = _Embeddings(batch_tensors(one)[0])
+    finder = _EmbeddingFinder(batch_tensors(one)[0])
     with torch.no_grad():
-        forward_logits(context.model, ModelInput(one), watch)
-    if watch.rows is None:
+        forward_logits(context.model, ModelInput(one), finder)
+    if finder.rows is None:
         raise QualmsError(
-            f"{method} tries the model on random token ids, but no embedding of the model reads x, so there is no "
+            f"{method} runs the model on random token ids, but no embedding of the model reads x, so there is no "
             f"vocabulary to draw them from; {INSTEAD}, put the token ids first if x is a dict, or pass x as "
             "floating-point numbers if it is not tokens."
         )
-    return watch.rows
+    return finder.rows
 
 
-class _Embeddings(TorchFunctionMode):
-    """Notes how many rows the first embedding has in which a model looks these ids up."""
+class _EmbeddingFinder(TorchFunctionMode):
+    """Finds the rows of the first embedding in which a model looks token ids up."""
 
     def __init__(self, ids: Tensor) -> None:
         super().__init__()
@@ -100,13 +117,22 @@ class _Embeddings(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
+        """Run an operation, and see whether it looks the ids up.
+
+        Args:
+            func: the operation.
+            types: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        kwargs = kwargs or {}
         if self.rows is None and getattr(func, "__name__", "").startswith("embedding"):
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
             with torch._C.DisableTorchFunction():
-                if any(
-                    t.numel() == self.ids.numel()
-                    and torch.equal(t.flatten().to(self.ids), self.ids)
-                    for t in given
-                ):
-                    self.rows = next((t.shape[0] for t in given if t.is_floating_point()), None)
-        return func(*args, **(kwargs or {}))
+                if any(self._are_ids(t) for t in tensors):
+                    tables = [t for t in tensors if t.is_floating_point()]
+                    self.rows = tables[0].shape[0] if tables else None
+        return func(*args, **kwargs)
+
+    def _are_ids(self, t: Tensor) -> bool:
+        return t.numel() == self.ids.numel() and torch.equal(t.flatten().to(self.ids), self.ids)

@@ -1,73 +1,87 @@
-"""The one table of methods, and specs: `regrad+layers(0.4)+smooth(0.02, 8)` is a method with its
+"""The table of methods, and specs: `regrad+layers(0.4)+smooth(0.02, 8)` is a method with its
 modifiers.
 """
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
 from qualms.errors import QualmsError
 from qualms.gradients.settings import Smoothing
-from qualms.methods.ash_s import ASHS
-from qualms.methods.clafr import ClaFR
-from qualms.methods.coherence import Coherence
-from qualms.methods.confounding_label import ConfoundingLabel
-from qualms.methods.energy import Energy
-from qualms.methods.ensemble import Ensemble
-from qualms.methods.entropy import Entropy
-from qualms.methods.exgrad import ExGrad
-from qualms.methods.exgrad_v import ExGradV
-from qualms.methods.fdbd import FDBD
-from qualms.methods.fisher import Fisher
-from qualms.methods.gaia import GAIA
-from qualms.methods.gen import GEN
+from qualms.methods import (
+    coherence,
+    dropout,
+    feature_maps,
+    features,
+    gradients,
+    heat,
+    logits,
+    perturb_inputs,
+    perturb_model,
+    training_distances,
+    training_features,
+    training_heads,
+)
 from qualms.methods.gradient_score import LAMBDA, GradientScore
-from qualms.methods.gradnorm import GradNorm
-from qualms.methods.gradnorm_huang import GradNormHuang
-from qualms.methods.heat import Heat, HeatGeometric
-from qualms.methods.inserted_dropout import InsertedDropout
-from qualms.methods.isotropic import Isotropic
-from qualms.methods.knn import KNN
-from qualms.methods.laplace import Laplace
-from qualms.methods.lts import LTS
-from qualms.methods.mahalanobis import Mahalanobis
-from qualms.methods.max_logit import MaxLogit
-from qualms.methods.mc_aa import MCAA
-from qualms.methods.mc_batchnorm import MCBatchNorm
-from qualms.methods.mc_dropout import MCDropout
-from qualms.methods.method import Method
-from qualms.methods.msp import MSP
-from qualms.methods.negrad import NEGrad
-from qualms.methods.odin import ODIN
-from qualms.methods.perturb_theta import PerturbTheta
-from qualms.methods.perturb_x import PerturbX
-from qualms.methods.quam import QUAM
-from qualms.methods.rankfeat import RankFeat
-from qualms.methods.react import ReAct
-from qualms.methods.recommended import Recommended
-from qualms.methods.regrad import REGrad
-from qualms.methods.scale import SCALE
-from qualms.methods.ungrad import UNGrad
-from qualms.methods.vim import ViM
+from qualms.methods.method import Method, Noise
 
 DEFAULT = "regrad+layers+smooth"
 
-# The paper's tables first, in their order.
+# One row a score. The paper's tables first, in their order.
 METHODS: tuple[type[Method], ...] = (
-    *(REGrad, ExGrad, UNGrad, GradNorm, GradNormHuang, NEGrad),
-    *(PerturbX, PerturbTheta, MCAA, InsertedDropout, Entropy, ExGradV, Laplace),
-    *(MSP, MaxLogit, Energy, GEN, MCDropout, MCBatchNorm, ConfoundingLabel, Ensemble, Coherence),
-    *(Fisher, Isotropic),
-    *(Heat, HeatGeometric, Recommended),
-    *(SCALE, ASHS, LTS, ODIN, RankFeat, GAIA, ClaFR),
-    *(KNN, ViM, Mahalanobis, ReAct, FDBD, QUAM),
+    gradients.REGrad,
+    gradients.ExGrad,
+    gradients.UNGrad,
+    gradients.GradNorm,
+    features.GradNormHuang,
+    gradients.NEGrad,
+    perturb_inputs.PerturbX,
+    perturb_model.PerturbTheta,
+    perturb_inputs.MCAA,
+    dropout.InsertedDropout,
+    logits.Entropy,
+    logits.ExGradV,
+    training_heads.Laplace,
+    # What is usually compared with.
+    logits.MSP,
+    logits.MaxLogit,
+    logits.Energy,
+    logits.GEN,
+    dropout.MCDropout,
+    perturb_model.MCBatchNorm,
+    gradients.ConfoundingLabel,
+    perturb_model.Ensemble,
+    coherence.Coherence,
+    gradients.Fisher,
+    gradients.Isotropic,
+    heat.Heat,
+    heat.HeatGeometric,
+    heat.Recommended,
+    # Rivals that need no data.
+    features.SCALE,
+    features.ASHS,
+    features.LTS,
+    perturb_inputs.ODIN,
+    feature_maps.RankFeat,
+    feature_maps.GAIA,
+    features.ClaFR,
+    # Rivals that need training data.
+    training_distances.KNN,
+    training_features.ViM,
+    training_distances.Mahalanobis,
+    training_features.ReAct,
+    training_distances.FDBD,
+    training_heads.QUAM,
 )
 RENAMED = {"auto": "recommended"}  # `auto` is an engine
 BY_NAME = {kind.name: kind for kind in METHODS}
 MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most
+
+Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
+PixelStd = float | Sequence[float] | None
 
 
 def list_methods() -> list[Method]:
@@ -85,8 +99,8 @@ def list_methods() -> list[Method]:
 
 
 def parse(spec: str) -> Method:
-    """The method that a spec names: `name` or `name(parameters)`, then `+layers(λ)` and `+smooth(σ,
-    N)`.
+    """Create the method that a spec names: `name` or `name(parameters)`, then `+layers(λ)` and
+    `+smooth(σ, N)`.
 
     Example:
         ```python
@@ -95,32 +109,40 @@ def parse(spec: str) -> Method:
         print(parse("exgrad+layers(0.4)+smooth(0.02, 8)"))
         ```
     """
-    name, *modifiers = re.split(r"\+(?![^(]*\))", spec.replace(" ", ""))
-    base, arguments = _call(name, spec)
-    if base in RENAMED:
+    call, *modifiers = re.split(r"\+(?![^(]*\))", spec.replace(" ", ""))
+    name, arguments = _parse_call(call, spec)
+    if name in RENAMED:
         warnings.warn(
-            f"the method {base!r} is deprecated; use {RENAMED[base]!r}.",
+            f"the method {name!r} is deprecated; use {RENAMED[name]!r}.",
             FutureWarning,
             stacklevel=2,
         )
-        base = RENAMED[base]
-    if base not in BY_NAME:
-        raise QualmsError(f"{base!r} in {spec!r} is not a method; {_close(base, BY_NAME)}")
-    kind: type[Any] = BY_NAME[base]
+        name = RENAMED[name]
+    if name not in BY_NAME:
+        raise QualmsError(f"{name!r} in {spec!r} is not a method; {_suggest(name, BY_NAME)}")
+    kind: type[Any] = BY_NAME[name]
     own = [f.name for f in fields(kind) if f.name not in MODIFIERS]
     if len(arguments) > len(own):
         takes = f"takes {', '.join(own)}" if own else "takes no parameters"
-        raise QualmsError(f"{spec!r} gives {base} {len(arguments)} parameters; it {takes}.")
-    method: Method = kind(**_parameters(kind, arguments))
+        raise QualmsError(f"{spec!r} gives {name} {len(arguments)} parameters; it {takes}.")
+    method: Method = kind(**_name_arguments(kind, arguments))
     for modifier in modifiers:
-        method = _modified(method, *_call(modifier, spec), spec)
+        method = _modify(method, *_parse_call(modifier, spec), spec)
     return method
 
 
-def _modified(method: Method, modifier: str, arguments: list[float], spec: str) -> Method:
+def _modify(method: Method, modifier: str, arguments: list[float], spec: str) -> Method:
+    """Apply `+layers` or `+smooth`.
+
+    Args:
+        method: to be modified.
+        modifier: its name.
+        arguments: its parameters.
+        spec: the whole text, for errors.
+    """
     if modifier not in MODIFIERS:
         raise QualmsError(
-            f"{modifier!r} in {spec!r} is not a modifier; {_close(modifier, MODIFIERS)}"
+            f"{modifier!r} in {spec!r} is not a modifier; {_suggest(modifier, MODIFIERS)}"
         )
     if not isinstance(method, GradientScore):
         raise QualmsError(
@@ -135,42 +157,107 @@ def _modified(method: Method, modifier: str, arguments: list[float], spec: str) 
         )
     if modifier == "layers":
         return replace(method, layers=arguments[0] if arguments else LAMBDA)
-    return replace(method, smooth=_smoothing(arguments, spec))
+    return replace(method, smooth=_create_smoothing(arguments, spec))
 
 
-def _smoothing(arguments: list[float], spec: str) -> Smoothing:
+def _create_smoothing(arguments: list[float], spec: str) -> Smoothing:
     kind: type[Any] = Smoothing
     try:
-        return kind(**_parameters(kind, arguments))
+        return kind(**_name_arguments(kind, arguments))
     except QualmsError as error:
         raise QualmsError(f"{spec!r}: {error}") from None
 
 
-def _call(text: str, spec: str) -> tuple[str, list[float]]:
-    """`name(1, 2)` in its parts."""
-    found = re.fullmatch(r"([a-zA-Z_-]*)(?:\((.*)\))?", text)
+def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
+    """Split `name(1, 2)` into its name and its arguments; `spec` is the whole text, for errors."""
+    match = re.fullmatch(r"([a-zA-Z_-]*)(?:\((.*)\))?", text)
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        inside = (found[2] or "").split(",") if found[2] else []
-        return found[1].lower().replace("_", "-"), [float(a) for a in inside]
+        inside = match[2].split(",") if match[2] else []
+        return match[1].lower().replace("_", "-"), [float(a) for a in inside]
     except ValueError:
-        message = f"{text!r} in {spec!r} is not a name with numbers in brackets, such as {DEFAULT!r} or 'exgrad+layers(0.4)'."
+        message = (
+            f"{text!r} in {spec!r} is not a name with numbers in parentheses, such as {DEFAULT!r} or "
+            "'exgrad+layers(0.4)'."
+        )
         raise QualmsError(message) from None
 
 
-def _parameters(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
-    """Numbers by the names of the parameters that they are for; those that count something as int,
-    if they are whole.
+def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
+    """Assign numbers to parameters in order, whole ones as int where the parameter counts something.
 
-    Any other number is left as it is to the checks of the parameter.
+    Any other number is left to the rules of the parameter.
     """
-    given = zip(fields(kind), arguments, strict=False)
-    return {
-        f.name: int(n) if isinstance(f.default, int) and n.is_integer() else n for f, n in given
-    }
+    named: dict[str, int | float] = {}
+    for field, number in zip(fields(kind), arguments, strict=False):
+        is_count = isinstance(field.default, int) and number.is_integer()
+        named[field.name] = int(number) if is_count else number
+    return named
 
 
-def _close(word: str, known: Iterable[str]) -> str:
+def _suggest(word: str, known: Iterable[str]) -> str:
     near = get_close_matches(word, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}."
+
+
+# What a user passes as methods: specs, objects, or either by names of the user's own.
+
+
+def name_methods(methods: Methods) -> dict[str, Method]:
+    """Parse methods, by name: the dict's key, else the spec as it was written."""
+    if isinstance(methods, (str, Method)):
+        methods = [methods]
+    if not methods:
+        raise QualmsError("methods is empty; name one, such as 'regrad' or 'entropy'.")
+    pairs: Iterable[tuple[str | None, str | Method]] = [(None, one) for one in methods]
+    if isinstance(methods, Mapping):
+        pairs = methods.items()
+    named: dict[str, Method] = {}
+    for key, one in pairs:
+        method = parse(one) if isinstance(one, str) else one
+        if not isinstance(method, Method):
+            raise QualmsError(
+                f"a method is a {type(one).__name__}; pass a spec, or a qualms.methods.Method."
+            )
+        name = key or (one if isinstance(one, str) else method.spec)
+        if named.setdefault(name, method) != method:
+            raise QualmsError(
+                f"two methods are called {name!r}; give each a name of your own, in a dict."
+            )
+    return named
+
+
+def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
+    """Convert noise in pixels from 0 to 1 to the units of inputs divided by `pixel_std`."""
+    if pixel_std is None:
+        return method
+    each = tuple(pixel_std) if isinstance(pixel_std, Sequence) else (pixel_std,)
+    if not each or not all(map(_is_positive_number, each)):
+        raise QualmsError(
+            f"pixel_std is {pixel_std!r}; pass a number above 0, or one for each channel."
+        )
+
+    def divide(level: float) -> Noise:
+        levels = tuple(level / s for s in each)
+        return levels if len(levels) > 1 else levels[0]
+
+    return method.in_units(divide)
+
+
+def _is_positive_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def noisy_specs(methods: Methods) -> tuple[str, ...]:
+    """The specs whose noise depends on the units of pixels. Method objects have their noise set
+    already.
+    """
+    if isinstance(methods, (str, Method)):
+        methods = [methods]
+    values = methods.values() if isinstance(methods, Mapping) else methods
+    noisy: list[str] = []
+    for one in values:
+        if isinstance(one, str) and in_pixels(parse(one), 0.5) != parse(one):
+            noisy.append(one)
+    return tuple(noisy)

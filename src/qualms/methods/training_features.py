@@ -1,56 +1,77 @@
-"""What the last linear layer reads for every training input: found once for a model, and kept for
-all methods.
+"""The features that the last linear layer reads for every training input, and the scores that fit a
+threshold or a subspace to them.
+
+One pass over `train=` serves all methods that need it. h are features, W and b the layer's weight
+and bias.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import num_samples, take_samples
 from qualms.gradients.precision import at_least_float32
 from qualms.methods.context import BatchContext
-from qualms.methods.head import required, with_head
+from qualms.methods.head import Head, forward_with_head, require_head
+from qualms.methods.logits import energy
+from qualms.methods.method import TRAINING_DATA, Method
+from qualms.parameters import SHARE, whole
+
+ROWS = 4096  # training features that are in double precision at once
 
 
 @dataclass(frozen=True)
 class TrainingFeatures:
-    """Of n training inputs, 32 bits for each number at least: 4 n f bytes of memory in all for a
-    float32 model.
+    """Of n training inputs, 32 bits a number at least: 4 n f bytes for a float32 model.
+
+    Attributes:
+        features: that the last linear layer reads.
+        max_logits: the largest logit of each input.
+        labels: those that came with the inputs, else the model's predictions.
     """
 
     features: Float[Tensor, "n f"]
     max_logits: Float[Tensor, " n"]
-    labels: Int[Tensor, " n"]  # those that came with the inputs, else the model's predictions
+    labels: Int[Tensor, " n"]
 
 
 def training_features(context: BatchContext, method: str) -> TrainingFeatures:
-    """Those of the data in `train=`, from one pass over it that serves all methods."""
-    fitted = context.model_context.fitted
-    if TrainingFeatures not in fitted:
-        fitted[TrainingFeatures] = _found(context, method)
-    return fitted[TrainingFeatures]
+    """The features of `train=`, computed once for a model.
+
+    Args:
+        context: of the model.
+        method: named in the error if there is no training data.
+    """
+    model_context = context.model_context
+    return model_context.once(TrainingFeatures, lambda: _compute_features(context, method))
 
 
-def _found(context: BatchContext, method: str) -> TrainingFeatures:
-    features, largest, labels = [], [], []
-    for batch, given in context.model_context.labeled_training_batches(method):
+def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
+    features: list[Tensor] = []
+    max_logits: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch, own_labels in context.model_context.labeled_training_batches(method):
         size = context.model_context.rows_at_once(batch)
         for start in range(0, num_samples(batch), size):
             rows = slice(start, start + size)
-            z, head = with_head(context.model, take_samples(batch, rows))
-            features.append(at_least_float32(required(head).features))
-            largest.append(at_least_float32(z).amax(-1))
-            labels.append(
-                z.argmax(-1) if given is None else _within(given[rows].to(z.device), z.shape[1])
-            )
-    return TrainingFeatures(torch.cat(features), torch.cat(largest), torch.cat(labels))
+            z, head = forward_with_head(context.model, take_samples(batch, rows))
+            features.append(at_least_float32(require_head(head).features))
+            max_logits.append(at_least_float32(z).amax(-1))
+            if own_labels is None:
+                labels.append(z.argmax(-1))
+            else:
+                labels.append(_check_labels(own_labels[rows].to(z.device), z.shape[1]))
+    return TrainingFeatures(torch.cat(features), torch.cat(max_logits), torch.cat(labels))
 
 
-def _within(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
-    """The labels themselves; an error if one is not the number of a logit."""
+def _check_labels(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
+    """Return the labels, or raise an error if one is not the number of a logit."""
     low, high = (int(end) for end in labels.aminmax())
     if low < 0 or high >= classes:
         raise QualmsError(
@@ -58,3 +79,195 @@ def _within(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
             "correct the labels, or pass the inputs alone."
         )
     return labels
+
+
+def react(
+    features: Float[Tensor, "b f"],
+    weight: Float[Tensor, "c f"],
+    bias: Float[Tensor, " c"] | None,
+    threshold: float,
+) -> Float[Tensor, " b"]:
+    """ReAct: energy of the logits of min(h, threshold).
+
+    Args:
+        features: h.
+        weight: W.
+        bias: b.
+        threshold: a quantile of the numbers in the training features.
+    """
+    return energy(F.linear(features.clamp(max=threshold), weight, bias).double())
+
+
+@dataclass(frozen=True)
+class ReAct(Method):
+    """Energy of the logits of features clipped at a quantile of the training features.
+
+    One threshold for all features: the paper's 90th percentile of all the numbers in the training
+    features.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import ReAct
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, ReAct(quantile=0.9), train=[torch.randn(50, 4)]))
+        ```
+    """
+
+    quantile: float = 0.9
+
+    name = "react"
+    paper = (
+        "Sun et al., ReAct: Out-of-distribution Detection With Rectified Activations, NeurIPS 2021"
+    )
+    needs = (TRAINING_DATA,)
+    cost = "1, and 1 for each training input"
+    rules: ClassVar = {"quantile": SHARE}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """`react`, with the threshold of the training features."""
+        head = context.head
+        threshold = context.model_context.once(self, lambda: self._find_threshold(context))
+        return react(head.features, head.weight, head.bias, threshold)
+
+    def _find_threshold(self, context: BatchContext) -> float:
+        # numpy's, since torch's quantile takes 16 million numbers at most.
+        features = training_features(context, self.name).features
+        return float(np.quantile(features.cpu(), self.quantile))
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What the training features do not span, as a virtual logit.
+
+    Attributes:
+        origin: o = -W⁺b, at which all logits are zero.
+        directions: R, an orthonormal basis of all but the principal directions around o.
+        alpha: α.
+    """
+
+    origin: Float64[Tensor, " f"]
+    directions: Float64[Tensor, "f r"]
+    alpha: float
+
+    def virtual_logit(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, " b"]:
+        """α ‖Rᵀ(h - o)‖."""
+        return self.alpha * ((features.double() - self.origin) @ self.directions).norm(dim=-1)
+
+
+def vim(
+    logits: Float[Tensor, "b c"],
+    features: Float[Tensor, "b f"],
+    residual: Residual,
+) -> Float[Tensor, " b"]:
+    """ViM: α ‖Rᵀ(h - o)‖ - log Σ_c exp z_c.
+
+    Args:
+        logits: z.
+        features: h.
+        residual: fitted to training features by `fit_residual`.
+    """
+    return residual.virtual_logit(features) - logits.logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class ViM(Method):
+    """ViM: α ‖Rᵀ(h - o)‖ - log Σ_c exp z_c, a virtual logit for what the training features do not
+    span, against the energy.
+
+    o = -W⁺b is the origin at which all logits are zero. R projects onto all but the D principal
+    directions of the training features around o, and α makes the mean of the virtual logit over the
+    training data that of the largest logit. It ranks like the probability of the virtual class
+    among all logits. The paper's α takes it for granted that this mean is positive: a negative one
+    would turn the score around, and is an error.
+
+    D = 0 takes the paper's 1000 from 2048 features on and 512 from 768 on, half below.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import ViM
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, ViM(dimensions=2), train=[torch.randn(50, 4)]))
+        ```
+    """
+
+    dimensions: int = 0
+
+    name = "vim"
+    paper = "Wang et al., ViM: Out-Of-Distribution with Virtual-logit Matching, CVPR 2022"
+    needs = (TRAINING_DATA,)
+    cost = "1, and 1 for each training input"
+    rules: ClassVar = {"dimensions": whole(0)}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """`vim`, with the residual of the training features."""
+        residual = context.model_context.once(self, lambda: self._fit(context))
+        return vim(context.logits, context.head.features, residual)
+
+    def _fit(self, context: BatchContext) -> Residual:
+        training = training_features(context, self.name)
+        dimensions = self.dimensions or default_dimensions(training.features.shape[1])
+        return fit_residual(training, context.head, dimensions)
+
+    def quick(self) -> "ViM":
+        """The same with one principal direction, for which few training inputs suffice."""
+        return replace(self, dimensions=1)
+
+
+def default_dimensions(width: int) -> int:
+    """D for a number of features, as in the paper's code; its networks have 768 features at least."""
+    if width >= 2048:
+        return 1000
+    return 512 if width >= 768 else width // 2
+
+
+def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Residual:
+    """Fit ViM's residual to the training features, in double precision.
+
+    Args:
+        training: the training features.
+        head: the last linear layer.
+        dimensions: D.
+
+    Raises:
+        QualmsError: if no features lie outside of D dimensions, or α would not be positive.
+    """
+    weight = head.weight.double()
+    width = weight.shape[1]
+    if dimensions >= width:
+        raise QualmsError(
+            f"vim has dimensions {dimensions}, but there are only {width} features; pass fewer dimensions."
+        )
+    bias = weight.new_zeros(len(weight)) if head.bias is None else head.bias.double()
+    origin = -torch.linalg.pinv(weight) @ bias
+    scatter = weight.new_zeros(width, width)
+    for rows in training.features.split(ROWS):
+        centered = rows.double() - origin
+        scatter += centered.mT @ centered
+    vectors = torch.linalg.eigh(scatter).eigenvectors  # eigenvalues ascend
+    directions = vectors[:, : width - dimensions]
+    unscaled = Residual(origin, directions, alpha=1.0)
+    parts = [unscaled.virtual_logit(rows) for rows in training.features.split(ROWS)]
+    norm = torch.cat(parts).mean()
+    # Of the features themselves, and of the sums of squares that the directions come from.
+    rounding = max(
+        width * torch.finfo(training.features.dtype).eps,
+        (width * torch.finfo(torch.double).eps) ** 0.5,
+    )
+    if norm <= rounding * (scatter.trace() / len(training.features)).sqrt():
+        raise QualmsError(
+            f"the {len(training.features)} training features do not vary outside of {dimensions} dimensions, which vim needs; "
+            "pass more training inputs, or fewer dimensions."
+        )
+    largest = float(training.max_logits.double().mean())
+    if largest <= 0:
+        raise QualmsError(
+            f"the largest logit of a training input is {largest:.3g} on average, but vim scales its virtual logit by "
+            "that mean, which must be positive; use knn, mahalanobis or energy."
+        )
+    return Residual(origin, directions, largest / float(norm))

@@ -83,7 +83,7 @@ def layer_sums(
         model_context.settings = resolve_engine(how, inner, x, classes, model_context.cache)
         for name, method in methods.items():
             if isinstance(method, GradientScore) and has_layers(method):
-                layers, sums = context.layer_sums(replace(method, smooth=None))
+                layers, sums = replace(method, smooth=None).layer_sums(context)
                 values = sums.cpu()
                 if method.layers is not None:
                     values = values * layer_weights(len(layers), method.layers)

@@ -1,9 +1,9 @@
 """The role of a method in a report: the default, one among others, or not for use."""
 
 from qualms.errors import QualmsError
+from qualms.methods.gradients import REGrad
 from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, parse
-from qualms.methods.regrad import REGrad
 from qualms.report.content import Content
 
 # Rows of the paper's tables that rank images at random or backwards.

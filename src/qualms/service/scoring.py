@@ -22,7 +22,7 @@ from torch import Tensor
 from qualms.data import Images
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.methods.method import Method
-from qualms.methods.price import Price
+from qualms.methods.pricing import Price
 from qualms.models.fingerprint import fingerprint
 from qualms.report.layer_chart import has_layers, layer_sums
 from qualms.result import Scored

@@ -6,10 +6,8 @@ These functions return methods, which `qualms.tasks.ood` compares.
 import math
 
 from qualms.gradients.settings import Smoothing
-from qualms.methods.exgrad import ExGrad
+from qualms.methods.gradients import ExGrad, REGrad, UNGrad
 from qualms.methods.method import Method
-from qualms.methods.regrad import REGrad
-from qualms.methods.ungrad import UNGrad
 from qualms.tasks.paper import LAMBDA, SIGMA
 
 LAMBDAS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, math.inf)

@@ -3,20 +3,14 @@
 from typing import Any
 
 from qualms.gradients.settings import Smoothing
-from qualms.methods.entropy import Entropy
-from qualms.methods.exgrad import ExGrad
-from qualms.methods.exgrad_v import ExGradV
-from qualms.methods.gradnorm import GradNorm
-from qualms.methods.inserted_dropout import InsertedDropout
-from qualms.methods.laplace import Laplace
-from qualms.methods.mc_aa import MCAA
+from qualms.methods.dropout import InsertedDropout
+from qualms.methods.gradients import ExGrad, GradNorm, NEGrad, REGrad, UNGrad
+from qualms.methods.logits import Entropy, ExGradV
 from qualms.methods.method import Method
-from qualms.methods.negrad import NEGrad
-from qualms.methods.perturb_theta import PerturbTheta
-from qualms.methods.perturb_x import PerturbX
+from qualms.methods.perturb_inputs import MCAA, PerturbX
+from qualms.methods.perturb_model import PerturbTheta
 from qualms.methods.registry import parse
-from qualms.methods.regrad import REGrad
-from qualms.methods.ungrad import UNGrad
+from qualms.methods.training_heads import Laplace
 
 LAMBDA = {"mnist": 0.3, "cifar10": 0.2, "svhn": 0.2, "cifar100": 0.4}
 DRAWS = 100  # of inputs or weights, for the scores that perturb them

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qualms.data import Images
 from qualms.gradients.settings import Engine, Sketch
-from qualms.methods.entropy import Entropy
+from qualms.methods.logits import Entropy
 from qualms.methods.method import Method
 from qualms.progress import ProgressFn
 from qualms.scorer import Scorer

@@ -13,7 +13,7 @@ from qualms.data.images import number_of
 from qualms.data.texts import Document
 from qualms.errors import warn_renamed
 from qualms.gradients.settings import Engine, Sketch
-from qualms.methods.chosen import Methods
+from qualms.methods.registry import Methods
 from qualms.models.language import LanguageModel
 from qualms.positions import next_tokens
 from qualms.progress import ProgressFn

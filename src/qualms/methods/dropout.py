@@ -1,0 +1,288 @@
+"""Scores over dropout masks: those of the model's own layers, or of features before the classifier.
+
+One mask serves all inputs of a draw: each draw is one thinned network, and the score of an input
+does not depend on what else is in the batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qualms.errors import QualmsError
+from qualms.gradients.batch import Batch, num_samples, take_samples, tensors_in
+from qualms.gradients.memory import PassMemory
+from qualms.gradients.model_input import ModelInput, forward_logits
+from qualms.methods.context import ROWS_AT_ONCE, BatchContext
+from qualms.methods.divergence import log_softmax
+from qualms.methods.method import SEVERAL_PASSES
+from qualms.methods.monte_carlo import MonteCarlo, draws_at_once, information_over_draws
+from qualms.parameters import SHARE, whole
+from qualms.random import generator
+
+CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+DROPOUT = (nn.Dropout, *CHANNEL_DROPOUT)
+DropoutLayer = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d
+
+
+def drop(
+    features: Float[Tensor, "b f"],
+    masks: Bool[Tensor, "n f"],
+    p: float,
+) -> Float[Tensor, "b n f"]:
+    """Features after dropout: masked, and divided by 1 - p.
+
+    Args:
+        features: of each input.
+        masks: True for the features that stay, in each of n draws.
+        p: the share that is dropped.
+    """
+    return features[:, None] * masks / (1 - p)
+
+
+@dataclass(frozen=True)
+class InsertedDropout(MonteCarlo):
+    """Dropout before the last fully connected layer: mutual information over the masks
+    (`divergence.mutual_information`).
+
+    The features are computed once; only the last layer runs for every draw. p is the share of
+    features that are dropped. Paper: 0.4, 100 draws.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import InsertedDropout
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, InsertedDropout(p=0.4, draws=20)))
+        ```
+    """
+
+    p: float = 0.4
+    draws: int = 100
+
+    name = "inserted-dropout"
+    paper = (
+        "Ledda et al., Dropout Injection at Test Time for Post Hoc Uncertainty Quantification, 2023"
+    )
+    needs = (SEVERAL_PASSES,)
+    cost = "1 + N heads"
+    rules: ClassVar = {"p": SHARE, "draws": whole(2)}
+
+    @property
+    def extra_passes(self) -> float:
+        """None: only the last layer runs for every draw."""
+        return 0.0
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """Mutual information over the masks."""
+        head = context.head
+        size = (self.draws, head.features.shape[1])
+        uniform = torch.rand(size, generator=generator(context.seed, 0))
+        masks = uniform.to(head.features.device) >= self.p
+
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            features = head.features[block]
+            for some in masks.split(draws_at_once(len(features), len(head.weight))):
+                logits = head.logits(drop(features, some, self.p))
+                yield log_softmax(logits.double())
+
+        return information_over_draws(context, self.draws, log_probs)
+
+
+@dataclass(frozen=True)
+class MCDropout(MonteCarlo):
+    """MC dropout, the model's own dropout layers stay on: mutual information over the masks
+    (`divergence.mutual_information`).
+
+    What comes before the first dropout layer runs once and is replayed. The share of dropped units
+    is the model's own.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import MCDropout
+
+        model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 3))
+        print(qualms.score(model, torch.randn(5, 4), MCDropout(draws=20)))
+        ```
+    """
+
+    draws: int = 100
+
+    name = "mc-dropout"
+    paper = "Gal & Ghahramani, Dropout as a Bayesian Approximation, ICML 2016"
+    needs = (SEVERAL_PASSES,)
+    cost = "1 + N tails"
+    rules: ClassVar = {"draws": whole(2)}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """Mutual information over the masks."""
+        layers = [m for m in context.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
+        if not layers:
+            raise QualmsError(
+                "the model has no dropout layer, which mc-dropout needs; use inserted-dropout."
+            )
+
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            part = take_samples(context.batch, block)
+            replay = _Replay()
+            for draw in range(self.draws):
+                logits = _forward_thinned(context, layers, part, draw, replay)
+                yield log_softmax(logits.double())[:, None]
+
+        def run(row: Batch) -> Tensor:
+            return _forward_thinned(context, layers, row, 0, _Replay())
+
+        model_context, batch = context.model_context, context.batch
+        work = PassMemory("a pass that is replayed", run, ROWS_AT_ONCE)
+        settings, cache = model_context.settings, model_context.cache
+        most = work.rows_at_once(batch, num_samples(batch), settings, cache)
+        return information_over_draws(context, self.draws, log_probs, most)
+
+
+@torch.no_grad()
+def _forward_thinned(
+    context: BatchContext,
+    layers: Sequence[DropoutLayer],
+    part: Batch,
+    draw: int,
+    replay: "_Replay",
+) -> Float[Tensor, "b c"]:
+    """The logits of one thinned network.
+
+    Args:
+        context: of the model.
+        layers: its dropout layers.
+        part: inputs.
+        draw: its number, which decides the masks.
+        replay: of what comes before the first of the layers.
+    """
+    noise = generator(context.seed, draw)
+    with _apply_masks(layers, num_samples(part), noise, replay), replay.run():
+        return forward_logits(context.model, ModelInput(part))
+
+
+@contextmanager
+def _apply_masks(
+    layers: Sequence[DropoutLayer],
+    rows: int,
+    noise: torch.Generator,
+    replay: "_Replay",
+) -> Iterator[None]:
+    """Let dropout layers, which are off in evaluation mode, multiply by masks.
+
+    Args:
+        layers: dropout layers.
+        rows: inputs of the batch.
+        noise: that masks are drawn from.
+        replay: whose prefix ends at the first of the layers.
+    """
+
+    def mask(layer: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        replay.end_prefix()
+        if out.shape[0] != rows:
+            raise QualmsError(
+                "a dropout layer of the model receives a tensor whose first axis is not the batch, so mc-dropout cannot "
+                "use the same mask for all inputs; use inserted-dropout."
+            )
+        shape: tuple[int, ...] = (1, *out.shape[1:])
+        if isinstance(layer, CHANNEL_DROPOUT):
+            shape = (1, out.shape[1], *[1] * (out.ndim - 2))
+        stays = torch.rand(shape, generator=noise).to(out.device) >= layer.p
+        return out * stays / (1 - layer.p)
+
+    handles = [layer.register_forward_hook(mask) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Replay:
+    """Repeats a forward pass, of which what comes before `end_prefix` is computed only once.
+
+    The results of the first run's operations are returned again. If a later operation changes one
+    of them in place, they cannot be used, and later runs compute everything.
+    """
+
+    def __init__(self) -> None:
+        self.results: list[Any] | None = None  # None: not run yet, or not reusable
+        self._versions: list[int] = []
+        self._mode: _ReplayMode | None = None
+        self._is_reusable = True
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """One forward pass."""
+        self._mode = _ReplayMode(self.results) if self._is_reusable else None
+        if self._mode is None:
+            yield
+            return
+        with self._mode:
+            yield
+        if self.results is None:
+            self.results = self._mode.results
+        if self._versions != _versions(self.results):
+            self._is_reusable = False
+            self.results = None
+
+    def end_prefix(self) -> None:
+        """From here on, operations differ from run to run."""
+        if self._mode is not None and self._mode.is_prefix:
+            self._mode.is_prefix = False
+            if self.results is None:
+                self._versions = _versions(self._mode.results)
+
+
+def _versions(results: list[Any]) -> list[int]:
+    """Of all tensors; an operation that changes one in place counts its version up."""
+    return [t._version for t in tensors_in(results)]
+
+
+class _ReplayMode(TorchFunctionMode):
+    """Records the results of operations, or returns those of an earlier run.
+
+    Attributes:
+        earlier: results of the first run, in order.
+        results: of this run.
+        is_prefix: whether operations are still those that every run has in common.
+    """
+
+    def __init__(self, earlier: list[Any] | None) -> None:
+        super().__init__()
+        self.earlier = earlier
+        self.results: list[Any] = []
+        self.is_prefix = True
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, unless its result is known.
+
+        Args:
+            func: the operation.
+            types: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        kwargs = kwargs or {}
+        if not self.is_prefix:
+            return func(*args, **kwargs)
+        if self.earlier is None:
+            self.results.append(func(*args, **kwargs))
+        else:
+            self.results.append(self.earlier[len(self.results)])
+        return self.results[-1]

@@ -1,0 +1,319 @@
+"""Scores of the features h that the last linear layer reads: one plain forward pass, no data.
+
+Each is a function of tensors and a class that registers it. The models' logits are W h + b. SCALE,
+ASH-S and LTS read how widely the activation is spread over the features:
+
+    r = Σ_i h_i / Σ of the h_i above their p-th percentile.
+
+Their papers have features behind a ReLU. Elsewhere (GELU), negative features count as zero in r.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.precision import at_least_float32
+from qualms.methods.context import BatchContext
+from qualms.methods.divergence import distance_from_uniform
+from qualms.methods.logits import energy
+from qualms.methods.method import LOGITS, Method
+from qualms.parameters import PERCENTILE
+
+MAX_SPREAD = 80.0  # exp(r) must fit float32
+
+
+def largest_features(
+    features: Float[Tensor, "b f"],
+    percentile: float,
+) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"]]:
+    """The values and indices of the features above a percentile of their number, at least one."""
+    count = features.shape[1]
+    return torch.topk(features, max(1, count - round(count * percentile / 100)), dim=1)
+
+
+def activation_spread(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, " b"]:
+    """r = Σ_i h_i / Σ of the h_i above a percentile.
+
+    Negative features count as zero, so r is at least 1 and finite. Without a positive feature it is
+    1.
+    """
+    active = features.double().relu()
+    total = active.sum(1)
+    top = largest_features(active, percentile)[0].sum(1)
+    return torch.where(top > 0, total / top, 1.0)
+
+
+def scale_features(
+    logits: Float[Tensor, "b c"],
+    bias: Float[Tensor, " c"] | None,
+    spreads: Float[Tensor, " b"],
+) -> Float[Tensor, "b c"]:
+    """The logits of exp(r) h, from those of h: exp(r) (z - b) + b.
+
+    Args:
+        logits: z.
+        bias: b.
+        spreads: r of each input.
+    """
+    shift = 0.0 if bias is None else bias.double()
+    # r is beyond this only at percentiles that leave fewer than one feature in eighty.
+    factors = spreads.clamp(max=MAX_SPREAD).exp()
+    return (logits.double() - shift) * factors[:, None] + shift
+
+
+def scale(
+    logits: Float[Tensor, "b c"],
+    bias: Float[Tensor, " c"] | None,
+    features: Float[Tensor, "b f"],
+    percentile: float = 85.0,
+) -> Float[Tensor, " b"]:
+    """SCALE: energy of the logits of exp(r) h.
+
+    Args:
+        logits: of h.
+        bias: b.
+        features: h.
+        percentile: p of r.
+    """
+    spreads = activation_spread(features, percentile)
+    return energy(scale_features(logits, bias, spreads))
+
+
+@dataclass(frozen=True)
+class SCALE(Method):
+    """Energy of the logits after the last layer's features are multiplied by exp(r).
+
+    Features whose activation is spread widely are made larger; nothing is pruned. Negative features
+    are scaled like the rest. The percentile is the paper's for ImageNet.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import SCALE
+
+        model, x = torch.nn.Linear(20, 3), torch.rand(5, 20)
+        print(qualms.score(model, x, SCALE(percentile=85.0)))
+        ```
+    """
+
+    percentile: float = 85.0
+
+    name = "scale"
+    paper = "Xu et al., Scaling for Training Time and Post-hoc Out-of-distribution Detection Enhancement, ICLR 2024"
+    needs = (LOGITS,)
+    cost = "1"
+    rules: ClassVar = {"percentile": PERCENTILE}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """Energy of the logits of exp(r) h."""
+        head = context.head
+        return scale(context.logits, head.bias, head.features, self.percentile)
+
+
+def prune_features(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, "b f"]:
+    """Set all features up to a percentile to zero."""
+    values, index = largest_features(features, percentile)
+    return torch.zeros_like(features).scatter(1, index, values)
+
+
+def ash_s(
+    features: Float[Tensor, "b f"],
+    weight: Float[Tensor, "c f"],
+    bias: Float[Tensor, " c"] | None,
+    percentile: float = 90.0,
+) -> Float[Tensor, " b"]:
+    """ASH-S: energy of the logits of exp(r) h, with all h_i up to the percentile set to zero.
+
+    Args:
+        features: h.
+        weight: W.
+        bias: b.
+        percentile: p, of pruning and of r.
+    """
+    logits = F.linear(prune_features(features, percentile), weight, bias)
+    return energy(scale_features(logits, bias, activation_spread(features, percentile)))
+
+
+@dataclass(frozen=True)
+class ASHS(Method):
+    """Energy of the logits after the last layer's features are pruned and the rest multiplied by
+    exp(r).
+
+    The largest features are kept whatever their sign. The percentile is the paper's for ImageNet.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import ASHS
+
+        model, x = torch.nn.Linear(20, 3), torch.rand(5, 20)
+        print(qualms.score(model, x, ASHS(percentile=90.0)))
+        ```
+    """
+
+    percentile: float = 90.0
+
+    name = "ash-s"
+    paper = "Djurisic et al., Extremely Simple Activation Shaping for Out-of-Distribution Detection, ICLR 2023"
+    needs = (LOGITS,)
+    cost = "1"
+    rules: ClassVar = {"percentile": PERCENTILE}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """Energy of the logits of the pruned and scaled features."""
+        head = context.head
+        return ash_s(head.features, head.weight, head.bias, self.percentile)
+
+
+def lts(
+    logits: Float[Tensor, "b c"],
+    features: Float[Tensor, "b f"],
+    percentile: float = 95.0,
+) -> Float[Tensor, " b"]:
+    """LTS: energy of r² z, -log Σ_c exp(r² z_c)."""
+    factors = activation_spread(features, percentile) ** 2
+    return energy(logits * factors[:, None])
+
+
+@dataclass(frozen=True)
+class LTS(Method):
+    """Energy of the logits multiplied by r².
+
+    The 95th percentile compares with the largest 5 % of the features. Negative features count as
+    zero in r, as in the authors' code.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import LTS
+
+        model, x = torch.nn.Linear(20, 3), torch.rand(5, 20)
+        print(qualms.score(model, x, LTS(percentile=95.0)))
+        ```
+    """
+
+    percentile: float = 95.0
+
+    name = "lts"
+    paper = "Djurisic et al., Logit Scaling for Out-of-Distribution Detection, 2024"
+    needs = (LOGITS,)
+    cost = "1"
+    rules: ClassVar = {"percentile": PERCENTILE}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """Energy of r² z."""
+        return lts(context.logits, context.head.features, self.percentile)
+
+
+def gradnorm_huang(
+    logits: Float[Tensor, "b c"],
+    features: Float[Tensor, "b f"],
+) -> Float[Tensor, " b"]:
+    """Minus ‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁, since the gradient is (p - 1/C) hᵀ."""
+    return -distance_from_uniform(logits) * features.double().abs().sum(-1)
+
+
+@dataclass(frozen=True)
+class GradNormHuang(Method):
+    """GradNorm as published: minus ‖∇_W KL(uniform ‖ p)‖₁ over the last layer's weight W.
+
+    Large gradients mean confidence, hence the sign. `gradnorm` is the row of the paper's tables.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import GradNormHuang
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, GradNormHuang()))
+        ```
+    """
+
+    name = "gradnorm-huang"
+    paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
+    needs = (LOGITS,)
+    cost = "1"
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """-Σ_c |p_c - 1/C| · ‖h‖₁."""
+        return gradnorm_huang(context.logits, context.head.features)
+
+
+def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
+    """An orthonormal basis V of the row space of a layer's weight: its right singular vectors.
+
+    Raises:
+        QualmsError: if that space is empty, or holds every feature vector.
+    """
+    _, values, vectors = torch.linalg.svd(weight.double(), full_matrices=False)
+    rounding = max(weight.shape) * torch.finfo(at_least_float32(weight).dtype).eps
+    basis = vectors[values > values.amax() * rounding]
+    if not len(basis):
+        raise QualmsError(
+            "the weights of the last layer are all zero, so they reconstruct nothing and clafr is the same for every "
+            "input; check the model's weights."
+        )
+    if len(basis) == weight.shape[1]:
+        raise QualmsError(
+            f"the last layer has {weight.shape[0]} classes on {weight.shape[1]} features, so its weights reconstruct "
+            "every feature and clafr is zero; use energy, scale or regrad."
+        )
+    return basis
+
+
+def clafr(features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]) -> Float[Tensor, " b"]:
+    """ClaFR: ‖h - V Vᵀ h‖ / ‖h‖, the share of the norm outside of a space; 0 for a zero vector.
+
+    Args:
+        features: h.
+        basis: V, such as the `row_space` of the last layer's weight.
+    """
+    h = features.double()
+    size = h.norm(dim=1)
+    outside = (h - h @ basis.T @ basis).norm(dim=1)
+    return torch.where(size > 0, outside / size, 0.0)
+
+
+@dataclass(frozen=True)
+class ClaFR(Method):
+    """The share of the features' norm that the last layer's weights do not reconstruct.
+
+    ‖h - V Vᵀ h‖ / ‖h‖, with V an orthonormal basis of the row space of the weight. What lies outside
+    of that space has no influence on any class.
+
+    The paper's abstract: an orthogonal decomposition of the classifier's weights, the features
+    mapped into the space that it spans, their reconstruction error as the score. This is our
+    reading, as we had no access to its formulas: all singular vectors are kept, nothing is
+    centered, and the error is divided by the features' norm, without which it mostly measures how
+    large features are.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import ClaFR
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, ClaFR()))
+        ```
+    """
+
+    name = "clafr"
+    paper = "Wang et al., Frustratingly Easy Feature Reconstruction for Out-of-Distribution Detection, PRCV 2025"
+    needs = (LOGITS,)
+    cost = "1"
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """‖h - V Vᵀ h‖ / ‖h‖."""
+        head = context.head
+        basis = context.model_context.once(self, lambda: row_space(head.weight))
+        return clafr(head.features, basis)

@@ -1,0 +1,224 @@
+"""Function modes that find the feature maps inside of any convolutional network: the last one, to be
+changed, and all, for gradients with respect to them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from qualms.errors import QualmsError
+from qualms.gradients.batch import Batch, num_samples
+from qualms.gradients.model_input import ModelInput, forward_logits
+
+NORMALIZATIONS = ("batch_norm", "group_norm", "instance_norm")
+CONVOLUTION = "conv2d"
+REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp")  # whose second argument names axes
+FLAT = (  # their gradient is zero somewhere
+    "relu", "relu6", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "hardtanh", "hardswish",
+    "hardsigmoid", "hardshrink", "softshrink", "threshold",
+)  # fmt: skip
+ChangeMap = Callable[[Float[Tensor, "b c p"]], Float[Tensor, "b c p"]]
+
+
+@torch.no_grad()
+def forward_with_changed_map(
+    model: nn.Module,
+    batch: Batch,
+    change: ChangeMap,
+    method: str,
+) -> Float[Tensor, "b classes"]:
+    """Compute logits with another last feature map.
+
+    That is the last tensor [sample, channel, height, width] which one operation, or one right after
+    another, turns into a vector for each sample. No operation after it may make another map, as
+    those of a gate that pools on the way do. Channels are on the second axis, or on the last if a
+    mean or the like is taken over the two others, or if the vector is as long as that axis alone.
+    Where neither shows, as with a map that is flattened as a whole, they count as on the second.
+
+    Args:
+        model: a classifier.
+        batch: its inputs.
+        change: returns another map, [sample, channel, position].
+        method: named in the error.
+
+    Raises:
+        QualmsError: if there is no such map.
+    """
+    rows = num_samples(batch)
+    finder = _PoolingMode(rows)
+    forward_logits(model, ModelInput(batch), finder)
+    if finder.last is None:
+        raise QualmsError(
+            "no operation of the model pools or flattens its last feature map of a convolution into a vector for each "
+            f"input, which {method} needs; use energy, scale, ash-s or regrad."
+        )
+    return forward_logits(model, ModelInput(batch), _PoolingMode(rows, change, finder.last))
+
+
+@dataclass(frozen=True)
+class _Pooling:
+    """The operation that turns a feature map into vectors.
+
+    Attributes:
+        number: among the operations that take axes from a feature map.
+        channels_last: whether the map's channels are on its last axis.
+    """
+
+    number: int
+    channels_last: bool
+
+
+class _PoolingMode(TorchFunctionMode):
+    """Finds the operation that turns the last feature map into vectors, or changes its map."""
+
+    def __init__(
+        self,
+        rows: int,
+        change: ChangeMap | None = None,
+        at: _Pooling | None = None,
+    ) -> None:
+        """Prepare a forward pass.
+
+        Args:
+            rows: samples of the batch.
+            change: of the map.
+            at: the operation whose map is changed; None only finds it.
+        """
+        super().__init__()
+        self.rows = rows
+        self.change = change
+        self.at = at
+        self.last: _Pooling | None = None
+        self._count = 0
+        self._has_convolution = False
+        # With one axis less: the result, the map's shape, the operation's number.
+        self._half_pooled: tuple[Tensor, torch.Size, int] | None = None
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and see whether it makes a map or takes axes from one.
+
+        Args:
+            func: the operation.
+            types: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        kwargs = dict(kwargs or {})
+        out = func(*args, **kwargs)
+        source: Any = args[0] if args else kwargs.get("input")
+        is_convolution = _name(func) == CONVOLUTION
+        self._has_convolution |= is_convolution
+        if not self._has_convolution or not self._is_batch(out):
+            return out
+        is_vector = out.shape[2:].numel() == 1
+        if self._is_map(out):
+            self.last = None
+            self._half_pooled = None
+        elif self._half_pooled is not None and source is self._half_pooled[0] and is_vector:
+            _, shape, number = self._half_pooled
+            self.last = _Pooling(number, _is_last_axis(shape, out))
+        elif self._is_map(source) and not is_convolution:
+            self._count += 1
+            if is_vector:
+                axes: Any = args[1] if len(args) > 1 else kwargs.get("dim")
+                self.last = _Pooling(self._count, _has_channels_last(func, axes, source, out))
+            else:
+                self._half_pooled = (out, source.shape, self._count)
+            if self.change is not None and self.at is not None and self._count == self.at.number:
+                changed = _change_map(source, self.change, self.at.channels_last)
+                if args:
+                    return func(changed, *args[1:], **kwargs)
+                return func(**(kwargs | {"input": changed}))
+        return out
+
+    def _is_batch(self, t: Any) -> bool:
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            return False
+        return t.ndim >= 2 and len(t) == self.rows
+
+    def _is_map(self, t: Any) -> bool:
+        return self._is_batch(t) and t.ndim == 4 and t.shape[2:].numel() > 1
+
+
+def _has_channels_last(func: Any, axes: Any, source: Tensor, out: Tensor) -> bool:
+    """Whether an operation pools a map [b, height, width, channel].
+
+    Args:
+        func: the operation.
+        axes: its second argument.
+        source: the map.
+        out: the vectors that come of it.
+    """
+    if _name(func) in REDUCTIONS and isinstance(axes, (tuple, list)):
+        return {a % 4 for a in axes} == {1, 2}
+    return _is_last_axis(source.shape, out)
+
+
+def _is_last_axis(shape: torch.Size, out: Tensor) -> bool:
+    """Whether a vector is as long as the last axis of a map, and not as the second."""
+    return shape[1] != out.shape[1] == shape[3]
+
+
+def _change_map(maps: Tensor, change: ChangeMap, channels_last: bool) -> Tensor:
+    first = maps.movedim(3, 1) if channels_last else maps
+    changed = change(first.flatten(2)).reshape(first.shape)
+    return changed.movedim(1, 3) if channels_last else changed
+
+
+class MapRecorder(TorchFunctionMode):
+    """Records the graph's edges at normalized feature maps, or at those of convolutions in a model
+    without normalization layers.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.has_flat = False  # an operation with zero gradients, such as a ReLU
+        self._normalized: list[GradientEdge] = []
+        self._convolved: list[GradientEdge] = []
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and record its result if it is a feature map.
+
+        Args:
+            func: the operation.
+            types: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        out = func(*args, **(kwargs or {}))
+        name = _name(func)
+        self.has_flat |= name.rstrip("_") in FLAT
+        if name not in (*NORMALIZATIONS, CONVOLUTION) or out.ndim != 4 or len(out) != self.rows:
+            return out
+        if out.shape[2:].numel() > 1 and out.requires_grad:
+            # The edge stays that of this result, even if what follows changes it in place.
+            edges = self._normalized if name in NORMALIZATIONS else self._convolved
+            edges.append(get_gradient_edge(out))
+        return out
+
+    def edges(self) -> list[GradientEdge]:
+        """In the order of the maps."""
+        return self._normalized or self._convolved
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")

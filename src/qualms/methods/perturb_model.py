@@ -1,0 +1,305 @@
+"""Scores of predictions by other versions of the model: perturbed weights, normalization by other
+statistics, and the further members of an ensemble.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from qualms.errors import QualmsError
+from qualms.gradients.batch import Batch, each_tensor, num_samples, parts_of, take_samples
+from qualms.gradients.isolation import preserve_state
+from qualms.gradients.memory import PassMemory, free_bytes, require_room
+from qualms.gradients.model_input import ModelInput, forward_logits
+from qualms.methods.context import ROWS_AT_ONCE, BatchContext
+from qualms.methods.divergence import expected_kl, kl, log_softmax, mutual_information
+from qualms.methods.method import MODELS, SEVERAL_PASSES, TRAINING_DATA, WANG_JI, Method
+from qualms.methods.monte_carlo import MonteCarlo, information_over_draws
+from qualms.parameters import POSITIVE, whole
+from qualms.random import generator
+
+NOISE_COPIES = 3  # of the largest weight, while its noise is drawn, scaled and added
+
+
+def perturb_theta(
+    log_q: Float[Tensor, "b n c"],
+    log_p: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
+    """Perturb θ: E_n KL(q_n ‖ p), q_n the prediction with the n-th perturbed weights.
+
+    Args:
+        log_q: log p(y | x, θ + Δθ_n).
+        log_p: log p(y | x, θ).
+    """
+    return expected_kl(log_q, log_p)
+
+
+@dataclass(frozen=True)
+class PerturbTheta(MonteCarlo):
+    """E_Δθ KL( p(y | x, θ + Δθ) ‖ p(y | x, θ) ), Δθ ~ N(0, σ²I), one draw shared by all inputs.
+
+    σ is that of every weight. Paper: 0.008, CIFAR-100 0.0003.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import PerturbTheta
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, PerturbTheta(sigma=0.01, draws=20)))
+        ```
+    """
+
+    sigma: float = 0.008
+    draws: int = 100
+
+    name = "perturb-theta"
+    paper = WANG_JI
+    needs = (SEVERAL_PASSES,)
+    cost = "1 + N"
+    rules: ClassVar = {"sigma": POSITIVE, "draws": whole(1)}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """`perturb_theta`, one draw at a time."""
+        parameters = [p for p in context.model.parameters() if p.is_floating_point()]
+        held = sum(p.nbytes for p in parameters)
+        needed = held + NOISE_COPIES * max((p.nbytes for p in parameters), default=0)
+        room = context.model_context.settings.budget or free_bytes(context.device)
+        require_room(needed, room, "perturbed weights", "or use perturb-x")
+        total = torch.zeros_like(context.log_probs[:, 0])
+        for draw in range(self.draws):
+            noise = generator(context.seed, draw)
+            perturbed: dict[int, Tensor] = {}
+            for p in parameters:
+                normal = torch.randn(p.shape, generator=noise).to(p)
+                perturbed[id(p)] = p.detach() + self.sigma * normal
+            with _ReplaceParameters(perturbed) as mode:
+                logits = context.forward_all(held=held)
+            total += kl(log_softmax(logits.double()), context.log_probs)
+            if not mode.seen:
+                raise QualmsError(
+                    "the model's operations are hidden from torch's function modes (a scripted module?), so its "
+                    "weights cannot be perturbed; use perturb-x or regrad."
+                )
+        return total / self.draws
+
+
+class _ReplaceParameters(TorchFunctionMode):
+    """Gives every operation other tensors in place of the parameters, which stay unchanged.
+
+    Attributes:
+        others: by the id of the parameter.
+        seen: ids of the parameters that were replaced.
+    """
+
+    def __init__(self, others: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.others = others
+        self.seen: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation on the other tensors.
+
+        Args:
+            func: the operation.
+            types: the classes of its tensors; not used.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
+        args, kwargs = each_tensor((args, kwargs or {}), self._replace)
+        return func(*args, **kwargs)
+
+    def _replace(self, t: Tensor) -> Tensor:
+        if id(t) not in self.others:
+            return t
+        self.seen.add(id(t))
+        return self.others[id(t)]
+
+
+# Batch normalization by the statistics of training batches.
+
+Statistics = tuple[Tensor | None, Tensor | None]  # mean and variance
+LayerStatistics = list[tuple[_BatchNorm, Statistics]]
+
+
+@dataclass(frozen=True)
+class MCBatchNorm(MonteCarlo):
+    """MC batch normalization: mutual information over the statistics of training batches, which
+    stand in for the running ones (`divergence.mutual_information`).
+
+    One draw for each of the first `draws` training batches, from the start again if there are
+    fewer.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import MCBatchNorm
+
+        model, x = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)), torch.randn(5, 4)
+        print(qualms.score(model, x, MCBatchNorm(draws=4), train=[torch.randn(50, 4)]))
+        ```
+    """
+
+    draws: int = 32
+
+    name = "mc-batchnorm"
+    paper = (
+        "Teye et al., Bayesian Uncertainty Estimation for Batch Normalized Deep Networks, ICML 2018"
+    )
+    needs = (SEVERAL_PASSES, TRAINING_DATA)
+    cost = "1 + N, and N training batches"
+    rules: ClassVar = {"draws": whole(2)}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """Mutual information over the training batches."""
+        draws = context.model_context.once(self, lambda: self._measure_statistics(context))
+
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            for statistics in draws:
+                with _use_statistics(statistics):
+                    logits = context.forward_all(take_samples(context.batch, block))
+                yield log_softmax(logits.double())[:, None]
+
+        return information_over_draws(context, self.draws, log_probs)
+
+    def _measure_statistics(self, context: BatchContext) -> list[LayerStatistics]:
+        """Mean and variance of every layer's input, for each draw."""
+        layers = [m for m in context.model.modules() if isinstance(m, _BatchNorm)]
+        if not any(m.running_mean is not None for m in layers):
+            raise QualmsError(
+                "the model has no batch normalization, which mc-batchnorm needs; use perturb-theta."
+            )
+        measured: list[LayerStatistics] = []
+        for batch in islice(context.model_context.training_batches(self.name), self.draws):
+            self._require_room(context, batch)
+            with _learn_statistics(layers):
+                context.forward(ModelInput(batch))
+                measured.append([(m, _copy_statistics(m)) for m in layers])
+        return list(islice(cycle(measured), self.draws))
+
+    def _require_room(self, context: BatchContext, batch: Batch) -> None:
+        """Raise an error if a training batch does not fit the budget as a whole, which it has to
+        for its statistics.
+        """
+        model_context = context.model_context
+        budget = model_context.settings.budget
+        if budget is None:
+            return
+        rows = num_samples(batch)
+        each = model_context.plain_pass.bytes_of_row(batch, model_context.cache) or 0
+        what = (
+            f"the results of a training batch of {rows} inputs, which {self.name} runs as a whole,"
+        )
+        require_room(rows * each, budget, what, "or smaller batches as train=")
+
+
+def _copy_statistics(m: _BatchNorm) -> Statistics:
+    """The layer's running mean and variance; None if it keeps none."""
+    if m.running_mean is None or m.running_var is None:
+        return None, None
+    return m.running_mean.clone(), m.running_var.clone()
+
+
+@contextmanager
+def _learn_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
+    """Normalize by the batch at hand and keep its statistics; restore the layers afterwards."""
+    momenta = [m.momentum for m in layers]
+    try:
+        with _use_statistics([(m, _copy_statistics(m)) for m in layers]):
+            for m in layers:
+                m.momentum = 1.0
+                m.training = True
+            yield
+    finally:
+        for m, momentum in zip(layers, momenta, strict=True):
+            m.momentum = momentum
+            m.training = False
+
+
+@contextmanager
+def _use_statistics(statistics: LayerStatistics) -> Iterator[None]:
+    """Normalize by other statistics than the layers' own."""
+    before = [(m, m.running_mean, m.running_var) for m, _ in statistics]
+    try:
+        for m, (mean, variance) in statistics:
+            m.running_mean = mean
+            m.running_var = variance
+        yield
+    finally:
+        for m, own_mean, own_variance in before:
+            m.running_mean = own_mean
+            m.running_var = own_variance
+
+
+@dataclass(frozen=True)
+class Ensemble(Method):
+    """Deep ensemble: mutual information over the predictions of several models
+    (`divergence.mutual_information`).
+
+    The members are the model itself and those in `models=`.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import Ensemble
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, Ensemble(), models=[torch.nn.Linear(4, 3) for _ in range(4)]))
+        ```
+    """
+
+    name = "ensemble"
+    paper = (
+        "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles, "
+        "NeurIPS 2017"
+    )
+    needs = (MODELS,)
+    cost = "1 for each model"
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """Mutual information over the members."""
+        if not context.model_context.members:
+            raise QualmsError(
+                "ensemble needs several models; pass models=, the members other than the model itself."
+            )
+        log_q = [context.log_probs]
+        for i, member in enumerate(context.model_context.members):
+            with preserve_state(member) as inner, torch.no_grad():
+                z = _forward_member(inner, context, f"a forward pass of member {i + 1}")
+            if z.shape != context.logits.shape:
+                raise QualmsError(
+                    f"a member of the ensemble has {z.shape[1]} classes and the model {context.num_classes}; "
+                    "all must have the same."
+                )
+            log_q.append(log_softmax(z.double()))
+        return mutual_information(torch.stack(log_q, dim=1))
+
+
+def _forward_member(member: nn.Module, context: BatchContext, what: str) -> Float[Tensor, "b c"]:
+    """The logits of a member, in parts that fit the budget; `what` names the pass."""
+
+    def run(row: Batch) -> Tensor:
+        return forward_logits(member, ModelInput(row))
+
+    model_context = context.model_context
+    work = PassMemory(what, run, ROWS_AT_ONCE)
+    rows = num_samples(context.batch)
+    size = work.rows_at_once(context.batch, rows, model_context.settings, model_context.cache)
+    return torch.cat([run(part) for part in parts_of(context.batch, size)])

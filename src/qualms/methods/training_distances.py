@@ -1,0 +1,264 @@
+"""Scores of distances between features and those of the training data.
+
+h are the features that the last linear layer reads, w_c the rows of its weight.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.methods.context import BatchContext
+from qualms.methods.method import TRAINING_DATA, Method
+from qualms.methods.training_features import ROWS, TrainingFeatures, training_features
+from qualms.parameters import whole
+
+PRODUCTS_AT_ONCE = 2**23  # inner products with training features
+SAME = 1e-6  # unit vectors that are no farther apart are the same but for rounding in 32 bits
+EXTREME = 1e30  # a length whose inner products, or those of its inverse, may not fit 32 bits
+MIN_DISTANCE = 1e-6  # from the training mean, of the features' length: less is rounding in 32 bits
+
+
+def knn(
+    z: Float[Tensor, "b f"],
+    neighbors: Float[Tensor, "n f"],
+    lengths: Float64[Tensor, " n"],
+    k: int,
+) -> Float[Tensor, " b"]:
+    """KNN: ‖z - z₍ₖ₎‖, the distance to the k-th nearest vector; of fewer than k, to the farthest.
+
+    Args:
+        z: unit vectors.
+        neighbors: training features, of any length.
+        lengths: of these, by which they are divided.
+        k: which neighbor counts.
+    """
+    divisors = torch.where(lengths > 0, lengths, 1.0).to(neighbors)
+    # Vectors of zeros stay near to all others.
+    offsets = torch.where(lengths > 0, 0.0, 0.5).to(neighbors)
+    parts: list[Tensor] = []
+    for part in z.split(max(1, PRODUCTS_AT_ONCE // len(neighbors))):
+        # ‖z - z'‖² is a constant minus twice an inner product, which finds the neighbor. The
+        # distance itself would have half the digits only.
+        nearness = (part @ neighbors.mT).div_(divisors).add_(offsets)
+        index = nearness.topk(min(k, len(neighbors)), dim=-1).indices[:, -1]
+        difference = part - to_unit(neighbors[index], lengths[index])
+        distance = difference.double().norm(dim=-1)
+        parts.append(torch.where(distance > SAME, distance, 0.0))
+    return torch.cat(parts)
+
+
+def vector_lengths(features: Float[Tensor, "n f"]) -> Float64[Tensor, " n"]:
+    """‖h‖, in double precision, where no square is zero or infinite."""
+    return torch.cat([some.double().norm(dim=-1) for some in features.split(ROWS)])
+
+
+def to_unit(features: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"]) -> Float[Tensor, "n f"]:
+    """Divide vectors by their lengths; a vector of zeros is left unchanged."""
+    return (features.double() / torch.where(lengths > 0, lengths, 1.0)[:, None]).to(features)
+
+
+@dataclass(frozen=True)
+class KNN(Method):
+    """‖z - z₍ₖ₎‖, the distance of z = h / ‖h‖ to its k-th nearest one in the training data.
+
+    The paper's k: 50 on CIFAR-10, 200 on CIFAR-100, 1000 on ImageNet. Of fewer training inputs, the
+    farthest counts. Keeps the training features, 2 KiB for each training input of a network with
+    512 of them in float32.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import KNN
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, KNN(k=10), train=[torch.randn(50, 4)]))
+        ```
+    """
+
+    k: int = 50
+
+    name = "knn"
+    paper = "Sun et al., Out-of-Distribution Detection with Deep Nearest Neighbors, ICML 2022"
+    needs = (TRAINING_DATA,)
+    cost = "1, and 1 for each training input"
+    rules: ClassVar = {"k": whole(1)}
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """`knn` of the unit features."""
+        # For all k together.
+        neighbors, lengths = context.model_context.once(KNN, lambda: self._neighbors(context))
+        features = context.head.features.to(neighbors)
+        return knn(to_unit(features, vector_lengths(features)), neighbors, lengths, self.k)
+
+    def _neighbors(
+        self,
+        context: BatchContext,
+    ) -> tuple[Float[Tensor, "n f"], Float64[Tensor, " n"]]:
+        """The training features and their lengths; in double precision if 32 bits do not hold
+        their inner products.
+        """
+        features = training_features(context, self.name).features
+        lengths = vector_lengths(features)
+        some = lengths[lengths > 0]
+        is_extreme = len(some) > 0 and (
+            float(some.max()) > EXTREME or float(some.min()) < 1 / EXTREME
+        )
+        return features.double() if is_extreme else features, lengths
+
+
+@dataclass(frozen=True)
+class ClassGaussians:
+    """A Gaussian for each class that has training inputs, with one covariance Σ for all of them.
+
+    Attributes:
+        means: μ_c.
+        whitening: A, with Σ⁻¹ = A Aᵀ.
+    """
+
+    means: Float64[Tensor, "k f"]
+    whitening: Float64[Tensor, "f r"]
+
+
+def mahalanobis(features: Float[Tensor, "b f"], classes: ClassGaussians) -> Float64[Tensor, " b"]:
+    """min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), as ‖Aᵀ(h - μ_c)‖², which is never negative."""
+    h = features.double()
+    distances = [((h - mean) @ classes.whitening).square().sum(-1) for mean in classes.means]
+    return torch.stack(distances, dim=1).amin(-1)
+
+
+def fit_classes(training: TrainingFeatures) -> ClassGaussians:
+    """Means and the inverse covariance; a variance that is no more than rounding counts as zero."""
+    width = training.features.shape[1]
+    eps = torch.finfo(training.features.dtype).eps
+    means: list[Tensor] = []
+    scatter = training.features.new_zeros(width, width, dtype=torch.double)
+    for label in training.labels.unique():
+        own = training.features[training.labels == label].double()
+        mean = own.mean(0)
+        means.append(mean)
+        scatter += (own - mean).mT @ (own - mean)
+    if scatter.trace().sqrt() <= eps * training.features.norm(dtype=torch.double):
+        raise QualmsError(
+            f"mahalanobis finds no variation within the classes of the {len(training.features)} training inputs, so it "
+            "has no covariance; pass more training inputs for each class."
+        )
+    smallest = max(width * torch.finfo(torch.double).eps, (width * eps) ** 2)
+    variances, directions = torch.linalg.eigh(scatter / len(training.features))
+    some = variances > smallest * variances[-1]  # the largest is the last
+    return ClassGaussians(torch.stack(means), directions[:, some] / variances[some].sqrt())
+
+
+@dataclass(frozen=True)
+class Mahalanobis(Method):
+    """min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), with the mean of each class and one covariance for all of
+    them.
+
+    Classes are the labels if `train=` has pairs of inputs and labels, else the model's predictions.
+    Directions in which the training features do not vary at all do not count: Σ has a
+    pseudo-inverse, as in the paper's code. The paper's full detector also adds noise to the input
+    and weights several layers by out-of-distribution examples; neither is done here.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import Mahalanobis
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        train = [(torch.randn(50, 4), torch.arange(50) % 3)]
+        print(qualms.score(model, x, Mahalanobis(), train=train))
+        ```
+    """
+
+    name = "mahalanobis"
+    paper = (
+        "Lee et al., A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks, "
+        "NeurIPS 2018"
+    )
+    needs = (TRAINING_DATA,)
+    cost = "1, and 1 for each training input"
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """The squared distance to the nearest class."""
+        classes = context.model_context.once(
+            self, lambda: fit_classes(training_features(context, self.name))
+        )
+        return mahalanobis(context.head.features, classes)
+
+
+def boundary_distance(
+    logits: Float[Tensor, "b c"],
+    weight: Float[Tensor, "c f"],
+) -> Float[Tensor, " b"]:
+    """The mean over c ≠ ĉ of (z_ĉ - z_c) / ‖w_ĉ - w_c‖, the distance to the boundaries between the
+    predicted class ĉ and all others.
+
+    Two classes with the same weights have no boundary between them, and no distance to it.
+    """
+    largest, predicted = logits.max(-1)
+    # Only those of the predicted classes: there may be billions of pairs.
+    some, index = predicted.unique(return_inverse=True)
+    rows = weight.double()
+    pairs = torch.cdist(rows[some], rows, compute_mode="donot_use_mm_for_euclid_dist")
+    between = pairs[index]
+    distances = torch.where(between > 0, (largest[:, None] - logits) / between, 0)
+    return distances.sum(-1) / (logits.shape[1] - 1)
+
+
+def fdbd(
+    logits: Float[Tensor, "b c"],
+    features: Float[Tensor, "b f"],
+    weight: Float[Tensor, "c f"],
+    mean: Float64[Tensor, " f"],
+    min_distance: float = 0.0,
+) -> Float[Tensor, " b"]:
+    """fDBD: minus the `boundary_distance`, divided by ‖h - μ‖.
+
+    Args:
+        logits: z.
+        features: h.
+        weight: of the last linear layer.
+        mean: μ, of the training features.
+        min_distance: the least that ‖h - μ‖ counts as.
+    """
+    from_mean = (features.double() - mean).norm(dim=-1).clamp_min(min_distance)
+    return -boundary_distance(logits, weight) / from_mean
+
+
+@dataclass(frozen=True)
+class FDBD(Method):
+    """fDBD: minus the mean distance of the features to the decision boundaries, divided by their
+    distance to the training mean.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import FDBD
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, FDBD(), train=[torch.randn(50, 4)]))
+        ```
+    """
+
+    name = "fdbd"
+    paper = "Liu & Qin, Fast Decision Boundary based Out-of-Distribution Detector, ICML 2024"
+    needs = (TRAINING_DATA,)
+    cost = "1, and 1 for each training input"
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """`fdbd`, with the mean of the training features."""
+        mean, min_distance = context.model_context.once(self, lambda: self._fit(context))
+        head = context.head
+        return fdbd(context.logits, head.features, head.weight, mean, min_distance)
+
+    def _fit(self, context: BatchContext) -> tuple[Float64[Tensor, " f"], float]:
+        """The mean of the training features, and the least distance from it that is not rounding."""
+        features = training_features(context, self.name).features
+        length = float(features.norm(dtype=torch.double)) / len(features) ** 0.5
+        return features.mean(0, dtype=torch.double), MIN_DISTANCE * (length or 1.0)

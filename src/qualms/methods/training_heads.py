@@ -1,0 +1,323 @@
+"""Scores over other last layers that fit the training data: samples of a posterior, and searched
+ones that disagree. The rest of the network runs once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from qualms.errors import QualmsError
+from qualms.gradients.memory import (
+    budget_of_rows,
+    default_budget,
+    free_bytes,
+    in_mebibytes,
+    require_room,
+)
+from qualms.gradients.precision import at_least_float32
+from qualms.methods.context import BatchContext
+from qualms.methods.divergence import kl, log_softmax
+from qualms.methods.head import Head, forward_with_head, require_head
+from qualms.methods.head_posterior import HeadPosterior, bytes_of_fit, fit_head
+from qualms.methods.method import FEW, TRAINING_DATA, Method
+from qualms.methods.monte_carlo import DOUBLE, MonteCarlo, information_over_draws
+from qualms.methods.training_features import training_features
+from qualms.parameters import NOT_NEGATIVE, POSITIVE, whole
+from qualms.random import generator
+
+# Of a head in double precision, while one is sampled: its noise, what that becomes step by step,
+# the mean.
+COPIES_OF_SAMPLE = 6
+BATCH = 512  # training inputs for each step of QUAM, as in the paper's code
+LOGITS_AT_ONCE = 2**21  # of training inputs, in QUAM
+# Of a head that QUAM adapts, as measured: itself, Adam's two means, the gradient, its parts, what
+# they are computed with.
+COPIES_OF_HEAD = 9
+COPIES_OF_LOGITS = 5  # of training inputs
+
+
+@dataclass(frozen=True)
+class Laplace(MonteCarlo):
+    """Last-layer Laplace: mutual information over samples from the posterior of the last layer
+    (`divergence.mutual_information`), fitted to training data (`head_posterior.fit_head`).
+
+    The posterior is Gaussian with the full Gauss-Newton matrix up to 4096 parameters, and its
+    Kronecker form beyond. The prior precision is laplace-torch's default.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import Laplace
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        print(qualms.score(model, x, Laplace(draws=20), train=[torch.randn(50, 4)]))
+        ```
+    """
+
+    prior_precision: float = 1.0
+    draws: int = 100
+
+    name = "laplace"
+    paper = "Daxberger et al., Laplace Redux: Effortless Bayesian Deep Learning, NeurIPS 2021"
+    needs = (TRAINING_DATA,)
+    cost = "1 + N heads, and 1 for each training input"
+    rules: ClassVar = {"prior_precision": POSITIVE, "draws": whole(2)}
+
+    @property
+    def extra_passes(self) -> float:
+        """None: only the last layer is sampled."""
+        return 0.0
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """Mutual information over samples of the posterior."""
+        posterior = context.model_context.once(self, lambda: self._fit(context))
+        head = context.head
+        budget = budget_of_rows(context.model_context.settings.budget, context.device)
+        at_once = max(1, budget // (4 * _bytes_of_sample(head)))
+
+        def log_probs(block: slice) -> Iterator[Tensor]:
+            for weights, biases in posterior.samples(self.draws, context.seed, at_once):
+                features = head.features[block].to(weights)
+                for i, weight in enumerate(weights):
+                    logits = F.linear(features, weight, None if biases is None else biases[i])
+                    yield log_softmax(logits.double())[:, None]
+
+        return information_over_draws(context, self.draws, log_probs)
+
+    def _fit(self, context: BatchContext) -> HeadPosterior:
+        """Fit the posterior, after a check that it fits the budget."""
+        head = context.head
+        budget = context.model_context.settings.budget
+        classes, width = head.weight.shape[0], head.weight.shape[1] + int(head.bias is not None)
+        needed = bytes_of_fit(classes, width) + _bytes_of_sample(head)
+        what = f"the covariance of a head of {classes:,} classes on {width:,} features and one sample of it"
+        require_room(needed, budget or free_bytes(context.device), what, "or use inserted-dropout")
+        batches = self._training_batches(context)
+        return fit_head(batches, head.weight, head.bias, self.prior_precision)
+
+    def _training_batches(self, context: BatchContext) -> Iterator[tuple[Tensor, Tensor]]:
+        """Features and logits of the training inputs."""
+        for batch in context.model_context.training_batches(self.name):
+            for part in context.chunks(batch):
+                logits, head = forward_with_head(context.model, part)
+                yield require_head(head).features, logits
+
+
+def _bytes_of_sample(head: Head) -> int:
+    """What sampling one head takes."""
+    return COPIES_OF_SAMPLE * DOUBLE * head.weight.numel()
+
+
+def quam(
+    divergence: Float[Tensor, "b n"],
+    excess_loss: Float[Tensor, "b n"],
+    temperature: float = 0.001,
+) -> Float[Tensor, " b"]:
+    """QUAM: Σ_n w_n KL( p ‖ q_n ), w_n ∝ exp(-(L(q_n) - L(p)) / T).
+
+    Args:
+        divergence: KL( p ‖ q_n ) of n models q_n.
+        excess_loss: L(q_n) - L(p), on training data.
+        temperature: T.
+    """
+    weights = (-excess_loss / temperature).softmax(-1)
+    return (weights * divergence).sum(-1)
+
+
+@dataclass(frozen=True)
+class QUAM(Method):
+    """QUAM: Σ_n w_n KL( p ‖ q_n ) over models q_n that are searched to disagree about the input.
+
+    For each input x and each class k, a copy of the last linear layer takes steps of Adam down
+
+        -log q(k | x) + c L(q),    L the mean cross-entropy on a batch of training data,
+
+    with a penalty c that grows, and a rate that falls, by the same factor: every `every` steps by
+    `growth`. All models on the way count, the given one first, each with its share of the
+    posterior: w_n ∝ exp(-(L(q_n) - L(p)) / T). An input scores high if models can disagree about it
+    at no cost for the training data. This is the paper's setting (b), the uncertainty of one given
+    model.
+
+    Settings are those of the paper's code for MNIST. That code searches for 194 steps and counts
+    the first ten, so ten are taken here. Only the last layer is adapted, as in the paper for
+    ImageNet. Each step has another 512 training inputs, in random order; the loss of a model is
+    compared with that of the given one on the same inputs. Labels are those of `train=` if it has
+    pairs of inputs and labels, else the model's predictions. In each step C heads for each input
+    read the 512 training features, which is slow for many classes.
+
+    Example:
+        ```python
+        import torch
+        import qualms
+        from qualms.methods import QUAM
+
+        model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+        train = [(torch.randn(50, 4), torch.arange(50) % 3)]
+        print(qualms.score(model, x, QUAM(steps=10), train=train))
+        ```
+    """
+
+    steps: int = 10
+    penalty: float = 6.0
+    growth: float = 1.9
+    every: int = 14
+    rate: float = 0.005
+    weight_decay: float = 0.001
+    temperature: float = 0.001
+
+    name = "quam"
+    paper = (
+        "Schweighofer et al., Quantification of Uncertainty with Adversarial Models, NeurIPS 2023"
+    )
+    needs = (TRAINING_DATA,)
+    cost = "1 + C heads on 512 training inputs in each step, and 1 for each training input"
+    rules: ClassVar = {
+        "steps": whole(2),  # the first model is the given one
+        "penalty": POSITIVE,
+        "growth": POSITIVE,
+        "every": whole(1),
+        "rate": POSITIVE,
+        "weight_decay": NOT_NEGATIVE,
+        "temperature": POSITIVE,
+    }
+
+    def score(self, context: BatchContext) -> Float[Tensor, " b"]:
+        """`quam` over the models of all searches."""
+        training = context.model_context.once(self, lambda: self._training_batches(context))
+        start = _as_matrix(context.head)
+        x = _extend_features(context.head.features, context.head)
+        inputs, classes = len(x), len(start)
+        pairs = torch.cartesian_prod(torch.arange(inputs), torch.arange(classes)).to(x.device)
+        size = _heads_at_once(context, start, len(training[0].features))
+        divergences: list[Tensor] = []
+        excess_losses: list[Tensor] = []
+        for part in pairs.split(size):
+            divergence, excess = self._search(x[part[:, 0]], part[:, 1], start, training)
+            divergences.append(divergence)
+            excess_losses.append(excess)
+        shape = (inputs, classes)
+        all_divergences = torch.cat(divergences).unflatten(0, shape).flatten(1, 2)
+        all_losses = torch.cat(excess_losses).unflatten(0, shape).flatten(1, 2)
+        return quam(all_divergences, all_losses, self.temperature)
+
+    def quick(self) -> "QUAM":
+        """The same with two steps."""
+        return replace(self, steps=min(self.steps, FEW))
+
+    def _search(
+        self,
+        x: Float[Tensor, "m g"],
+        targets: Int[Tensor, " m"],
+        start: Float[Tensor, "c g"],
+        training: "list[TrainingBatch]",
+    ) -> tuple[Float64[Tensor, "m n"], Float64[Tensor, "m n"]]:
+        """Adapt one head to each input, until it predicts the target.
+
+        Args:
+            x: features, with a 1 for the bias.
+            targets: a class for each of them.
+            start: the given head.
+            training: batches of training data.
+
+        Returns:
+            KL(p ‖ q) and L(q) - L(p) for the n heads on the way.
+        """
+        heads = start.expand(len(x), *start.shape).clone()
+        adam = torch.optim.Adam([heads], self.rate, weight_decay=self.weight_decay)
+        log_p = log_softmax((x @ start.mT).double())
+        one_hot = F.one_hot(targets, len(start))
+        divergence: list[Tensor] = []
+        excess: list[Tensor] = []
+        for step, batch in zip(range(self.steps), cycle(training), strict=False):
+            factor = self.growth ** (step // self.every)
+            log_q = log_softmax((heads @ x[:, :, None])[:, :, 0].double())
+            loss, loss_gradient = batch.loss_and_gradient(heads)
+            divergence.append(kl(log_p, log_q))
+            excess.append(loss.double() - batch.loss)
+            target_gradient = (log_q.exp() - one_hot).to(x)[:, :, None] * x[:, None]
+            heads.grad = target_gradient + self.penalty * factor * loss_gradient
+            # Adam takes its square.
+            if float(heads.grad.abs().max()) > torch.finfo(x.dtype).max ** 0.5:
+                dtype = str(x.dtype).removeprefix("torch.")
+                raise QualmsError(
+                    f"the features are too large for quam's steps in {dtype}; scale the inputs, or pass the model and all "
+                    "data in float64."
+                )
+            adam.param_groups[0]["lr"] = self.rate / factor
+            adam.step()
+        return torch.stack(divergence, dim=1), torch.stack(excess, dim=1)
+
+    def _training_batches(self, context: BatchContext) -> "list[TrainingBatch]":
+        """Training data in batches of one size, in random order if there is more than one: it may
+        come class by class.
+        """
+        training = training_features(context, self.name)
+        head = context.head
+        features, labels, count = training.features, training.labels, len(training.labels)
+        if count > BATCH:
+            used = min(count // BATCH, self.steps) * BATCH
+            order = torch.randperm(count, generator=generator(context.seed))[:used]
+            order = order.to(labels.device)
+            features, labels = features[order], labels[order]
+        own_head = _as_matrix(head)[None]
+        batches: list[TrainingBatch] = []
+        for some, own_labels in zip(features.split(BATCH), labels.split(BATCH), strict=True):
+            batch = TrainingBatch(_extend_features(some, head), own_labels)
+            loss, _ = batch.loss_and_gradient(own_head)
+            batches.append(replace(batch, loss=float(loss)))
+        return batches
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """A batch of training data, and the loss of the given head on it."""
+
+    features: Float[Tensor, "n g"]
+    labels: Int[Tensor, " n"]
+    loss: float = 0.0
+
+    def loss_and_gradient(
+        self,
+        heads: Float[Tensor, "m c g"],
+    ) -> tuple[Float[Tensor, " m"], Float[Tensor, "m c g"]]:
+        """The mean cross-entropy of each head, and its gradient."""
+        m, c, _ = heads.shape
+        log_q = (heads.flatten(0, 1) @ self.features.mT).unflatten(0, (m, c)).log_softmax(1)
+        labels = self.labels.expand(m, 1, -1)
+        loss = -log_q.gather(1, labels)[:, 0].mean(-1)
+        minus_one = log_q.new_full((1, 1, 1), -1.0).expand_as(labels)
+        difference = log_q.exp().scatter_add(1, labels, minus_one)
+        gradient = (difference.flatten(0, 1) @ self.features).unflatten(0, (m, c))
+        return loss, gradient / len(self.labels)
+
+
+def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: int) -> int:
+    """How many heads, and their logits of training inputs, fit the budget."""
+    budget = context.model_context.settings.budget or default_budget(head.device)
+    logits = len(head) * inputs
+    needed = (COPIES_OF_HEAD * head.numel() + COPIES_OF_LOGITS * logits) * head.element_size()
+    if needed > budget:
+        raise QualmsError(
+            f"one head that quam adapts takes about {in_mebibytes(needed)}, more than the budget of "
+            f"{in_mebibytes(budget)}; pass a larger `budget`."
+        )
+    return max(1, min(LOGITS_AT_ONCE // logits, budget // needed))
+
+
+def _extend_features(features: Float[Tensor, "n f"], head: Head) -> Float[Tensor, "n g"]:
+    """The features, with a 1 for the bias if there is one."""
+    wide = at_least_float32(features)
+    return wide if head.bias is None else F.pad(wide, (0, 1), value=1.0)
+
+
+def _as_matrix(head: Head) -> Float[Tensor, "c g"]:
+    """The weight, with the bias as its last column if there is one."""
+    columns = [head.weight] if head.bias is None else [head.weight, head.bias[:, None]]
+    return at_least_float32(torch.cat(columns, dim=1))
