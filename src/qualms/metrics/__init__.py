@@ -1,5 +1,6 @@
-"""Scores and outcomes in, numbers out. Uncertainty is higher where the model knows less; equal
-scores are tied.
+"""Measures of uncertainty scores: ranking, selective prediction, likelihood, and intervals.
+
+Higher scores mean more uncertain. Results do not depend on the order of equal scores.
 """
 
 from qualms.metrics.bootstrap import interval
