@@ -64,9 +64,7 @@ def rank_pixels(
             f"scores have shape {given.shape} and labels shape {classes.shape} "
             f"of type {classes.dtype}; pass a score and a whole number, its class, for each pixel."
         )
-    strange = [unknown]
-    if isinstance(unknown, Collection):
-        strange = list(unknown)
+    strange = list(unknown) if isinstance(unknown, Collection) else [unknown]
     if ignore_index in strange:
         raise QualmsError(
             f"label {ignore_index} is both unknown and ignored; choose another ignore_index."
