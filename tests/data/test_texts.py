@@ -96,7 +96,7 @@ BAD = {
     '{"txt": "A"}': 'without a string "text"',
     '{"text": 3}': 'without a string "text"',
     '{"text": " \\n"}': "empty",
-    '{"text": "\\ud83d"}': "made of halves of characters (lone surrogates)",
+    '{"text": "\\ud83d"}': "written in invalid Unicode (lone surrogates)",
 }
 
 

@@ -143,7 +143,7 @@ def test_a_tokenizer_without_places_in_the_text_is_refused() -> None:
         is_fast = False
 
     with pytest.raises(
-        QualmsError, match=r"the tokenizer of mine \(Slow\) does not say where in a text"
+        QualmsError, match=r"the tokenizer of mine \(Slow\) does not report the character offsets"
     ):
         LanguageModel("mine", llama(), Slow())
 

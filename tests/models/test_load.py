@@ -169,7 +169,7 @@ def test_what_is_wrong_with_a_factory_is_told(
     assert "does not import" in refused(":f")
     assert f"there is no 'nothing' in {HERE}.Networks" in refused(f"{HERE}:Networks.nothing")
     assert "is a str; name a function or class" in refused(f"{HERE}:HERE")
-    assert "gives a dict; it must return a torch.nn.Module" in refused(f"{HERE}:gives_a_dict")
+    assert "returned a dict; it must return a torch.nn.Module" in refused(f"{HERE}:gives_a_dict")
     assert "raised RuntimeError as it was called: no weights today." in refused(f"{HERE}:raises")
     assert "takes neither classes nor num_classes" in refused(f"{HERE}:Networks.fixed", classes=3)
     assert "takes neither classes nor num_classes" in refused("builtins:dict", classes=3)

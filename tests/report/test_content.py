@@ -223,7 +223,7 @@ def test_nothing_is_called_best_where_all_may_be_chance() -> None:
 def test_without_anything_to_compare_there_is_a_reason() -> None:
     known = full().known
     for content, words in (
-        (bare(), "no labels that say which predictions are wrong"),
+        (bare(), "no labels that show which predictions are wrong"),
         (Content("t", replace(known, labels=known.predicted)), "every prediction is right"),
     ):
         judged = numbers.summarize_methods(content, resamples=5)

@@ -81,7 +81,8 @@ def _read(root: Path, split: str, layout: _Layout) -> Images:
         assert batch.labels is not None
         pixels.append(batch.pixels.numpy())
         labels.append(batch.labels.numpy())
-    every_pixel, every_label = np.concatenate(pixels), np.concatenate(labels)
+    every_pixel = np.concatenate(pixels)
+    every_label = np.concatenate(labels)
     return build_images(layout.name, folder, every_pixel, every_label, layout.classes)
 
 

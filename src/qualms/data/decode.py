@@ -27,7 +27,7 @@ SCALE_BLOCK = 2**20  # numbers that are scaled together
 # What can be changed in an image, and the sentence about so many of them.
 CHANGES = {
     "frames": "{n} {images} {have} several frames, of which the first was read",
-    "orientation": "{n} {images} {were} turned upright, as the EXIF orientation says",
+    "orientation": "{n} {images} {were} rotated by the EXIF orientation",
     "more bits": "{n} {images} {were} scaled from more than 8 bits to 8",
     "grayscale": "{n} grayscale {images} {were} converted to color",
     "palette": "{n} {images} with a palette {were} converted to color",
@@ -61,7 +61,7 @@ class TooLarge(Unreadable):
 
 
 def pillow() -> Any:
-    """Pillow's Image module, or an error that says how to install it."""
+    """Import Pillow's Image module, or raise an error that explains how to install it."""
     return import_extra("PIL.Image", "pillow", "images")
 
 
@@ -141,7 +141,7 @@ def _open(
             return _too_large(where, int(claimed), int(limit))
         return Unreadable(where, "truncated or not an image", error)
 
-    # That memory runs out says nothing about the file.
+    # Running out of memory is not a defect of the file.
     with warnings.catch_warnings(), explain_failure(explain, let_through=(MemoryError,)):
         # About sizes below the limit, and metadata that is damaged.
         warnings.simplefilter("ignore")
@@ -186,10 +186,10 @@ def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
 
 
 def _read_metadata(read: Callable[[], T], default: T) -> T:
-    """What a file's metadata says; the default where it is damaged, which the pixels survive."""
+    """Read a value of a file's metadata; the default if that is damaged, which the pixels survive."""
     try:
         return read()
-    except Exception:  # Pillow raises whatever damaged bytes lead to
+    except Exception:  # damaged bytes lead to any exception in Pillow
         return default
 
 
@@ -209,7 +209,7 @@ def _turn_upright(image: Any, orientation: int) -> None:
         image: Pillow's, whose metadata is no longer needed.
         orientation: EXIF's.
     """
-    # Nothing else stays in the metadata: Pillow would write it anew, and fail where it is damaged.
+    # Nothing else stays in the metadata: Pillow would write it again, and fail if it is damaged.
     image.info.clear()
     image.getexif()[ORIENTATION] = orientation
     import_extra("PIL.ImageOps", "pillow", "images").exif_transpose(image, in_place=True)
@@ -228,7 +228,7 @@ def _scale_to_bytes(image: Any, where: str) -> Any:
     if not (low >= 0 and high <= white):
         raise Unreadable(
             where,
-            f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {white:g} can be "
+            f"made of 32-bit numbers from {low:g} to {high:g}, of which only 0 to {white:g} can be "
             "scaled to bytes",
         )
     scaled = np.empty(values.size, np.uint8)

@@ -196,7 +196,7 @@ def _split_folder(path: Path, split: str) -> Path:
         # As classes they would be a surprise: this folder holds the other split alone.
         raise QualmsError(
             f"{path} has the folders {', '.join(folders)} and none for the split {split}; "
-            "ask for another split."
+            "choose another split."
         )
     return path
 
@@ -241,7 +241,9 @@ def _read_content(file: Path) -> bytes:
     ending = file.suffix.lower()
     if ending not in endings():
         package = FOREIGN[ending]
-        needs = f"needs the package {package}" if package else "Pillow does not read"
+        needs = "Pillow does not read"
+        if package:
+            needs = f"needs the package {package}"
         raise Unreadable(str(file), f"a {ending} file, which {needs}")
     try:
         return file.read_bytes()

@@ -100,7 +100,7 @@ def cells(
         own: The summary of the method in this row.
 
     Returns:
-        For each cell its text, the key to sort by, and where the dot and the whisker stand.
+        For each cell its text, the key to sort by, and the positions of the dot and the whisker.
     """
     unused = not_for_use(content)
     areas: list[Estimate] = []
@@ -188,7 +188,7 @@ def _explain_no_comparison(content: Content) -> str:
     correct = content.known.correct
     start = "Methods cannot be compared on these images: there are no unknown images to detect"
     if correct is None:
-        return f"{start}, and no labels that say which predictions are wrong."
+        return f"{start}, and no labels that show which predictions are wrong."
     if correct.all():
         return f"{start}, and every prediction is right."
     return f"{start}, and no prediction is right."

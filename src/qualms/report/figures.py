@@ -43,7 +43,7 @@ def roc_figure(content: Content, method: str) -> Figure:
 
 
 def lift_figure(content: Content, method: str) -> Figure:
-    """Return the lift curve of a method beside that of the ideal order.
+    """Return the lift curves of a method and of the ideal order.
 
     Lift is the accuracy of the most certain known images, divided by the overall accuracy.
 

@@ -189,7 +189,7 @@ def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Ver
 
 @dataclass(frozen=True)
 class Axis:
-    """The range of scores that a drawing shows; scores beyond its ends are counted beside it.
+    """The range of scores that a drawing shows; scores beyond its ends are counted separately.
 
     Args:
         low: The score at the left end.

@@ -1,4 +1,4 @@
-"""Format rows of tasks as Markdown tables, with the paper's numbers beside ours."""
+"""Format rows of tasks as Markdown tables, with the paper's numbers next to ours."""
 
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
