@@ -228,7 +228,7 @@ def _scale_to_bytes(image: Any, where: str) -> Any:
     if not (low >= 0 and high <= white):
         raise Unreadable(
             where,
-            f"made of 32-bit numbers from {low:g} to {high:g}, of which only 0 to {white:g} can be "
+            f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {white:g} can be "
             "scaled to bytes",
         )
     scaled = np.empty(values.size, np.uint8)

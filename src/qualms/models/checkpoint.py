@@ -179,12 +179,12 @@ def _read_torch_file(path: Path) -> Any:
 
 
 def _unwrap(content: Any) -> Any:
-    """The innermost dictionary that scripts wrapped."""
+    """Return the innermost dictionary that scripts wrapped."""
     while isinstance(content, Mapping):
         inside = []
-    for key in WRAPPERS:
-        if isinstance(content.get(key), Mapping):
-            inside.append(content[key])
+        for key in WRAPPERS:
+            if isinstance(content.get(key), Mapping):
+                inside.append(content[key])
         if not inside:
             return content
         content = inside[0]
