@@ -63,15 +63,24 @@ def read_mat(content: bytes) -> dict[str, Variable]:
     if version != 0x0100:
         raise ValueError("no MATLAB 5 file")
     variables: dict[str, Variable] = {}
-    for kind, inside in _elements(memoryview(content)[HEADER:], order):
-        if kind == COMPRESSED:
-            ((kind, inside),) = _elements(memoryview(zlib.decompress(inside)), order)
+    for element in _elements(memoryview(content)[HEADER:], order):
+        kind, inside = _decompress(element, order)
         if kind == MATRIX and len(inside):
-            name, variable = _read_variable(list(_elements(inside, order)), order)
+            parts = list(_elements(inside, order))
+            name, variable = _read_variable(parts, order)
             if name in variables:
                 raise ValueError(f"two variables {name}")
             variables[name] = variable
     return variables
+
+
+def _decompress(element: tuple[int, memoryview], order: str) -> tuple[int, memoryview]:
+    """Return the one element inside a compressed element; others as they are."""
+    kind, content = element
+    if kind != COMPRESSED:
+        return element
+    (inside,) = _elements(memoryview(zlib.decompress(content)), order)
+    return inside
 
 
 def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:

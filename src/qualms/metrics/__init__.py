@@ -1,6 +1,7 @@
 """Measures of uncertainty scores: ranking, selective prediction, likelihood, and intervals.
 
 Higher scores mean more uncertain. Results do not depend on the order of equal scores.
+Only NumPy and torch are used, as the library does not depend on scikit-learn or scipy.
 """
 
 from qualms.metrics.bootstrap import interval
