@@ -112,9 +112,10 @@ def ranking_table(ranked: list[Ranked], others: list[str], pairs: list[str]) -> 
         body.append([name, area, ahead, f"{100 * r.aupr:.1f}", *best, lift, cost])
     head = ["method", "AUROC, mean of pairs [95 %]", "ahead of Entropy [95 %]", "AUPR"]
     head += ["among the best 3", "of those without data", "rAULC", "cost"]
-    told = f"Over {len(pairs)} pairs: {', '.join(pairs)}. † sees training data."
-    told += f" Not on all of them, so not here: {', '.join(others)}." if others else ""
-    return f"{table(head, body)}\n\n{told}"
+    note = f"Over {len(pairs)} pairs: {', '.join(pairs)}. † sees training data."
+    if others:
+        note += f" Not measured on all of them, and so not listed: {', '.join(others)}."
+    return f"{table(head, body)}\n\n{note}"
 
 
 def readme_table(ranked: list[Ranked], ood: list[Row], many_classes: dict[str, str]) -> str:
@@ -326,7 +327,7 @@ def main() -> None:
     ood = found["table1"]
     ranked, others = ranking(ood, found["table2"], found["runtime"])
     pairs = list(dict.fromkeys(f"{row['in']} → {row['out']}" for row in ood if row["row"] == "ood"))
-    cuts = f"Preset `{CPU.name}`. What it cuts: {CPU.cuts}.".replace("*", "\\*")
+    cuts = f"Preset `{CPU.name}`, with these reductions: {CPU.cuts}.".replace("*", "\\*")
     sections = [section(name, rows) for name, rows in found.items() if rows]
     parts = {
         "ranking": ranking_table(ranked, others, pairs),

@@ -55,8 +55,8 @@ def tokens(rows: list[Row]) -> str:
     ]
     known, others = rows[0]["n"], {TEXTS[t]: rows[0]["texts"][t]["n"] for t in texts}
     counts = ", ".join(f"{name} {n}" for name, n in others.items())
-    said = f"Windows of 128 tokens: {known} of the known stories, {counts}. AUROC with its 95 % interval / AUPR, %."
-    return f"{table(['score at a token', *others], lines)}\n\n{said}"
+    note = f"Windows of 128 tokens: {known} of the known stories, {counts}. AUROC with its 95 % interval / AUPR, %."
+    return f"{table(['score at a token', *others], lines)}\n\n{note}"
 
 
 def spans(rows: list[Row]) -> str:
@@ -69,8 +69,8 @@ def spans(rows: list[Row]) -> str:
         for i, row in enumerate(rows)
         if row["method"] != "perplexity"  # it is the surprise so far
     ]
-    said = f"AUROC, %: {' / '.join(TEXTS[t] for t in texts)}. The highest of each in bold, but for the control."
-    return f"{table(['mean of', *kinds.values()], lines)}\n\n{said}"
+    note = f"AUROC, %: {' / '.join(TEXTS[t] for t in texts)}. The highest of each in bold, except for the control."
+    return f"{table(['mean of', *kinds.values()], lines)}\n\n{note}"
 
 
 def column(rows: list[Row], text: str, kind: str) -> list[str]:
@@ -111,8 +111,8 @@ def errors(rows: list[Row]) -> str:
         )
         area = f"{100 * e['auroc']:.1f} [{100 * e['auroc_low']:.1f}, {100 * e['auroc_high']:.1f}]"
         lines.append([f"`{row['method']}`", area, lift, ratio])
-    said = f"The likeliest next token is right at {100 * rows[0]['errors']['accuracy']:.1f} % of the known tokens."
-    return f"{table(['score', 'AUROC of wrong ones, %', 'rAULC', 'PRR of p(next token)'], lines)}\n\n{said}"
+    note = f"The likeliest next token is right at {100 * rows[0]['errors']['accuracy']:.1f} % of the known tokens."
+    return f"{table(['score', 'AUROC of wrong ones, %', 'rAULC', 'PRR of p(next token)'], lines)}\n\n{note}"
 
 
 def seeds(rows: list[Row]) -> str:
