@@ -180,6 +180,13 @@ def _require_size(image: Any, where: str, length: int, most: int | None) -> None
 
 
 def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
+    """The error that a header claims more pixels than are read.
+
+    Args:
+        where: the name of the image in the error.
+        claimed: pixels by the header.
+        limit: the largest number of pixels that is read.
+    """
     return TooLarge(
         where, f"too large: its header claims {claimed:,} pixels, and at most {limit:,} are read"
     )

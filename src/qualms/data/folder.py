@@ -238,6 +238,7 @@ def _as_file(folder: Path, file: Path) -> File:
 
 
 def _read_content(file: Path) -> bytes:
+    """Return the bytes of an image file, or raise `Unreadable` with the reason."""
     ending = file.suffix.lower()
     if ending not in endings():
         package = FOREIGN[ending]

@@ -187,6 +187,7 @@ def channels_first(image: Any) -> UInt8[np.ndarray, "c h w"]:
 
 
 def _area(size: tuple[int, int]) -> int:
+    """The number of pixels of a size."""
     return size[0] * size[1]
 
 

@@ -87,6 +87,7 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
 
 
 def _first_of(keys: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The first of some keys that is a column; None if there is none."""
     for key in keys:
         if key in columns:
             return key

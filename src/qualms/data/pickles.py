@@ -146,6 +146,7 @@ def _parse_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
 
 
 def _is_length(value: Any) -> bool:
+    """Whether a value is a whole number, 0 or more; True and False are not."""
     return type(value) is int and value >= 0
 
 

@@ -77,4 +77,5 @@ def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
 
 
 def _ceil_div(number: int, divisor: int) -> int:
+    """Divide and round up."""
     return -(-number // divisor)

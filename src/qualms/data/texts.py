@@ -140,6 +140,7 @@ def _list_files(folder: Path) -> Iterator[Entry]:
 
 
 def _read_file(path: Path) -> tuple[None, str]:
+    """Read a file as text without a name of its own; all line breaks become newlines."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -158,6 +159,12 @@ def _list_lines(path: Path) -> Iterator[Entry]:
 
 
 def _read_line(line: bytes, where: str) -> tuple[str | None, str]:
+    """Read the name and the text of a line of JSON.
+
+    Args:
+        line: the bytes of the line.
+        where: its name in errors.
+    """
     try:
         values = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -201,6 +208,7 @@ def _name_and_text(values: Mapping[str, Any], where: str) -> tuple[str | None, s
 
 
 def _require_text(text: str, where: str) -> None:
+    """Raise an error if a text is empty or is not valid Unicode."""
     if not text.strip():
         raise Unreadable(where, "empty")
     _require_no_surrogates(text, where, "written in")
@@ -213,6 +221,7 @@ def _require_no_surrogates(text: str, where: str, how: str) -> None:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
+    """The reason that bytes cannot be read as UTF-8."""
     return f"not in UTF-8 (byte {error.start})"
 
 

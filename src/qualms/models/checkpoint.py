@@ -70,12 +70,14 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def _no_tensors(path: Path, found: str) -> QualmsError:
+    """The error that a file has no tensors by name."""
     return QualmsError(
         f"{path} holds no tensors by name, only {found}; save the network's state_dict()."
     )
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a `.safetensors` file by name."""
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -282,6 +284,7 @@ def _rename_keys(
 
 
 def _new_name(key: str, rename: Rename) -> str:
+    """Rename a key by a function, or by the first prefix that it has."""
     if callable(rename):
         return rename(key)
     for old, new in rename.items():
@@ -307,4 +310,5 @@ def _missing_keys(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> lis
 
 
 def _keys(names: list[str]) -> str:
+    """Format a number of keys, such as `1 key` or `3 keys`."""
     return "1 key" if len(names) == 1 else f"{len(names)} keys"

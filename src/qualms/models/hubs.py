@@ -51,6 +51,8 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
 
 
 def _import_timm(source: str) -> Any:
+    """Import timm, or raise an error that explains how to install it."""
+
     def explain(error: Exception) -> QualmsError:
         return QualmsError(
             f"{source} needs timm, which does not import here ({reason(error)}); "

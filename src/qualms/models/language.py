@@ -118,6 +118,7 @@ def _require_causal(loaded: LanguageModel) -> None:
 
 
 def _not_causal(source: str, why: str) -> QualmsError:
+    """The error that a model does not predict next tokens."""
     return QualmsError(
         f"{source} is no causal language model ({why}); use qualms.Scorer with class_dim=-1 for it."
     )

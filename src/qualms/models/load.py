@@ -197,6 +197,7 @@ def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
 
 
 def _to_evaluation(model: nn.Module) -> nn.Module:
+    """Move a model to the CPU, in evaluation mode."""
     if not isinstance(model, torch.fx.GraphModule):
         return model.cpu().eval()
     for module in model.modules():
@@ -205,6 +206,7 @@ def _to_evaluation(model: nn.Module) -> nn.Module:
 
 
 def _unknown_name(name: str) -> QualmsError:
+    """The error that a name is no source of a network, with similar names if there are any."""
     if name.endswith(CHECKPOINTS):
         return QualmsError(
             f"{name} holds weights without a network; name the network and pass weights={name!r}."

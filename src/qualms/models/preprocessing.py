@@ -130,6 +130,7 @@ def normalization_of(source: str | Path, model: nn.Module) -> Normalization | No
 
 
 def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
+    """Return the preprocessing of a network of the zoo."""
     entry = ZOO[name]
     transform = ImageTransform(
         (entry.size, entry.size),
@@ -183,6 +184,7 @@ def _timm_transform(settings: Any) -> ImageTransform | None:
 
 
 def _known_interpolation(name: Any) -> Interpolation | None:
+    """An interpolation by its name; None if it is not known."""
     for known in RESAMPLES.values():
         if known == name:
             return known
@@ -255,6 +257,7 @@ def _find_processor_settings(name: str) -> Path | None:
 
 
 def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
+    """The normalization in the settings of a processor; None if it does not normalize."""
     mean, std = settings.get("image_mean"), settings.get("image_std")
     is_used = settings.get("do_normalize", True) and settings.get("do_rescale", True)
     if not (mean and std and is_used):
@@ -358,4 +361,5 @@ def _export_transform(model: nn.Module) -> ImageTransform | None:
 
 
 def _known_channels(channels: Any) -> int | None:
+    """A number of channels if it is 1 or 3, otherwise None."""
     return channels if channels in (1, 3) else None
