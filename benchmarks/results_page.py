@@ -5,7 +5,7 @@ is measured here.
 
 `paper_tables.py` leaves the rows of the paper's tables, `epistemic.py` and `ungrad.py` those of the
 last two sections, `costs.py` the README's costs for 1000 classes.
-Tables stand between `<!-- name -->` and `<!-- end -->`; the text around them is by hand.
+Tables are between `<!-- name -->` and `<!-- end -->`; the text around them is written by hand.
 """
 
 import json
@@ -57,7 +57,7 @@ PICKS = {
     "knn": ("knn", "you have training data; less good at flagging mistakes"),
     "LA": ("laplace", "you have training data and want the paper's row"),
 }
-MANY_CLASSES = "imagenet-efficientnet-lite0"  # whose costs stand beside those of a ResNet-18
+MANY_CLASSES = "imagenet-efficientnet-lite0"  # whose costs are listed with those of a ResNet-18
 LOWEST = 0.7  # AUROC that the picture shows
 STEP = 1.03  # between neighbors of one forward pass
 COSTS = (2, 10, 60, math.inf)  # the most that a group of them has
@@ -238,7 +238,7 @@ def ungrad_table(rows: list[Row]) -> str:
 def picture(ranked: list[Ranked]) -> None:
     """A dot for each method: mean AUROC against cost in forward passes, with intervals over pairs.
 
-    Names stand in a column beside methods of like cost. Those of one forward pass are drawn side by
+    Names are in a column next to methods of similar cost. Those of one forward pass are drawn side by
     side.
     """
     drawn = [r for r in ranked if r.cost is not None and r.auroc > LOWEST]

@@ -211,7 +211,7 @@ def timed(function: Callable[[], object]) -> float:
 @contextmanager
 def peak_mib(peaks: dict[str, float], way: str) -> Iterator[None]:
     """Notes what the work inside adds to the memory of this process at its highest (Linux counts it
-    anew when told).
+    again on request).
     """
 
     def status(key: str) -> int:
@@ -256,7 +256,7 @@ def run(job: Job) -> list[dict[str, object]]:
             times[way].append(timed(partial(WAYS[way], model, x[:n])) / n)
     unit = median(units)
     fields = {"part": job.part, "network": job.network, "classes": job.classes}
-    # Memory that was given back for the peak of the first round has to be had anew in it, which
+    # Memory that was given back for the peak of the first round has to be allocated again in it, which
     # takes time.
     usual = {way: median(found[1:] or found) for way, found in times.items()}
     return [

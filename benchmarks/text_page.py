@@ -77,8 +77,8 @@ def column(rows: list[Row], text: str, kind: str) -> list[str]:
     """One text by one kind of span, the highest in bold."""
     values = [round(100 * row["texts"][text][kind]["auroc"], 1) for row in rows]
     top = max(v for v, row in zip(values, rows, strict=True) if row["method"] != "perplexity")
-    told = text != CONTROL
-    return [f"**{value:.1f}**" if told and value == top else f"{value:.1f}" for value in values]
+    is_bold = text != CONTROL
+    return [f"**{value:.1f}**" if is_bold and value == top else f"{value:.1f}" for value in values]
 
 
 def leads(rows: list[Row]) -> str:
@@ -97,8 +97,8 @@ def leads(rows: list[Row]) -> str:
 
 def lead(of: Row) -> str:
     """A lead in points with its interval, in bold where that does not hold zero."""
-    told = f"{100 * of['lead']:+.1f} [{100 * of['low']:+.1f}, {100 * of['high']:+.1f}]"
-    return f"**{told}**" if of["low"] > 0 or of["high"] < 0 else told
+    lead = f"{100 * of['lead']:+.1f} [{100 * of['low']:+.1f}, {100 * of['high']:+.1f}]"
+    return f"**{lead}**" if of["low"] > 0 or of["high"] < 0 else lead
 
 
 def errors(rows: list[Row]) -> str:
@@ -167,7 +167,7 @@ def tangents(rows: list[Row]) -> str:
 
 
 def hybrid(rows: list[Row]) -> str:
-    """The best mix beside the best single score."""
+    """The best mix and the best single score."""
     lines = [
         [
             str(r["seed"]),
@@ -189,7 +189,7 @@ def cost(rows: list[Row]) -> str:
     lines = []
     for row in last.values():
         p = row["passes"]
-        told = [
+        costs = [
             p["one by one"],
             p["entropy"],
             p["regrad 8"],
@@ -202,7 +202,7 @@ def cost(rows: list[Row]) -> str:
             [
                 str(row["texts"]),
                 f"{row['forward_ms']:.1f} ms",
-                *map(str, told),
+                *map(str, costs),
                 str(row["per_tangent"]),
             ]
         )

@@ -263,7 +263,7 @@ def series(values: Any) -> str:
 
 PARTS = {
     "posterior": (
-        "1. Gaussian noise on the weights stands for the posterior",
+        "1. Gaussian noise on the weights approximates the posterior",
         of_posterior,
         posterior_rows,
     ),
