@@ -196,7 +196,7 @@ def _read_metadata(read: Callable[[], T], default: T) -> T:
     """Read a value of a file's metadata; the default if that is damaged, which the pixels survive."""
     try:
         return read()
-    except Exception:  # damaged bytes lead to any exception in Pillow
+    except Exception:  # noqa: BLE001 (damaged bytes lead to any exception in Pillow)
         return default
 
 
