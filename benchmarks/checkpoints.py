@@ -79,7 +79,7 @@ class TrainedHere(Checkpoint):
     recipe: Recipe
 
     def build(self) -> nn.Module:
-        """The network, trained anew, in evaluation mode."""
+        """Train the network, and return it in evaluation mode."""
         torch.manual_seed(0)
         model = ZOO[self.network].build(DATASETS[self.known].classes or 0)
         fit(model, load(self.known, root(), "train"), self.recipe, self._normalization, seed=0)

@@ -237,7 +237,7 @@ def cost(scorer: qualms.Scorer, x: Tensor, forward: float, forward_one: float) -
     Returns:
         Forward passes an input (`passes`), those of an input alone (`one`) and as counted before
         any work (`counted`), seconds an input and MiB; or `why` if the batch would take too long,
-        with `counted` if that tells.
+        with `counted` if that is known.
     """
     counted = scorer.price(x).forward_passes
     if counted * forward > MOST_SECONDS:

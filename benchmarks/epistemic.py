@@ -233,7 +233,7 @@ def partial(a: np.ndarray, b: np.ndarray, given: np.ndarray) -> float | None:
 
 
 def ambiguous(every: Images, test: Images, seed: int, out: Path) -> dict[str, Row]:
-    """Whether scores tell the unknown from the ambiguous, and the ambiguous from the clear."""
+    """Whether scores separate the unknown from the ambiguous, and the ambiguous from the clear."""
     images = half_mixtures(every, seed)
     network = trained("mixtures", images, seed, out)
     both = mixtures(load("data:mnist", root()), COUNT, seed)

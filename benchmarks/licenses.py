@@ -1,9 +1,8 @@
-"""The licenses of all that the extras install, from the packages' own metadata: `make licenses`
-fills docs/licenses.md.
+"""List the licenses of everything that the extras install: `make licenses` fills docs/licenses.md.
 
-Run it where every extra is installed. A package whose license asks something of those who pass it
-on (GPL, LGPL, AGPL, MPL) is named above the table; one of the GPL family in what users install ends
-in an error. Not pip-licenses, which knows no extras and spells one license in up to five ways.
+Run it where every extra is installed. A package whose license has conditions for redistribution
+(GPL, LGPL, AGPL, MPL) is named above the table; one of the GPL family among what users install is an
+error. Not pip-licenses, which cannot tell the extras apart and spells one license in up to five ways.
 """
 
 import re
@@ -32,7 +31,7 @@ NAMES = {
 
 
 def read_license(package: str) -> str:
-    """The license in a package's metadata: its expression, its short name, or its classifiers."""
+    """Return the license in a package's metadata: its expression, its short name, or its classifiers."""
     metadata = distribution(package).metadata
     expression = str(metadata.json.get("license_expression", ""))
     if expression:
@@ -45,11 +44,11 @@ def read_license(package: str) -> str:
         name = line.split(" :: ")[-1]
         if line.startswith("License ::") and name not in ("OSI Approved", "DFSG approved"):
             names.add(normalize_name(name))
-    return " / ".join(sorted(names)) or "not said"
+    return " / ".join(sorted(names)) or "unknown"
 
 
 def normalize_name(name: str) -> str:
-    """The license's usual short name."""
+    """Return the usual short name of a license."""
     for usual, pattern in NAMES.items():
         if re.fullmatch(pattern, name.lower()):
             return usual
@@ -57,7 +56,7 @@ def normalize_name(name: str) -> str:
 
 
 def find_requirements(package: str, extras: Iterable[str]) -> set[str]:
-    """All that a package with some of its extras installs on this platform, itself left out."""
+    """Return all that a package with some of its extras installs on this platform, without itself."""
     found: set[tuple[str, str]] = set()
     left = [(package, extra) for extra in extras]
     while left:
@@ -74,12 +73,12 @@ def find_requirements(package: str, extras: Iterable[str]) -> set[str]:
 
 
 def is_reciprocal(license: str) -> bool:
-    """Whether every choice that it leaves asks something of those who pass the package on."""
+    """Whether every choice of license has conditions for redistribution."""
     return all(re.search("GPL|MPL", choice) for choice in license.split(" OR "))
 
 
 def fill_parts() -> dict[str, str]:
-    """The parts of the page: packages that ask something, and the table of all."""
+    """Return the parts of the page: packages with conditions, and the table of all."""
     try:
         installed = {extra: find_requirements("qualms", [extra]) for extra in EXTRAS}
     except PackageNotFoundError as error:

@@ -12,7 +12,7 @@ alone, as the tests enforce them. Each is put into a copy of the sources, and of
 those that run the line are run, the quickest first, until one fails. Rows go to
 `results/mutants.jsonl` as they come, and a mutant that has one is passed over; a row whose line is
 another now, or has moved among those of its operator, counts no more. With `--again`, what survived
-is tried anew, after tests were added.
+is tried again, after tests were added.
 """
 
 import argparse
@@ -48,7 +48,7 @@ COPIED = (
     "README.md",
     "Makefile",
 )
-# How many mutants of each folder get a row unless told otherwise, and its tests.
+# How many mutants of each folder get a row by default, and its tests.
 FOLDERS: dict[str, tuple[int, list[str]]] = {
     "metrics": (10**6, ["tests/metrics"]),
     "methods": (150, ["tests/methods", "tests/test_positions.py", "tests/test_scorer.py"]),
@@ -116,7 +116,7 @@ def suite_of(folder: str, tree: Path) -> Suite:
     ended = forked(tree, lambda: pytest_ends(arguments, note), limit=3600)
     if ended != 0:
         raise SystemExit(
-            f"the tests of {folder} fail without a mutant ({ended}): see {tree / 'said.txt'}"
+            f"the tests of {folder} fail without a mutant ({ended}): see {tree / 'output.txt'}"
         )
     suite = Suite(json.loads(note.read_text()))
     data = importlib.import_module("coverage").CoverageData(str(tree / ".coverage"))
@@ -164,9 +164,9 @@ def forked(tree: Path, work: Callable[[], int], limit: float) -> int | None:
     if child == 0:
         os.setsid()
         os.chdir(tree)
-        with open("said.txt", "w") as said:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
+        with open("output.txt", "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
             try:
                 code = work()
                 sys.stdout.flush()
@@ -196,7 +196,7 @@ def applied(mutant: Mutant, tree: Path) -> Iterator[tuple[str, str]]:
     path = tree / "src/qualms" / mutant.file
     was, times = path.read_text(), path.stat()
     path.write_text(mutated(mutant, was))
-    # Compiled files are told apart by whole seconds, so every mutant is of a second of its own.
+    # Compiled files are distinguished by whole seconds, so every mutant is of a second of its own.
     stamp = next(STAMPS)
     os.utime(path, (stamp, stamp))
     try:
@@ -282,10 +282,10 @@ def run(folder: str, how_many: int | None, seed: int, again: bool) -> None:
         with RESULTS.open("a") as out:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
         if row["outcome"] not in SEEN:
-            print(told(row), flush=True)
+            print(describe(row), flush=True)
 
 
-def told(row: Row) -> str:
+def describe(row: Row) -> str:
     """A mutant that no test noticed."""
     return f"{row['outcome']}: {row['file']}:{row['line']}: {row['before']}  ->  {row['after']}"
 
@@ -300,7 +300,7 @@ def page(seed: int) -> None:
             f"{folder}: of {len(every)} mutants {len(of)} were tried, and {len(of) - len(lived)} noticed"
         )
         for row in lived:
-            print(told(row))
+            print(describe(row))
 
 
 def main() -> None:
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", choices=[*FOLDERS, "page"])
     parser.add_argument("--count", type=int, help="how many mutants of each folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true", help="try anew what survived")
+    parser.add_argument("--again", action="store_true", help="try again what survived")
     arguments = parser.parse_args()
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.dont_write_bytecode = False  # or every mutant would compile all of qualms

@@ -1,4 +1,4 @@
-"""Pages of the docs whose tables come from rows; the text around them is by hand."""
+"""Pages of the docs whose tables come from rows; the text around them is written by hand."""
 
 from pathlib import Path
 

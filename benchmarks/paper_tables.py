@@ -6,7 +6,7 @@ measured rows.
 
 Each table and dataset has a file of rows in `results/tables`, without the scores of single images;
 `results_page.py` makes docs/results.md of them. What is on disk in `runs` is not computed again, so
-a killed run goes on. OMP_NUM_THREADS=1 lets several datasets run beside each other.
+a killed run can be resumed. OMP_NUM_THREADS=1 lets several datasets run in parallel.
 """
 
 import argparse
@@ -67,13 +67,13 @@ def main() -> None:
         unknown := set(wanted) - {dataset for table in given.tables for dataset in datasets(table)}
     ):
         raise SystemExit(f"none of these tables has {', '.join(unknown)}; name other datasets.")
-    began, told = time.monotonic(), 0.0
+    began, last_report = time.monotonic(), 0.0
 
     def progress(what: str, done: int, of: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > 60:
-            told = time.monotonic()
-            print(f"{told - began:.0f} s: {what} {done} of {of}", flush=True)
+        nonlocal last_report
+        if time.monotonic() - last_report > 60:
+            last_report = time.monotonic()
+            print(f"{last_report - began:.0f} s: {what} {done} of {of}", flush=True)
 
     at = Workspace(root(), given.out / CPU.name, progress=progress)
     for table in given.tables:

@@ -1,10 +1,10 @@
 """Other ways to the same numbers as `class_gradient_norms`, or to comparable ones, for benchmarks
-to stand beside.
+to compare with.
 
     python benchmarks/peers.py            (prints how far each is from the reference engine, or why
     it cannot run)
 
-Each is called as its own documentation says, on a model that leaves as it came. What a peer cannot
+Each is called as its own documentation says, on a model that is left unchanged. What a peer cannot
 do on a network is in `CANNOT`, so that a table can say why a cell is empty; the command above fails
 where it finds otherwise.
 """
@@ -91,7 +91,7 @@ def backpack_l2(model: nn.Module, x: Tensor) -> Tensor:
     The loss is a sum over inputs, as a mean would divide each norm by their number. Parameters for
     which BackPACK has no rule (LayerNorm's, and those that are used outside of a module) get no
     norm and count as zero: it warns, but it warns as well about a module whose children it covers
-    in full, so its warnings tell nothing apart and are silenced.
+    in full, so its warnings are not informative and are silenced.
     """
     from backpack import backpack, extend
     from backpack.extensions import BatchL2Grad
@@ -193,7 +193,7 @@ CANNOT: dict[tuple[str, str], str] = {
 
 
 def check(peer: Peer, model: nn.Module, x: Tensor, want: Tensor) -> tuple[bool, str]:
-    """Whether a peer gives what it says on this model, and what it was found to give."""
+    """Whether a peer returns what it documents for this model, and what it was found to return."""
     before = {n: v.clone() for n, v in model.state_dict().items()}
     try:
         have = peer.run(model, x).detach()

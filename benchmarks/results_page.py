@@ -5,7 +5,7 @@ is measured here.
 
 `paper_tables.py` leaves the rows of the paper's tables, `epistemic.py` and `ungrad.py` those of the
 last two sections, `costs.py` the README's costs for 1000 classes.
-Tables stand between `<!-- name -->` and `<!-- end -->`; the text around them is by hand.
+Tables are between `<!-- name -->` and `<!-- end -->`; the text around them is written by hand.
 """
 
 import json
@@ -57,7 +57,7 @@ PICKS = {
     "knn": ("knn", "you have training data; less good at flagging mistakes"),
     "LA": ("laplace", "you have training data and want the paper's row"),
 }
-MANY_CLASSES = "imagenet-efficientnet-lite0"  # whose costs stand beside those of a ResNet-18
+MANY_CLASSES = "imagenet-efficientnet-lite0"  # whose costs are listed with those of a ResNet-18
 LOWEST = 0.7  # AUROC that the picture shows
 STEP = 1.03  # between neighbors of one forward pass
 COSTS = (2, 10, 60, math.inf)  # the most that a group of them has
@@ -112,9 +112,10 @@ def ranking_table(ranked: list[Ranked], others: list[str], pairs: list[str]) -> 
         body.append([name, area, ahead, f"{100 * r.aupr:.1f}", *best, lift, cost])
     head = ["method", "AUROC, mean of pairs [95 %]", "ahead of Entropy [95 %]", "AUPR"]
     head += ["among the best 3", "of those without data", "rAULC", "cost"]
-    told = f"Over {len(pairs)} pairs: {', '.join(pairs)}. † sees training data."
-    told += f" Not on all of them, so not here: {', '.join(others)}." if others else ""
-    return f"{table(head, body)}\n\n{told}"
+    note = f"Over {len(pairs)} pairs: {', '.join(pairs)}. † sees training data."
+    if others:
+        note += f" Not measured on all of them, and so not listed: {', '.join(others)}."
+    return f"{table(head, body)}\n\n{note}"
 
 
 def readme_table(ranked: list[Ranked], ood: list[Row], many_classes: dict[str, str]) -> str:
@@ -237,7 +238,7 @@ def ungrad_table(rows: list[Row]) -> str:
 def picture(ranked: list[Ranked]) -> None:
     """A dot for each method: mean AUROC against cost in forward passes, with intervals over pairs.
 
-    Names stand in a column beside methods of like cost. Those of one forward pass are drawn side by
+    Names are in a column next to methods of similar cost. Those of one forward pass are drawn side by
     side.
     """
     drawn = [r for r in ranked if r.cost is not None and r.auroc > LOWEST]
@@ -326,7 +327,7 @@ def main() -> None:
     ood = found["table1"]
     ranked, others = ranking(ood, found["table2"], found["runtime"])
     pairs = list(dict.fromkeys(f"{row['in']} → {row['out']}" for row in ood if row["row"] == "ood"))
-    cuts = f"Preset `{CPU.name}`. What it cuts: {CPU.cuts}.".replace("*", "\\*")
+    cuts = f"Preset `{CPU.name}`, with these reductions: {CPU.cuts}.".replace("*", "\\*")
     sections = [section(name, rows) for name, rows in found.items() if rows]
     parts = {
         "ranking": ranking_table(ranked, others, pairs),

@@ -268,11 +268,11 @@ def served(rows: list[Row]) -> str:
         times = [f"{row[key]:.0f}" for key in ("per_second", "median_ms", "p99_ms")]
         cells.append([row["part"], f"{row['requests']:,}", answers, *times])
     held = [mb for n, mb in rows[-1]["memory_mb"] if n]
-    told = (
+    note = (
         f"Memory of the whole service during the last part: {min(held):.0f} to {max(held):.0f} MiB."
     )
     header = ["requests", "in all", "answers", "a second", "median, ms", "99th percentile, ms"]
-    return pages.table(header, cells) + f"\n\n{told}"
+    return pages.table(header, cells) + f"\n\n{note}"
 
 
 def plan(rates: dict[str, float], row: float) -> str:
@@ -285,10 +285,10 @@ def plan(rates: dict[str, float], row: float) -> str:
         cells.append(
             [f"`{method}`", f"{hours:,.0f}", f"{nodes}", f"{took:.1f}", f"{hours * PRICE:,.0f} $"]
         )
-    told = f"Scores: {MANY * row / 2**30:,.0f} GiB, {row:.0f} bytes a row."
+    note = f"Scores: {MANY * row / 2**30:,.0f} GiB, {row:.0f} bytes a row."
     return (
         pages.table(["method", "core hours", f"nodes of {CORES} cores", "hours", "price"], cells)
-        + f"\n\n{told}"
+        + f"\n\n{note}"
     )
 
 

@@ -238,7 +238,7 @@ def main() -> None:
     _, above, steady = (set(row["statuses"]) for row in rows)
     if steady != {"200"} or not above <= {"200", "429"}:
         raise SystemExit(
-            "there were errors: the steady rate has only 200, and above capacity there is only 429 beside it"
+            "there were errors: the steady rate has only 200, and above capacity there is otherwise only 429"
         )
     memory = rows[-1]["memory_mb"]
     print(

@@ -6,14 +6,14 @@ result may change.
 
 Each round does all of `tasks` once: every method of the registry on a convolutional network, and
 several on others, by all engines, by every way to ask; errors in between; thresholds, report pages,
-networks that are made anew and dropped. The first round says what each gives, to the bit: numbers,
+networks that are built again and dropped. The first round records what each returns, to the bit: numbers,
 or the sentence of a refusal. Every later one must give the same. After each round the process's
 memory, open files and threads are counted.
 
 A first quarter of the rounds is the warm-up. From there to the end, the memory after a round may
 not rise by more than `RISE` megabytes, by two measures: the slope of Theil and Sen times the number
 of rounds, and the median of the last quarter of all rounds less that of the second. There may be no
-more files or threads in the last quarter than in the second. One line says what was found; the exit
+more files or threads in the last quarter than in the second. One line reports what was found; the exit
 code is 1 if that is not as it should be. Needs psutil.
 """
 
@@ -78,7 +78,7 @@ def tasks(folder: Path) -> dict[str, Task]:
     for name, net in nets.items():
         found[f"{name}, the cheaper engine"] = partial(by_auto, net, inputs[name])
         found[f"{name}, in a stream"] = partial(streamed, qualms.Scorer(net, FEW[:3]), inputs[name])
-        found[f"{name}, made anew"] = partial(made_anew, name, inputs[name])
+        found[f"{name}, built again"] = partial(built_again, name, inputs[name])
     found["text, reference"] = partial(
         qualms.compare, nets["text"], inputs["text"], FEW, engine="reference"
     )
@@ -131,7 +131,7 @@ def streamed(scorer: qualms.Scorer, x: Tensor) -> Any:
     return [part.scores for part in scorer.stream([x[:1], x[1:3], x[3:]])]
 
 
-def made_anew(name: str, x: Tensor) -> Any:
+def built_again(name: str, x: Tensor) -> Any:
     """By a network and a scorer that go again."""
     return qualms.Scorer(made(name), FEW[:2])(x).scores
 

@@ -1,14 +1,16 @@
-"""What gradient scores cost, in forward passes and memory, here and elsewhere, and how the cost
-grows.
+"""Measure the cost of gradient scores, ours and those of other libraries, and how it grows.
 
     python benchmarks/speed.py            (2 threads, float32, random weights: the cost does not
     depend on them)
 
-One process for each job, which times its ways in turn. Every time is the median over rounds,
-divided by that of a plain forward pass over 32 inputs in the same rounds, so numbers are ratios
-within one process. The first round tells peak memory, which is what a call adds to the process, and
-its time counts only if there is no other round. "Second call" is a `Scorer` that has seen an input
-of the kind before. Rows go to `results/speed.jsonl` beside this file as they come.
+Each job is a process of its own, which times its ways in turn. Every time is the median over
+rounds, divided by that of a plain forward pass over 32 inputs in the same rounds, so numbers are
+ratios within one process. The first round measures peak memory, which is what a call adds to the
+process, and its time counts only if there is no other round. "Second call" is a `Scorer` that has
+seen an input of the kind before. Rows are appended to `results/speed.jsonl` as they are measured.
+
+Not pytest-benchmark or asv: they time one function after the other, which gives no ratios within a
+round, and measure no memory.
 """
 
 import argparse
@@ -209,7 +211,7 @@ def timed(function: Callable[[], object]) -> float:
 @contextmanager
 def peak_mib(peaks: dict[str, float], way: str) -> Iterator[None]:
     """Notes what the work inside adds to the memory of this process at its highest (Linux counts it
-    anew when told).
+    again on request).
     """
 
     def status(key: str) -> int:
@@ -254,7 +256,7 @@ def run(job: Job) -> list[dict[str, object]]:
             times[way].append(timed(partial(WAYS[way], model, x[:n])) / n)
     unit = median(units)
     fields = {"part": job.part, "network": job.network, "classes": job.classes}
-    # Memory that was given back for the peak of the first round has to be had anew in it, which
+    # Memory that was given back for the peak of the first round has to be allocated again in it, which
     # takes time.
     usual = {way: median(found[1:] or found) for way, found in times.items()}
     return [
@@ -295,7 +297,7 @@ def main() -> None:
             continue
         command = [sys.executable, __file__, "--job", str(number)]
         command += ["--inputs", str(arguments.inputs)] if arguments.inputs else []
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{asdict(job)} failed:\n{done.stderr}")
         for row in json.loads(done.stdout.splitlines()[-1]):

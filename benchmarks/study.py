@@ -68,7 +68,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A network with its inputs, whatever they are."""
+    """A network with its inputs, of any kind."""
 
     name: str
     model: nn.Module

@@ -30,7 +30,7 @@ TINY_IMAGENET = "tiny-imagenet-32"
 class Subject:
     """A network, what it knows, and what it does not: near (things of a like kind) and far.
 
-    A recipe says that it is trained here, from seed 0; without one its weights are published.
+    With a recipe it is trained here, from seed 0; without one its weights are published.
     """
 
     name: str

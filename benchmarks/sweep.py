@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "sweep.jsonl"
 PAGE = HERE.parent / "docs" / "engine.md"
 SECONDS = 300  # for one model
-NEGLIGIBLE = 1e-9  # beside the largest norm of an input
+NEGLIGIBLE = 1e-9  # relative to the largest norm of an input
 EXACT = 1e-9
 Row = dict[str, Any]
 
@@ -52,7 +52,7 @@ def tried(library: str, name: str) -> Row:
         row["parameters"] = sum(p.numel() for p in model.parameters())
         want = qualms.class_gradient_norms(model, x, engine="reference")
     except Exception as error:
-        return row | {"outcome": "not run", "reason": said(error)}
+        return row | {"outcome": "not run", "reason": describe_error(error)}
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", qualms.SlowWarning)
@@ -66,12 +66,12 @@ def tried(library: str, name: str) -> Row:
         row |= {"general": have.general} if not slow and have.general else {}
         row["error"] = relative_error(have, want)
     except Exception as error:
-        row |= {"outcome": "failed", "reason": said(error)}
+        row |= {"outcome": "failed", "reason": describe_error(error)}
     try:
         qualms.score(model, x, "exgrad", engine=qualms.Sketch(tangents=2))
         row["sketch"] = "runs"
     except Exception as error:
-        row["sketch"] = said(error)
+        row["sketch"] = describe_error(error)
     return row | {"seconds": round(time.monotonic() - start, 1)}
 
 
@@ -85,9 +85,9 @@ def relative_error(have: qualms.ClassGradientNorms, want: qualms.ClassGradientNo
     return float(((have.norms - want.norms).abs() / want.norms)[counted].max())
 
 
-def said(error: Exception) -> str:
-    """The first line of what it says."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'nothing said').splitlines()[0]}"[:300]
+def describe_error(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"[:300]
 
 
 class OutOfTimeError(BaseException):

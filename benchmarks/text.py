@@ -1,6 +1,6 @@
 """What are scores of tokens good for? A small language model on texts that it knows, and on others.
 
-    QUALMS_DATA=folder python benchmarks/text.py score     (tells texts apart, and wrong next
+    QUALMS_DATA=folder python benchmarks/text.py score     (detects unknown texts, and wrong next
     tokens, for each method) QUALMS_DATA=folder python benchmarks/text.py leads     (by how much
     REGrad is ahead of other scores) QUALMS_DATA=folder python benchmarks/text.py tangents  (how
     well few tangents rank tokens like many) QUALMS_DATA=folder python benchmarks/text.py hybrid
@@ -8,7 +8,7 @@
       (in forward passes) python benchmarks/text.py page                         (fills
       docs/results.md from the rows)
 
-`text_corpus.py` says what is in the folder. Rows go to `results/text.jsonl` as they come, and what
+`text_corpus.py` describes the folder. Rows go to `results/text.jsonl` as they are measured, and what
 has a row is passed over; the scores of all tokens are in `runs/text-benchmark.jsonl`, so that a run
 that was stopped loses little.
 """
@@ -113,7 +113,7 @@ def score() -> None:
 
 
 def by_span(inside: np.ndarray, outside: np.ndarray) -> Row:
-    """How well two texts are told apart, by the tokens that are averaged: spans, or all of a window
+    """How well two texts are separated, by the tokens that are averaged: spans, or all of a window
     so far.
     """
     apart = {str(span): detection_measures(inside, outside, span) for span in span_lengths(WINDOW)}

@@ -55,8 +55,8 @@ def tokens(rows: list[Row]) -> str:
     ]
     known, others = rows[0]["n"], {TEXTS[t]: rows[0]["texts"][t]["n"] for t in texts}
     counts = ", ".join(f"{name} {n}" for name, n in others.items())
-    said = f"Windows of 128 tokens: {known} of the known stories, {counts}. AUROC with its 95 % interval / AUPR, %."
-    return f"{table(['score at a token', *others], lines)}\n\n{said}"
+    note = f"Windows of 128 tokens: {known} of the known stories, {counts}. AUROC with its 95 % interval / AUPR, %."
+    return f"{table(['score at a token', *others], lines)}\n\n{note}"
 
 
 def spans(rows: list[Row]) -> str:
@@ -69,16 +69,16 @@ def spans(rows: list[Row]) -> str:
         for i, row in enumerate(rows)
         if row["method"] != "perplexity"  # it is the surprise so far
     ]
-    said = f"AUROC, %: {' / '.join(TEXTS[t] for t in texts)}. The highest of each in bold, but for the control."
-    return f"{table(['mean of', *kinds.values()], lines)}\n\n{said}"
+    note = f"AUROC, %: {' / '.join(TEXTS[t] for t in texts)}. The highest of each in bold, except for the control."
+    return f"{table(['mean of', *kinds.values()], lines)}\n\n{note}"
 
 
 def column(rows: list[Row], text: str, kind: str) -> list[str]:
     """One text by one kind of span, the highest in bold."""
     values = [round(100 * row["texts"][text][kind]["auroc"], 1) for row in rows]
     top = max(v for v, row in zip(values, rows, strict=True) if row["method"] != "perplexity")
-    told = text != CONTROL
-    return [f"**{value:.1f}**" if told and value == top else f"{value:.1f}" for value in values]
+    is_bold = text != CONTROL
+    return [f"**{value:.1f}**" if is_bold and value == top else f"{value:.1f}" for value in values]
 
 
 def leads(rows: list[Row]) -> str:
@@ -97,8 +97,8 @@ def leads(rows: list[Row]) -> str:
 
 def lead(of: Row) -> str:
     """A lead in points with its interval, in bold where that does not hold zero."""
-    told = f"{100 * of['lead']:+.1f} [{100 * of['low']:+.1f}, {100 * of['high']:+.1f}]"
-    return f"**{told}**" if of["low"] > 0 or of["high"] < 0 else told
+    lead = f"{100 * of['lead']:+.1f} [{100 * of['low']:+.1f}, {100 * of['high']:+.1f}]"
+    return f"**{lead}**" if of["low"] > 0 or of["high"] < 0 else lead
 
 
 def errors(rows: list[Row]) -> str:
@@ -111,8 +111,8 @@ def errors(rows: list[Row]) -> str:
         )
         area = f"{100 * e['auroc']:.1f} [{100 * e['auroc_low']:.1f}, {100 * e['auroc_high']:.1f}]"
         lines.append([f"`{row['method']}`", area, lift, ratio])
-    said = f"The likeliest next token is right at {100 * rows[0]['errors']['accuracy']:.1f} % of the known tokens."
-    return f"{table(['score', 'AUROC of wrong ones, %', 'rAULC', 'PRR of p(next token)'], lines)}\n\n{said}"
+    note = f"The likeliest next token is right at {100 * rows[0]['errors']['accuracy']:.1f} % of the known tokens."
+    return f"{table(['score', 'AUROC of wrong ones, %', 'rAULC', 'PRR of p(next token)'], lines)}\n\n{note}"
 
 
 def seeds(rows: list[Row]) -> str:
@@ -167,7 +167,7 @@ def tangents(rows: list[Row]) -> str:
 
 
 def hybrid(rows: list[Row]) -> str:
-    """The best mix beside the best single score."""
+    """The best mix and the best single score."""
     lines = [
         [
             str(r["seed"]),
@@ -189,7 +189,7 @@ def cost(rows: list[Row]) -> str:
     lines = []
     for row in last.values():
         p = row["passes"]
-        told = [
+        costs = [
             p["one by one"],
             p["entropy"],
             p["regrad 8"],
@@ -202,7 +202,7 @@ def cost(rows: list[Row]) -> str:
             [
                 str(row["texts"]),
                 f"{row['forward_ms']:.1f} ms",
-                *map(str, told),
+                *map(str, costs),
                 str(row["per_tangent"]),
             ]
         )

@@ -60,8 +60,8 @@ def images_of(name: str, model: nn.Module) -> tuple[list[str], Tensor]:
     network takes them.
     """
     root = Path(os.environ["QUALMS_DATA"]) / "imagenet"
-    said = preprocessing_of(name, model)
-    assert said.normalization is not None
+    preprocessing = preprocessing_of(name, model)
+    assert preprocessing.normalization is not None
     ids: list[str] = []
     pixels: list[Tensor] = []
     for folder, places in (
@@ -69,10 +69,10 @@ def images_of(name: str, model: nn.Module) -> tuple[list[str], Tensor]:
         ("val", (EVERY // 2, BETWEEN)),
         ("ood", (0, EVERY_OTHER)),
     ):
-        found = load(str(root / folder), None, "test", transform=said.transform)
+        found = load(str(root / folder), None, "test", transform=preprocessing.transform)
         chosen = list(range(places[0], len(found), places[1]))
         ids += [found.ids[i] for i in chosen]
-        pixels.append(said.normalization.apply(found.pixels[chosen]))
+        pixels.append(preprocessing.normalization.apply(found.pixels[chosen]))
     return ids, torch.cat(pixels)
 
 

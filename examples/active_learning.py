@@ -4,8 +4,8 @@ labeling at random.
 
     python examples/active_learning.py
 
-Two seeds and few cycles, so that it runs in a minute: enough to see how it works, not to say which
-choice is better.
+Two seeds and few cycles, so that it runs in a minute: enough to see how it works, not to decide
+which choice is better.
 """
 
 # %% The data: a start of 20 labels, a pool to choose from, and a test set.
@@ -29,7 +29,7 @@ recipe = Recipe(epochs=30, rate=0.05, batch=16, validate_every=5)
 
 
 def trained(labeled: Tensor, seed: int) -> nn.Module:
-    """A fresh network, taught with the labels so far."""
+    """Train a new network on the labels so far."""
     torch.manual_seed(seed)
     model = load_model("digits-cnn")
     fit(model, train.take(labeled), recipe, normalization, validation=validation, seed=seed)
@@ -37,7 +37,7 @@ def trained(labeled: Tensor, seed: int) -> nn.Module:
 
 
 def judged(model: nn.Module) -> float:
-    """Its accuracy on the test set."""
+    """Compute its accuracy on the test set."""
     with torch.no_grad():
         return accuracy(model(normalization.apply(test.pixels)), test.labels)
 

@@ -1,10 +1,10 @@
 # %% [markdown]
-"""Segmentation: a network names every pixel of a scene. Which pixels belong to something that it
-has never seen?
+"""Segmentation: a network classifies every pixel of a scene. Which pixels belong to something that
+it has never seen?
 
     python examples/pixels.py [page.html]
 
-Scenes of the digits 0 to 7 are learnt, in about a minute; letters are pasted into test scenes. A
+A network learns scenes of the digits 0 to 7, in about a minute; letters are pasted into test scenes. A
 good score is higher at their pixels. The page shows image, prediction and scores side by side.
 Needs no other data.
 """
@@ -34,7 +34,7 @@ known = test.labels < len(CLASSES)
 right = (scored.prediction == test.labels)[known].double().mean()
 print(f"{right:.1%} of {int(known.sum())} known pixels are predicted right")
 
-# %% How well does each score tell the pixels of letters from all others?
+# %% How well does each score separate the pixels of letters from all others?
 print(
     f"\n{'score':10} {'AUROC':>7} {'AUPR':>7} {'FPR95':>7}   %, {int((test.labels == UNKNOWN).sum())} unknown pixels"
 )

@@ -1,8 +1,8 @@
 # %% [markdown]
-"""A first look: train a small network on some handwritten digits, and ask what it does not know
+"""A first look: train a small network on some handwritten digits, and score what it does not know
 about others.
 
-    python examples/quickstart.py            (or cell by cell, in an editor that knows `# %%`)
+    python examples/quickstart.py            (or cell by cell, in an editor that supports `# %%`)
 
 The network is trained on the digits 0 to 6 of scikit-learn's bundled dataset and never sees 7, 8
 and 9. A good score is higher for them. Runs in a few seconds and needs no other data.

@@ -1,10 +1,10 @@
-"""The paper's propositions, put to numbers: what holds, and where it stops holding.
+"""Test the paper's propositions numerically: what holds, and where it stops holding.
 
     python examples/theory.py
     python examples/theory.py --plots docs/plots
 
 Each proposition has a file in `examples/propositions`, whose functions return what is printed here.
-All in float64, from fixed seeds, on small networks that are trained on the spot; under a minute on
+All in float64, from fixed seeds, on small networks that are trained in the run; under a minute on
 one core.
 """
 
@@ -263,7 +263,7 @@ def series(values: Any) -> str:
 
 PARTS = {
     "posterior": (
-        "1. Gaussian noise on the weights stands for the posterior",
+        "1. Gaussian noise on the weights approximates the posterior",
         of_posterior,
         posterior_rows,
     ),

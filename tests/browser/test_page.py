@@ -168,7 +168,7 @@ def test_another_method_changes_drawings_numbers_and_images(opened: Open) -> Non
         ]
         captions = [
             page.locator(f"#{i}").inner_text()
-            for i in ("ridges-summary", "roc-summary", "layers-said")
+            for i in ("ridges-summary", "roc-summary", "layers-summary")
         ]
         return [
             *drawn,
@@ -194,7 +194,7 @@ def test_the_default_comes_first_with_its_badge_and_ties_are_tinted(opened: Open
     tinted = page.locator("tr.tied .pick").all_inner_texts()
     assert tinted[:2] == ["exact", "wide"]
     assert "flat" not in tinted
-    assert "(tinted)" in page.locator("#said").inner_text()
+    assert "(tinted)" in page.locator("#summary").inner_text()
 
 
 def test_methods_that_are_not_for_use_unfold(opened: Open) -> None:
@@ -205,7 +205,7 @@ def test_methods_that_are_not_for_use_unfold(opened: Open) -> None:
     page.keyboard.press("Enter")
     assert row.is_visible()
     assert page.locator("#unfold").get_attribute("aria-expanded") == "true"
-    assert page.locator("#unfold").inner_text() == "Hide 1 that are not for use"
+    assert page.locator("#unfold").inner_text() == "Hide 1 not for use"
 
 
 def test_the_table_sorts_by_any_column(opened: Open) -> None:
@@ -371,7 +371,7 @@ def test_layers_have_a_bar_for_each_group_where_the_method_has_layers(opened: Op
     assert page.locator(".layer").first.locator(".who").all_inner_texts() == ["digits", "letters"]
     choose(page, "wide")
     assert page.locator(".layer").count() == 0
-    assert "wide is not made from gradients" in page.locator("#layers-said").inner_text()
+    assert "wide does not use gradients" in page.locator("#layers-summary").inner_text()
     assert not page.locator("#layer-bars").is_visible()
 
 

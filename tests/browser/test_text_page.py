@@ -87,7 +87,7 @@ def check_shades(page: Any, method: str, share: float) -> None:
             marked += "m" in names
     assert marked == (every > threshold.value).sum()
     assert page.locator("#marked").inner_text().split() == [str(marked), "of", str(len(every))]
-    told = page.locator("#said").text_content()
+    told = page.locator("#marked-share").text_content()
     assert told.endswith(
         f": {marked} token{'s' * (marked != 1)} with a score above {threshold.value:.4g}"
     )
@@ -216,7 +216,7 @@ def test_pointing_at_a_token_shows_what_the_model_expected(opened: Open) -> None
     assert f"score {score:.4g}" in text
     assert f"higher than {round(rank, 1):g} % of all tokens" in text
     assert (
-        f"next came {each.tokens[2 + index].replace(' ', '␣')}: {round(100 * np.exp(log), 1):g} %"
+        f"followed by {each.tokens[2 + index].replace(' ', '␣')}: {round(100 * np.exp(log), 1):g} %"
         in text
     )
     assert f"log p −{-log:.4g}" in text
@@ -252,7 +252,7 @@ def test_the_last_token_has_no_score_and_nothing_follows_it(opened: Open) -> Non
     last.hover()
     note = page.locator("#tip").inner_text()
     assert "without a score" in note
-    assert "nothing follows" in note
+    assert "end of the text" in note
     assert last.get_attribute("class") == "t s0"
 
 
@@ -269,7 +269,7 @@ def test_what_comes_after_the_text_is_not_taken_for_a_part_of_it(opened: Open) -
     page = opened([ended])
     assert page.locator(".t").all_inner_texts() == ["a", " b"]
     token(page, 0, 1).hover()
-    assert "next came a token that is not in the text: 13.5" in page.locator("#tip").inner_text()
+    assert "followed by a token that is not in the text: 13.5" in page.locator("#tip").inner_text()
 
 
 def test_tokens_are_reached_by_keyboard_alone(opened: Open) -> None:

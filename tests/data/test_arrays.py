@@ -92,13 +92,13 @@ def test_a_compressed_file(tmp_path: Path) -> None:
     [
         ({"x": np.zeros((5, 3, 8, 3), np.uint8)}, r"x in .*set\.npz .* could be the channels"),
         ({"x": np.zeros((5, 1, 1, 1), np.uint8)}, "could be the channels"),
-        ({"x": np.zeros((5, 4, 8, 8), np.uint8)}, r"\(5, 4, 8, 8\); give \[n, h, w\]"),
-        ({"x": np.zeros((5, 8), np.uint8)}, r"\(5, 8\); give"),
-        ({"x": np.uint8(3)}, r"\(\); give"),
-        ({"x": np.full((2, 8, 8), 255.0)}, "from 255 to 255; give bytes"),
+        ({"x": np.zeros((5, 4, 8, 8), np.uint8)}, r"\(5, 4, 8, 8\); pass \[n, h, w\]"),
+        ({"x": np.zeros((5, 8), np.uint8)}, r"\(5, 8\); pass"),
+        ({"x": np.uint8(3)}, r"\(\); pass"),
+        ({"x": np.full((2, 8, 8), 255.0)}, "from 255 to 255; pass bytes"),
         ({"x": np.full((2, 8, 8), -0.1)}, r"from -0\.1 to"),
         ({"x": np.full((2, 8, 8), np.nan)}, "from nan to nan"),
-        ({"x": np.zeros((2, 8, 8), np.int64)}, "is int64; give bytes"),
+        ({"x": np.zeros((2, 8, 8), np.int64)}, "is int64; pass bytes"),
         ({"x": np.zeros((0, 8, 8), np.uint8)}, "holds no images"),
         ({"x": np.zeros((0, 8, 8))}, "holds no images"),
         (

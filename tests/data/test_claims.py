@@ -144,7 +144,7 @@ def test_strange_escapes_in_a_pickle_warn_nobody(tmp_path: Path) -> None:
 
 def test_a_name_of_half_a_character_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "One.", "id": "\\ud800"}\n{"text": "Two."}\n')
-    with pytest.raises(qualms.QualmsError, match="called by halves of characters"):
+    with pytest.raises(qualms.QualmsError, match="named in invalid Unicode"):
         read_texts(tmp_path / "a.jsonl")
     found = read_texts(tmp_path / "a.jsonl", strict=False)
     assert [one.text for one in found.documents] == ["Two."]

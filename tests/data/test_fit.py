@@ -58,7 +58,7 @@ def test_it_is_told_in_one_sentence() -> None:
     fit = ImageTransform((224, 224), 256, "bicubic")
     assert fit.describe([(480, 640)] * 3 + [(224, 224)]) == (
         "3 images of 640 x 480 pixels were resized to 256 on the shorter side and cropped to 224 x 224 (bicubic), "
-        "as the network's settings say"
+        "as in the network's settings"
     )
     assert ImageTransform((8, 8), by="as --size says").describe([(2, 3), (9, 9)]) == (
         "2 images of 3 x 2 to 9 x 9 pixels were resized to 8 x 8 (bilinear), as --size says"

@@ -135,9 +135,7 @@ def test_images_are_turned_upright(folder: Path, orientation: int) -> None:
         upright = np.asarray(ImageOps.exif_transpose(file))
     found = load("mine")
     assert np.array_equal(gray(found.pixels[0]), upright)
-    assert ("1 image was turned upright, as the EXIF orientation says" in found.notes) == (
-        orientation > 1
-    )
+    assert ("1 image was rotated by the EXIF orientation" in found.notes) == (orientation > 1)
 
 
 def test_unreadable_files_are_left_out_with_the_reason(folder: Path) -> None:
@@ -306,5 +304,5 @@ def test_images_are_fitted_as_they_are_read(folder: Path) -> None:
     assert found.pixels[1].unique().tolist() == [7]
     assert found.notes == (
         "1 image of 80 x 40 pixels was resized to 20 on the shorter side and cropped to 16 x 16 (bilinear), "
-        "as the network's settings say",
+        "as in the network's settings",
     )

@@ -62,7 +62,7 @@ def test_an_unknown_name_is_told_its_neighbors(tmp_path: Path) -> None:
     with pytest.raises(qualms.QualmsError, match="did you mean tiny-imagenet"):
         load("tiny-imagnet", tmp_path)
     for name in ("q" * 5000, "q\0q"):
-        with pytest.raises(qualms.QualmsError, match="give a path that exists, or a name"):
+        with pytest.raises(qualms.QualmsError, match="pass a path that exists, or a name"):
             load(name, tmp_path)
     (tmp_path / "qqq.txt").write_text("")
     with pytest.raises(

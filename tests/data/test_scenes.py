@@ -76,5 +76,5 @@ def test_what_cannot_be_made_is_told() -> None:
         scenes(0)
     with pytest.raises(qualms.QualmsError, match="None or one of digits, letters, photos"):
         scenes(1, "test", "cats")
-    with pytest.raises(qualms.QualmsError, match="for train or test"):
+    with pytest.raises(qualms.QualmsError, match="a split train or test"):
         scenes(1, "validation")

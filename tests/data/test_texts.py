@@ -1,13 +1,14 @@
 """Texts from files of every kind, and what is said of those that cannot be read."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qualms.data.texts import Document, read_texts
-from qualms.errors import QualmsError
+from tests.helpers.errors import refusal
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -28,11 +29,7 @@ def table(**columns: list[Any]) -> Path:
     return Path("texts.parquet")
 
 
-def refused(*arguments: Any, **keywords: Any) -> str:
-    with pytest.raises(QualmsError) as caught:
-        read_texts(*arguments, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refused = partial(refusal, read_texts)
 
 
 def test_a_file_is_a_document_that_is_called_like_it(workdir: Path) -> None:
@@ -96,7 +93,7 @@ BAD = {
     '{"txt": "A"}': 'without a string "text"',
     '{"text": 3}': 'without a string "text"',
     '{"text": " \\n"}': "empty",
-    '{"text": "\\ud83d"}': "made of halves of characters (lone surrogates)",
+    '{"text": "\\ud83d"}': "written in invalid Unicode (lone surrogates)",
 }
 
 
@@ -156,7 +153,7 @@ def test_what_holds_no_text_is_told(workdir: Path) -> None:
         "there is no nowhere.txt in the working directory or data; give a .txt"
     )
     assert "cut.parquet is truncated or not a parquet file" in refused("cut.parquet")
-    assert "texts.parquet has the columns image, label and no text; name" in refused(
+    assert "texts.parquet has the columns image, label, but no column text" in refused(
         table(image=[1], label=[2])
     )
     assert (

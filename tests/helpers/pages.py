@@ -48,3 +48,30 @@ class Page(HTMLParser):
 
 def unpacked(found: dict[str, str]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(found["bytes"]), f"<{found['kind']}")
+
+
+def check_well_formed(page: Page) -> None:
+    """Check that tags are closed, that ids are unique, and that references to ids exist."""
+    assert page.wrong == []
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    assert page.source.lstrip().startswith("<!DOCTYPE html>")
+    for _, attrs in page.elements:
+        for name in ("aria-labelledby", "aria-describedby", "for"):
+            assert set((attrs.get(name) or "").split()) <= set(page.ids)
+
+
+def check_offline(page: Page) -> None:
+    """Check that a page loads nothing, and that its content security policy forbids it."""
+    own = page.source.replace("http://www.w3.org/2000/svg", "")  # a name, which nothing loads
+    assert "http:" not in own
+    assert "https:" not in own
+    policy = ""
+    addresses = []
+    for _, attrs in page.elements:
+        addresses += [str(attrs[key]) for key in ("src", "href") if key in attrs]
+        if attrs.get("http-equiv") == "Content-Security-Policy":
+            policy = str(attrs["content"])
+    assert addresses
+    assert all(address.startswith(("#", "data:")) for address in addresses)
+    assert policy.startswith("default-src 'none'")

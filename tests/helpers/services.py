@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from fastapi import FastAPI
-from PIL import Image
 from starlette.testclient import TestClient
 from torch import nn
 
@@ -30,6 +28,7 @@ from qualms.service.scoring import (
     score_requests,
 )
 from qualms.stream.network import Network
+from tests.helpers.layouts import png
 
 REGRAD = "regrad+layers+smooth"
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -125,12 +124,6 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 def pixels(number: int) -> np.ndarray:
     """One digit, [8][8]."""
     return digits().pixels[number, 0].numpy()
-
-
-def png(array: np.ndarray) -> bytes:
-    file = BytesIO()
-    Image.fromarray(array).save(file, "PNG")
-    return file.getvalue()
 
 
 def upload(*numbers: int) -> list[tuple[str, tuple[str, bytes, str]]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import torch
-from PIL import Image
 from pyarrow import parquet
 
 from qualms.data import Images
+from tests.helpers import layouts
 
 COUNT = 70
 
@@ -19,9 +19,7 @@ METHODS = ("regrad+layers(0.2)+smooth(0.05,2)", "entropy")
 
 
 def png(image: torch.Tensor) -> bytes:
-    content = io.BytesIO()
-    Image.fromarray(image[0].numpy()).save(content, "PNG")
-    return content.getvalue()
+    return layouts.png(image[0].numpy())
 
 
 def as_folder(images: Images, place: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import qualms
 from qualms.data import Normalization
 from qualms.errors import QualmsError
 from qualms.models import load_model, normalization_of
+from tests.helpers.errors import refusal
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -43,11 +45,7 @@ def written(model: Any, folder: Path) -> Path:
     return folder
 
 
-def refused(*args: Any, **keywords: Any) -> str:
-    with pytest.raises(QualmsError) as caught:
-        load_model(*args, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refused = partial(refusal, load_model)
 
 
 def agrees_with_the_reference(model: nn.Module, x: Any) -> None:

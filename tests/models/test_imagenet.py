@@ -7,9 +7,9 @@ import os
 import re
 import sys
 import warnings
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ from PIL import Image
 
 import qualms
 from qualms.data import ImageTransform
-from qualms.errors import QualmsError
 from qualms.models import ZOO, load_model, preprocessing_of
 from qualms.models.efficientnet_lite import pad_same, round_channels
 from qualms.models.imagenet import imagenet_classes, imagenet_ids
 from qualms.models.zoo import installed_weights
+from tests.helpers.errors import refusal
 
 NETWORKS = [name for name in ZOO if name.startswith("imagenet-")]
 LITE0, MOBILENET = "imagenet-efficientnet-lite0", "imagenet-mobilenet-v2"
@@ -37,11 +37,7 @@ def need_weights(name: str) -> None:
         pytest.skip(f"{ZOO[name].package} is not installed; `make test-all` brings it")
 
 
-def refused(*args: Any, **keywords: Any) -> str:
-    with pytest.raises(QualmsError) as caught:
-        load_model(*args, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refused = partial(refusal, load_model)
 
 
 def fake_package(folder: Path, name: str, network: str) -> None:

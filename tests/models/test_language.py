@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import qualms
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel, load_language_model
+from tests.helpers.errors import refusal
 from tests.helpers.tiny_llama import llama, tokenizer, write_language_model
 
 transformers = pytest.importorskip("transformers")
@@ -30,10 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(source: object) -> str:
-    with pytest.raises(QualmsError) as caught:
-        load_language_model(f"hf:{source}")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusal(load_language_model, f"hf:{source}")
 
 
 def test_a_model_comes_with_its_tokenizer(folder: Path) -> None:
@@ -143,7 +141,7 @@ def test_a_tokenizer_without_places_in_the_text_is_refused() -> None:
         is_fast = False
 
     with pytest.raises(
-        QualmsError, match=r"the tokenizer of mine \(Slow\) does not say where in a text"
+        QualmsError, match=r"the tokenizer of mine \(Slow\) does not report the character offsets"
     ):
         LanguageModel("mine", llama(), Slow())
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.errors import QualmsError
 from qualms.models import ZOO, load_model, normalization_of
 from qualms.models.cnn import mnist_cnn_5x5
 from qualms.models.zoo import IMAGENET
+from tests.helpers.errors import refusal
 
 # What factories of these tests are found under.
 HERE = __name__
@@ -50,12 +51,7 @@ def holds(model: nn.Module, state: dict[str, Tensor]) -> bool:
     return all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
 
 
-def refused(*args: Any, **keywords: Any) -> str:
-    """What load_model says, which is one sentence."""
-    with pytest.raises(QualmsError) as caught:
-        load_model(*args, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refused = partial(refusal, load_model)
 
 
 def test_a_name_of_the_zoo_with_and_without_weights(tmp_path: Path) -> None:
@@ -169,7 +165,7 @@ def test_what_is_wrong_with_a_factory_is_told(
     assert "does not import" in refused(":f")
     assert f"there is no 'nothing' in {HERE}.Networks" in refused(f"{HERE}:Networks.nothing")
     assert "is a str; name a function or class" in refused(f"{HERE}:HERE")
-    assert "gives a dict; it must return a torch.nn.Module" in refused(f"{HERE}:gives_a_dict")
+    assert "returned a dict; it must return a torch.nn.Module" in refused(f"{HERE}:gives_a_dict")
     assert "raised RuntimeError as it was called: no weights today." in refused(f"{HERE}:raises")
     assert "takes neither classes nor num_classes" in refused(f"{HERE}:Networks.fixed", classes=3)
     assert "takes neither classes nor num_classes" in refused("builtins:dict", classes=3)

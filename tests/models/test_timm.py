@@ -5,6 +5,7 @@ does not import is an error. Elsewhere they run if timm is installed.
 """
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from PIL import Image
 
 import qualms
 from qualms.data import Normalization
-from qualms.errors import QualmsError
 from qualms.models import ZOO, load_model, normalization_of, preprocessing_of
 from qualms.models.imagenet import imagenet_classes, imagenet_ids
+from tests.helpers.errors import refusal
 
 
 def imported() -> Any:
@@ -49,12 +50,7 @@ NETWORKS = [
     ("vit_tiny_patch16_224", 224),
 ]
 
-
-def refused(*args: Any, **keywords: Any) -> str:
-    with pytest.raises(QualmsError) as caught:
-        load_model(*args, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refused = partial(refusal, load_model)
 
 
 @pytest.mark.parametrize(("name", "size"), NETWORKS)

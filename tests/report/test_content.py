@@ -180,7 +180,7 @@ def test_the_default_is_known_by_its_kind_and_its_absence_is_explained() -> None
     assert not_for_use(content) == ["flat"]
     without = replace(content, kinds={"tied": parse("ungrad")}, layers={})
     assert find_default(without) is None
-    assert "was not among the methods that were asked for" in explain_no_default(without)
+    assert "was not among the requested methods" in explain_no_default(without)
     row = LeftOutRow(row="left out", method="regrad+layers+smooth", why="the model is odd.")
     assert explain_no_default(replace(without, left_out=[row])).endswith(
         "could not be used: the model is odd."
@@ -220,10 +220,10 @@ def test_nothing_is_called_best_where_all_may_be_chance() -> None:
     assert "best" not in told
 
 
-def test_without_anything_to_compare_the_reason_is_said() -> None:
+def test_without_anything_to_compare_there_is_a_reason() -> None:
     known = full().known
     for content, words in (
-        (bare(), "no labels that say which predictions are wrong"),
+        (bare(), "no labels that show which predictions are wrong"),
         (Content("t", replace(known, labels=known.predicted)), "every prediction is right"),
     ):
         judged = numbers.summarize_methods(content, resamples=5)
@@ -250,7 +250,7 @@ def test_whiskers_span_the_methods_that_are_for_use() -> None:
 def test_errors() -> None:
     known = full().known
     with pytest.raises(
-        qualms.QualmsError, match="digits has 150 images, and the predictions are 3"
+        qualms.QualmsError, match="digits has 150 images and 3 values in the predictions"
     ):
         replace(known, predicted=np.arange(3))
     with pytest.raises(
@@ -263,9 +263,9 @@ def test_errors() -> None:
         qualms.QualmsError, match="only one of digits and letters has scores of flat"
     ):
         Content("t", known, [replace(full().unknown[0], scores={"exact": np.zeros(90)})])
-    with pytest.raises(qualms.QualmsError, match="two groups of images have one name"):
+    with pytest.raises(qualms.QualmsError, match="two groups of images have the same name"):
         Content("t", known, [known])
-    with pytest.raises(qualms.QualmsError, match="the confidences are 2"):
+    with pytest.raises(qualms.QualmsError, match="2 values in the confidences"):
         replace(known, confidence=np.ones(2))
     layers = LayerContributions(["fc"], np.ones((1, 1)), ["elsewhere"])
     with pytest.raises(qualms.QualmsError, match="the layers of exact are for images of elsewhere"):

@@ -141,7 +141,7 @@ def test_a_large_map_is_thinned_and_no_pixel_is_mixed_with_others(tmp_path: Path
     assert (flagged == (scores[0, ::3, ::3] > np.median(scores))).mean() > 0.999
 
 
-def test_maps_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_maps_of_other_shapes_are_refused(tmp_path: Path) -> None:
     maps = full()
 
     def error(**changes: Any) -> str:
@@ -150,7 +150,7 @@ def test_maps_that_do_not_fit_are_told(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert error(scores={}).startswith("the page has no scores")
-    assert "and the scores of m (14, 16, 16); give a number for each pixel" in error(
+    assert "and the scores of m (14, 16, 16); pass one number per pixel" in error(
         scores={"m": np.zeros((14, 16, 16))}
     )
     assert "and the labels (16, 24)" in error(labels=np.zeros((16, 24), np.int64))

@@ -88,7 +88,7 @@ class _Speed:
         starts: By kind of work, when it started, and how much of it was done then.
     """
 
-    latest: float = field(default_factory=lambda: time.monotonic())
+    latest: float = field(default_factory=time.monotonic)
     starts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def start(self, what: str, done: int) -> None:

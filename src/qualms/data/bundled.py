@@ -29,9 +29,12 @@ def read_digits(root: Path, split: str) -> Images:
     Returns:
         Gray images [n, 1, 8, 8] with ten classes.
     """
-    dataset = import_extra("sklearn.datasets", "scikit-learn", "its digits").load_digits()
+    package = import_extra("sklearn.datasets", "scikit-learn", "its digits")
+    dataset = package.load_digits()
     edge = len(dataset.images) * 4 // 5
-    part = slice(edge) if split == "train" else slice(edge, None)
+    part = slice(edge, None)
+    if split == "train":
+        part = slice(edge)
     pixels = np.rint(dataset.images[part, None] * (255 / 16))
     return build_images("digits", "scikit-learn", pixels, dataset.target[part], DIGITS)
 
@@ -50,7 +53,8 @@ def read_letters(root: Path, split: str) -> Images:
     draw = import_extra("PIL.ImageDraw", "pillow", "letters")
     fonts = import_extra("PIL.ImageFont", "pillow", "letters")
     middle = (LETTER_SIZE / 2, LETTER_SIZE / 2)
-    pixels, labels = [], []
+    pixels = []
+    labels = []
     for height in LETTER_HEIGHTS[split]:
         font = fonts.load_default(height)
         for label, letter in enumerate(ascii_letters):
@@ -75,10 +79,12 @@ def read_photos(root: Path, split: str) -> Images:
         Color images [n, 3, 32, 32] with two classes, the photographs.
     """
     package = import_extra("sklearn.datasets", "scikit-learn", "its photographs")
-    pixels, labels = [], []
+    pixels = []
+    labels = []
     for label, name in enumerate(PHOTOS):
         photo = np.asarray(package.load_sample_image(f"{name}.jpg"))
-        rows, columns = photo.shape[0] // PATCH, photo.shape[1] // PATCH
+        rows = photo.shape[0] // PATCH
+        columns = photo.shape[1] // PATCH
         for i, j in np.ndindex(rows, columns):
             if (i + j) % 2 != (split == "test"):
                 continue

@@ -72,6 +72,13 @@ def read_cifar100(root: Path, split: str) -> Images:
 
 
 def _read(root: Path, split: str, layout: _Layout) -> Images:
+    """Read the images of a split.
+
+    Args:
+        root: the folder of datasets.
+        split: "train" or "test".
+        layout: the files, their keys and the classes.
+    """
     folder = root / layout.folder
     # All files are looked for before the first is read.
     paths = [find_first([folder / file], file) for file in layout.files[split]]
@@ -81,7 +88,8 @@ def _read(root: Path, split: str, layout: _Layout) -> Images:
         assert batch.labels is not None
         pixels.append(batch.pixels.numpy())
         labels.append(batch.labels.numpy())
-    every_pixel, every_label = np.concatenate(pixels), np.concatenate(labels)
+    every_pixel = np.concatenate(pixels)
+    every_label = np.concatenate(labels)
     return build_images(layout.name, folder, every_pixel, every_label, layout.classes)
 
 
@@ -110,6 +118,7 @@ def _read_batch(path: Path, layout: _Layout) -> Images:
 
 
 def _decode_key(key: Any) -> Any:
+    """A key as text, which Python 2 wrote as bytes."""
     return key.decode("latin1") if isinstance(key, bytes) else key
 
 

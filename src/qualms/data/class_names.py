@@ -1,4 +1,4 @@
-"""What the classes of well-known datasets are called, in the order of their labels."""
+"""The class names of well-known datasets, in the order of their labels."""
 
 DIGITS = tuple("0123456789")
 

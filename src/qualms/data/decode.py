@@ -27,7 +27,7 @@ SCALE_BLOCK = 2**20  # numbers that are scaled together
 # What can be changed in an image, and the sentence about so many of them.
 CHANGES = {
     "frames": "{n} {images} {have} several frames, of which the first was read",
-    "orientation": "{n} {images} {were} turned upright, as the EXIF orientation says",
+    "orientation": "{n} {images} {were} rotated by the EXIF orientation",
     "more bits": "{n} {images} {were} scaled from more than 8 bits to 8",
     "grayscale": "{n} grayscale {images} {were} converted to color",
     "palette": "{n} {images} with a palette {were} converted to color",
@@ -61,7 +61,7 @@ class TooLarge(Unreadable):
 
 
 def pillow() -> Any:
-    """Pillow's Image module, or an error that says how to install it."""
+    """Import Pillow's Image module, or raise an error that explains how to install it."""
     return import_extra("PIL.Image", "pillow", "images")
 
 
@@ -141,7 +141,7 @@ def _open(
             return _too_large(where, int(claimed), int(limit))
         return Unreadable(where, "truncated or not an image", error)
 
-    # That memory runs out says nothing about the file.
+    # Running out of memory is not a defect of the file.
     with warnings.catch_warnings(), explain_failure(explain, let_through=(MemoryError,)):
         # About sizes below the limit, and metadata that is damaged.
         warnings.simplefilter("ignore")
@@ -180,16 +180,23 @@ def _require_size(image: Any, where: str, length: int, most: int | None) -> None
 
 
 def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
+    """The error that a header claims more pixels than are read.
+
+    Args:
+        where: the name of the image in the error.
+        claimed: pixels by the header.
+        limit: the largest number of pixels that is read.
+    """
     return TooLarge(
         where, f"too large: its header claims {claimed:,} pixels, and at most {limit:,} are read"
     )
 
 
 def _read_metadata(read: Callable[[], T], default: T) -> T:
-    """What a file's metadata says; the default where it is damaged, which the pixels survive."""
+    """Read a value of a file's metadata; the default if that is damaged, which the pixels survive."""
     try:
         return read()
-    except Exception:  # Pillow raises whatever damaged bytes lead to
+    except Exception:  # noqa: BLE001 (damaged bytes lead to any exception in Pillow)
         return default
 
 
@@ -209,7 +216,7 @@ def _turn_upright(image: Any, orientation: int) -> None:
         image: Pillow's, whose metadata is no longer needed.
         orientation: EXIF's.
     """
-    # Nothing else stays in the metadata: Pillow would write it anew, and fail where it is damaged.
+    # Nothing else stays in the metadata: Pillow would write it again, and fail if it is damaged.
     image.info.clear()
     image.getexif()[ORIENTATION] = orientation
     import_extra("PIL.ImageOps", "pillow", "images").exif_transpose(image, in_place=True)

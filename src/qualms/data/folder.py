@@ -196,7 +196,7 @@ def _split_folder(path: Path, split: str) -> Path:
         # As classes they would be a surprise: this folder holds the other split alone.
         raise QualmsError(
             f"{path} has the folders {', '.join(folders)} and none for the split {split}; "
-            "ask for another split."
+            "choose another split."
         )
     return path
 
@@ -238,10 +238,13 @@ def _as_file(folder: Path, file: Path) -> File:
 
 
 def _read_content(file: Path) -> bytes:
+    """Return the bytes of an image file, or raise `Unreadable` with the reason."""
     ending = file.suffix.lower()
     if ending not in endings():
         package = FOREIGN[ending]
-        needs = f"needs the package {package}" if package else "Pillow does not read"
+        needs = "Pillow does not read"
+        if package:
+            needs = f"needs the package {package}"
         raise Unreadable(str(file), f"a {ending} file, which {needs}")
     try:
         return file.read_bytes()

@@ -31,7 +31,7 @@ class ImageTransform:
             the image's shape; a pair is height and width. None resizes straight to `size`.
         interpolation: nearest, bilinear, bicubic or lanczos.
         channels: 1 for gray, 3 for color, None for those of the image.
-        by: who asks for this, to end the sentence of `describe`.
+        by: the reason, which ends the sentence of `describe`.
 
     Example:
         ```python
@@ -49,7 +49,7 @@ class ImageTransform:
     resize: int | tuple[int, int] | None = None
     interpolation: Interpolation = "bilinear"
     channels: int | None = None
-    by: str = field(default="as the network's settings say", compare=False)
+    by: str = field(default="as in the network's settings", compare=False)
 
     def __post_init__(self) -> None:
         before = self._before or self.size
@@ -74,7 +74,9 @@ class ImageTransform:
     @property
     def _before(self) -> tuple[int, int] | None:
         """`resize` as a pair."""
-        return (self.resize, self.resize) if isinstance(self.resize, int) else self.resize
+        if isinstance(self.resize, int):
+            return self.resize, self.resize
+        return self.resize
 
     def apply_to_image(self, image: Any) -> Any:
         """Transform one image of Pillow's, in mode L or RGB."""
@@ -82,12 +84,16 @@ class ImageTransform:
         if image.size != (width, height):
             image = self._crop_ends(image)
             wide, high = self._size_before_crop(*image.size)
-            image = image.resize((wide, high), pillow().Resampling[self.interpolation.upper()])
-            # As torchvision and timm round: to the nearest pixel, halves to the even one.
-            left, top = round((wide - width) / 2), round((high - height) / 2)
+            filter = pillow().Resampling[self.interpolation.upper()]
+            image = image.resize((wide, high), filter)
+            # Rounded as in torchvision and timm: to the nearest pixel, halves to the even one.
+            left = round((wide - width) / 2)
+            top = round((high - height) / 2)
             image = image.crop((left, top, left + width, top + height))
         mode = {None: image.mode, 1: "L", 3: "RGB"}[self.channels]
-        return image if image.mode == mode else image.convert(mode)
+        if image.mode == mode:
+            return image
+        return image.convert(mode)
 
     def _crop_ends(self, image: Any) -> Any:
         """The middle of an image that is long and thin.
@@ -98,7 +104,8 @@ class ImageTransform:
         most = MAX_ASPECT * min(wide, high) * max(self.size) // min(self.size)
         if not isinstance(self.resize, int) or max(wide, high) <= most:
             return image
-        left, top = max(0, (wide - most) // 2), max(0, (high - most) // 2)
+        left = max(0, (wide - most) // 2)
+        top = max(0, (high - most) // 2)
         return image.crop((left, top, wide - left, high - top))
 
     def _size_before_crop(self, wide: int, high: int) -> tuple[int, int]:
@@ -109,7 +116,9 @@ class ImageTransform:
             return width, height
         # Never smaller than what is cropped from it.
         scale = max(self.resize / min(wide, high), width / wide, height / high)
-        return max(width, int(wide * scale + 1e-6)), max(height, int(high * scale + 1e-6))
+        width = max(width, int(wide * scale + 1e-6))
+        height = max(height, int(high * scale + 1e-6))
+        return width, height
 
     def apply(self, images: Images) -> Images:
         """Transform images in memory.
@@ -131,12 +140,14 @@ class ImageTransform:
         pixels = torch.empty(len(images), wanted, *self.size, dtype=torch.uint8)
         for i, pixel in enumerate(images.pixels):
             array = pixel.permute(1, 2, 0).contiguous().numpy()
-            image = pillow().fromarray(array[..., 0] if channels == 1 else array)
-            pixels[i] = torch.from_numpy(channels_first(self.apply_to_image(image)))
+            if channels == 1:
+                array = array[..., 0]
+            image = self.apply_to_image(pillow().fromarray(array))
+            pixels[i] = torch.from_numpy(channels_first(image))
         return replace(images, pixels=pixels)
 
     def describe(self, sizes: Iterable[tuple[int, int]]) -> str:
-        """What happens to images, in one sentence.
+        """Describe how images are changed, in one sentence.
 
         Args:
             sizes: height and width of each image.
@@ -147,15 +158,18 @@ class ImageTransform:
         others = [size for size in sizes if size != self.size]
         if not others:
             return ""
-        low, high = min(others, key=_area), max(others, key=_area)
-        pixels = _by(low) if low == high else f"{_by(low)} to {_by(high)}"
+        low = min(others, key=_area)
+        high = max(others, key=_area)
+        pixels = _by(low)
+        if low != high:
+            pixels += f" to {_by(high)}"
         done = f"{self._steps()} ({self.interpolation}), {self.by}"
         if len(others) == 1:
             return f"1 image of {pixels} pixels was {done}"
         return f"{len(others)} images of {pixels} pixels were {done}"
 
     def _steps(self) -> str:
-        """What is done to an image, in words."""
+        """Describe the steps that an image goes through."""
         if self.resize is None:
             return f"resized to {_by(self.size)}"
         before = f"{self.resize} on the shorter side"
@@ -167,10 +181,13 @@ class ImageTransform:
 def channels_first(image: Any) -> UInt8[np.ndarray, "c h w"]:
     """The pixels of an image of Pillow's, in mode L or RGB."""
     pixels = np.array(image)
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    if pixels.ndim == 2:
+        return pixels[None]
+    return pixels.transpose(2, 0, 1)
 
 
 def _area(size: tuple[int, int]) -> int:
+    """The number of pixels of a size."""
     return size[0] * size[1]
 
 

@@ -112,10 +112,10 @@ class Images:
         """
         if count is not None and count < 1:
             raise QualmsError(
-                f"a subset of {count} images of {self.name} was asked for; ask for at least 1, "
-                "or None."
+                f"cannot take a subset of {count} images of {self.name}; take at least 1, or None."
             )
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        random = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self), generator=random)
         return self.take(order[:count])
 
     def convert(self, channels: int, size: int | tuple[int, int]) -> "Images":
@@ -135,9 +135,7 @@ class Images:
                 "use 1 or 3."
             )
         if min(height, width) < 1:
-            raise QualmsError(
-                f"{self.name} cannot be resized to {size} pixels; ask for at least 1."
-            )
+            raise QualmsError(f"{self.name} cannot be resized to {size} pixels; pass at least 1.")
         if tuple(self.pixels.shape[1:]) == (channels, height, width):
             return self
         parts = []
@@ -192,7 +190,8 @@ def _resize(
     if tuple(x.shape[2:]) != (height, width):
         x = F.interpolate(x, (height, width), mode="bilinear", antialias=True)
     # One rounding at the end, not one for each step.
-    return x.round().clamp(0, 255).to(torch.uint8).expand(-1, channels, -1, -1)
+    rounded = x.round().clamp(0, 255).to(torch.uint8)
+    return rounded.expand(-1, channels, -1, -1)
 
 
 def build_images(
@@ -218,7 +217,9 @@ def build_images(
     # A copy only if needed: arrays over a file's bytes cannot be written to, and torch wants the
     # order of the axes.
     x = torch.from_numpy(np.require(pixels, np.uint8, ["C", "W"]))
-    y = None if labels is None else _check_labels(labels, where, len(x), len(classes))
+    y = None
+    if labels is not None:
+        y = _check_labels(labels, where, len(x), len(classes))
     return Images(name, x, y, classes, **more)
 
 

@@ -57,7 +57,7 @@ def load(
             QUALMS_DATA, else `data`.
         split: train or test.
         size: resize all images to size x size.
-        transform: resize and crop all images so, whatever `size` is.
+        transform: how all images are resized and cropped; takes precedence over `size`.
         strict: whether an image that cannot be read is an error. If not, it is left out and among
             `Images.rejected`.
         fit: the deprecated name of `transform`.
@@ -77,13 +77,13 @@ def load(
         raise QualmsError(f"the split {split!r} is not known; it is train or test.")
     if size is not None and size < 1:
         raise QualmsError(
-            f"images cannot be {size} pixels wide; give a size of at least 1, or none."
+            f"images cannot be {size} pixels wide; pass a size of at least 1, or none."
         )
     if fit is not None:
         warn_renamed("load(fit=)", "load(transform=)")
         transform = fit
     if transform is None and size is not None:
-        transform = ImageTransform((size, size), by="as asked for")
+        transform = ImageTransform((size, size), by="as requested")
     options = _Options(root_of(root), split, transform, strict)
     dataset = dataset_name(name, root)
     if dataset is not None:
@@ -168,7 +168,9 @@ def _read_dataset(name: str, options: _Options) -> Images:
             f"the images of {name} in {root} have the shape {shape} and not {expected}; "
             f"{dataset.get}."
         )
-    source = f"bundled with {dataset.package}" if dataset.package else f"{root}/ (dataset {name})"
+    source = f"{root}/ (dataset {name})"
+    if dataset.package:
+        source = f"bundled with {dataset.package}"
     return replace(images, source=source)
 
 
@@ -186,7 +188,9 @@ def _load_path(name: str, options: _Options) -> Images:
 
 def _read_path(name: str, options: _Options) -> Images:
     """The images of a file or folder, by the reader for its kind."""
-    path, split, transform = place_of(name, options.root), options.split, options.transform
+    path = place_of(name, options.root)
+    split = options.split
+    transform = options.transform
     if path is None:
         raise _unknown_name(name, options.root)
     shown, ending = _display_name(path), path.suffix.lower()
@@ -203,7 +207,7 @@ def _read_path(name: str, options: _Options) -> Images:
 
 
 def _display_name(place: Path) -> str:
-    """What images are called by their path: nobody may take them for a dataset."""
+    """The name of images from their path, which is never the name of a dataset."""
     short = place.stem if place.is_file() else Path(os.path.abspath(place)).name
     if short not in DATASETS:
         return short
@@ -220,11 +224,14 @@ def _transform(images: Images, transform: ImageTransform | None) -> Images:
 
 
 def _unknown_name(name: str, root: Path) -> QualmsError:
+    """The error that a name is neither a dataset nor a path, with similar names if there are any."""
     names = list(DATASETS)
     if root.is_dir():
         names += [entry.name for entry in root.iterdir()]
     close = difflib.get_close_matches(name, names, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else "give a path that exists, or a name."
+    hint = "pass a path that exists, or a name."
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
     return QualmsError(
         f"{name} is neither a dataset ({', '.join(DATASETS)}) nor an image, an image folder, "
         f"a .npz or a .parquet file in the working directory or {root}; {hint}"

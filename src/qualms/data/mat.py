@@ -1,12 +1,11 @@
 """The arrays of plain numbers in a MATLAB 5 file.
 
-scipy reads these too, but takes lengths and types in the file at their word: a damaged one can end
-the process. Here each length is compared with the bytes that are there before anything is read by
-it.
+scipy reads these too, but trusts the lengths and types in the file: a damaged one can crash the
+process. Here each length is compared with the available bytes before anything is read by it.
 
 A file is 128 bytes of header, and then elements: the type of what follows and its length in four
-bytes each, the bytes, and zeros up to a multiple of eight. Four bytes or fewer may stand in the
-place of the length, which shares the type's.
+bytes each, the bytes, and zeros up to a multiple of eight. Four bytes or fewer may take the place
+of the length, which then shares the four bytes of the type.
 """
 
 import math
@@ -39,7 +38,7 @@ class Variable:
     """A variable of a file.
 
     Args:
-        kind: what the file says that it is.
+        kind: the type of the variable in the file.
         numbers: the array; None if it is not one of real numbers.
     """
 
@@ -58,18 +57,30 @@ def read_mat(content: bytes) -> dict[str, Variable]:
         zlib.error: if what is compressed is damaged.
     """
     order = {b"IM": "<", b"MI": ">"}.get(content[HEADER - 2 : HEADER])
-    if order is None or struct.unpack(f"{order}H", content[HEADER - 4 : HEADER - 2]) != (0x0100,):
+    if order is None:
+        raise ValueError("no MATLAB 5 file")
+    (version,) = struct.unpack(f"{order}H", content[HEADER - 4 : HEADER - 2])
+    if version != 0x0100:
         raise ValueError("no MATLAB 5 file")
     variables: dict[str, Variable] = {}
-    for kind, inside in _elements(memoryview(content)[HEADER:], order):
-        if kind == COMPRESSED:
-            ((kind, inside),) = _elements(memoryview(zlib.decompress(inside)), order)
+    for element in _elements(memoryview(content)[HEADER:], order):
+        kind, inside = _decompress(element, order)
         if kind == MATRIX and len(inside):
-            name, variable = _read_variable(list(_elements(inside, order)), order)
+            parts = list(_elements(inside, order))
+            name, variable = _read_variable(parts, order)
             if name in variables:
                 raise ValueError(f"two variables {name}")
             variables[name] = variable
     return variables
+
+
+def _decompress(element: tuple[int, memoryview], order: str) -> tuple[int, memoryview]:
+    """Return the one element inside a compressed element; others as they are."""
+    kind, content = element
+    if kind != COMPRESSED:
+        return element
+    (inside,) = _elements(memoryview(zlib.decompress(content)), order)
+    return inside
 
 
 def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
@@ -85,7 +96,9 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
             raise ValueError("an element that is cut short")
         kind, length = struct.unpack_from(f"{order}II", content, at)
         if kind >> 16:
-            kind, length, start = kind & 0xFFFF, kind >> 16, at + 4
+            length = kind >> 16
+            kind = kind & 0xFFFF
+            start = at + 4
             if length > 4:
                 raise ValueError("more than four bytes in the place of a length")
             at += TAG
@@ -94,7 +107,9 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
             if length > len(content) - start:
                 raise ValueError("an element that is longer than the file")
             # What is compressed is not filled up, and some writers do not fill up the last element.
-            padding = 0 if kind == COMPRESSED else -length % 8
+            padding = -length % 8
+            if kind == COMPRESSED:
+                padding = 0
             at = min(len(content), start + length + padding)
         yield kind, content[start : start + length]
 
@@ -111,12 +126,13 @@ def _read_variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str
     (flags,) = struct.unpack_from(f"{order}I", parts[0][1])
     kind = flags & 0xFF
     if kind in OTHERS:
-        name = b""
+        name = ""
         if len(parts) > 2 and parts[2][0] == INT8:
-            name = bytes(parts[2][1])
-        return name.decode("latin1"), Variable(OTHERS[kind], None)
+            name = bytes(parts[2][1]).decode("latin1")
+        return name, Variable(OTHERS[kind], None)
     code = NUMBERS.get(kind)
-    if code is None or len(parts) != (5 if flags & COMPLEX else 4):
+    is_complex = bool(flags & COMPLEX)
+    if code is None or len(parts) != 4 + is_complex:
         raise ValueError("a variable of no known type, or not in the parts of an array")
     (shape_type, shape), (name_type, text), (stored, numbers) = parts[1:4]
     if shape_type != INT32 or len(shape) % 4 or name_type != INT8 or stored not in STORED:
@@ -124,11 +140,14 @@ def _read_variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str
     lengths = struct.unpack(f"{order}{len(shape) // 4}i", shape)
     width = np.dtype(STORED[stored]).itemsize
     if len(lengths) < 2 or min(lengths) < 0 or math.prod(lengths) * width != len(numbers):
-        raise ValueError("an array that is not as long as its shape says")
+        raise ValueError("an array whose length does not match its shape")
     # MATLAB stores numbers in the narrowest type that holds them all.
-    array = np.frombuffer(numbers, f"{order}{STORED[stored]}").astype(code, copy=False)
-    name = bytes(text)
-    if flags & COMPLEX:
-        return name.decode("latin1"), Variable("complex", None)
-    described = "logical" if flags & LOGICAL else np.dtype(code).name
-    return name.decode("latin1"), Variable(described, array.reshape(lengths, order="F"))
+    array = np.frombuffer(numbers, f"{order}{STORED[stored]}")
+    array = array.astype(code, copy=False)
+    name = bytes(text).decode("latin1")
+    if is_complex:
+        return name, Variable("complex", None)
+    described = np.dtype(code).name
+    if flags & LOGICAL:
+        described = "logical"
+    return name, Variable(described, array.reshape(lengths, order="F"))

@@ -28,7 +28,7 @@ LABELS = ("y", "labels")
 
 @dataclass(frozen=True)
 class _Header:
-    """What the first bytes of an .npy file say about its array.
+    """The description of an array in the first bytes of an .npy file.
 
     Args:
         shape: of the array.
@@ -59,7 +59,7 @@ class _Header:
         if self.dtype.hasobject:
             raise ValueError("objects")
         if length - self.start != math.prod(self.shape) * self.dtype.itemsize:
-            raise ValueError("not as long as its header says")
+            raise ValueError("its length does not match its header")
 
 
 def read_npz(path: Path, split: str, name: str) -> Images:
@@ -73,13 +73,15 @@ def read_npz(path: Path, split: str, name: str) -> Images:
     with _open(path) as file:
         key, labels_key = _find_keys(path, file, split)
         array = _parse_array(file.read(f"{key}.npy"))
-        labels = None if labels_key is None else _parse_array(file.read(f"{labels_key}.npy"))
+        labels = None
+        if labels_key is not None:
+            labels = _parse_array(file.read(f"{labels_key}.npy"))
     where = f"{key} in {path}"
     return build_images(name, path, _to_bytes(_channels_first(array, where), where), labels)
 
 
 def npz_count(path: Path, split: str) -> int:
-    """How many images there are, as the header says.
+    """The number of images, from the header.
 
     Args:
         path: of the file.
@@ -132,7 +134,7 @@ def npz_parts(
 
 @contextmanager
 def _open(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The zip archive; whatever goes wrong with it becomes an error that names it."""
+    """Open the zip archive; any exception becomes an error that names it."""
 
     def explain(error: Exception) -> QualmsError:
         return QualmsError(
@@ -182,7 +184,9 @@ def _parse_array(content: bytes) -> np.ndarray:
     header = _Header.read(io.BytesIO(content))
     header.require_length(len(content))
     numbers = np.frombuffer(content, header.dtype, offset=header.start)
-    return numbers.reshape(header.shape, order="F" if header.by_column else "C")
+    if header.by_column:
+        return numbers.reshape(header.shape, order="F")
+    return numbers.reshape(header.shape)
 
 
 def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
@@ -202,7 +206,7 @@ def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
     if is_last:
         return images.transpose(0, 3, 1, 2)
     raise QualmsError(
-        f"{where} has the shape {images.shape}; give [n, h, w], [n, h, w, c] or [n, c, h, w], "
+        f"{where} has the shape {images.shape}; pass [n, h, w], [n, h, w, c] or [n, c, h, w], "
         "c 1 or 3."
     )
 
@@ -212,10 +216,10 @@ def _to_bytes(images: np.ndarray, where: str) -> np.ndarray:
     if images.dtype == np.uint8 or not images.size:
         return images
     if images.dtype.kind != "f":
-        raise QualmsError(f"{where} is {images.dtype}; give bytes (uint8), or floats from 0 to 1.")
+        raise QualmsError(f"{where} is {images.dtype}; pass bytes (uint8), or floats from 0 to 1.")
     low, high = float(images.min()), float(images.max())
     if not (low >= 0 and high <= 1):
         raise QualmsError(
-            f"{where} goes from {low:g} to {high:g}; give bytes (uint8), or floats from 0 to 1."
+            f"{where} goes from {low:g} to {high:g}; pass bytes (uint8), or floats from 0 to 1."
         )
     return np.rint(images.astype(np.float64) * 255)

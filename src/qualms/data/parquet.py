@@ -73,7 +73,8 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
     parquet = import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
     with explain_parquet_errors(path):
         file = parquet.ParquetFile(content)
-        columns, metadata = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
+        columns = list(file.schema_arrow.names)
+        metadata = file.schema_arrow.metadata or {}
     image_key = _first_of(IMAGES, columns)
     label_key = _first_of(LABELS, columns)
     if image_key is None:
@@ -81,10 +82,12 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
             f"{path} has the columns {', '.join(columns) or 'none'} and no images; name that "
             f"column {', '.join(IMAGES)}."
         )
-    return ParquetImages(path, file, image_key, label_key, _class_names(metadata, label_key))
+    class_names = _class_names(metadata, label_key)
+    return ParquetImages(path, file, image_key, label_key, class_names)
 
 
 def _first_of(keys: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The first of some keys that is a column; None if there is none."""
     for key in keys:
         if key in columns:
             return key
@@ -109,7 +112,9 @@ def read_parquet(
         columns.append(table.label_key)
     with explain_parquet_errors(path):
         values = table.file.read(columns=columns).to_pydict()
-    labels = None if table.label_key is None else values[table.label_key]
+    labels = None
+    if table.label_key is not None:
+        labels = values[table.label_key]
     if labels is not None and not all(type(label) is int for label in labels):
         raise QualmsError(
             f"the column {table.label_key} of {path} is not all whole numbers; each must be the "
@@ -167,7 +172,7 @@ def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Ite
 
 @contextmanager
 def explain_parquet_errors(path: Path) -> Iterator[None]:
-    """Turn whatever is raised inside the block into an error that names the file."""
+    """Turn any exception of the block into an error that names the file."""
 
     def explain(error: Exception) -> QualmsError:
         # pyarrow raises an OSError of its own for a damaged file, without a reason of the system.
@@ -186,7 +191,9 @@ def explain_parquet_errors(path: Path) -> Iterator[None]:
 
 def _read_value(where: str, value: Any) -> bytes:
     """The bytes of an image file in a row."""
-    content = value.get("bytes") if isinstance(value, dict) else value
+    content = value
+    if isinstance(value, dict):
+        content = value.get("bytes")
     if not isinstance(content, bytes):
         raise Unreadable(where, "no image file's bytes")
     return content
@@ -195,7 +202,10 @@ def _read_value(where: str, value: Any) -> bytes:
 def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[str, ...]:
     """The names of the classes; none where the metadata is missing, or somebody else's."""
     try:
-        names = json.loads(metadata[b"huggingface"])["info"]["features"][label_key]["names"]
-        return tuple(names) if all(isinstance(name, str) for name in names) else ()
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        names = features[label_key]["names"]
+        if all(isinstance(name, str) for name in names):
+            return tuple(names)
+        return ()
     except (KeyError, TypeError, ValueError, RecursionError):
         return ()

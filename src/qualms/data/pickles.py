@@ -1,8 +1,8 @@
 """Pickles that hold nothing but arrays, numbers, text, lists and dictionaries.
 
-A pickle is a program: reading one with Python's own reader runs whatever it asks for. Here every
-name that a pickle can ask for leads to an object of this file, which takes apart the few forms in
-which arrays are written and can do nothing else. No class, no function of numpy and nothing that
+A pickle is a program: reading one with Python's own reader runs any code in it. Here every name that
+a pickle can import leads to an object of this file, which decodes the few forms in which arrays are
+written and can do nothing else. No class, no function of numpy and nothing that
 could be changed is ever within its reach.
 """
 
@@ -25,7 +25,7 @@ NUMBER = re.compile(r"[<>|=]?[biuf][1248]")
 
 
 class _Refused(Exception):
-    """What the pickle asks for is not part of an array."""
+    """The pickle imports a name that is not part of an array."""
 
 
 def read_pickle(path: Path) -> Any:
@@ -38,7 +38,7 @@ def read_pickle(path: Path) -> Any:
         The object, with numpy arrays; text of Python 2 comes as bytes.
 
     Raises:
-        QualmsError: if the pickle is damaged, or asks for more than arrays, numbers and text.
+        QualmsError: if the pickle is damaged, or contains more than arrays, numbers and text.
     """
     content = read_file_bytes(path)
 
@@ -53,9 +53,10 @@ def read_pickle(path: Path) -> Any:
         )
 
     with warnings.catch_warnings(), explain_failure(explain):
-        warnings.simplefilter("ignore")  # about text of Python 2 with strange escapes
+        warnings.simplefilter("ignore")  # about text of Python 2 with invalid escapes
         _require_bounds(content)
-        return _unwrap_arrays(_ArraysOnly(io.BytesIO(content), encoding="bytes").load())
+        reader = _ArraysOnly(io.BytesIO(content), encoding="bytes")
+        return _unwrap_arrays(reader.load())
 
 
 def _require_bounds(content: bytes) -> None:
@@ -88,11 +89,11 @@ class _ArraysOnly(pickle.Unpickler):
     """A reader to which only the stand-ins exist."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for what a pickle asks for by name."""
-        asked = f"{module}.{name}"
-        if asked not in STAND_INS:
-            raise _Refused(f"it asks for {asked}")
-        return STAND_INS[asked]
+        """Return the stand-in for a name that the pickle imports."""
+        imported = f"{module}.{name}"
+        if imported not in STAND_INS:
+            raise _Refused(f"it imports {imported}")
+        return STAND_INS[imported]
 
 
 class _Type:
@@ -145,6 +146,7 @@ def _parse_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
 
 
 def _is_length(value: Any) -> bool:
+    """Whether a value is a whole number, 0 or more; True and False are not."""
     return type(value) is int and value >= 0
 
 
@@ -152,7 +154,9 @@ def _decode(value: Any) -> str:
     """Text, which Python 2 wrote as bytes."""
     if not isinstance(value, str | bytes):
         raise _Refused(f"it has {type(value).__name__} where an array's description is text")
-    return value.decode("latin1") if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return value.decode("latin1")
+    return value
 
 
 def _require_number(code: str) -> str:

@@ -1,7 +1,7 @@
 """Whether a PNG file is complete.
 
-Pillow checks no sums over pixels, and leaves missing rows black, so that a truncated file would be
-scored as if it were whole.
+Pillow does not verify checksums of pixels, and leaves missing rows black, so that a truncated file
+would be scored as if it were complete.
 """
 
 import struct
@@ -9,7 +9,7 @@ import zlib
 from typing import Any
 
 SIGNATURE = 8  # bytes before the first chunk
-AROUND = 12  # bytes of a chunk beside its data: length, type and sum
+CHUNK_OVERHEAD = 12  # bytes of a chunk without its data: length, type and checksum
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by the type of color
 # Where an interlaced image's passes begin, and how far apart their pixels are, across and down.
 PASSES = (
@@ -42,20 +42,26 @@ def require_complete_png(content: bytes, image: Any) -> None:
         return
     expected = 0
     for x, y, across, down in PASSES if is_interlaced else ONE_PASS:
-        columns, rows = _ceil_div(wide - x, across), _ceil_div(high - y, down)
+        columns = _ceil_div(wide - x, across)
+        rows = _ceil_div(high - y, down)
         if columns > 0 and rows > 0:
             bits = columns * depth * CHANNELS[color]
-            expected += rows * (1 + _ceil_div(bits, 8))  # a row starts with the type of its filter
-    if len(zlib.decompressobj().decompress(pixels, expected)) < expected:
+            # A row starts with a byte for the type of its filter.
+            expected += rows * (1 + _ceil_div(bits, 8))
+    found = zlib.decompressobj().decompress(pixels, expected)
+    if len(found) < expected:
         raise OSError("rows are missing")
 
 
 def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
-    """The header and the compressed pixels; an OSError if the sum of one of them is wrong."""
-    header, pixels, at = b"", [], SIGNATURE
-    while at + AROUND <= len(content):
+    """Return the header and the compressed pixels; an OSError if one of their checksums is wrong."""
+    header = b""
+    pixels = []
+    at = SIGNATURE
+    while at + CHUNK_OVERHEAD <= len(content):
         (length,) = struct.unpack_from(">I", content, at)
-        kind, end = content[at + 4 : at + 8], at + 8 + length
+        kind = content[at + 4 : at + 8]
+        end = at + 8 + length
         if kind[:1].isupper():  # chunks in lowercase are metadata
             found = int.from_bytes(content[end : end + 4])
             if zlib.crc32(memoryview(content)[at + 4 : end]) != found:
@@ -71,4 +77,5 @@ def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
 
 
 def _ceil_div(number: int, divisor: int) -> int:
+    """Divide and round up."""
     return -(-number // divisor)

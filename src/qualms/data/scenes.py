@@ -3,7 +3,7 @@
 A scene has several digits, and perhaps one unknown object. A network learns background and the
 digits 0 to 7. What it has never seen is pasted into test scenes: the digits 8 and 9, letters, or
 patches of photographs. All objects are shrunk to the 8x8 pixels that the digits have and enlarged
-alike, so that sharpness gives nothing away.
+alike, so that they cannot be recognized by their sharpness.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ SIZE = 48  # pixels a side
 CLASSES = ("background", *"01234567")
 UNKNOWN, IGNORED = 254, 255  # labels of pixels that are of no class
 KINDS = ("digits", "letters", "photos")  # of unknown objects
-LIKE_DIGITS = "bDIilOoSsZz"  # letters that one may well call 6, 0, 1, 5 or 2
+LIKE_DIGITS = "bDIilOoSsZz"  # letters that look like 6, 0, 1, 5 or 2
 NORMALIZATION = Normalization((0.3,), (0.3,))
 OBJECT = 8  # pixels a side of an object before it is enlarged
 SIDES = (12, 20)  # and after, at least and at most
@@ -66,7 +66,7 @@ class _Objects:
 
 
 def scenes(count: int, split: str = "test", unknown: str | None = None, seed: int = 0) -> Scenes:
-    """Scenes of two to four known digits each, and of one unknown object if one is asked for.
+    """Scenes of two to four known digits each, and of one unknown object if requested.
 
     Scene i follows from its number and the arguments alone, not from how many are made.
 
@@ -79,13 +79,17 @@ def scenes(count: int, split: str = "test", unknown: str | None = None, seed: in
     if count < 1 or split not in ("train", "test") or unknown not in (None, *KINDS):
         raise QualmsError(
             f"{count} scenes of split {split!r} with unknown objects {unknown!r} cannot be made; "
-            "ask for at least one, for train or test, and for None or one of "
+            "pass a count of at least 1, a split train or test, and None or one of "
             f"{', '.join(KINDS)}."
         )
     known, _ = _split_digits(split)
-    others = None if unknown is None else _unknown_objects(unknown, split)
-    kind = 0 if unknown is None else 1 + KINDS.index(unknown)
-    pixels, labels = [], []
+    others = None
+    kind = 0
+    if unknown is not None:
+        others = _unknown_objects(unknown, split)
+        kind = 1 + KINDS.index(unknown)
+    pixels = []
+    labels = []
     for i in range(count):
         draws = generator(seed, int(split == "test"), kind, i)
         scene = _draw_scene(known, others, draws)
@@ -97,11 +101,15 @@ def scenes(count: int, split: str = "test", unknown: str | None = None, seed: in
 def _shrink(pixels: UInt8[Tensor, "n c h w"]) -> Float[Tensor, "n 8 8"]:
     """Images in gray from 0 to 1, of the size of the digits."""
     gray = pixels.float().mean(1, keepdim=True) / 255
-    return F.interpolate(gray, (OBJECT, OBJECT), mode="bilinear", antialias=True)[:, 0]
+    size = (OBJECT, OBJECT)
+    small = F.interpolate(gray, size, mode="bilinear", antialias=True)
+    return small[:, 0]
 
 
 def _enlarge(shape: Float[Tensor, "8 8"], size: int) -> Float[Tensor, "k k"]:
-    return F.interpolate(shape[None, None], (size, size), mode="bilinear")[0, 0]
+    """Enlarge an object to a number of pixels a side."""
+    large = F.interpolate(shape[None, None], (size, size), mode="bilinear")
+    return large[0, 0]
 
 
 def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
@@ -116,19 +124,23 @@ def _split_digits(split: str) -> tuple[_Objects, _Objects]:
     """The digits that are classes, and the others."""
     digits = read_digits(Path(), split)
     assert digits.labels is not None
-    shapes, is_known = _shrink(digits.pixels), digits.labels < len(CLASSES) - 1
+    shapes = _shrink(digits.pixels)
+    is_known = digits.labels < len(CLASSES) - 1
     known = _Objects(shapes[is_known], digits.labels[is_known] + 1)
     return known, _as_unknown(shapes[~is_known])
 
 
 def _as_unknown(shapes: Float[Tensor, "n 8 8"], is_ink: bool = True) -> _Objects:
-    return _Objects(shapes, torch.full((len(shapes),), UNKNOWN), is_ink)
+    """Label all pixels of some objects as unknown."""
+    labels = torch.full((len(shapes),), UNKNOWN)
+    return _Objects(shapes, labels, is_ink)
 
 
 def _unknown_objects(kind: str, split: str) -> _Objects:
     """Objects of a kind that no network learns."""
     if kind == "photos":
-        return _as_unknown(_shrink(read_photos(Path(), split).pixels), is_ink=False)
+        photos = read_photos(Path(), split)
+        return _as_unknown(_shrink(photos.pixels), is_ink=False)
     if kind == "digits":
         _, unknown = _split_digits(split)
         return unknown
@@ -160,7 +172,9 @@ class _Canvas:
     def __init__(self, draws: torch.Generator) -> None:
         self.draws = draws
         corners = 0.4 * torch.rand(1, 1, 2, 2, generator=draws)
-        self.image = F.interpolate(corners, (SIZE, SIZE), mode="bilinear", align_corners=True)[0, 0]
+        size = (SIZE, SIZE)
+        image = F.interpolate(corners, size, mode="bilinear", align_corners=True)
+        self.image = image[0, 0]
         self.labels = torch.zeros(SIZE, SIZE, dtype=torch.long)
         self.taken = torch.zeros(SIZE, SIZE, dtype=torch.bool)
 
@@ -178,9 +192,11 @@ class _Canvas:
         if place is None:
             return
         if objects.is_ink:
-            alpha, color = _enlarge(shape, size), brightness
+            alpha = _enlarge(shape, size)
+            color = brightness
         else:
-            alpha, color = _enlarge(torch.ones_like(shape), size), _enlarge(shape, size)
+            alpha = _enlarge(torch.ones_like(shape), size)
+            color = _enlarge(shape, size)
         self.image[place] = (1 - alpha) * self.image[place] + alpha * color
         edge = torch.where(alpha > PAPER, IGNORED, 0)
         self.labels[place] = torch.where(alpha >= INK, int(objects.labels[i]), edge)
@@ -189,13 +205,17 @@ class _Canvas:
     def _find_place(self, size: int) -> tuple[slice, slice] | None:
         """A random square where there is no object yet; None if none is found."""
         for _ in range(TRIES):
-            top, left = self.draw(SIZE - size + 1), self.draw(SIZE - size + 1)
-            place = slice(top, top + size), slice(left, left + size)
+            top = self.draw(SIZE - size + 1)
+            left = self.draw(SIZE - size + 1)
+            rows = slice(top, top + size)
+            columns = slice(left, left + size)
+            place = rows, columns
             if not self.taken[place].any():
                 return place
         return None
 
     def pixels(self) -> UInt8[Tensor, "1 h w"]:
         """The image in bytes, with noise."""
-        noisy = self.image + 0.04 * torch.randn(SIZE, SIZE, generator=self.draws)
-        return (255 * noisy).round().clamp(0, 255).to(torch.uint8)[None]
+        noise = torch.randn(SIZE, SIZE, generator=self.draws)
+        noisy = 255 * (self.image + 0.04 * noise)
+        return noisy.round().clamp(0, 255).to(torch.uint8)[None]

@@ -45,6 +45,7 @@ def read_svhn(root: Path, split: str) -> Images:
 
 
 def _are_svhn_labels(labels: np.ndarray) -> bool:
+    """Whether all labels are whole numbers from 1 to 10."""
     if labels.size == 0:
         return True
     in_range = labels.min() >= 1 and labels.max() <= 10

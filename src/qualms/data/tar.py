@@ -70,7 +70,7 @@ def _require_complete(path: Path) -> None:
 
 
 def _open(path: Path) -> tarfile.TarFile:
-    """A file, plain or compressed; not by xz, whose header alone says how much memory it takes."""
+    """Open a plain or compressed file; xz is refused, as its header alone decides its memory."""
     with suppress(tarfile.ReadError):
         return tarfile.open(path, "r:")
     with suppress(tarfile.ReadError):

@@ -1,6 +1,6 @@
 """Texts: a .txt file, a folder of them, or the lines or rows of a .jsonl or .parquet file.
 
-- `.txt`: one document in UTF-8, called by its path.
+- `.txt`: one document in UTF-8, named after its path.
 - `.jsonl`: on each line an object with a string "text"; it may name the document in "id" or "name".
 - `.parquet`: a column of strings "text"; columns "id" and "name" may name the documents.
 """
@@ -110,14 +110,14 @@ def _read_documents(
         try:
             own_name, text = entry.content()
             _require_text(text, entry.where)
-            _require_no_surrogates(own_name or "", entry.where, "called by")
+            _require_no_surrogates(own_name or "", entry.where, "named in")
         except Unreadable as error:
             if strict:
                 raise
             rejected.append(Rejected(entry.id, error.reason))
             continue
         name = own_name or entry.id
-        while name in documents:  # else a table could not tell them apart
+        while name in documents:  # names in a table must be distinct
             name = f"{name} ({entry.id})"
         documents[name] = Document(name, text)
     if not documents:
@@ -140,6 +140,7 @@ def _list_files(folder: Path) -> Iterator[Entry]:
 
 
 def _read_file(path: Path) -> tuple[None, str]:
+    """Read a file as text without a name of its own; all line breaks become newlines."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -158,6 +159,12 @@ def _list_lines(path: Path) -> Iterator[Entry]:
 
 
 def _read_line(line: bytes, where: str) -> tuple[str | None, str]:
+    """Read the name and the text of a line of JSON.
+
+    Args:
+        line: the bytes of the line.
+        where: its name in errors.
+    """
     try:
         values = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -178,8 +185,8 @@ def _list_rows(path: Path) -> Iterator[Entry]:
         columns: Sequence[str] = file.schema_arrow.names
         if TEXT not in columns:
             raise QualmsError(
-                f"{path} has the columns {', '.join(columns) or 'none'} and no {TEXT}; name that "
-                "column so."
+                f"{path} has the columns {', '.join(columns) or 'none'}, but no column {TEXT}; "
+                "rename the column of texts."
             )
         wanted = [key for key in (TEXT, *NAMES) if key in columns]
         rows = file.read(columns=wanted).to_pylist()
@@ -201,18 +208,20 @@ def _name_and_text(values: Mapping[str, Any], where: str) -> tuple[str | None, s
 
 
 def _require_text(text: str, where: str) -> None:
+    """Raise an error if a text is empty or is not valid Unicode."""
     if not text.strip():
         raise Unreadable(where, "empty")
-    _require_no_surrogates(text, where, "made of")
+    _require_no_surrogates(text, where, "written in")
 
 
 def _require_no_surrogates(text: str, where: str, how: str) -> None:
-    """Raise if a text has halves of characters: JSON can hold them, and UTF-8 cannot."""
+    """Raise an error if a text has lone surrogates, which JSON can hold and UTF-8 cannot."""
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise Unreadable(where, f"{how} halves of characters (lone surrogates)")
+        raise Unreadable(where, f"{how} invalid Unicode (lone surrogates)")
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
+    """The reason that bytes cannot be read as UTF-8."""
     return f"not in UTF-8 (byte {error.start})"
 
 
@@ -221,7 +230,9 @@ def _nothing_read(where: Path, rejected: Sequence[Rejected]) -> QualmsError:
     if not rejected:
         return QualmsError(f"{where} holds no texts; give {KINDS}.")
     first = rejected[0]
-    more = "" if len(rejected) == 1 else f", and {len(rejected) - 1} more"
+    more = ""
+    if len(rejected) > 1:
+        more = f", and {len(rejected) - 1} more"
     return QualmsError(
         f"no text can be read from {where}: {first.id} is {first.reason}{more}; correct what is "
         "there."

@@ -74,7 +74,7 @@ def attempt(step: str, run: Callable[[], T]) -> T | Fallback:
         return run()
     except NotBatchable as error:
         return Fallback(str(error))
-    except Exception as error:  # the user's model may raise anything
+    except Exception as error:  # noqa: BLE001 - the user's model may raise anything
         _raise_if_defect(error)
         log.info("could not %s: %s", step, reason(error))
         return Fallback(reason(error))
@@ -86,7 +86,7 @@ def runs_user_code(function: F) -> F:
     return function
 
 
-class error_note:
+class error_note:  # noqa: N801 - a context manager
     """Add a note to any error that is raised inside the block: what was being worked on.
 
     A defect that is a `TypeError` is raised as an `InternalError` at once: torch's operators, such

@@ -160,8 +160,8 @@ class TangentSums:
             if not is_last:
                 continue
             self._add_squares(some, projections)
-            for name in quadratic:
-                quadratic[name].append(self._quadratic_sum(name, some, projections))
+            for name, sums in quadratic.items():
+                sums.append(self._quadratic_sum(name, some, projections))
             if self.targets is not None:
                 target_sums += self._target_sum(self.targets[some], projections["classes"])
         if is_last:

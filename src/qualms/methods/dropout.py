@@ -186,7 +186,7 @@ def _apply_masks(
         replay: whose prefix ends at the first of the layers.
     """
 
-    def mask(layer: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def mask(layer: Any, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         replay.end_prefix()
         if out.shape[0] != rows:
             raise QualmsError(

@@ -1,5 +1,7 @@
-"""Scores and outcomes in, numbers out. Uncertainty is higher where the model knows less; equal
-scores are tied.
+"""Measures of uncertainty scores: ranking, selective prediction, likelihood, and intervals.
+
+Higher scores mean more uncertain. Results do not depend on the order of equal scores.
+Only NumPy and torch are used, as the library does not depend on scikit-learn or scipy.
 """
 
 from qualms.metrics.bootstrap import interval

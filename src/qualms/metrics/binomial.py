@@ -1,8 +1,7 @@
-"""What a number of mistakes among some inputs says about how often mistakes happen, exactly.
+"""The exact upper confidence limit of an error rate, from k mistakes on n inputs.
 
-The upper limit of Clopper & Pearson, The Use of Confidence or Fiducial Limits Illustrated in the
-Case of the Binomial, Biometrika 1934: with k of n wrong, a rate p is ruled out at confidence 1 - δ
-if P(Bin(n, p) <= k) <= δ.
+Clopper & Pearson, The Use of Confidence or Fiducial Limits Illustrated in the Case of the Binomial,
+Biometrika 1934: a rate p is ruled out at confidence 1 - δ if P(Bin(n, p) <= k) <= δ.
 """
 
 import math
@@ -11,12 +10,12 @@ import torch
 
 
 def binomial_cdf(wrong: int, inputs: int, rate: float) -> float:
-    """P(Bin(n, p) <= k), the cumulative distribution function of the binomial distribution.
+    """Compute P(Bin(n, p) <= k), the cumulative distribution function of the binomial distribution.
 
     Args:
-        wrong: k.
-        inputs: n.
-        rate: p.
+        wrong: k, the number of mistakes.
+        inputs: n, the number of inputs.
+        rate: p, the probability of a mistake.
     """
     if wrong >= inputs or rate <= 0:
         return 1.0
@@ -28,12 +27,12 @@ def binomial_cdf(wrong: int, inputs: int, rate: float) -> float:
 
 
 def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
-    """The smallest rate p with P(Bin(n, p) <= k) <= 1 - confidence, by bisection.
+    """Compute the smallest rate p with P(Bin(n, p) <= k) <= 1 - confidence, by bisection.
 
     Args:
-        wrong: k, how many of the inputs are wrong.
-        inputs: n.
-        confidence: at which all higher rates are ruled out.
+        wrong: k, the number of mistakes.
+        inputs: n, the number of inputs.
+        confidence: The confidence at which all higher rates are ruled out.
     """
     low, high = wrong / inputs, 1.0
     for _ in range(60):
@@ -46,12 +45,13 @@ def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
 
 
 def least_inputs(rate: float, confidence: float) -> int:
-    """The smallest n with (1 - rate)ⁿ <= 1 - confidence.
+    """Compute the smallest n with (1 - rate)ⁿ <= 1 - confidence.
 
-    So many inputs without a mistake rule out the rate.
+    That many inputs without a mistake rule out the rate.
 
     Args:
-        rate: of mistakes.
-        confidence: at which it is ruled out.
+        rate: A rate of mistakes.
+        confidence: The confidence at which it is ruled out.
     """
-    return math.ceil(math.log(1 - confidence) / math.log1p(-rate) - 1e-9)
+    inputs = math.log(1 - confidence) / math.log1p(-rate)
+    return math.ceil(inputs - 1e-9)

@@ -1,4 +1,4 @@
-"""How far a measure might be off because the inputs are only a sample: the percentile bootstrap."""
+"""Percentile bootstrap intervals: the uncertainty of a measure over the choice of inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from qualms.errors import QualmsError
 from qualms.metrics.checks import array
 
-# A measure that most resamples leave undefined has no interval worth the name.
+# Give up where a measure is undefined on all but a tenth of the resamples.
 DRAWS_PER_RESAMPLE = 10
 
 
@@ -22,19 +22,19 @@ def interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The middle of what a measure gives on resamples, drawn with replacement, of the same sizes.
+    """Compute the percentile bootstrap interval of a measure.
 
-    A resample on which the measure is undefined (it raises `QualmsError`) is drawn again.
+    Resamples are drawn with replacement and have the sizes of the samples. A resample on which the
+    measure is undefined (it raises `QualmsError`) is drawn again.
 
     Args:
-        measure: such as `auroc`.
-        samples: its arguments, arrays whose first axis counts the inputs.
-        paired: the samples are columns of one table, whose rows are drawn together
-            (`raulc(uncertainty, correct)`); otherwise each is a sample of its own
-            (`auroc(in_scores, out_scores)`).
-        resamples: how many.
-        level: the share of them between the two ends.
-        seed: decides the draws.
+        measure: A function of the samples, such as `auroc`.
+        samples: Its arguments, arrays whose first axis counts the inputs.
+        paired: Whether row i of all samples is one input, as in `raulc(uncertainty, correct)`. If
+            not, each sample is drawn on its own, as in `auroc(in_scores, out_scores)`.
+        resamples: The number of resamples.
+        level: The share of resamples between the two ends.
+        seed: The seed of the draws.
 
     Returns:
         The quantiles (1 - level) / 2 and (1 + level) / 2.
@@ -48,29 +48,37 @@ def interval(
         print(f"AUROC {auroc(known, unknown):.2f}, between {low:.2f} and {high:.2f}")
         ```
     """
-    tables = [array(sample, f"sample {i}") for i, sample in enumerate(samples, 1)]
-    sizes = [len(table) if table.ndim else 0 for table in tables]
-    if not all(sizes) or not tables or (paired and len(set(sizes)) > 1):
+    tables = []
+    sizes = []
+    for i, sample in enumerate(samples, 1):
+        table = array(sample, f"sample {i}")
+        tables.append(table)
+        sizes.append(len(table) if table.ndim else 0)
+    differ = len(set(sizes)) > 1
+    if not tables or not all(sizes) or (paired and differ):
         raise QualmsError(
-            f"the samples have {sizes} inputs; pass at least one sample, and paired ones with a row for each input."
+            f"the samples have {sizes} inputs; pass at least one sample, "
+            "and paired samples of the same length."
         )
     if resamples < 1 or not 0 < level < 1:
         raise QualmsError(
-            f"resamples={resamples}, level={level}: one resample at least, and a share between 0 and 1."
+            f"resamples={resamples} and level={level} are invalid; "
+            "pass at least 1 resample and a level between 0 and 1."
         )
-    measure(*tables)  # if it has no value on the samples themselves, it says why
+    measure(*tables)  # raises an error if it is undefined on the samples themselves
     values = _resampled_values(measure, tables, paired, resamples, seed)
     return middle_of(list(islice(values, resamples)), level)
 
 
 def middle_of(values: Sequence[float], level: float) -> tuple[float, float]:
-    """The quantiles (1 - level) / 2 and (1 + level) / 2.
+    """Return the quantiles (1 - level) / 2 and (1 + level) / 2.
 
     Args:
-        values: in any order.
-        level: the share of the values between the two.
+        values: Numbers in any order.
+        level: The share of them between the two quantiles.
     """
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    ends = [(1 - level) / 2, (1 + level) / 2]
+    low, high = np.quantile(values, ends)
     return float(low), float(high)
 
 
@@ -81,18 +89,19 @@ def _resampled_values(
     resamples: int,
     seed: int,
 ) -> Iterator[float]:
-    """The measure on one resample after the other.
+    """Yield the measure on one resample after the other, without those where it is undefined.
 
     Args:
-        measure: of the tables.
-        tables: whose rows are drawn.
-        paired: whether the same rows are drawn from all of them.
-        resamples: how many are needed; many more are not tried.
-        seed: decides the draws.
+        measure: A function of the tables.
+        tables: Arrays whose rows are drawn.
+        paired: Whether the same rows are drawn from all of them.
+        resamples: The number of values needed, which bounds the number of draws.
+        seed: The seed of the draws.
     """
     random = np.random.default_rng(seed)
     for _ in range(DRAWS_PER_RESAMPLE * resamples):
-        resample, rows = [], None
+        resample = []
+        rows = None
         for table in tables:
             if rows is None or not paired:
                 rows = random.integers(len(table), size=len(table))

@@ -1,4 +1,4 @@
-"""What users pass as scores, outcomes, logits and labels, as checked numpy arrays."""
+"""Check scores, outcomes, logits and labels from users, and return them as NumPy arrays."""
 
 from typing import Any, TypeAlias
 
@@ -15,11 +15,11 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 
 def array(values: Any, what: str) -> NDArray[Any]:
-    """An array of at least one number.
+    """Return an array of at least one number.
 
     Args:
-        values: whatever numpy takes, and tensors on any device, with or without a graph.
-        what: what errors call them.
+        values: What NumPy accepts, or a tensor on any device, which may require gradients.
+        what: The name of the values in errors.
     """
     if isinstance(values, Tensor):
         values = values.detach().cpu()
@@ -37,16 +37,16 @@ def array(values: Any, what: str) -> NDArray[Any]:
 
 
 def scores(values: Any, what: str) -> Float[Floats, " n"]:
-    """One finite number for each input, in double precision.
+    """Return one finite number per input, of shape [n] in double precision.
 
     Args:
-        values: what `array` takes.
-        what: what errors call them.
+        values: As for `array`.
+        what: The name of the values in errors.
     """
     found = array(values, what)
     if found.ndim != 1:
         raise QualmsError(
-            f"{what} has shape {found.shape}; pass one number for each input, in one axis."
+            f"{what} has shape {found.shape}; pass one number per input, as one axis."
         )
     return _finite(found.astype(np.float64), what)
 
@@ -54,17 +54,19 @@ def scores(values: Any, what: str) -> Float[Floats, " n"]:
 def scores_and_outcomes(
     uncertainty: Any, correct: Any
 ) -> tuple[Float[Floats, " n"], Bool[Bools, " n"]]:
-    """For each input its uncertainty, and whether the prediction is right.
+    """Return the uncertainty of each input, and whether its prediction is right, both of shape [n].
 
     Args:
-        uncertainty: finite numbers [n].
-        correct: truth values, or 0 and 1, [n].
+        uncertainty: Finite numbers, of shape [n].
+        correct: Booleans, or 0 and 1, of shape [n].
     """
-    u, right = scores(uncertainty, "uncertainty"), scores(correct, "correct")
+    u = scores(uncertainty, "uncertainty")
+    right = scores(correct, "correct")
     _same_length(u, "scores in uncertainty", right, "outcomes in correct")
     if not np.isin(right, (0, 1)).all():
         raise QualmsError(
-            "correct has values other than 0 and 1; pass for each input whether the prediction is right."
+            "correct has values other than 0 and 1; "
+            "pass for each input whether its prediction is right."
         )
     return u, right.astype(np.bool_)
 
@@ -72,62 +74,62 @@ def scores_and_outcomes(
 def scores_and_qualities(
     uncertainty: Any, quality: Any
 ) -> tuple[Float[Floats, " n"], Float[Floats, " n"]]:
-    """For each output its uncertainty, and how good it is.
+    """Return the uncertainty and the quality of each output, both of shape [n].
 
     Args:
-        uncertainty: finite numbers [n].
-        quality: finite numbers [n].
+        uncertainty: Finite numbers, of shape [n].
+        quality: Finite numbers, of shape [n].
     """
-    u, q = scores(uncertainty, "uncertainty"), scores(quality, "quality")
+    u = scores(uncertainty, "uncertainty")
+    q = scores(quality, "quality")
     _same_length(u, "scores in uncertainty", q, "numbers in quality")
     return u, q
 
 
 def logits_and_labels(logits: Any, labels: Any) -> tuple[Float[Floats, "n c"], Int[Integers, " n"]]:
-    """For each input the logits of all classes, and the number of its class.
+    """Return the logits of each input, of shape [n, c], and its label, of shape [n].
 
     Args:
-        logits: finite numbers [n, classes].
-        labels: whole numbers [n], from 0.
+        logits: Finite numbers, of shape [n, c].
+        labels: Integers from 0 to c - 1, of shape [n].
     """
-    z, y = array(logits, "logits"), array(labels, "labels")
+    z = array(logits, "logits")
+    y = array(labels, "labels")
     if z.ndim != 2:
         raise QualmsError(
-            f"logits has shape {z.shape}; pass one row for each input and one column for each class."
+            f"logits has shape {z.shape}; pass one row per input and one column per class."
         )
     if y.ndim != 1 or y.dtype.kind == "f":
         raise QualmsError(
-            f"labels has shape {y.shape} and type {y.dtype}; pass one whole number for each input, its class."
+            f"labels has shape {y.shape} and type {y.dtype}; "
+            "pass one integer per input, the number of its class."
         )
     _same_length(z, "rows in logits", y, "labels")
     outside = (y < 0) | (y >= z.shape[1])
     if outside.any():
         raise QualmsError(
-            f"label {y[outside][0]} is not one of the {z.shape[1]} classes; they count from 0."
+            f"label {y[outside][0]} is not one of the {z.shape[1]} classes; they are numbered from 0."
         )
     return _finite(z.astype(np.float64), "logits"), y.astype(np.int64)
 
 
 def _finite(values: NDArray[Any], what: str) -> NDArray[Any]:
-    """The values, if all of them are finite."""
+    """Return the values, or raise an error that names the first input that is not finite."""
     bad = ~np.isfinite(values)
     if bad.any():
-        raise QualmsError(
-            f"{what} is NaN or infinite for input {int(np.argwhere(bad)[0][0])}; leave such inputs out."
-        )
+        first = int(np.argwhere(bad)[0][0])
+        raise QualmsError(f"{what} is NaN or infinite for input {first}; leave such inputs out.")
     return values
 
 
 def _same_length(a: NDArray[Any], a_name: str, b: NDArray[Any], b_name: str) -> None:
-    """Raise unless two arrays have as many rows.
+    """Raise an error unless two arrays have the same length.
 
     Args:
-        a: the one.
-        a_name: what its rows are, in the plural.
-        b: the other.
-        b_name: what its rows are, in the plural.
+        a: The first array.
+        a_name: What its rows are, in the plural.
+        b: The second array.
+        b_name: What its rows are, in the plural.
     """
     if len(a) != len(b):
-        raise QualmsError(
-            f"there are {len(a)} {a_name} and {len(b)} {b_name}; give one for each input."
-        )
+        raise QualmsError(f"there are {len(a)} {a_name} and {len(b)} {b_name}; pass one per input.")

@@ -1,8 +1,8 @@
-"""AUROC with an interval over groups of inputs, such as the tokens of a text, which are drawn
-together.
+"""Bootstrap intervals of AUROC over groups of inputs, such as the tokens of a text.
 
-Tokens of one text are alike, so that an interval over tokens would be far too narrow. The pairs of
-every two groups are counted once; a resample of groups then only weights the counts.
+Tokens of one text are alike, so an interval over single tokens would be far too narrow; whole
+groups are drawn instead. Pairs of inputs are counted once for every two groups, and a resample of
+groups only weights these counts.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,19 @@ def auroc_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The middle of what `auroc` gives on resamples of whole groups, drawn as `interval` draws inputs.
+    """Compute the bootstrap interval of `auroc` over groups, which are drawn as a whole.
 
     Args:
-        in_groups: the scores of the known inputs, an array for each group; one may be empty.
-        out_groups: those of the unknown ones.
-        paired: group i of both is one thing, such as the right and the wrong answers on one text.
-        resamples: how many.
-        level: the share of them between the two ends.
-        seed: decides the draws.
+        in_groups: The scores of the known inputs, an array per group; groups may be empty.
+        out_groups: The scores of the unknown inputs, an array per group.
+        paired: Whether group i of both belongs to one thing, such as a text with right and wrong
+            answers.
+        resamples: The number of resamples.
+        level: The share of resamples between the two ends.
+        seed: The seed of the draws.
     """
     won = pairs_won(in_groups, out_groups)
-    sizes = _sizes(in_groups, out_groups)
+    sizes = _sizes(in_groups), _sizes(out_groups)
     return _share_interval(won, sizes, paired, resamples, level, seed)
 
 
@@ -47,18 +48,17 @@ def lead_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The same for the lead of one score's AUROC over another's, on the same resamples of the same
-    groups.
+    """Compute the bootstrap interval of AUROC(ours) - AUROC(theirs), two scores of the same inputs.
 
     Args:
-        ours: the known and the unknown groups, by one score.
-        theirs: the same inputs, by the other.
-        resamples: how many.
-        level: the share of them between the two ends.
-        seed: decides the draws.
+        ours: One score of the known and of the unknown groups.
+        theirs: Another score of the same groups.
+        resamples: The number of resamples.
+        level: The share of resamples between the two ends.
+        seed: The seed of the draws.
     """
-    sizes = _sizes(*ours)
-    if sizes != _sizes(*theirs):
+    sizes = _sizes(ours[0]), _sizes(ours[1])
+    if sizes != (_sizes(theirs[0]), _sizes(theirs[1])):
         raise QualmsError(
             "the two scores have groups of different sizes; compare scores of the same inputs."
         )
@@ -67,23 +67,26 @@ def lead_interval(
 
 
 def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Float[Floats, "i o"]:
-    """For every two groups, in how many pairs of their inputs the unknown one has the higher score;
-    a tie is half.
+    """Count the pairs in which the unknown input has the higher score, for every two groups.
+
+    A tie counts as half a pair.
 
     Args:
-        in_groups: the scores of the known inputs, an array for each group.
-        out_groups: those of the unknown ones.
+        in_groups: The scores of the known inputs, an array per group.
+        out_groups: The scores of the unknown inputs, an array per group.
+
+    Returns:
+        Of shape [known groups, unknown groups].
     """
     known = np.concatenate(in_groups)
-    owner = np.repeat(np.arange(len(in_groups)), [len(group) for group in in_groups])
+    owner = np.repeat(np.arange(len(in_groups)), _sizes(in_groups))
     won = np.empty((len(in_groups), len(out_groups)))
     for column, group in enumerate(out_groups):
         ordered = np.sort(group)
         not_lower = len(group) - np.searchsorted(ordered, known, "left")
         higher = len(group) - np.searchsorted(ordered, known, "right")
-        won[:, column] = np.bincount(
-            owner, weights=(not_lower + higher) / 2, minlength=len(in_groups)
-        )
+        pairs = (not_lower + higher) / 2
+        won[:, column] = np.bincount(owner, weights=pairs, minlength=len(in_groups))
     return won
 
 
@@ -95,37 +98,39 @@ def _share_interval(
     level: float,
     seed: int,
 ) -> tuple[float, float]:
-    """The middle of the share of pairs that are won, over resamples of the groups.
+    """Compute the bootstrap interval of the share of pairs that are won.
 
     Args:
-        won: pairs, for every two groups.
-        sizes: of the known groups, and of the unknown ones.
-        paired: whether the same groups are drawn of both.
-        resamples: how many.
-        level: the share of them between the two ends.
-        seed: decides the draws.
+        won: Pairs, of shape [known groups, unknown groups], as `pairs_won` counts them.
+        sizes: The sizes of the known groups, and those of the unknown ones.
+        paired: Whether the same groups are drawn of both.
+        resamples: The number of resamples.
+        level: The share of resamples between the two ends.
+        seed: The seed of the draws.
     """
-    inside, outside = np.array(sizes[0], float), np.array(sizes[1], float)
+    inside = np.array(sizes[0], float)
+    outside = np.array(sizes[1], float)
     random = np.random.default_rng(seed)
     values = []
     for _ in range(resamples):
         a = _draw_counts(random, len(inside))
-        b = a if paired else _draw_counts(random, len(outside))
+        b = a
+        if not paired:
+            b = _draw_counts(random, len(outside))
         pairs = (a @ inside) * (b @ outside)
         if pairs:
             values.append((a @ won @ b) / pairs)
     if not values:
-        raise QualmsError("no resample has inputs of both kinds; take more of them.")
+        raise QualmsError("no resample has inputs of both kinds; pass more inputs.")
     return middle_of(values, level)
 
 
-def _sizes(
-    in_groups: Sequence[Floats], out_groups: Sequence[Floats]
-) -> tuple[list[int], list[int]]:
-    return [len(group) for group in in_groups], [len(group) for group in out_groups]
+def _sizes(groups: Sequence[Floats]) -> list[int]:
+    """Return the number of inputs in each group."""
+    return list(map(len, groups))
 
 
 def _draw_counts(random: np.random.Generator, count: int) -> Float[Floats, " n"]:
-    """How often each of some groups is drawn, if as many are drawn with replacement."""
+    """Draw as many groups as there are, with replacement, and count how often each is drawn."""
     drawn = random.integers(count, size=count)
     return np.bincount(drawn, minlength=count).astype(float)

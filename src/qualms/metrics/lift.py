@@ -1,4 +1,4 @@
-"""Lift: does accuracy rise when the uncertain inputs are left out?
+"""Lift: how much accuracy rises when uncertain inputs are left out.
 
 Postels et al., On the Practicality of Deterministic Epistemic Uncertainty, ICML 2022.
 """
@@ -14,42 +14,46 @@ from qualms.metrics.ties import total_among_most_certain
 
 
 def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
-    """lift_i = accuracy of the i most certain inputs / overall accuracy, i = 1..n; ties in
-    expectation.
+    """Compute lift_i = accuracy of the i most certain inputs / overall accuracy, i = 1..n.
+
+    Inputs of equal uncertainty count as the average over all of their orders.
 
     Args:
-        uncertainty: one number for each input [n]; higher means more uncertain.
-        correct: whether each prediction is right [n].
+        uncertainty: One number per input, of shape [n]; higher means more uncertain.
+        correct: Whether each prediction is right, of shape [n].
 
     Returns:
-        A number for each i [n].
+        The lift at each i, of shape [n].
 
     Example:
         ```python
         from qualms.metrics import lift_curve
 
         uncertainty, correct = [0.1, 0.2, 0.8, 0.9], [True, True, False, True]
-        # above 1 for the most certain inputs, and 1 for all of them:
+        # Above 1 for the most certain inputs, and 1 for all of them:
         print(lift_curve(uncertainty, correct))
         ```
     """
     u, right = scores_and_outcomes(uncertainty, correct)
     if not right.any():
         raise QualmsError(
-            "no prediction is correct, so accuracy is 0 and there is no lift, and no rAULC."
+            "no prediction is correct, so accuracy is 0 and there is no lift; "
+            "pass inputs with correct predictions."
         )
-    return total_among_most_certain(u, right) / np.arange(1, len(u) + 1) / right.mean()
+    right_among = total_among_most_certain(u, right)
+    accuracy = right_among / np.arange(1, len(u) + 1)
+    return accuracy / right.mean()
 
 
 def raulc(uncertainty: Any, correct: Any) -> float:
-    """rAULC = AULC / AULC of the ideal order (correct first), with AULC = mean_i(lift_i) - 1.
+    """Compute rAULC = AULC / AULC of the ideal order, with AULC = mean_i(lift_i) - 1.
 
-    1 is the ideal order, 0 no better than chance, negative worse. Every input is a step. Inputs of
-    equal uncertainty count as in every order of theirs, on average.
+    The ideal order has all correct predictions first. 1 is that order, 0 no better than chance, and
+    negative worse. Inputs of equal uncertainty count as the average over all of their orders.
 
     Args:
-        uncertainty: one number for each input [n]; higher means more uncertain.
-        correct: whether each prediction is right [n].
+        uncertainty: One number per input, of shape [n]; higher means more uncertain.
+        correct: Whether each prediction is right, of shape [n].
 
     Example:
         ```python
@@ -62,7 +66,9 @@ def raulc(uncertainty: Any, correct: Any) -> float:
     u, right = scores_and_outcomes(uncertainty, correct)
     if right.all() or not right.any():
         raise QualmsError(
-            f"accuracy is {int(right[0])}, so no order of the inputs is better than another, and there is no rAULC; "
-            "take more inputs, or a harder set."
+            f"accuracy is {int(right[0])}, so no order of the inputs is better than another and "
+            "there is no rAULC; pass inputs with both right and wrong predictions."
         )
-    return float((lift_curve(u, right).mean() - 1) / (lift_curve(~right, right).mean() - 1))
+    area = lift_curve(u, right).mean() - 1
+    ideal = lift_curve(~right, right).mean() - 1
+    return float(area / ideal)

@@ -1,6 +1,4 @@
-"""How well a map of scores tells the pixels of unknown objects from all others, over many images at
-once.
-"""
+"""Detection of unknown objects by scores of pixels, over the pixels of all images together."""
 
 from collections.abc import Collection
 from typing import Any
@@ -15,19 +13,19 @@ from qualms.metrics.ranking import aupr, auroc, fpr95
 def pixel_metrics(
     scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int = 255
 ) -> dict[str, float]:
-    """`auroc`, `aupr` and `fpr95` of the pixels of all images in one ranking, unknown pixels
-    positive.
+    """Compute `auroc`, `aupr` and `fpr95` of all pixels in one ranking, unknown pixels positive.
 
-    Large objects count for more than small ones, and one image may make up for another, as nothing
-    is averaged.
+    Nothing is averaged over images, so large objects count for more than small ones.
 
     Args:
-        scores: a number for each pixel, such as `Scorer(model, "entropy",
+        scores: A number per pixel, such as `Scorer(model, "entropy",
             class_dim=1)(x).scores["entropy"]`.
-        labels: the class of each pixel, in the same shape.
-        unknown: the label, or the labels, of what the model has not learnt.
-        ignore_index: the label of pixels that do not count; their scores may be NaN, those of
-            others may not.
+        labels: The class of each pixel, of the same shape.
+        unknown: The label, or the labels, of what the model was not trained on.
+        ignore_index: The label of pixels that do not count. Only their scores may be NaN.
+
+    Returns:
+        The three measures by name.
 
     Example:
         ```python
@@ -51,19 +49,20 @@ def pixel_metrics(
 def rank_pixels(
     scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int
 ) -> tuple[Floats, Bools]:
-    """The scores of all pixels that count, in a row, and whether each is of something unknown.
+    """Return the scores of all pixels that count, and whether each is unknown, both of shape [n].
 
     Args:
-        scores: a number for each pixel.
-        labels: the class of each pixel, in the same shape.
-        unknown: the label, or the labels, of unknown objects.
-        ignore_index: the label of pixels that do not count.
+        scores: A number per pixel.
+        labels: The class of each pixel, of the same shape.
+        unknown: The label, or the labels, of unknown objects.
+        ignore_index: The label of pixels that do not count.
     """
-    given, classes = array(scores, "scores").astype(np.float64), array(labels, "labels")
+    given = array(scores, "scores").astype(np.float64)
+    classes = array(labels, "labels")
     if given.shape != classes.shape or classes.dtype.kind == "f":
         raise QualmsError(
-            f"scores have shape {given.shape} and labels shape {classes.shape} of type {classes.dtype}; pass a score "
-            "and a whole number, its class, for each pixel."
+            f"scores have shape {given.shape} and labels shape {classes.shape} "
+            f"of type {classes.dtype}; pass a score and a whole number, its class, for each pixel."
         )
     strange = list(unknown) if isinstance(unknown, Collection) else [unknown]
     if ignore_index in strange:
@@ -73,15 +72,15 @@ def rank_pixels(
     counts = classes != ignore_index
     bad = counts & ~np.isfinite(given)
     if bad.any():
-        place = tuple(int(i) for i in np.argwhere(bad)[0])
+        place = tuple(np.argwhere(bad)[0].tolist())
         raise QualmsError(
-            f"the score of pixel {place} is NaN or infinite, and its label {classes[place]} is not ignored; "
-            f"label such pixels {ignore_index}."
+            f"the score of pixel {place} is NaN or infinite, and its label {classes[place]} is not "
+            f"ignored; label such pixels {ignore_index}."
         )
     positive = np.isin(classes[counts], strange)
     if positive.all() or not positive.any():
         which = f"no pixels labeled {strange}"
         if positive.size and positive.all():
             which = "no known pixels"
-        raise QualmsError(f"there are {which} to rank, so there is no AUROC; take more images.")
+        raise QualmsError(f"there are {which} to rank, so there is no AUROC; pass more images.")
     return given[counts], positive

@@ -1,4 +1,4 @@
-"""How good the predictions are themselves."""
+"""The quality of predictions: accuracy and negative log-likelihood."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from qualms.metrics.checks import Floats, logits_and_labels
 
 
 def accuracy(logits: Any, labels: Any) -> float:
-    """The share of inputs whose largest logit is that of their label.
+    """Compute the share of inputs whose largest logit is that of their label.
 
     Args:
-        logits: one row for each input and one column for each class [n, classes].
-        labels: the class of each input [n].
+        logits: One row per input and one column per class, of shape [n, c].
+        labels: The class of each input, of shape [n].
 
     Example:
         ```python
@@ -28,11 +28,11 @@ def accuracy(logits: Any, labels: Any) -> float:
 
 
 def nll(logits: Any, labels: Any) -> float:
-    """The negative log-likelihood -mean log p_y, p = softmax(z), in double precision.
+    """Compute the negative log-likelihood -mean log p_y, p = softmax(z), in double precision.
 
     Args:
-        logits: one row for each input and one column for each class [n, classes].
-        labels: the class of each input [n].
+        logits: One row per input and one column per class, of shape [n, c].
+        labels: The class of each input, of shape [n].
 
     Example:
         ```python
@@ -43,28 +43,30 @@ def nll(logits: Any, labels: Any) -> float:
         ```
     """
     z, y = logits_and_labels(logits, labels)
-    return float(-_log_softmax(z)[np.arange(len(y)), y].mean())
+    log_p = _log_softmax(z)
+    own = log_p[np.arange(len(y)), y]
+    return float(-own.mean())
 
 
 def nll_softmax_twice(logits: Any, labels: Any) -> float:
-    """-mean log softmax(softmax(z))_y: what a network that ends in a softmax gets from a loss that
-    applies another.
+    """Compute -mean log softmax(softmax(z))_y.
 
-    With 10 classes the least possible is -log(e/(e + 9)) = 1.461, and a uniform prediction gives
-    log 10 = 2.303. The active-learning NLLs of Wang & Ji (CVPR 2024) lie between the two, so this
-    is what can be put beside them. That is an inference from the range of their numbers, not
-    something that the paper says. `nll` is the likelihood proper.
+    This is the loss of a network that ends in a softmax, if the loss applies another one. With 10
+    classes it is at least -log(e/(e + 9)) = 1.461, and log 10 = 2.303 for a uniform prediction. The
+    active-learning NLLs of Wang & Ji (CVPR 2024) lie between the two, so this is the measure to
+    compare with theirs: an inference from the range of their numbers, which the paper does not
+    confirm. `nll` is the ordinary negative log-likelihood.
 
     Args:
-        logits: one row for each input and one column for each class [n, classes].
-        labels: the class of each input [n].
+        logits: One row per input and one column per class, of shape [n, c].
+        labels: The class of each input, of shape [n].
 
     Example:
         ```python
         from qualms.metrics import nll, nll_softmax_twice
 
         logits, labels = [[20.0, 0.0], [0.0, 20.0]], [0, 1]
-        # Certain and right: 0 for the one, and no less than 0.313 for the other.
+        # Certain and right: nll is 0, and nll_softmax_twice is no less than 0.313.
         print(nll(logits, labels), nll_softmax_twice(logits, labels))
         ```
     """
@@ -73,10 +75,10 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
 
 
 def _log_softmax(z: Float[Floats, "n c"]) -> Float[Floats, "n c"]:
-    """log p_c = z_c - max z - log(1 + Σ exp(z_k - max z)) over all k but the likeliest."""
+    """Compute log p_c = z_c - max z - log(1 + Σ_k exp(z_k - max z)), k ≠ argmax z."""
     likeliest = z.argmax(1)[:, None]
     z = z - np.take_along_axis(z, likeliest, 1)
     odds = np.exp(z)
     np.put_along_axis(odds, likeliest, 0.0, 1)
-    # log1p, as 1 + odds would lose those of a certain prediction.
+    # 1 + odds would round the small odds of a certain prediction away; log1p does not.
     return z - np.log1p(odds.sum(1, keepdims=True))

@@ -1,9 +1,8 @@
-"""How well uncertainty tells inputs from elsewhere (*out*) from those of the model's own
-distribution (*in*).
+"""Out-of-distribution detection: how well uncertainty separates *out* inputs from *in* inputs.
 
-Out-of-distribution is the positive class and uncertainty its score, unless `positive="in"` asks for
-the other convention: in-distribution positive, negated uncertainty its score. AUROC is the same in
-both, AUPR and FPR95 are not.
+Out-of-distribution is the positive class, and uncertainty is its score. With `positive="in"`,
+in-distribution is positive, and negated uncertainty is its score. AUROC is the same in both; AUPR
+and FPR95 are not.
 """
 
 import math
@@ -17,12 +16,13 @@ from qualms.metrics.checks import Floats, Integers, scores
 
 
 def auroc(in_scores: Any, out_scores: Any) -> float:
-    """P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair: 1 is perfect, 0.5 chance, a tie half
-    a success.
+    """Compute P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair of inputs.
+
+    1 is perfect, and 0.5 is chance.
 
     Args:
-        in_scores: the uncertainty of inputs from the model's own distribution [n].
-        out_scores: that of inputs from elsewhere [m].
+        in_scores: The uncertainty of in-distribution inputs, of shape [n].
+        out_scores: The uncertainty of out-of-distribution inputs, of shape [m].
 
     Example:
         ```python
@@ -32,23 +32,23 @@ def auroc(in_scores: Any, out_scores: Any) -> float:
         assert auroc(known, unknown) == 5 / 6  # of six pairs, only 0.4 and 0.3 are out of order
         ```
     """
-    inside, outside = np.sort(scores(in_scores, "in_scores")), scores(out_scores, "out_scores")
+    inside = np.sort(scores(in_scores, "in_scores"))
+    outside = scores(out_scores, "out_scores")
     below = np.searchsorted(inside, outside, "left").sum()
     not_above = np.searchsorted(inside, outside, "right").sum()
     return float(below + not_above) / (2 * len(inside) * len(outside))
 
 
 def aupr(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
-    """Average precision: Σ_t (recall_t - recall_{t-1}) precision_t over the distinct scores t, from
-    the highest.
+    """Compute the average precision Σ_t (recall_t - recall_{t-1}) precision_t.
 
-    Inputs of equal score enter together, and nothing is interpolated. Chance is the share of
-    positives.
+    t goes through the distinct scores, from the highest; inputs of equal score enter together, and
+    nothing is interpolated. Chance is the share of positives.
 
     Args:
-        in_scores: the uncertainty of inputs from the model's own distribution [n].
-        out_scores: that of inputs from elsewhere [m].
-        positive: "out" or "in", the class that is to be found.
+        in_scores: The uncertainty of in-distribution inputs, of shape [n].
+        out_scores: The uncertainty of out-of-distribution inputs, of shape [m].
+        positive: The class to detect, "out" or "in".
 
     Example:
         ```python
@@ -60,21 +60,22 @@ def aupr(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
     """
     caught, false_alarms = _counts(*_positives(in_scores, out_scores, positive))
     precision = caught / (caught + false_alarms)
-    return float((np.diff(caught, prepend=0) / caught[-1] * precision).sum())
+    recall_steps = np.diff(caught, prepend=0) / caught[-1]
+    return float((recall_steps * precision).sum())
 
 
 def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
-    """The false-positive rate at the highest threshold that catches at least 95 % of the positives.
+    """Compute the false-positive rate at the highest threshold that catches 95 % of the positives.
 
-    By default: the share of in-distribution inputs at or above the threshold that flags 95 % of the
-    out-of-distribution ones. Much of the literature on OOD detection swaps the roles,
-    `positive="in"`: the share of out-of-distribution inputs that pass at a threshold that lets 95 %
-    of the in-distribution ones pass. The numbers differ: say which.
+    By default this is the share of in-distribution inputs at or above the threshold that flags 95 %
+    of the out-of-distribution ones. Much of the literature on OOD detection means
+    `positive="in"`: the share of out-of-distribution inputs below the threshold that accepts 95 %
+    of the in-distribution ones. The two differ, so say which one you report.
 
     Args:
-        in_scores: the uncertainty of inputs from the model's own distribution [n].
-        out_scores: that of inputs from elsewhere [m].
-        positive: "out" or "in", the class that is to be found.
+        in_scores: The uncertainty of in-distribution inputs, of shape [n].
+        out_scores: The uncertainty of out-of-distribution inputs, of shape [m].
+        positive: The class to detect, "out" or "in".
 
     Example:
         ```python
@@ -86,23 +87,24 @@ def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
         ```
     """
     caught, false_alarms = _counts(*_positives(in_scores, out_scores, positive))
-    # The rounding guard keeps 0.95 * 100 from asking for 96 of 100.
-    enough = np.searchsorted(caught, math.ceil(0.95 * int(caught[-1]) - 1e-9))
+    # Without 1e-9, rounding could turn 0.95 * 100 into 96 of 100.
+    needed = math.ceil(0.95 * int(caught[-1]) - 1e-9)
+    enough = np.searchsorted(caught, needed)
     return float(false_alarms[enough] / false_alarms[-1])
 
 
 def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Floats, " t"]]:
-    """(false-positive rates, true-positive rates), out-of-distribution positive, from (0, 0) to (1,
-    1).
+    """Compute the ROC curve: false-positive and true-positive rates, out-of-distribution positive.
 
-    The area below the curve is `auroc`.
+    The area under the curve is `auroc`.
 
     Args:
-        in_scores: the uncertainty of inputs from the model's own distribution [n].
-        out_scores: that of inputs from elsewhere [m].
+        in_scores: The uncertainty of in-distribution inputs, of shape [n].
+        out_scores: The uncertainty of out-of-distribution inputs, of shape [m].
 
     Returns:
-        One point for each distinct score, so that ties are straight lines, and the first one (0, 0).
+        The two rates, both of shape [t]: (0, 0), then a point per distinct score, up to (1, 1).
+        Ties are straight lines.
 
     Example:
         ```python
@@ -120,20 +122,23 @@ def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Flo
 
 
 def _positives(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, Floats]:
-    """Scores of the positive and of the negative class, higher meaning more likely positive."""
-    inside, outside = scores(in_scores, "in_scores"), scores(out_scores, "out_scores")
+    """Return the scores of the positive and of the negative class; higher means more positive."""
+    inside = scores(in_scores, "in_scores")
+    outside = scores(out_scores, "out_scores")
     if positive not in ("out", "in"):
         raise QualmsError(f"positive={positive!r} is not known; choose 'out' or 'in'.")
-    return (outside, inside) if positive == "out" else (-inside, -outside)
+    if positive == "out":
+        return outside, inside
+    return -inside, -outside
 
 
 def _counts(
     positives: Float[Floats, " p"], negatives: Float[Floats, " n"]
 ) -> tuple[Int[Integers, " t"], Int[Integers, " t"]]:
-    """How many positives and negatives are at or above each distinct score, from the highest to the
-    lowest.
-    """
+    """Count positives and negatives at or above each distinct score, from the highest score down."""
     thresholds = np.unique(np.concatenate([positives, negatives]))[::-1]
-    caught = len(positives) - np.searchsorted(np.sort(positives), thresholds, "left")
-    false_alarms = len(negatives) - np.searchsorted(np.sort(negatives), thresholds, "left")
+    positives_below = np.searchsorted(np.sort(positives), thresholds, "left")
+    negatives_below = np.searchsorted(np.sort(negatives), thresholds, "left")
+    caught = len(positives) - positives_below
+    false_alarms = len(negatives) - negatives_below
     return caught, false_alarms

@@ -1,7 +1,7 @@
-"""Rejection: does quality rise when the uncertain outputs are rejected?
+"""Rejection: how much quality rises when uncertain outputs are rejected.
 
-Malinin & Gales, Uncertainty Estimation in Autoregressive Structured Prediction, ICLR 2021; in the
-form of lm-polygraph (Vashurin et al., Benchmarking Uncertainty Quantification Methods for Large
+Malinin & Gales, Uncertainty Estimation in Autoregressive Structured Prediction, ICLR 2021, as
+defined by lm-polygraph (Vashurin et al., Benchmarking Uncertainty Quantification Methods for Large
 Language Models, TACL 2025).
 """
 
@@ -15,18 +15,17 @@ from qualms.metrics.ties import total_among_most_certain
 
 
 def prr(uncertainty: Any, quality: Any) -> float:
-    """Prediction rejection ratio: (area by the score - area at random) / (area of the ideal order -
-    area at random).
+    """Compute the prediction rejection ratio (area - chance) / (ideal area - chance).
 
-    The area is lm-polygraph's: the mean quality of the outputs that are kept, averaged over all
-    rates of rejection, from none to all but one, the most uncertain going first. At random it is
-    the mean quality; the ideal order keeps the best. 1 is the ideal order, 0 no better than chance,
-    negative worse. Outputs of equal uncertainty count as in every order of theirs, on average.
+    The area is the mean quality of the outputs that are kept, averaged over all rates of rejection,
+    from none to all but one, where the most uncertain are rejected first. By chance it is the mean
+    quality; the ideal order keeps the best outputs. 1 is the ideal order, 0 no better than chance,
+    and negative worse. Outputs of equal uncertainty count as the average over all of their orders.
 
     Args:
-        uncertainty: one number for each output; higher means more uncertain.
-        quality: one number for each output, higher is better: ROUGE, the probability of what was
-            right, or whether an answer is right. For right and wrong alone it is `raulc`.
+        uncertainty: One number per output, of shape [n]; higher means more uncertain.
+        quality: One number per output, of shape [n]; higher is better. For example ROUGE, the
+            probability of the right answer, or whether an answer is right, which gives `raulc`.
 
     Example:
         ```python
@@ -38,17 +37,22 @@ def prr(uncertainty: Any, quality: Any) -> float:
     u, q = scores_and_qualities(uncertainty, quality)
     if q.min() == q.max():
         raise QualmsError(
-            f"the quality is {q[0]:g} everywhere, so no order of the outputs is better than another, and there is no "
-            "PRR; take more outputs, or a harder set."
+            f"the quality is {q[0]:g} everywhere, so no order of the outputs is better than another "
+            "and there is no PRR; pass outputs of different quality."
         )
-    # Its unit and its zero do not matter, and may be beyond what a sum holds; a power of two leaves
-    # all digits.
-    q = np.ldexp(q, -np.frexp(np.abs(q).max())[1])
+    # PRR does not depend on the scale and offset of the quality, so sums can be kept from
+    # overflowing. A power of two keeps all digits.
+    exponent = np.frexp(np.abs(q).max())[1]
+    q = np.ldexp(q, -exponent)
     q = (q - q.min()) / (q.max() - q.min())
     chance = q.mean()
-    return float((_area(u, q) - chance) / (_area(-q, q) - chance))
+    area = _area(u, q)
+    ideal = _area(-q, q)
+    return float((area - chance) / (ideal - chance))
 
 
 def _area(u: Floats, q: Floats) -> float:
-    """The mean over i of the mean quality of the i most certain."""
-    return float((total_among_most_certain(u, q) / np.arange(1, len(u) + 1)).mean())
+    """Compute the mean over i of the mean quality of the i most certain outputs."""
+    kept = np.arange(1, len(u) + 1)
+    mean_quality = total_among_most_certain(u, q) / kept
+    return float(mean_quality.mean())

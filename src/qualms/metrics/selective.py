@@ -1,4 +1,4 @@
-"""Selective prediction: how often the model is wrong on the inputs that it is most certain of."""
+"""Selective prediction: the error rate on the inputs that the model is most certain of."""
 
 import math
 from typing import Any
@@ -12,12 +12,12 @@ from qualms.metrics.ties import total_among_most_certain
 
 
 def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
-    """The error rate among the most certain inputs.
+    """Compute the error rate of the most certain inputs.
 
     Args:
-        uncertainty: one number for each input [n]; higher means more uncertain.
-        correct: whether each prediction is right [n].
-        coverage: the share of inputs that is accepted, rounded up to whole inputs.
+        uncertainty: One number per input, of shape [n]; higher means more uncertain.
+        correct: Whether each prediction is right, of shape [n].
+        coverage: The share of inputs that is accepted, rounded up to whole inputs.
 
     Example:
         ```python
@@ -31,22 +31,24 @@ def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
     risks = risk_coverage(uncertainty, correct)
     if not 0 < coverage <= 1:
         raise QualmsError(
-            f"coverage is {coverage}; it is a share of the inputs, above 0 and at most 1."
+            f"coverage is {coverage}; pass a share of the inputs, above 0 and at most 1."
         )
-    # The rounding guard keeps 0.95 * 100 from asking for 96 of 100.
+    # Without 1e-9, rounding could turn 0.95 * 100 into 96 of 100.
     accepted = max(1, math.ceil(coverage * len(risks) - 1e-9))
     return float(risks[accepted - 1])
 
 
 def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
-    """risk_i = the error rate among the i most certain inputs, i = 1..n; ties in expectation.
+    """Compute risk_i, the error rate of the i most certain inputs, i = 1..n.
+
+    Inputs of equal uncertainty count as the average over all of their orders.
 
     Args:
-        uncertainty: one number for each input [n]; higher means more uncertain.
-        correct: whether each prediction is right [n].
+        uncertainty: One number per input, of shape [n]; higher means more uncertain.
+        correct: Whether each prediction is right, of shape [n].
 
     Returns:
-        A number for each i [n].
+        The risk at each i, of shape [n].
 
     Example:
         ```python
@@ -58,16 +60,16 @@ def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
     """
     u, right = scores_and_outcomes(uncertainty, correct)
     accepted = np.arange(1, len(u) + 1)
-    return (accepted - total_among_most_certain(u, right)) / accepted
+    wrong = accepted - total_among_most_certain(u, right)
+    return wrong / accepted
 
 
 def aurc(uncertainty: Any, correct: Any) -> float:
-    """The area under the risk-coverage curve, mean_i risk_i: the mean error rate over all
-    coverages; 0 is perfect.
+    """Compute mean_i risk_i, the area under the risk-coverage curve; 0 is perfect.
 
     Args:
-        uncertainty: one number for each input [n]; higher means more uncertain.
-        correct: whether each prediction is right [n].
+        uncertainty: One number per input, of shape [n]; higher means more uncertain.
+        correct: Whether each prediction is right, of shape [n].
 
     Example:
         ```python

@@ -1,8 +1,8 @@
-"""Weights on disk into a network: whatever wrapping they were saved with, all of them or none.
+"""Load weights from disk into a network, in any common wrapping; all of them or none.
 
-A pickle can run any code as it is read, so torch's files are read with `weights_only=True` and what
-asks for more is refused. Reading is one step and fitting another: the names in a file mean
-something only beside a network.
+A pickle can run any code as it is read, so torch's files are read with `weights_only=True` and
+anything else is refused. Reading and fitting are separate steps: names in a file have a meaning
+only for a network.
 """
 
 import io
@@ -22,7 +22,7 @@ from qualms.errors import QualmsError, explain_failure, reason
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 ARCHIVE = b"PK\x03\x04"  # how files of torch's new format begin
-MAX_INFLATION = 1032  # bytes that one compressed byte of an archive can stand for
+MAX_INFLATION = 1032  # bytes that one compressed byte of an archive can hold
 OLD_FORMAT_PICKLES = 5
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
 PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
@@ -70,12 +70,14 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def _no_tensors(path: Path, found: str) -> QualmsError:
+    """The error that a file has no tensors by name."""
     return QualmsError(
         f"{path} holds no tensors by name, only {found}; save the network's state_dict()."
     )
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a `.safetensors` file by name."""
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -92,7 +94,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 class _BoundedReader(io.BufferedReader):
-    """A file that makes room for no more bytes than it has left, whatever a length in it says."""
+    """A file that allocates no more bytes than it has left, for any length in it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path))
@@ -101,7 +103,9 @@ class _BoundedReader(io.BufferedReader):
     def read(self, size: int | None = -1, /) -> bytes:
         """As many bytes as there are, at most."""
         rest = max(0, self.length - self.tell())
-        return super().read(rest if size is None or size < 0 else min(size, rest))
+        if size is None or size < 0:
+            size = rest
+        return super().read(min(size, rest))
 
 
 def load_torch_file(path: Path) -> Any:
@@ -119,7 +123,7 @@ def load_torch_file(path: Path) -> Any:
         # About pickles and archives of kinds that are refused right after.
         warnings.simplefilter("ignore")
         with open(path, "rb") as start:
-            is_archive = start.read(len(ARCHIVE)) == ARCHIVE  # as torch tells its formats apart
+            is_archive = start.read(len(ARCHIVE)) == ARCHIVE  # as torch distinguishes its formats
         if is_archive:
             _require_entries(path)
             return torch.load(path, weights_only=True, map_location="cpu")
@@ -143,8 +147,8 @@ def _require_entries(path: Path) -> None:
 def _require_numbers(file: _BoundedReader) -> None:
     """Raise if a file of torch's old format claims more numbers than it has bytes.
 
-    Such a file is five pickles and then numbers. torch makes room for a storage of the length that
-    the pickle says, which is the number right before its id is complete.
+    Such a file is five pickles and then numbers. torch allocates a storage of the length in
+    the pickle, which is the number right before its id is complete.
     """
     for _ in range(OLD_FORMAT_PICKLES):
         number = 0
@@ -157,7 +161,7 @@ def _require_numbers(file: _BoundedReader) -> None:
 
 
 def _read_torch_file(path: Path) -> Any:
-    """What a file holds; whatever is wrong with it becomes an error that names it."""
+    """Read a file of torch; any exception becomes an error that names it."""
 
     def explain(error: Exception) -> QualmsError:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -177,9 +181,12 @@ def _read_torch_file(path: Path) -> Any:
 
 
 def _unwrap(content: Any) -> Any:
-    """The innermost dictionary that scripts wrapped."""
+    """Return the innermost dictionary that scripts wrapped."""
     while isinstance(content, Mapping):
-        inside = [content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)]
+        inside = []
+        for key in WRAPPERS:
+            if isinstance(content.get(key), Mapping):
+                inside.append(content[key])
         if not inside:
             return content
         content = inside[0]
@@ -216,8 +223,12 @@ def fit_state(
         assert torch.equal(model.weight, trained.weight)
         ```
     """
-    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    state = _rename_keys(_strip_prefixes(state, own), own, rename or {})
+    own = {}
+    for key, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            own[key] = value
+    state = _strip_prefixes(state, own)
+    state = _rename_keys(state, own, rename or {})
     problems, advice = _describe_mismatch(state, own)
     if problems:
         raise QualmsError(f"{file} does not fit {network}: {', '.join(problems)}; {advice}.")
@@ -273,6 +284,7 @@ def _rename_keys(
 
 
 def _new_name(key: str, rename: Rename) -> str:
+    """Rename a key by a function, or by the first prefix that it has."""
     if callable(rename):
         return rename(key)
     for old, new in rename.items():
@@ -298,4 +310,5 @@ def _missing_keys(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> lis
 
 
 def _keys(names: list[str]) -> str:
+    """Format a number of keys, such as `1 key` or `3 keys`."""
     return "1 key" if len(names) == 1 else f"{len(names)} keys"

@@ -58,8 +58,10 @@ class MnistCnn5x5(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5)
-        self.fc1, self.fc2 = nn.Linear(320, 50), nn.Linear(50, classes)
+        self.conv1 = nn.Conv2d(1, 10, 5)
+        self.conv2 = nn.Conv2d(10, 20, 5)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 1, 28, 28] to [n, classes]."""
@@ -91,7 +93,8 @@ class SvhnCnn4(nn.Module):
             layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
             inside = outside
         self.layers = nn.Sequential(*layers)
-        self.fc1, self.fc2 = nn.Linear(2 * 2 * inside, hidden), nn.Linear(hidden, classes)
+        self.fc1 = nn.Linear(2 * 2 * inside, hidden)
+        self.fc2 = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 3, 32, 32] to [n, classes]."""
@@ -111,7 +114,7 @@ def svhn_cnn_4(classes: int = 10) -> SvhnCnn4:
 def svhn_cnn_4_dropout(classes: int = 10) -> SvhnCnn4:
     """16 to 128 channels, then 256 features.
 
-    Its weights were trained with dropout, whose place they do not tell; in evaluation mode it makes
+    Its weights were trained with dropout, at unknown positions; in evaluation mode it makes
     no difference.
     """
     return SvhnCnn4(16, 256, classes)

@@ -59,7 +59,9 @@ def _conv(
         stride: 1 or 2.
         groups: as of `nn.Conv2d`.
     """
-    padding = kernel // 2 if stride == 1 else 0
+    padding = 0
+    if stride == 1:
+        padding = kernel // 2
     return nn.Conv2d(inside, outside, kernel, stride, padding, groups=groups, bias=False)
 
 
@@ -124,10 +126,12 @@ class EfficientNetLite(nn.Module):
         self.bn0 = nn.BatchNorm2d(STEM, EPS)
         blocks = []
         inside = STEM
-        for number, (expansion, kernel, stride, channels, count) in enumerate(STAGES):
+        for number, (expansion, kernel, first_stride, channels, repeats) in enumerate(STAGES):
             outside = round_channels(channels * width)
+            stride = first_stride
+            count = repeats
             if 0 < number < len(STAGES) - 1:
-                count = math.ceil(count * depth)
+                count = math.ceil(repeats * depth)
             for _ in range(count):
                 blocks.append(InvertedResidual(inside, outside, expansion, kernel, stride))
                 inside, stride = outside, 1

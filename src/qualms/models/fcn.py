@@ -39,7 +39,8 @@ class FCN(nn.Module):
         for beside, outputs in zip(DOWN[-2::-1], UP, strict=True):
             self.up.append(_convolutions(below + beside, outputs))
             below = outputs
-        self.shrink, self.grow = nn.MaxPool2d(2), nn.Upsample(scale_factor=2)
+        self.shrink = nn.MaxPool2d(2)
+        self.grow = nn.Upsample(scale_factor=2)
         self.head = nn.Conv2d(UP[-1], classes, 1)
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n k h w"]:

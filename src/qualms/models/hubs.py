@@ -30,7 +30,9 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
     timm = _import_timm(source)
     if ":" not in name and not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has the names."
+        hint = "timm.list_models() has the names."
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
         raise QualmsError(f"timm has no network {name!r}; {hint}")
     options = {} if classes is None else {"num_classes": classes}
     with explain_failure(_explain_not_made(source, weights)):
@@ -49,6 +51,8 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
 
 
 def _import_timm(source: str) -> Any:
+    """Import timm, or raise an error that explains how to install it."""
+
     def explain(error: Exception) -> QualmsError:
         return QualmsError(
             f"{source} needs timm, which does not import here ({reason(error)}); "
@@ -64,7 +68,7 @@ def _import_timm(source: str) -> Any:
 
 @contextmanager
 def hide_progress_bars(transformers: Any) -> Iterator[None]:
-    """Load without transformers' progress bars, which would stand among the caller's own lines.
+    """Load without transformers' progress bars, which would mix with the caller's own output.
 
     Also without torch's warning of layers of no size; a network that has one does not fit its
     weights.
@@ -98,7 +102,8 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
             check_classes(source, classes, config.num_labels)
             model = load_own_weights(transformers, auto, name, config)
         else:
-            config.num_labels = config.num_labels if classes is None else classes
+            if classes is not None:
+                config.num_labels = classes
             model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=source)
@@ -201,7 +206,7 @@ def check_classes(source: str, classes: int | None, published: int) -> None:
 
     Args:
         source: what the error calls the network.
-        classes: the number that is wanted; None for whatever there is.
+        classes: the requested number; None for the network's own.
         published: the number that the weights have.
     """
     if classes not in (None, published):
@@ -215,7 +220,7 @@ def check_classes(source: str, classes: int | None, published: int) -> None:
 def _explain_not_made(
     source: str, weights: str | Path | None
 ) -> Callable[[Exception], QualmsError]:
-    """What to say of whatever a hub raises."""
+    """Explain an exception of a hub."""
 
     def explain(error: Exception) -> QualmsError:
         if weights is not None:

@@ -19,5 +19,6 @@ def imagenet_ids() -> tuple[str, ...]:
 
 
 def _lines() -> list[list[str]]:
+    """The lines of the list of classes: WordNet id and name."""
     text = Path(__file__).with_name("imagenet_classes.txt").read_text(encoding="utf-8")
     return [line.split(" ", 1) for line in text.splitlines()]

@@ -21,7 +21,7 @@ class LanguageModel:
     Args:
         name: what errors call it.
         model: a causal language model of transformers, on one device.
-        tokenizer: a fast one, which says where in the text its tokens stand.
+        tokenizer: a fast one, which reports the character offsets of its tokens.
     """
 
     name: str
@@ -38,16 +38,18 @@ class LanguageModel:
             )
         if not getattr(self.tokenizer, "is_fast", False):
             raise QualmsError(
-                f"the tokenizer of {self.name} ({type(self.tokenizer).__name__}) does not say "
-                "where in a text its tokens stand; use a fast one, which has a tokenizer.json."
+                f"the tokenizer of {self.name} ({type(self.tokenizer).__name__}) does not "
+                "report the character offsets of its tokens; use a fast one, which has a tokenizer.json."
             )
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model can read at once; None if it does not say."""
+        """How many tokens the model can read at once; None if it is not known."""
         config = self.model.config.get_text_config()
         length = getattr(config, "max_position_embeddings", None)
-        return length if isinstance(length, int) and length > 0 else None
+        if isinstance(length, int) and length > 0:
+            return length
+        return None
 
 
 def load_language_model(source: str) -> LanguageModel:
@@ -106,7 +108,7 @@ def _require_architecture(source: str, config: Any) -> None:
 def _require_causal(loaded: LanguageModel) -> None:
     """Raise if what a model predicts depends on later tokens.
 
-    Some architectures are causal only if their configuration says so, and no field says it for all
+    Some architectures are causal only by their configuration, and no field is common to all
     of them.
     """
     ids = torch.tensor([[0, 1, 0], [0, 1, 1]])
@@ -116,6 +118,7 @@ def _require_causal(loaded: LanguageModel) -> None:
 
 
 def _not_causal(source: str, why: str) -> QualmsError:
+    """The error that a model does not predict next tokens."""
     return QualmsError(
         f"{source} is no causal language model ({why}); use qualms.Scorer with class_dim=-1 for it."
     )

@@ -80,7 +80,9 @@ def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.
     if weights is None and entry.package is not None:
         check_classes(name, classes, entry.classes)
         weights = require_installed_weights(name, entry)
-    model = entry.build(entry.classes if classes is None else classes)
+    if classes is None:
+        classes = entry.classes
+    model = entry.build(classes)
     if weights is not None:
         fit_state(model, read_state(weights), rename=entry.rename, file=weights, network=name)
     return model
@@ -125,7 +127,7 @@ def _find_training_operation(model: nn.Module) -> str | None:
 
 
 def _is_training(node: torch.fx.Node) -> bool:
-    """Whether a call of an operator asks for training mode."""
+    """Whether an operator is called in training mode."""
     assert isinstance(node.target, torch._ops.OpOverload)
     arguments = dict(node.kwargs)
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
@@ -148,7 +150,7 @@ def _from_factory(name: str, weights: str | Path | None, classes: int | None) ->
         model = factory(**options)
     if not isinstance(model, nn.Module):
         raise QualmsError(
-            f"{name} gives a {type(model).__name__}; it must return a torch.nn.Module."
+            f"{name} returned a {type(model).__name__}; it must return a torch.nn.Module."
         )
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=name)
@@ -164,7 +166,7 @@ def _import_factory(name: str) -> Callable[..., Any]:
             f"{path} of {name} does not import ({reason(error)}); check the name and the path."
         )
 
-    with explain_failure(explain):  # whatever the user's module raises
+    with explain_failure(explain):  # any exception of the user's module
         factory: Any = import_module(path)
     for attribute in attributes.split("."):
         if not hasattr(factory, attribute):
@@ -195,6 +197,7 @@ def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
 
 
 def _to_evaluation(model: nn.Module) -> nn.Module:
+    """Move a model to the CPU, in evaluation mode."""
     if not isinstance(model, torch.fx.GraphModule):
         return model.cpu().eval()
     for module in model.modules():
@@ -203,6 +206,7 @@ def _to_evaluation(model: nn.Module) -> nn.Module:
 
 
 def _unknown_name(name: str) -> QualmsError:
+    """The error that a name is no source of a network, with similar names if there are any."""
     if name.endswith(CHECKPOINTS):
         return QualmsError(
             f"{name} holds weights without a network; name the network and pass weights={name!r}."

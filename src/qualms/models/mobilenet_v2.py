@@ -74,7 +74,8 @@ class MobileNetV2(nn.Module):
         super().__init__()
         layers: list[nn.Module] = [conv_norm_relu6(3, STEM, 3, stride=2)]
         inside = STEM
-        for expansion, outside, count, stride in STAGES:
+        for expansion, outside, count, first_stride in STAGES:
+            stride = first_stride
             for _ in range(count):
                 layers.append(InvertedResidual(inside, outside, expansion, stride))
                 inside, stride = outside, 1

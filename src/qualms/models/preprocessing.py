@@ -1,4 +1,4 @@
-"""What a network expects of its inputs, and what it calls its classes: asked of whoever made it."""
+"""The preprocessing and the class names of a network, from its source."""
 
 import json
 import math
@@ -47,9 +47,9 @@ class Preprocessing:
     """How images become a network's inputs, and what its classes are called.
 
     Args:
-        normalization: of pixels from 0 to 1; None where nobody says.
-        transform: the size of its inputs, and how images get it; None where nobody says.
-        class_names: empty where nobody says.
+        normalization: of pixels from 0 to 1; None if not known.
+        transform: the size of its inputs, and how images get it; None if not known.
+        class_names: empty if not known.
 
     Example:
         ```python
@@ -72,12 +72,12 @@ class Preprocessing:
 
 
 def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
-    """What the makers of a network say about its inputs and classes.
+    """Find the preprocessing and the class names that belong to a network.
 
-    The zoo says it of its networks and of the published weights it names; timm in `pretrained_cfg`;
-    Hugging Face in `preprocessor_config.json` and `config.json`; a `.pt2` file knows the shape of
-    the input it was exported with. Of the network behind an import path nobody says anything, but
-    that torchvision's of 1000 classes know ImageNet's.
+    The zoo has them for its networks and for published weights; timm in `pretrained_cfg`; Hugging
+    Face in `preprocessor_config.json` and `config.json`; a `.pt2` file has the shape of the input
+    it was exported with. Nothing is known of the network behind an import path, except that those
+    of torchvision with 1000 classes have ImageNet's.
 
     Args:
         source: what was passed to `load_model`.
@@ -130,6 +130,7 @@ def normalization_of(source: str | Path, model: nn.Module) -> Normalization | No
 
 
 def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
+    """Return the preprocessing of a network of the zoo."""
     entry = ZOO[name]
     transform = ImageTransform(
         (entry.size, entry.size),
@@ -157,7 +158,7 @@ def _count_outputs(model: nn.Module) -> int:
 
 
 def _of_timm(settings: Any, classes: int) -> Preprocessing:
-    """What timm says.
+    """Read the settings of timm.
 
     Args:
         settings: a network's `pretrained_cfg`.
@@ -183,6 +184,7 @@ def _timm_transform(settings: Any) -> ImageTransform | None:
 
 
 def _known_interpolation(name: Any) -> Interpolation | None:
+    """An interpolation by its name; None if it is not known."""
     for known in RESAMPLES.values():
         if known == name:
             return known
@@ -190,8 +192,8 @@ def _known_interpolation(name: Any) -> Interpolation | None:
 
 
 def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
-    """The names in a network's settings; else ImageNet's, or those of a larger part of it, if its
-    tag says so.
+    """The class names in a network's settings; otherwise ImageNet's, or those of a larger part of
+    it, if its tag names one.
     """
     names = tuple(map(str, settings.get("label_names") or ()))
     if len(names) == classes:
@@ -213,7 +215,7 @@ def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
 
 
 def _of_hugging_face(name: str, config: Any) -> Preprocessing:
-    """What Hugging Face says.
+    """Read the settings of Hugging Face.
 
     Args:
         name: a folder, or a name on the hub.
@@ -255,6 +257,7 @@ def _find_processor_settings(name: str) -> Path | None:
 
 
 def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
+    """The normalization in the settings of a processor; None if it does not normalize."""
     mean, std = settings.get("image_mean"), settings.get("image_std")
     is_used = settings.get("do_normalize", True) and settings.get("do_rescale", True)
     if not (mean and std and is_used):
@@ -310,7 +313,9 @@ def _shorter_side(
 
 def _as_pair(size: Any) -> tuple[int, int]:
     """Height and width of a size in a processor's settings."""
-    return (size, size) if isinstance(size, int) else (int(size["height"]), int(size["width"]))
+    if isinstance(size, int):
+        return size, size
+    return int(size["height"]), int(size["width"])
 
 
 def _config_transform(config: Any) -> ImageTransform | None:
@@ -356,4 +361,5 @@ def _export_transform(model: nn.Module) -> ImageTransform | None:
 
 
 def _known_channels(channels: Any) -> int | None:
+    """A number of channels if it is 1 or 3, otherwise None."""
     return channels if channels in (1, 3) else None

@@ -21,15 +21,20 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, tokens, width] to the same."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
@@ -50,7 +55,8 @@ class VisionTransformer(nn.Module):
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(torch.empty(1, 65, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
         nn.init.trunc_normal_(self.position, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def installed_weights(entry: Entry) -> Path | None:
 
 
 def require_installed_weights(name: str, entry: Entry, option: str = "weights=") -> Path:
-    """Published weights that are installed, or an error that says which package has them.
+    """Published weights that are installed, or an error that names their package.
 
     Args:
         name: what the network is called.

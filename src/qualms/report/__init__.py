@@ -1,1 +1,1 @@
-"""Rows in, tables out; scores and images in, one HTML page out."""
+"""Tables of rows, and HTML pages of scored images, pixels and texts."""

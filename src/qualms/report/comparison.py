@@ -1,4 +1,4 @@
-"""The table that compares methods: its columns, its cells, and a summary in a sentence or two."""
+"""The table that compares methods: its columns, its cells, and a summary of a few sentences."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class Column:
     """A column of the table.
 
     Args:
-        of: The group of images that it is about; empty if about none.
-        text: What it shows.
-        why: An explanation.
+        of: The group of images that it is about; empty if there is none.
+        text: The heading.
+        why: An explanation of the heading.
         place: Where it is shown: `first` always, `wide` on anything wider than a phone, `more` on
             request.
     """
@@ -33,7 +33,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Span:
-    """The range of values that whiskers are drawn on, and the value of chance."""
+    """The range of values that whiskers are drawn on.
+
+    Args:
+        low: The value at the left end.
+        high: The value at the right end.
+        chance: The value of a random score.
+    """
 
     low: float
     high: float
@@ -50,7 +56,7 @@ def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column
 
     Args:
         content: The content of the report.
-        summaries: Of its methods.
+        summaries: The summaries of all methods.
     """
     groups = content.unknown
     found = []
@@ -75,9 +81,12 @@ def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column
 
 
 def _group_column_place(groups: int) -> str:
+    """Return where the columns of unknown groups are shown, by the number of groups."""
     if groups == 1:
         return "first"
-    return "wide" if groups <= MAX_WIDE_COLUMNS else "more"
+    if groups <= MAX_WIDE_COLUMNS:
+        return "wide"
+    return "more"
 
 
 def cells(
@@ -87,11 +96,11 @@ def cells(
 
     Args:
         content: The content of the report.
-        summaries: Of all its methods, which decide the range of whiskers.
-        own: The method of the row.
+        summaries: The summaries of all methods, which decide the range of whiskers.
+        own: The summary of the method in this row.
 
     Returns:
-        For each cell its text, the key to sort by, and where the dot and the whisker stand.
+        For each cell its text, the key to sort by, and the positions of the dot and the whisker.
     """
     unused = not_for_use(content)
     areas: list[Estimate] = []
@@ -115,10 +124,17 @@ def cells(
     if own.raulc is not None:
         found.append(_estimate_cell(own.raulc, 1, 3, lift_span))
     if content.costs:
-        cost = "" if own.cost is None else own.cost
-        text = cost if isinstance(cost, str) else format_cost(cost)
-        found.append(_plain_cell(text, cost))
+        found.append(_cost_cell(own.cost))
     return found
+
+
+def _cost_cell(cost: int | float | str | None) -> dict[str, Any]:
+    """Return the cell of a cost in forward passes, which is empty if it is not known."""
+    if cost is None:
+        return _plain_cell("", "")
+    if isinstance(cost, str):
+        return _plain_cell(cost, cost)
+    return _plain_cell(format_cost(cost), cost)
 
 
 def format_cost(cost: int | float) -> str:
@@ -131,12 +147,12 @@ def format_cost(cost: int | float) -> str:
 def describe_comparison(
     content: Content, summaries: Sequence[MethodSummary], verdict: Verdict
 ) -> list[str]:
-    """Describe the table in sentences, which call no method best that may be at chance.
+    """Describe the table in sentences, which call a method best only if it is above chance.
 
     Args:
         content: The content of the report.
-        summaries: Of its methods.
-        verdict: As `compare_methods` returns it.
+        summaries: The summaries of all methods.
+        verdict: The result of `compare_methods`.
     """
     if verdict.highest is None:
         return [_explain_no_comparison(content)]
@@ -150,18 +166,17 @@ def describe_comparison(
         if summary.main is not None:
             texts[summary.method] = _format_estimate(summary.main, scale, digits)
     highest = verdict.highest.method
+    sentences = [f"{highest} has the highest {measure}, {texts[highest]}."]
     if verdict.best is None:
         sentences = [
             f"No method does better than chance here ({chance}): the highest {measure}, "
             f"of {highest}, is {texts[highest]}."
         ]
-    else:
-        sentences = [f"{highest} has the highest {measure}, {texts[highest]}."]
     if len(verdict.tied) == 1:
-        sentences.append("The interval of 1 other method overlaps with it (tinted).")
+        sentences.append("The interval of 1 other method overlaps (tinted).")
     elif verdict.tied:
         count = len(verdict.tied)
-        sentences.append(f"The intervals of {count} other methods overlap with it (tinted).")
+        sentences.append(f"The intervals of {count} other methods overlap (tinted).")
     default = find_default(content)
     if default not in (None, highest) and default in texts:
         sentences.append(f"The default, {default}, has {texts[default]}.")
@@ -173,12 +188,20 @@ def _explain_no_comparison(content: Content) -> str:
     correct = content.known.correct
     start = "Methods cannot be compared on these images: there are no unknown images to detect"
     if correct is None:
-        return f"{start}, and no labels that say which predictions are wrong."
-    return f"{start}, and {'every' if correct.all() else 'no'} prediction is right."
+        return f"{start}, and no labels that show which predictions are wrong."
+    if correct.all():
+        return f"{start}, and every prediction is right."
+    return f"{start}, and no prediction is right."
 
 
 def _format_estimate(estimate: Estimate, scale: int, digits: int) -> str:
-    """Format a value with its interval, such as `91.3 % [90.1, 92.4]`."""
+    """Format a value with its interval, such as `91.3 % [90.1, 92.4]`.
+
+    Args:
+        estimate: The value and its interval.
+        scale: The factor of the numbers; 100 gives percent.
+        digits: The number of decimals.
+    """
     value = f"{estimate.value:.{digits}f}"
     if scale == 100:
         value = format_percent(estimate.value)
@@ -186,13 +209,23 @@ def _format_estimate(estimate: Estimate, scale: int, digits: int) -> str:
 
 
 def _format_interval(estimate: Estimate, scale: int, digits: int) -> str:
+    """Format an interval, such as `[90.1, 92.4]`; empty if it is not known.
+
+    Args:
+        estimate: The value and its interval.
+        scale: The factor of the numbers.
+        digits: The number of decimals.
+    """
     if not math.isfinite(estimate.low):
         return ""
     return f"[{scale * estimate.low:.{digits}f}, {scale * estimate.high:.{digits}f}]"
 
 
 def _span(estimates: Sequence[Estimate], chance: float) -> Span:
-    """Return the range of some estimates and their intervals, but little of what is below chance."""
+    """Return the range of some estimates and their intervals.
+
+    Of the values below chance, the range includes little.
+    """
     ends = []
     for estimate in estimates:
         for end in (estimate.low, estimate.value, estimate.high):
@@ -207,6 +240,12 @@ def _span(estimates: Sequence[Estimate], chance: float) -> Span:
 
 
 def _plain_cell(text: str, key: int | float | str) -> dict[str, Any]:
+    """Return a cell without a whisker.
+
+    Args:
+        text: The text of the cell.
+        key: The key to sort by.
+    """
     return {"text": text, "key": key, "range": "", "whisker": None}
 
 
@@ -215,9 +254,9 @@ def _estimate_cell(estimate: Estimate, scale: int, digits: int, span: Span) -> d
 
     Args:
         estimate: The value and its interval.
-        scale: What values are multiplied by.
+        scale: The factor of the numbers.
         digits: The number of decimals.
-        span: What the whisker is drawn on.
+        span: The range that the whisker is drawn on.
     """
     low, high = estimate.low, estimate.high
     if not math.isfinite(low):

@@ -1,4 +1,4 @@
-"""The content of a report: images, their scores by several methods, and what else is known."""
+"""The content of a report: images, their scores by several methods, and other known facts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ from qualms.tasks.rows import LeftOutRow, Row
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Images of one kind, with their scores and predictions.
+    """A group of images with their scores and predictions.
 
     Args:
-        name: What the page calls them.
+        name: The name of the group on the page.
         images: The images.
         scores: By method, an array of shape [n].
         predicted: The predicted class of each image, of shape [n].
@@ -41,13 +41,19 @@ class Group:
         self._require_length("the confidences", self.confidence)
 
     def _require_length(self, what: str, values: np.ndarray | None) -> None:
+        """Raise an error unless there is one finite value per image.
+
+        Args:
+            what: The name of the values in errors.
+            values: Of shape [n]; None if they are not known.
+        """
         if values is None:
             return
         found = check_scores(values, f"{what} for {self.name}")
         if len(found) != len(self.images):
             raise QualmsError(
-                f"{self.name} has {len(self.images)} images, and {what} are {len(found)}; "
-                "pass one for each image."
+                f"{self.name} has {len(self.images)} images and {len(found)} values in {what}; "
+                "pass one per image."
             )
 
     @property
@@ -78,8 +84,7 @@ class LayerContributions:
         if shape != (len(self.groups), len(self.names)) or not self.contributions.size:
             raise QualmsError(
                 f"the contributions of layers have shape {shape}, with {len(self.names)} names and "
-                f"{len(self.groups)} groups; pass a row for each input, and a column for each "
-                "layer."
+                f"{len(self.groups)} groups; pass a row per input and a column per layer."
             )
         if not (np.isfinite(self.contributions).all() and (self.contributions >= 0).all()):
             raise QualmsError(
@@ -90,7 +95,7 @@ class LayerContributions:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """Everything that a report shows. Where something is missing, the page says what is needed.
+    """Everything that a report shows. Where something is missing, the page explains what is needed.
 
     Args:
         title: The title of the page.
@@ -125,11 +130,12 @@ class Content:
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise QualmsError(
-                f"two groups of images have one name, among {', '.join(names)}; rename one of them."
+                f"two groups of images have the same name, among {', '.join(names)}; rename one."
             )
         self._require_layers_of(names)
 
     def _require_same_methods(self) -> None:
+        """Raise an error if a group has scores of other methods than the known images."""
         for group in self.unknown:
             difference = set(group.scores) ^ set(self.known.scores)
             if difference:
@@ -139,15 +145,20 @@ class Content:
                 )
 
     def _require_layers_of(self, names: list[str]) -> None:
+        """Raise an error if layers belong to a method without scores or to an unknown group.
+
+        Args:
+            names: The names of the groups.
+        """
         for method, layers in self.layers.items():
             if method not in self.known.scores:
                 raise QualmsError(
-                    f"the report has layers of {method}, but no scores; pass both, or neither."
+                    f"the report has layers of {method}, but no scores; pass both or neither."
                 )
             for name in layers.groups:
                 if name not in names:
                     raise QualmsError(
-                        f"the layers of {method} are for images of {name}, which is no group of "
+                        f"the layers of {method} are for images of {name}, which is not a group of "
                         f"the report; choose from {', '.join(names)}."
                     )
 

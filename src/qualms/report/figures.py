@@ -16,14 +16,24 @@ Figure = dict[str, Any]
 
 
 def roc_figure(content: Content, method: str) -> Figure:
-    """Return the share of unknown images that is flagged over that of known images, per group."""
+    """Return the ROC curve of each unknown group against the known images.
+
+    The curves show the share of unknown images that is flagged over that of known images, in
+    percent.
+
+    Args:
+        content: The content of the report.
+        method: The method whose scores are drawn.
+    """
     lines = [_line("chance", None, [0, 100], [0, 100])]
     areas = []
     for color, group in enumerate(content.unknown, 1):
-        scores = content.known.scores[method], group.scores[method]
-        x, y = thin_curve(*roc(*scores))
-        lines.append(_line(group.name, color, round_digits(100 * x), round_digits(100 * y)))
-        areas.append(f"{group.name} {format_percent(auroc(*scores))}")
+        known, unknown = content.known.scores[method], group.scores[method]
+        x, y = thin_curve(*roc(known, unknown))
+        line = _line(group.name, color, round_digits(100 * x), round_digits(100 * y))
+        lines.append(line)
+        area = format_percent(auroc(known, unknown))
+        areas.append(f"{group.name} {area}")
     return {
         "x": "known images flagged, %",
         "y": "unknown images flagged, %",
@@ -33,8 +43,16 @@ def roc_figure(content: Content, method: str) -> Figure:
 
 
 def lift_figure(content: Content, method: str) -> Figure:
-    """Return the accuracy of the most certain known images, in units of the overall accuracy."""
-    correct, scores = content.known.correct, content.known.scores[method]
+    """Return the lift curves of a method and of the ideal order.
+
+    Lift is the accuracy of the most certain known images, divided by the overall accuracy.
+
+    Args:
+        content: The content of the report. The known images have labels, and some are right.
+        method: The method whose scores decide the order.
+    """
+    correct = content.known.correct
+    scores = content.known.scores[method]
     assert correct is not None
     share = 100 * np.arange(1, len(scores) + 1) / len(scores)
     lines = []
@@ -43,15 +61,18 @@ def lift_figure(content: Content, method: str) -> Figure:
         lines.append(_line(name, color, round_digits(x), round_digits(y)))
     half = 1 - selective_risk(scores, correct, 0.5)
     whole = 1 - selective_risk(scores, correct, 1.0)
-    end = "where all are right there is no rAULC."
+    end = "rAULC is undefined, as all are right."
     if 0 < whole < 1:
         end = f"rAULC {raulc(scores, correct):.3f}."
+    best_half = format_percent(half)
+    summary = (
+        f"Accuracy: {best_half} of the most certain half, {format_percent(whole)} of all; {end}"
+    )
     return {
         "x": "known images accepted, %",
         "y": "accuracy / overall accuracy",
         "lines": lines,
-        "summary": f"Accuracy: {format_percent(half)} of the most certain half, "
-        f"{format_percent(whole)} of all; {end}",
+        "summary": summary,
     }
 
 
@@ -59,25 +80,29 @@ def learning_figure(curves: Sequence[LearningCurve], title: str, best: str) -> F
     """Return a measure of active learning over the number of labels, a line per method.
 
     Args:
-        curves: Of a dataset, at least one.
-        title: Of the vertical axis.
-        best: Whether the `highest` or the `lowest` value is best; the former are shares.
+        curves: The curves of a dataset, at least one.
+        title: The title of the vertical axis.
+        best: Which value is best: the `highest` of shares, or the `lowest` of other numbers.
     """
     is_share = best == "highest"
     scale = 100 if is_share else 1
     lines = []
     for color, curve in enumerate(curves):
         line = _line(curve.method, color, curve.labeled, _scale(curve.mean, scale))
-        line["low"], line["high"] = _scale(curve.low, scale), _scale(curve.high, scale)
+        line["low"] = _scale(curve.low, scale)
+        line["high"] = _scale(curve.high, scale)
         lines.append(line)
     ordered = sorted(curves, key=lambda curve: curve.mean[-1], reverse=is_share)
-    first, labels = ordered[0], ordered[0].labeled[-1]
-    value = format_percent(first.mean[-1]) if is_share else f"{first.mean[-1]:.3f}"
-    summary = f"After {labels} labels {first.method} is {best}: {value}."
+    first = ordered[0]
+    value = f"{first.mean[-1]:.3f}"
+    if is_share:
+        value = format_percent(first.mean[-1])
+    summary = f"After {first.labeled[-1]} labels, {first.method} has the {best} value, {value}."
     return {"x": "labeled images", "y": title, "lines": lines, "summary": summary}
 
 
 def _scale(values: Sequence[float], scale: int) -> list[float]:
+    """Multiply values by a number, and round them for drawing."""
     return round_digits(scale * np.array(values))
 
 
@@ -87,10 +112,10 @@ def _line(
     """Return a line of a figure.
 
     Args:
-        name: In the legend.
-        color: Its number; None for a reference.
-        x: The first coordinates of its points.
-        y: The second coordinates.
+        name: The name in the legend.
+        color: The number of the color; None for a reference.
+        x: The horizontal coordinates of the points.
+        y: The vertical coordinates of the points.
     """
     return {"name": name, "color": color, "x": list(x), "y": list(y)}
 

@@ -20,6 +20,13 @@ def extreme_images(scores: np.ndarray, most: int = MAX_EXTREMES) -> tuple[list[i
     """Return the images with the lowest and with the highest scores, the extreme ones first.
 
     No image is in both lists.
+
+    Args:
+        scores: The scores of the images, of shape [n].
+        most: The largest number of images in each list.
+
+    Returns:
+        The numbers of the images with the lowest scores, and of those with the highest.
     """
     order = np.argsort(scores, kind="stable").tolist()
     lowest = order[: min(most, (len(order) + 1) // 2)]
@@ -28,7 +35,12 @@ def extreme_images(scores: np.ndarray, most: int = MAX_EXTREMES) -> tuple[list[i
 
 
 def confident_mistakes(group: Group, most: int = MAX_MISTAKES) -> list[int]:
-    """Return the wrongly predicted images, in descending order of the network's confidence."""
+    """Return the wrongly predicted images, in descending order of the network's confidence.
+
+    Args:
+        group: Images; without labels or confidences there are no known mistakes.
+        most: The largest number of images.
+    """
     if group.correct is None or group.confidence is None:
         return []
     wrong = np.flatnonzero(~group.correct)
@@ -38,16 +50,23 @@ def confident_mistakes(group: Group, most: int = MAX_MISTAKES) -> list[int]:
 
 def class_name(number: int, classes: tuple[str, ...]) -> str:
     """Return the name of a class, or its number if it has none."""
-    return classes[number] if 0 <= number < len(classes) else str(number)
+    if 0 <= number < len(classes):
+        return classes[number]
+    return str(number)
 
 
 def image_url(images: Images, index: int) -> str:
-    """Return one of the images as a data URL."""
+    """Return an image as a data URL, no larger than `MAX_SIDE` pixels.
+
+    Args:
+        images: Images with 1 or 3 channels.
+        index: The number of the image.
+    """
     pixels = images.pixels[index].cpu().permute(1, 2, 0).numpy()
     channels = pixels.shape[2]
     if channels not in (1, 3):
         raise QualmsError(
-            f"{images.name} has {channels} channels; the report shows images with 1 or 3."
+            f"{images.name} has {channels} channels; pass images with 1 or 3 to a report."
         )
     if channels == 1:
         pixels = pixels[:, :, 0]
@@ -57,7 +76,7 @@ def image_url(images: Images, index: int) -> str:
 
 
 def png_url(picture: Any) -> str:
-    """Return a picture of Pillow as a data URL."""
+    """Encode a Pillow image as a data URL."""
     file = BytesIO()
     picture.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

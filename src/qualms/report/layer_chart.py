@@ -1,4 +1,4 @@
-"""Which layers the uncertainty of some inputs comes from."""
+"""The contribution of each layer to the uncertainty of images."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,21 +25,22 @@ MAX_IMAGES = 24  # of each group
 def layers_of(
     network: Network, groups: Sequence[Group], methods: Mapping[str, Method]
 ) -> dict[str, LayerContributions]:
-    """Compute Σ_c w_c ‖∇ log p_c‖ of each layer for the first images of each group.
+    """Compute Σ_c w_c ‖∇ log p_c‖ of each layer for the first `MAX_IMAGES` of each group.
 
     Smoothing is left out. Only methods that are sums of the gradient norms of classes have layers.
 
     Args:
         network: The network that is scored.
         groups: The groups of images.
-        methods: By name.
+        methods: The methods by name.
 
     Returns:
         The contributions of layers, for each method that has layers.
     """
     if not any(map(has_layers, methods.values())):
         return {}
-    inputs, owners = [], []
+    inputs = []
+    owners: list[str] = []
     for group in groups:
         images = group.images.take(slice(0, MAX_IMAGES))
         inputs.append(network.inputs(images))
@@ -62,37 +63,44 @@ def layer_sums(
     methods: Mapping[str, Method],
     how: Settings | None = None,
 ) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
-    """Compute what each layer adds to the scores of some inputs.
+    """Compute the contribution of each layer to the scores of a batch.
 
     Args:
         model: A classifier.
         x: Its inputs, of shape [b, ...].
-        methods: By name; those that have no layers are left out.
-        how: A scorer's settings, by which a few of many classes may stand for all; by default those
-            of a new scorer.
+        methods: The methods by name; those that have no layers are left out.
+        how: The settings of the engine, which may sample the classes; by default those of a new
+            scorer.
 
     Returns:
-        The names of the layers, and by method an array of shape [b, layers].
+        The names of the layers, and for each method an array of shape [b, layers].
     """
     how = how or Settings()
     layers: list[str] = []
     found: dict[str, np.ndarray] = {}
     with preserve_state(model) as inner:
         context = BatchContext(ModelContext(inner), x)
-        model_context, classes = context.model_context, context.logits.shape[1]
+        model_context = context.model_context
+        classes = context.logits.shape[1]
         model_context.settings = resolve_engine(how, inner, x, classes, model_context.cache)
         for name, method in methods.items():
-            if isinstance(method, GradientScore) and has_layers(method):
-                layers, sums = replace(method, smooth=None).layer_sums(context)
-                values = sums.cpu()
-                if method.layers is not None:
-                    values = values * layer_weights(len(layers), method.layers)
-                found[name] = values.numpy()
+            if not (isinstance(method, GradientScore) and has_layers(method)):
+                continue
+            layers, sums = replace(method, smooth=None).layer_sums(context)
+            values = sums.cpu()
+            if method.layers is not None:
+                values = values * layer_weights(len(layers), method.layers)
+            found[name] = values.numpy()
     return [layer_name(model, layer) for layer in layers], found
 
 
 def layer_name(model: nn.Module, name: str) -> str:
-    """Return the kind of a layer and its name in the model, such as `Conv 5×5 · conv1`."""
+    """Return the kind of a layer and its name in the model, such as `Conv 5×5 · conv1`.
+
+    Args:
+        model: The model.
+        name: The name of a module in it. A name that is not a module is returned as it is.
+    """
     module = dict(model.named_modules()).get(name)
     if module is None or not name:
         return name or type(model).__name__

@@ -1,6 +1,7 @@
-"""Images with a score at every pixel in, one HTML file out: image, labels, prediction and scores."""
+"""The page of images with a score at every pixel: image, labels, prediction and scores."""
 
 import colorsys
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,18 @@ from qualms.disk import require_writable
 from qualms.errors import QualmsError
 from qualms.metrics import auroc, pixel_metrics
 from qualms.report.gallery import MAX_SIDE, class_name, image_url, png_url
-from qualms.report.offline import pack_array, render_template, require_packages, write_html
+from qualms.report.offline import (
+    format_facts,
+    pack_array,
+    render_template,
+    require_packages,
+    write_html,
+)
 
 MAX_IMAGES = 12  # that are shown; the numbers are of all
-STEPS = 200  # places of the threshold, each half a percent of the known pixels
+STEPS = 200  # steps of the threshold, each half a percent of the known pixels
 NO_SCORE = 255
-COVERAGE = 95  # the first place of the threshold, in percent
+COVERAGE = 95  # the first threshold, in percent
 # The colors of Okabe and Ito, and a few more; the first class is often the background.
 COLORS = [
     "#3b414a",
@@ -53,7 +60,7 @@ class Maps:
 
     Args:
         title: The title of the page.
-        images: The page shows the first twelve; its numbers are of all.
+        images: The images. The page shows the first `MAX_IMAGES`; its numbers are over all.
         prediction: The predicted class of each pixel.
         scores: By method, the score of each pixel; NaN where there is none.
         labels: The class of each pixel, if it is known.
@@ -85,23 +92,29 @@ class Maps:
                 raise QualmsError(f"{method} has no score at any pixel that counts; leave it out.")
 
     def _require_shape(self, what: str, values: np.ndarray | None) -> None:
+        """Raise an error unless a map has one value per pixel.
+
+        Args:
+            what: The name of the map in errors.
+            values: The map; None if it is not known.
+        """
         shape = (len(self.images), *self.images.size)
         if values is not None and values.shape != shape:
             raise QualmsError(
                 f"the images have shape {shape} without their channels, and {what} {values.shape}; "
-                "give a number for each pixel."
+                "pass one number per pixel."
             )
 
     @property
     def counts(self) -> Bool[np.ndarray, "n h w"]:
-        """The pixels that have a label, or all if there are no labels."""
+        """Whether each pixel has a label that counts; all of them if there are no labels."""
         if self.labels is None:
             return np.ones(self.prediction.shape, bool)
         return self.labels != self.ignore_index
 
     @property
-    def strange(self) -> Bool[np.ndarray, "n h w"]:
-        """The pixels of what the network was not trained on."""
+    def is_unknown(self) -> Bool[np.ndarray, "n h w"]:
+        """Whether each pixel shows what the network was not trained on."""
         if self.labels is None:
             return np.zeros(self.prediction.shape, bool)
         return np.isin(self.labels, list(self.unknown)) & self.counts
@@ -123,14 +136,22 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
     methods = [row["method"] for row in rows]
     colors = _colors(maps)
     shown = range(min(MAX_IMAGES, len(maps.images)))
+    has_unknown = bool(maps.is_unknown.any())
+    known = "pixels"
+    if has_unknown:
+        known = "known pixels"
+    data = {
+        "size": _subsample(maps.prediction[0]).shape,
+        "methods": [_method_data(maps, method, shown) for method in methods],
+    }
     html = render_template(
         "page.maps.html.jinja",
         styles=("page.css", "page.maps.css"),
         scripts=("page.values.js", "page.maps.js"),
         title=maps.title,
-        facts=[f"{name}: {value}" for name, value in maps.about.items()],
-        known="known pixels" if maps.strange.any() else "pixels",
-        has_unknown=bool(maps.strange.any()),
+        facts=format_facts(maps.about),
+        known=known,
+        has_unknown=has_unknown,
         labeled=maps.labels is not None,
         methods=methods,
         columns={key: MEASURES[key] for key in rows[0] if key != "method"},
@@ -139,35 +160,46 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
         legend=_legend(maps, colors),
         scenes=[_scene(maps, i, colors) for i in shown],
         total=len(maps.images),
-        data={
-            "size": _thin(maps.prediction[0]).shape,
-            "methods": [_method_data(maps, method, shown) for method in methods],
-        },
+        data=data,
     )
     return write_html(path, html)
 
 
 def _rank_methods(maps: Maps) -> list[dict[str, Any]]:
     """Return the measures of each method, in descending order of AUROC."""
-    rows = []
-    for method, scores in maps.scores.items():
-        row: dict[str, Any] = {"method": method}
-        if maps.labels is not None:
-            if maps.strange.any():
-                row |= pixel_metrics(scores, maps.labels, maps.unknown, maps.ignore_index)
-            known = maps.counts & ~maps.strange
-            right = known & (maps.prediction == maps.labels)
-            wrong = known & ~right
-            if right.any() and wrong.any():
-                row["wrong"] = auroc(scores[right], scores[wrong])
-        rows.append(row)
+    rows = [{"method": method, **_measures(maps, method)} for method in maps.scores]
     return sorted(rows, key=lambda row: -row.get("auroc", row.get("wrong", 0.0)))
 
 
+def _measures(maps: Maps, method: str) -> dict[str, float]:
+    """Return those of `MEASURES` that the labels allow for."""
+    if maps.labels is None:
+        return {}
+    scores = maps.scores[method]
+    found: dict[str, float] = {}
+    if maps.is_unknown.any():
+        found |= pixel_metrics(scores, maps.labels, maps.unknown, maps.ignore_index)
+    known = maps.counts & ~maps.is_unknown
+    right = known & (maps.prediction == maps.labels)
+    wrong = known & ~right
+    if right.any() and wrong.any():
+        found["wrong"] = auroc(scores[right], scores[wrong])
+    return found
+
+
 def _scene(maps: Maps, i: int, colors: Mapping[int, str]) -> dict[str, str]:
-    """Return the pictures of an image."""
+    """Return the name of an image, and its pictures as data URLs.
+
+    Args:
+        maps: The content of the page.
+        i: The number of the image.
+        colors: The color of each class.
+    """
+    name = f"image {i}"
+    if maps.images.ids:
+        name = maps.images.ids[i]
     scene = {
-        "name": maps.images.ids[i] if maps.images.ids else f"image {i}",
+        "name": name,
         "image": image_url(maps.images, i),
         "prediction": _paint(maps.prediction[i], colors),
     }
@@ -179,13 +211,18 @@ def _scene(maps: Maps, i: int, colors: Mapping[int, str]) -> dict[str, str]:
 def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
     """Return what the page's script reads about a method.
 
-    That is the threshold at each of its places, the shares of all pixels that it accepts and flags,
-    and for each pixel that is shown the number of thresholds that flag it.
+    These are the thresholds, the share of pixels that each of them accepts and flags, and for each
+    shown pixel the number of thresholds that flag it.
+
+    Args:
+        maps: The content of the page.
+        method: The name of the method.
+        shown: The numbers of the images that are shown.
     """
     scores = maps.scores[method].astype(np.float64)
     counts = maps.counts & np.isfinite(scores)
-    known = np.sort(scores[counts & ~maps.strange])
-    unknown = np.sort(scores[counts & maps.strange])
+    known = np.sort(scores[counts & ~maps.is_unknown])
+    unknown = np.sort(scores[counts & maps.is_unknown])
     shares = np.arange(1, STEPS + 1) / STEPS
     places = np.ceil(shares * len(known) - 1e-9).astype(int) - 1
     thresholds = known[places]
@@ -202,11 +239,12 @@ def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
         passed = np.searchsorted(unknown, thresholds, "right") / len(unknown)
         found["flagged"] = pack_array(1 - passed)
     if maps.labels is not None:
-        is_right = counts & ~maps.strange & (maps.prediction == maps.labels)
+        is_right = counts & ~maps.is_unknown & (maps.prediction == maps.labels)
         right = np.sort(scores[is_right])
-        found["right"] = pack_array(np.searchsorted(right, thresholds, "right") / accepted)
+        accepted_right = np.searchsorted(right, thresholds, "right")
+        found["right"] = pack_array(accepted_right / accepted)
     for i in shown:
-        levels = _thin(threshold_levels(scores[i], thresholds))
+        levels = _subsample(threshold_levels(scores[i], thresholds))
         found["levels"].append(pack_array(levels.reshape(-1)))
     return found
 
@@ -214,17 +252,19 @@ def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
 def threshold_levels(
     scores: Float[np.ndarray, "h w"], thresholds: Float[np.ndarray, " k"]
 ) -> UInt8[np.ndarray, "h w"]:
-    """Count the thresholds, in ascending order, that flag each pixel.
+    """Count the thresholds that flag each pixel; pixels without a score have `NO_SCORE`.
 
-    Pixels without a score have `NO_SCORE`.
+    Args:
+        scores: The scores of the pixels, of shape [height, width]; NaN where there is none.
+        thresholds: In ascending order.
     """
     levels = np.searchsorted(thresholds, scores, "left")
     return np.where(np.isnan(scores), NO_SCORE, levels).astype(np.uint8)
 
 
-def _thin(values: Shaped[np.ndarray, "h w *c"]) -> Shaped[np.ndarray, "k l *c"]:
-    """Keep every k-th pixel of a large map, so that no pixel is mixed with others."""
-    step = -(-max(values.shape[:2]) // MAX_SIDE)
+def _subsample(values: Shaped[np.ndarray, "h w *c"]) -> Shaped[np.ndarray, "k l *c"]:
+    """Keep every k-th pixel of a large map, so that pixels are not mixed with others."""
+    step = math.ceil(max(values.shape[:2]) / MAX_SIDE)
     return values[::step, ::step]
 
 
@@ -246,24 +286,25 @@ def _color(number: int) -> str:
     if 0 <= number < len(COLORS):
         return COLORS[number]
     hue = number * 0.618 % 1  # the golden angle sets consecutive numbers far apart
-    rgb = colorsys.hsv_to_rgb(hue, 0.55, 0.9)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
+    red, green, blue = colorsys.hsv_to_rgb(hue, 0.55, 0.9)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
 def _legend(maps: Maps, colors: Mapping[int, str]) -> list[tuple[str, str]]:
     """Return names with their colors; all unknown classes share an entry."""
+    classes = tuple(maps.classes)
     entries = []
     for number, color in colors.items():
         if number not in maps.unknown:
-            entries.append((class_name(number, tuple(maps.classes)), color))
-    if maps.strange.any():
+            entries.append((class_name(number, classes), color))
+    if maps.is_unknown.any():
         entries.append(("unknown", UNKNOWN_COLOR))
     return entries
 
 
 def _paint(classes: Int[np.ndarray, "h w"], colors: Mapping[int, str]) -> str:
     """Return a map of classes as a data URL; classes without a color are transparent."""
-    small = _thin(classes)
+    small = _subsample(classes)
     picture = np.zeros((*small.shape, 4), np.uint8)
     for number, color in colors.items():
         picture[small == number] = (*bytes.fromhex(color[1:]), 255)

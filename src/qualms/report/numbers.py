@@ -16,7 +16,7 @@ from qualms.report.roles import not_for_use
 from qualms.tasks.rows import CycleRow, Row
 
 MAX_POINTS = 300  # of a curve that is drawn
-# An axis is logarithmic where the middle 90 % of the scores span this factor.
+# An axis is logarithmic if the middle 90 % of the scores span this factor.
 LOG_AXIS_RATIO = 30
 # It spans no more than this ratio, unless that would hide a quarter of a group.
 SMALLEST_RATIO = 1e-9
@@ -72,20 +72,37 @@ def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSum
 
     Args:
         content: The content of the report.
-        resamples: How many bootstrap resamples each interval is computed from.
+        resamples: The number of bootstrap resamples that each interval is computed from.
     """
-    summaries = [_summarize_method(content, method, resamples) for method in content.methods]
-    return sorted(summaries, key=_rank)
+    summaries = []
+    for method in content.methods:
+        summaries.append(_summarize_method(content, method, resamples))
+    return sorted(summaries, key=_sort_key)
 
 
-def _rank(summary: MethodSummary) -> float:
-    return 0.0 if summary.main is None else -summary.main.value
+def _sort_key(summary: MethodSummary) -> float:
+    """Return the key that sorts methods by descending main measure, where chance is 0."""
+    if summary.main is None:
+        return 0.0
+    return -summary.main.value
 
 
 def _summarize_method(content: Content, method: str, resamples: int) -> MethodSummary:
-    known, correct = content.known.scores[method], content.known.correct
+    """Compute the measures of a method.
+
+    Args:
+        content: The content of the report.
+        method: The name of the method.
+        resamples: The number of bootstrap resamples that each interval is computed from.
+    """
+    known = content.known.scores[method]
+    correct = content.known.correct
     others = [group.scores[method] for group in content.unknown]
-    areas = [_estimate(auroc, known, other, resamples=resamples) for other in others]
+    areas = []
+    precisions = []
+    for other in others:
+        areas.append(_estimate(auroc, known, other, resamples=resamples))
+        precisions.append(aupr(known, other))
     mean = None
     if len(others) == 1:
         mean = areas[0]
@@ -98,13 +115,14 @@ def _summarize_method(content: Content, method: str, resamples: int) -> MethodSu
         method=method,
         mean_auroc=mean,
         auroc=areas,
-        aupr=[aupr(known, other) for other in others],
+        aupr=precisions,
         raulc=lift,
         cost=content.costs.get(method),
     )
 
 
 def _mean_auroc(known: np.ndarray, *others: np.ndarray) -> float:
+    """Compute the mean AUROC of several groups against the known scores."""
     return statistics.fmean(auroc(known, other) for other in others)
 
 
@@ -115,9 +133,9 @@ def _estimate(
 
     Args:
         measure: A function of the samples.
-        samples: Arrays of scores or outcomes.
+        samples: Arrays of scores or outcomes, of shape [n].
         paired: Whether row i of all samples belongs to the same input.
-        resamples: How many bootstrap resamples to draw.
+        resamples: The number of bootstrap resamples.
     """
     value = measure(*samples)
     try:
@@ -145,9 +163,11 @@ class Verdict:
 def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Verdict:
     """Find the best of the methods that are for use.
 
+    A method is tied with the best if its interval reaches the lower end of the best one's.
+
     Args:
         content: The content of the report.
-        summaries: As `summarize_methods` returns them, in their order.
+        summaries: The summaries of all methods, sorted as `summarize_methods` returns them.
     """
     unused = not_for_use(content)
     ranked = []
@@ -169,7 +189,13 @@ def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Ver
 
 @dataclass(frozen=True)
 class Axis:
-    """The range of scores that a drawing shows; scores beyond its ends are counted beside it."""
+    """The range of scores that a drawing shows; scores beyond its ends are counted separately.
+
+    Args:
+        low: The score at the left end.
+        high: The score at the right end.
+        logarithmic: Whether equal distances are equal ratios of scores.
+    """
 
     low: float
     high: float
@@ -185,8 +211,11 @@ def score_axis(groups: Sequence[np.ndarray]) -> Axis:
     Args:
         groups: The scores of each group, of shape [n].
     """
-    lows = [float(np.quantile(scores, OUTLIERS, method="lower")) for scores in groups]
-    highs = [float(np.quantile(scores, 1 - OUTLIERS, method="higher")) for scores in groups]
+    lows = []
+    highs = []
+    for scores in groups:
+        lows.append(float(np.quantile(scores, OUTLIERS, method="lower")))
+        highs.append(float(np.quantile(scores, 1 - OUTLIERS, method="higher")))
     low, high = min(lows), max(highs)
     if low == high:
         margin = abs(low) / 2 or 0.5
@@ -194,14 +223,16 @@ def score_axis(groups: Sequence[np.ndarray]) -> Axis:
     if not _span_magnitudes(np.concatenate(groups).astype(np.float64)):
         return Axis(low, high, False)
     positive = [scores[scores > 0] for scores in groups]
-    quarters = [float(np.quantile(scores, 0.25)) for scores in positive if len(scores)]
     pooled = np.concatenate(positive).astype(np.float64)
     start = max(low, float(np.quantile(pooled, 0.005)), SMALLEST_RATIO * high)
-    return Axis(min(start, *quarters), high, True)
+    for scores in positive:
+        if len(scores):
+            start = min(start, float(np.quantile(scores, 0.25)))
+    return Axis(start, high, True)
 
 
 def _span_magnitudes(scores: np.ndarray) -> bool:
-    """Whether scores are not negative, mostly positive, and of very different sizes."""
+    """Whether scores are nonnegative, mostly positive, and span orders of magnitude."""
     positive = scores[scores > 0]
     if scores.min() < 0 or 2 * len(positive) <= len(scores):
         return False
@@ -218,6 +249,9 @@ def thin_curve(
         x: The first coordinates, of shape [n].
         y: The second coordinates, of shape [n].
         most: The largest number of points to keep.
+
+    Returns:
+        The coordinates of the points that are kept.
     """
     if len(x) <= most:
         return x, y
@@ -260,9 +294,13 @@ def layer_shares(
     """
     contributions = layers.contributions.astype(np.float64)
     total = contributions.sum(1, keepdims=True)
-    shares = np.divide(contributions, total, out=np.zeros_like(contributions), where=total > 0)
+    shares = np.zeros_like(contributions)
+    np.divide(contributions, total, out=shares, where=total > 0)
     owners = np.array(layers.groups)
-    groups = [group.name for group in content.groups if group.name in layers.groups]
+    groups = []
+    for group in content.groups:
+        if group.name in layers.groups:
+            groups.append(group.name)
     means = np.stack([shares[owners == name].mean(0) for name in groups])
     kept = np.sort(np.argsort(-means.max(0), kind="stable")[:most])
     names = [layers.names[i] for i in kept]
@@ -274,11 +312,11 @@ class LearningCurve:
     """A measure of active learning over the number of labels.
 
     Args:
-        method: What picks the images.
-        labeled: The numbers of labels.
-        mean: The mean of the measure over the seeds, at each of them.
-        low: Its least value.
-        high: Its largest value.
+        method: The method that picks the images.
+        labeled: The numbers of labels, in ascending order.
+        mean: The mean of the measure over the seeds, at each number of labels.
+        low: The smallest value over the seeds.
+        high: The largest value over the seeds.
     """
 
     method: str
@@ -291,11 +329,11 @@ class LearningCurve:
 def learning_curves(
     cycles: Iterable[Row], measure: LearningMeasure
 ) -> dict[str, list[LearningCurve]]:
-    """Return a curve for each dataset and method.
+    """Return a curve for each method, by dataset.
 
     Args:
         cycles: The rows of active learning; rows of other kinds are ignored.
-        measure: What is drawn.
+        measure: The measure that is drawn.
     """
     rows = [row for row in cycles if row["row"] == "cycle"]
     curves: dict[str, list[LearningCurve]] = {}
@@ -318,14 +356,22 @@ def learning_curves(
 def _learning_curve(
     method: str, rows: Sequence[CycleRow], measure: LearningMeasure
 ) -> LearningCurve:
+    """Return the curve of a method.
+
+    Args:
+        method: The name of the method.
+        rows: Its cycles with all seeds, and those before the first pick.
+        measure: The measure that is drawn.
+    """
     values: dict[int, list[float]] = {}
     for row in rows:
         values.setdefault(row["labeled"], []).append(row[measure])
     labeled = sorted(values)
+    of_seeds = [values[count] for count in labeled]
     return LearningCurve(
         method=method,
         labeled=labeled,
-        mean=[statistics.fmean(values[count]) for count in labeled],
-        low=[min(values[count]) for count in labeled],
-        high=[max(values[count]) for count in labeled],
+        mean=list(map(statistics.fmean, of_seeds)),
+        low=list(map(min, of_seeds)),
+        high=list(map(max, of_seeds)),
     )

@@ -1,7 +1,7 @@
 """HTML files that contain everything they show: template, styles, scripts and data."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +19,20 @@ def require_packages(*names: str) -> None:
     for name in names:
         if find_spec(name) is None:
             raise QualmsError(
-                f"the report page needs {name}; pip install '.[app]' in a clone of qualms"
+                f"the report page needs {name}; run pip install '.[app]' in a clone of qualms"
             )
 
 
 def write_html(path: str | Path, html: str) -> Path:
-    """Write a page, all of it or nothing; a file that exists stays until then."""
+    """Write a page atomically: an existing file is replaced only when the page is complete.
+
+    Args:
+        path: The file.
+        html: The text of the page.
+
+    Returns:
+        The path of the file.
+    """
     path = Path(path)
     with explain_write_failure(path), atomic_write(path) as part:
         part.write_text(html, encoding="utf-8")
@@ -40,7 +48,10 @@ def render_template(
         template: Its file name.
         styles: The CSS files that it includes.
         scripts: The JavaScript files that it includes.
-        values: Its variables. They are escaped, so that no text of a user becomes markup.
+        values: Its variables. They are escaped, so text from users cannot become markup.
+
+    Returns:
+        The text of the page.
     """
     import jinja2
 
@@ -51,39 +62,64 @@ def render_template(
         trim_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    css = "".join(_read_own(name) for name in styles)
-    js = "".join(_read_own(name) for name in scripts)
+    css = "".join(map(_read_own, styles))
+    js = "".join(map(_read_own, scripts))
     page = environment.get_template(template)
     return page.render(css=css, js=js, version=__version__, **values)
 
 
 def _read_own(name: str) -> str:
+    """Return the text of a file in this folder."""
     return (files(__package__) / name).read_text("utf-8")
 
 
+def format_facts(about: Mapping[str, str]) -> list[str]:
+    """Format the facts below the title of a page, such as `seed: 0`."""
+    return [f"{name}: {value}" for name, value in about.items()]
+
+
 def pack_words(names: list[str]) -> dict[str, Any]:
-    """Encode a list of recurring words as the distinct words and their numbers."""
-    words = list(dict.fromkeys(names))
-    number = {word: i for i, word in enumerate(words)}
-    codes = np.array([number[name] for name in names], dtype=np.int32)
-    return {"words": words, "codes": pack_array(codes)}
+    """Encode a list of recurring words for the page's JSON.
+
+    Args:
+        names: The words.
+
+    Returns:
+        The distinct words in the order of their first occurrence, and for each name the number of
+        its word.
+    """
+    numbers: dict[str, int] = {}
+    codes = []
+    for name in names:
+        codes.append(numbers.setdefault(name, len(numbers)))
+    return {"words": list(numbers), "codes": pack_array(np.array(codes, dtype=np.int32))}
 
 
 def pack_array(values: np.ndarray) -> dict[str, str]:
     """Encode an array in base64, without loss.
 
     Bytes and 32-bit integers keep their type. Other numbers are stored in single precision if that
-    represents all of them exactly, else in double precision.
+    represents all of them exactly, otherwise in double precision.
+
+    Args:
+        values: An array of numbers, of shape [n].
+
+    Returns:
+        The type of the numbers, such as `f4`, and their bytes in little-endian order.
     """
     if values.dtype in (np.uint8, np.int32):
         kind = values.dtype.str[1:]
         return {"kind": kind, "bytes": _encode(values, kind)}
     values = values.astype(np.float64)
-    with np.errstate(over="ignore"):  # infinite in single precision, so not equal
+    with np.errstate(over="ignore"):  # what overflows becomes infinite, so it is not equal
         single = values.astype(np.float32)
-    kind = "f4" if np.array_equal(single, values, equal_nan=True) else "f8"
+    kind = "f8"
+    if np.array_equal(single, values, equal_nan=True):
+        kind = "f4"
     return {"kind": kind, "bytes": _encode(values, kind)}
 
 
 def _encode(values: np.ndarray, kind: str) -> str:
-    return base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()
+    """Return the bytes of an array, as little-endian numbers of a type, in base64."""
+    numbers = values.astype(f"<{kind}")
+    return base64.b64encode(numbers.tobytes()).decode()

@@ -26,7 +26,7 @@
   const listed = (parts) =>
     parts.flatMap((part, i) => [...(i ? [i === parts.length - 1 ? " and " : ", "] : []), ...part]);
 
-  /* The answer, in one sentence. */
+  /* The summary, in one sentence. */
   const answer = (covered, right, through) => {
     const { name } = data.methods[method];
     const strong = (share) => element("strong", percent(share));
@@ -41,7 +41,7 @@
       return [...start, strong(right), ` of the accepted predictions are right, against ${percent(overall)} of all.`];
     }
     const count = Math.round(taken);
-    const why = "without labels or unknown images, nothing here says how many it should flag.";
+    const why = "without labels or unknown images, the right number is not known.";
     return [element("span", name, "by"), ` accepts ${count} of the ${all} images of ${groups[0].name} and flags `, element("strong", all - count), `; ${why}`];
   };
 
@@ -103,7 +103,7 @@
       const middle = (each[Math.floor((each.length - 1) / 2)] + each[Math.floor(each.length / 2)]) / 2;
       return `${groups[i].name} ${Number(middle.toPrecision(3))}`;
     });
-    byId("ridges-summary").textContent = `Median scores: ${medians.join(", ")}. Each ridge has a height of its own.`;
+    byId("ridges-summary").textContent = `Median scores: ${medians.join(", ")}. Each ridge has its own height scale.`;
   };
 
   /* Images. The edge under one says whether it is accepted, and follows the threshold. */
@@ -158,9 +158,9 @@
 
   const showLayers = () => {
     if (!byId("layers")) return;
-    const { said, bars, groups: order } = data.methods[method].layers;
+    const { summary, bars, groups: order } = data.methods[method].layers;
     const card = byId("layer-bars");
-    byId("layers-said").textContent = said;
+    byId("layers-summary").textContent = summary;
     card.hidden = !bars.length;
     const most = Math.max(...bars.flatMap((bar) => bar.shares), 1);
     const rows = bars.map(({ name, shares }) => {

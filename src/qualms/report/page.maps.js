@@ -41,10 +41,10 @@
     byId("threshold").textContent = brief(method.thresholds[step]);
     byId("threshold").dataset.value = method.thresholds[step];
     for (const id of ["accepted", "flagged", "right"]) if (method[id]) tell(id, method[id][step]);
-    const said = ["At ", percent(method.accepted[step]), ` of the ${known} accepted by `, element("span", method.name, "by")];
-    if (method.flagged) said.push(", ", element("strong", percent(method.flagged[step])), " of the unknown pixels are flagged");
-    else if (method.right) said.push(", ", element("strong", percent(method.right[step])), " of the accepted pixels are predicted right");
-    byId("answer").replaceChildren(...said, ".");
+    const answer = ["At ", percent(method.accepted[step]), ` of the ${known} accepted by `, element("span", method.name, "by")];
+    if (method.flagged) answer.push(", ", element("strong", percent(method.flagged[step])), " of the unknown pixels are flagged");
+    else if (method.right) answer.push(", ", element("strong", percent(method.right[step])), " of the accepted pixels are predicted right");
+    byId("answer").replaceChildren(...answer, ".");
     for (const scene of document.querySelectorAll(".scene")) {
       const levels = method.levels[Number(scene.dataset.scene)];
       const scored = levels.filter((level) => level !== NO_SCORE);

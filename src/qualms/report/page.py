@@ -1,4 +1,4 @@
-"""Content in, one HTML file out, which contains everything and loads nothing."""
+"""The report page: one HTML file that contains everything and loads nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ from qualms.report.numbers import (
     summarize_methods,
 )
 from qualms.report.offline import (
+    format_facts,
     pack_array,
     pack_words,
     render_template,
@@ -29,10 +30,10 @@ from qualms.report.offline import (
 )
 from qualms.report.roles import explain_no_default, find_default, find_method, not_for_use
 
-COVERAGE = 95  # the first place of the threshold, in percent of the known images
+COVERAGE = 95  # the first threshold, in percent of the known images
 CURVES = {"roc": "ROC curves", "lift": "Lift curve"}
 CURVE_FIGURES = {"roc": figures.roc_figure, "lift": figures.lift_figure}
-LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the axis, and which end of it is best
+LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the title of the axis, the best value
     "accuracy": ("accuracy, %", "highest"),
     "nll": ("negative log-likelihood", "lowest"),
 }
@@ -42,9 +43,9 @@ def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> 
     """Write a report as one HTML file.
 
     Args:
-        content: What it shows.
+        content: The content of the page.
         path: The file.
-        resamples: How many bootstrap resamples each interval is computed from.
+        resamples: The number of bootstrap resamples that each interval is computed from.
 
     Returns:
         The path of the file.
@@ -55,12 +56,17 @@ def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> 
 
 
 def _html(content: Content, summaries: list[MethodSummary]) -> str:
+    """Return the text of the page.
+
+    Args:
+        content: The content of the page.
+        summaries: The summaries of all methods.
+    """
     verdict = compare_methods(content, summaries)
     names = [summary.method for summary in summaries]
-    start = find_default(content) or names[0]
-    if find_default(content) is None and verdict.highest is not None:
-        start = verdict.highest.method
+    start = _first_method(content, verdict) or names[0]
     learning = _learning_figures(content)
+    curves = {key: title for key, title in CURVES.items() if _has_curve(content, key)}
     return render_template(
         "page.html.jinja",
         styles=("page.css",),
@@ -75,7 +81,7 @@ def _html(content: Content, summaries: list[MethodSummary]) -> str:
         no_default=explain_no_default(content),
         left_out=content.left_out,
         coverage=COVERAGE,
-        curves={key: title for key, title in CURVES.items() if _has_curve(content, key)},
+        curves=curves,
         no_curves=_explain_no_curves(content),
         learning=learning,
         labeled=content.known.correct is not None,
@@ -85,9 +91,17 @@ def _html(content: Content, summaries: list[MethodSummary]) -> str:
     )
 
 
+def _first_method(content: Content, verdict: Verdict) -> str | None:
+    """Return the method that the page opens on: the default, or else the highest one."""
+    default = find_default(content)
+    if default is None and verdict.highest is not None:
+        return verdict.highest.method
+    return default
+
+
 def _facts(content: Content) -> list[str]:
     """Return the facts below the title."""
-    facts = [f"{name}: {value}" for name, value in content.about.items()]
+    facts = format_facts(content.about)
     known = content.known
     if known.correct is not None:
         share = figures.format_percent(known.correct.mean())
@@ -98,8 +112,15 @@ def _facts(content: Content) -> list[str]:
 def _table_bodies(
     content: Content, summaries: list[MethodSummary], verdict: Verdict
 ) -> list[list[dict[str, Any]]]:
-    """Return the rows of the table, and those of the methods that are not for use."""
-    unused, default = not_for_use(content), find_default(content)
+    """Return the rows of the table, and those of the methods that are not for use.
+
+    Args:
+        content: The content of the page.
+        summaries: The summaries of all methods, in the order of the table.
+        verdict: The result of their comparison.
+    """
+    unused = not_for_use(content)
+    default = find_default(content)
     best = []
     if verdict.best is not None:
         best = [verdict.best.method, *verdict.tied]
@@ -121,13 +142,14 @@ def _table_bodies(
 
 
 def _has_curve(content: Content, curve: str) -> bool:
+    """Whether a curve of `CURVES` can be drawn of these images and labels."""
     if curve == "roc":
         return bool(content.unknown)
     return content.known.correct is not None and bool(content.known.correct.any())
 
 
 def _explain_no_curves(content: Content) -> list[str]:
-    """Return a sentence for each curve that cannot be drawn, and what it would take."""
+    """Return a sentence for each curve that cannot be drawn, with what it needs."""
     sentences = []
     if not content.unknown:
         sentences.append(
@@ -136,7 +158,7 @@ def _explain_no_curves(content: Content) -> list[str]:
     if content.known.correct is None:
         sentences.append(
             f"There is no lift curve, because the images of {content.known.name} have no labels: "
-            "sort them into one folder for each class."
+            "sort them into one folder per class."
         )
     elif not content.known.correct.any():
         sentences.append("There is no lift curve, because no prediction is right.")
@@ -159,6 +181,7 @@ def _describe_mistakes(content: Content) -> str:
 
 
 def _learning_figures(content: Content) -> list[dict[str, Any]]:
+    """Return the curves of active learning, a figure for each measure and dataset."""
     found = []
     for measure, (title, best) in LEARNING.items():
         for data, curves in learning_curves(content.cycles, measure).items():
@@ -169,40 +192,66 @@ def _learning_figures(content: Content) -> list[dict[str, Any]]:
 
 
 def _data(content: Content, methods: list[str], learning: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the page's script reads."""
+    """Return what the page's script reads.
+
+    Args:
+        content: The content of the page.
+        methods: The names of the methods, in the order of the table.
+        learning: The figures of active learning.
+    """
     classes = tuple(content.classes) or content.known.images.classes
     mistakes = confident_mistakes(content.known)
     method_data = [_method_data(content, method) for method in methods]
-    shown = {(0, i) for i in mistakes}
-    for each in method_data:
-        for group, (lowest, highest) in enumerate(each["gallery"]):
-            shown.update((group, i) for i in (*lowest, *highest))
-    pictures = {}
-    for group, i in sorted(shown):
-        pictures[f"{group}/{i}"] = image_url(content.groups[group].images, i)
-    groups = [_group_data(group, classes, group is content.known) for group in content.groups]
+    galleries = [each["gallery"] for each in method_data]
+    groups = []
+    for group in content.groups:
+        groups.append(_group_data(group, classes, group is content.known))
     return {
         "groups": groups,
         "methods": method_data,
         "wrong": mistakes,
-        "images": pictures,
+        "images": _pictures(content, mistakes, galleries),
         "learning": learning,
     }
 
 
+def _pictures(
+    content: Content,
+    mistakes: Sequence[int],
+    galleries: Sequence[Sequence[tuple[list[int], list[int]]]],
+) -> dict[str, str]:
+    """Return the images that the page can show, as data URLs by `group/image`.
+
+    Args:
+        content: The content of the page.
+        mistakes: The numbers of the known images that are shown as mistakes.
+        galleries: For each method and group, the images with the lowest and the highest scores.
+    """
+    shown = set()
+    for i in mistakes:
+        shown.add((0, i))
+    for gallery in galleries:
+        for group, (lowest, highest) in enumerate(gallery):
+            for i in (*lowest, *highest):
+                shown.add((group, i))
+    pictures = {}
+    for group, i in sorted(shown):
+        pictures[f"{group}/{i}"] = image_url(content.groups[group].images, i)
+    return pictures
+
+
 def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[str, Any]:
-    """Return the columns of a group's images, beside their scores.
+    """Return the name of a group and what is known of its images, but for their scores.
 
     Args:
         group: The images.
         classes: The names of the network's classes.
-        is_known: Whether these are the known images. Labels of others are not its classes.
+        is_known: Whether these are the known images. Labels of others are not the network's.
     """
-    predicted = [class_name(int(number), classes) for number in group.predicted]
     columns: dict[str, Any] = {
         "name": group.name,
         "ids": list(group.images.ids) or None,
-        "predicted": pack_words(predicted),
+        "predicted": _pack_classes(group.predicted, classes),
         "confidence": None,
         "labels": None,
         "right": None,
@@ -210,14 +259,24 @@ def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[
     if group.confidence is not None:
         columns["confidence"] = pack_array(group.confidence)
     if group.labels is not None:
-        labels = [class_name(int(number), group.images.classes) for number in group.labels]
-        columns["labels"] = pack_words(labels)
+        columns["labels"] = _pack_classes(group.labels, group.images.classes)
     if is_known and group.correct is not None:
         columns["right"] = pack_array(group.correct.astype(np.uint8))
     return columns
 
 
+def _pack_classes(numbers: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+    """Encode the names of some classes, of shape [n]."""
+    return pack_words([class_name(int(number), classes) for number in numbers])
+
+
 def _method_data(content: Content, method: str) -> dict[str, Any]:
+    """Return what the page's script reads about a method.
+
+    Args:
+        content: The content of the page.
+        method: The name of the method.
+    """
     scores = [group.scores[method] for group in content.groups]
     axis = score_axis(scores)
     curves = {}
@@ -235,9 +294,14 @@ def _method_data(content: Content, method: str) -> dict[str, Any]:
 
 
 def _layer_data(content: Content, method: str) -> dict[str, Any]:
-    """Return bars for a method that has layers, and a sentence for every method."""
+    """Return the bars of a method that has layers, and a sentence for every method.
+
+    Args:
+        content: The content of the page.
+        method: The name of the method.
+    """
     if method not in content.layers:
-        return {"said": _explain_no_layers(content, method), "bars": []}
+        return {"summary": _explain_no_layers(content, method), "bars": []}
     found = layer_shares(content, content.layers[method])
     parts = []
     for name, shares in zip(found.groups, found.shares, strict=True):
@@ -249,20 +313,22 @@ def _layer_data(content: Content, method: str) -> dict[str, Any]:
         sentence += f" {found.others} layers with smaller shares are not shown."
     bars = []
     for i, layer in enumerate(found.names):
-        bars.append({"name": layer, "shares": figures.round_digits(100 * found.shares[:, i], 3)})
+        shares = figures.round_digits(100 * found.shares[:, i], 3)
+        bars.append({"name": layer, "shares": shares})
     order = [group.name for group in content.groups]
     groups = [order.index(name) for name in found.groups]
-    return {"said": sentence, "bars": bars, "groups": groups}
+    return {"summary": sentence, "bars": bars, "groups": groups}
 
 
 def _explain_no_layers(content: Content, method: str) -> str:
+    """Explain why the scores of a method have no layers, and which methods' scores have."""
     kind = find_method(content, method)
     others = ""
     if content.layers:
         others = f" Those of {_join(list(content.layers))} do."
     if kind is None:
         return f"It is not known which layers the scores of {method} come from.{others}"
-    why = "is not made from gradients"
+    why = "does not use gradients"
     if kind.direction:
         why = "does not sum the gradients of classes"
     return f"{method} {why}, so its scores do not come from layers.{others}"

@@ -11,7 +11,12 @@ NOT_FOR_USE = ("negrad", "ungrad", "gradnorm")
 
 
 def find_method(content: Content, name: str) -> Method | None:
-    """Return the method with a name, or None if the name does not tell which it is."""
+    """Return the method with a name, or None if the name is not a spec of a method.
+
+    Args:
+        content: The content of the report, which may name methods in `kinds`.
+        name: The name that the method's scores have.
+    """
     if name in content.kinds:
         return content.kinds[name]
     try:
@@ -31,13 +36,13 @@ def find_default(content: Content) -> str | None:
 
 
 def explain_no_default(content: Content) -> str:
-    """Return why a report does not open on the default method; empty if it does."""
+    """Explain why a report does not open on the default method; empty if it does."""
     if find_default(content) is not None:
         return ""
     for row in content.left_out:
         if _is_default(find_method(content, row.get("method", ""))):
             return f"The default method, {DEFAULT}, could not be used: {row['why']}"
-    return f"The default method, {DEFAULT}, was not among the methods that were asked for."
+    return f"The default method, {DEFAULT}, was not among the requested methods."
 
 
 def not_for_use(content: Content) -> list[str]:
@@ -50,8 +55,13 @@ def not_for_use(content: Content) -> list[str]:
         method = find_method(content, name)
         if method is not None and method.name in NOT_FOR_USE:
             found.append(name)
-    return found if len(found) < len(content.methods) else []
+    if len(found) == len(content.methods):
+        return []
+    return found
 
 
 def _is_default(method: Method | None) -> bool:
-    return isinstance(method, REGrad) and method.layers is not None and method.smooth is not None
+    """Whether a method is REGrad with layer weights and smoothing, in any settings."""
+    if not isinstance(method, REGrad):
+        return False
+    return method.layers is not None and method.smooth is not None

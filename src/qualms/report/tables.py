@@ -1,4 +1,4 @@
-"""Rows of tasks as tables to read, with the paper's numbers beside ours."""
+"""Format rows of tasks as Markdown tables, with the paper's numbers next to ours."""
 
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -22,23 +22,35 @@ def markdown(head: Line, lines: Iterable[Line]) -> str:
     Args:
         head: The headings of the columns.
         lines: The cells of each line.
+
+    Returns:
+        The lines of the table, without a line break at the end.
     """
     cells = [list(head), *map(list, lines)]
     widths = []
     for column in zip(*cells, strict=True):
         widths.append(max(3, *map(len, column)))
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    dashes = ["-" * (width + 2) for width in widths]
     text = [_markdown_line(line, widths) for line in cells]
-    return "\n".join([text[0], rule, *text[1:]])
+    text.insert(1, f"|{'|'.join(dashes)}|")
+    return "\n".join(text)
 
 
 def _markdown_line(line: Line, widths: Sequence[int]) -> str:
-    padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+    """Format a line of a table, with each cell padded to the width of its column."""
+    padded = []
+    for cell, width in zip(line, widths, strict=True):
+        padded.append(cell.ljust(width))
     return f"| {' | '.join(padded)} |"
 
 
 def group_rows(rows: Iterable[AnyRow], key: Callable[[AnyRow], Key]) -> dict[Key, list[AnyRow]]:
-    """Group rows by a key, in the order in which the keys first occur."""
+    """Group rows by a key, in the order in which the keys first occur.
+
+    Args:
+        rows: The rows.
+        key: Returns the key of a row.
+    """
     groups: dict[Key, list[AnyRow]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -53,7 +65,7 @@ def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
 
     Args:
         rows: Rows of other kinds are ignored.
-        paper: The table of the paper with the numbers to compare to: `table1` or `vit`.
+        paper: The table of the paper to compare to, `table1` or `vit`.
     """
     found = [row for row in rows if row["row"] == "ood"]
     parts = []
@@ -65,9 +77,9 @@ def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
                 [
                     name,
                     _auroc(of_method),
-                    _percent(row["aupr_out"] for row in of_method),
-                    _percent(row["aupr_in"] for row in of_method),
-                    _percent(row["fpr95"] for row in of_method),
+                    _mean_percent(of_method, "aupr_out"),
+                    _mean_percent(of_method, "aupr_in"),
+                    _mean_percent(of_method, "fpr95"),
                     _paper_number(name, known, theirs),
                 ]
             )
@@ -82,25 +94,30 @@ def calibration_table(rows: Iterable[Row]) -> str:
     """Format the rows of `qualms.tasks.calibration`: a table for each dataset.
 
     The columns are rAULC with its interval (or the standard deviation over seeds), the error rates
-    among the most certain predictions, and the paper's rAULC.
+    of the most certain predictions, and the paper's rAULC.
+
+    Args:
+        rows: Rows of other kinds are ignored.
     """
     found = [row for row in rows if row["row"] == "calibration"]
     parts = []
     for data, of_data in group_rows(found, lambda row: row["in"]).items():
-        theirs = {name: f"{number:.3f}" for name, number in RAULC.get(data, {}).items()}
+        theirs = {}
+        for name, number in RAULC.get(data, {}).items():
+            theirs[name] = f"{number:.3f}"
         lines = []
         for name, of_method in group_rows(of_data, lambda row: row["method"]).items():
             lines.append(
                 [
                     name,
                     _raulc(of_method),
-                    _percent(row["risk_at_95"] for row in of_method),
-                    _percent(row["risk_at_90"] for row in of_method),
-                    _percent(row["risk_at_80"] for row in of_method),
+                    _mean_percent(of_method, "risk_at_95"),
+                    _mean_percent(of_method, "risk_at_90"),
+                    _mean_percent(of_method, "risk_at_80"),
                     _paper_number(name, data, theirs),
                 ]
             )
-        accuracy = _percent(row["accuracy"] for row in of_data)
+        accuracy = _mean_percent(of_data, "accuracy")
         title = f"{data}: {of_data[0]['n']} images, {accuracy} % right"
         head = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
         parts.append(f"{title}\n\n{markdown(head, lines)}")
@@ -110,8 +127,11 @@ def calibration_table(rows: Iterable[Row]) -> str:
 def active_table(rows: Iterable[Row]) -> str:
     """Format the rows of `qualms.tasks.active`: a table for each dataset.
 
-    Accuracy and negative log-likelihood are means over cycles, of which the start is none. With
-    several seeds, they are followed by the standard deviation of the seeds' means.
+    Accuracy and negative log-likelihood are means over the cycles after the start. With several
+    seeds, they are followed by the standard deviation of the seeds' means.
+
+    Args:
+        rows: Rows of other kinds are ignored.
     """
     found = [row for row in rows if row["row"] == "cycle"]
     parts = []
@@ -138,7 +158,11 @@ def active_table(rows: Iterable[Row]) -> str:
 
 
 def runtime_table(rows: Iterable[Row]) -> str:
-    """Format the rows of `qualms.tasks.runtime`, in units of Entropy's time."""
+    """Format the rows of `qualms.tasks.runtime`, in units of Entropy's time.
+
+    Args:
+        rows: Rows of other kinds are ignored.
+    """
     found = [row for row in rows if row["row"] == "runtime"]
     if not found:
         return ""
@@ -154,14 +178,21 @@ def runtime_table(rows: Iterable[Row]) -> str:
 
 
 def paper_table(name: str, rows: Sequence[Row]) -> str:
-    """Format the rows of a table of `qualms reproduce`, by its name there."""
+    """Format the rows of a table of `qualms reproduce`.
+
+    Args:
+        name: The name of the table in that command.
+        rows: Its rows.
+    """
     if name == "table2":
         return calibration_table(rows)
     if name == "table3":
         return active_table(rows)
     if name == "runtime":
         return runtime_table(rows)
-    return ood_table(rows, "vit" if name == "vit" else "table1")
+    if name == "vit":
+        return ood_table(rows, "vit")
+    return ood_table(rows, "table1")
 
 
 def glance_table(content: Content, resamples: int = 1000) -> str:
@@ -172,7 +203,8 @@ def glance_table(content: Content, resamples: int = 1000) -> str:
 
     Args:
         content: The content of the report.
-        resamples: As for `qualms.report.page.write_page`.
+        resamples: The number of bootstrap resamples of each interval, which the table does not
+            show; with that of `qualms.report.page.write_page`, both share one computation.
     """
     head = ["method"]
     for group in content.unknown:
@@ -183,15 +215,26 @@ def glance_table(content: Content, resamples: int = 1000) -> str:
         line = [summary.method]
         for area, precision in zip(summary.auroc, summary.aupr, strict=True):
             line.append(f"{100 * area.value:.1f}/{100 * precision:.1f}")
-        line.append("" if summary.raulc is None else f"{summary.raulc.value:.3f}")
-        cost = summary.cost
-        line.append(f"{cost:.1f}" if isinstance(cost, (int, float)) else str(cost or ""))
-        lines.append(line)
+        lift = ""
+        if summary.raulc is not None:
+            lift = f"{summary.raulc.value:.3f}"
+        lines.append([*line, lift, _format_cost(summary.cost)])
     return markdown(head, lines)
 
 
+def _format_cost(cost: int | float | str | None) -> str:
+    """Format a cost in forward passes; words stay as they are."""
+    if isinstance(cost, (int, float)):
+        return f"{cost:.1f}"
+    return cost or ""
+
+
 def list_networks(rows: Iterable[Row]) -> str:
-    """List the networks with their accuracies."""
+    """List the networks with their accuracies.
+
+    Args:
+        rows: Rows of other kinds are ignored.
+    """
     lines = []
     for row in rows:
         if row["row"] == "accuracy":
@@ -201,7 +244,11 @@ def list_networks(rows: Iterable[Row]) -> str:
 
 
 def list_left_out(rows: Iterable[Row]) -> str:
-    """List what could not be computed, and why."""
+    """List what could not be computed, and why.
+
+    Args:
+        rows: Rows of other kinds are ignored.
+    """
     lines = []
     for row in rows:
         if row["row"] == "left out":
@@ -239,7 +286,12 @@ def _paper_number(name: str, dataset: str, theirs: Mapping[str, str]) -> str:
 
 
 def _paper_pair(pair: str, table: str) -> dict[str, str]:
-    """Return the paper's AUROC/AUPR for a pair of datasets, by row."""
+    """Return the paper's AUROC/AUPR for a pair of datasets, by the names of its rows.
+
+    Args:
+        pair: The known and the other dataset, such as `mnist→omniglot`.
+        table: The table of the paper, `table1` or `vit`.
+    """
     numbers: dict[str, Any] = VIT.get(pair, {})
     if table != "vit":
         numbers = {**OOD.get(pair, {}), **SWEEPS.get(pair, {})}
@@ -250,12 +302,17 @@ def _paper_pair(pair: str, table: str) -> dict[str, str]:
 
 
 def _percent(shares: Iterable[float]) -> str:
-    """Return the mean of some shares, in percent with two decimals."""
+    """Format the mean of some shares, in percent with two decimals."""
     return f"{100 * statistics.fmean(shares):.2f}"
 
 
+def _mean_percent(rows: Iterable[Mapping[str, Any]], column: str) -> str:
+    """Format the mean of a column of shares, in percent with two decimals."""
+    return _percent(row[column] for row in rows)
+
+
 def _auroc(rows: Sequence[OodRow]) -> str:
-    """Format the AUROC of one seed with its interval, or the mean over several seeds."""
+    """Format the AUROC of one seed with its interval, or the mean over several seeds, in percent."""
     areas = [row["auroc"] for row in rows]
     if len(areas) > 1:
         return f"{_percent(areas)} ± {100 * statistics.stdev(areas):.2f}"
@@ -267,7 +324,13 @@ def _auroc(rows: Sequence[OodRow]) -> str:
 def _mean_over_seeds(
     rows: Sequence[CycleRow], number: Callable[[CycleRow], float], digits: int
 ) -> str:
-    """Format the mean of the seeds' means, and their standard deviation if there are several."""
+    """Format the mean of the seeds' means, and their standard deviation if there are several.
+
+    Args:
+        rows: The cycles of a method, of all seeds.
+        number: Returns the number of a cycle.
+        digits: The number of decimals.
+    """
     means = []
     for of_seed in group_rows(rows, lambda row: row["seed"]).values():
         means.append(statistics.fmean(number(row) for row in of_seed))

@@ -136,7 +136,7 @@ const texts = (() => {
     return ["By ", by, ", the model is least certain in ", element("strong", worst.name), ": ", quote];
   };
 
-  const tellMarks = () => {
+  const updateMarks = () => {
     const rising = sorted();
     const share = Number(slider.value) / 100;
     threshold = rising.length ? thresholdFor(rising, 1 - share) : NaN;
@@ -145,11 +145,11 @@ const texts = (() => {
     documents.forEach(shade);
     byId("marked").replaceChildren(grouped(count), element("small", `of ${grouped(rising.length)}`));
     byId("threshold").textContent = limit;
-    byId("said").textContent = `${percent(share)}: ${counted(count, "token")} with a score above ${limit}`;
-    slider.setAttribute("aria-valuetext", byId("said").textContent);
+    byId("marked-share").textContent = `${percent(share)}: ${counted(count, "token")} with a score above ${limit}`;
+    slider.setAttribute("aria-valuetext", byId("marked-share").textContent);
     for (const each of documents) {
       const own = each.scores[method].reduce((sum, x) => sum + (x > threshold), 0);
-      const gradient = each.sequence === null ? [] : [`gradient of the whole text ${brief(each.sequence)} a token`];
+      const gradient = each.sequence === null ? [] : [`gradient of the whole text: ${brief(each.sequence)} per token`];
       const worst = each.worst[method] ? `worst span ${brief(worstOf(each))}` : "no scores";
       each.article.querySelector(".numbers").textContent = [
         counted(each.starts.length, "token"), worst, `${grouped(own)} marked (${percent(own / (each.starts.length || 1))})`, ...gradient,
@@ -177,7 +177,7 @@ const texts = (() => {
     byId("count").textContent = grouped(rising.length);
     byId("mean").textContent = rising.length ? brief(rising.reduce((a, b) => a + b, 0) / rising.length) : "–";
     drawStrips();
-    tellMarks();
+    updateMarks();
     sort();
   };
 
@@ -196,7 +196,7 @@ const texts = (() => {
     { rootMargin: "100% 0%" },
   );
   select.addEventListener("change", () => choose(Number(select.value)));
-  slider.addEventListener("input", tellMarks);
+  slider.addEventListener("input", updateMarks);
   for (const id of ["by-worst", "by-name"]) byId(id).addEventListener("change", sort);
   select.value = "0"; // a browser may remember another choice
   slider.value = slider.defaultValue;

@@ -35,9 +35,9 @@
     const [score, log] = [scoreOf(each, i), each.logs[i]];
     const scored = score === score;
     const rank = scored ? `higher than ${percent(rankOf(score))} of all tokens${marks(each, i) ? "; marked" : ""}` : "without a score";
-    const bytes = each.counts[i] > 1 ? `${each.counts[i]} tokens, the highest score of them; ` : "";
+    const bytes = each.counts[i] > 1 ? `${each.counts[i]} tokens, with the highest of their scores; ` : "";
     const came = i + 1 < each.starts.length ? quoted(tokenText(each, i + 1)) : "a token that is not in the text";
-    const next = log === log ? ["next came ", came, `: ${chance(Math.exp(log))}, log p ${brief(log).replace("-", "−")}`] : ["nothing follows"];
+    const next = log === log ? ["followed by ", came, `: ${chance(Math.exp(log))}, log p ${brief(log).replace("-", "−")}`] : ["end of the text"];
     return [
       line("head", quoted(tokenText(each, i)), ...(scored ? [element("span", `score ${brief(score)}`)] : [])),
       line("rank", bytes + rank),

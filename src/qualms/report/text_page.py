@@ -1,4 +1,4 @@
-"""Scored texts in, one HTML file out: every token shaded by its score, with the likely tokens."""
+"""The page of scored texts: every token shaded by its score, with the likely next tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,17 @@ import numpy as np
 
 from qualms.disk import require_writable
 from qualms.errors import QualmsError
-from qualms.report.offline import pack_array, render_template, require_packages, write_html
+from qualms.report.offline import (
+    format_facts,
+    pack_array,
+    render_template,
+    require_packages,
+    write_html,
+)
 from qualms.texts.document import ScoredDocument
 from qualms.texts.spans import LENGTH, Span, worst_span_of
 
-MARKED = 10  # percent of the tokens that are marked at first
+MARKED = 10  # the percentage of tokens that are marked at first
 
 
 def write_text_page(
@@ -35,20 +41,22 @@ def write_text_page(
     require_packages("jinja2")
     require_writable(out)
     methods = _require_same_methods(documents)
-    shown = [_ShownDocument.of(document) for document in documents]
+    shown = list(map(_ShownDocument.of, documents))
     words: dict[str, int] = {}
     data = {
         "methods": methods,
         "documents": [_document_data(each, methods, words) for each in shown],
         "words": list(words),
     }
-    order = [(i, documents[i].document.name) for i in _rank_documents(shown, methods[0])]
+    order = []
+    for i in _rank_documents(shown, methods[0]):
+        order.append((i, documents[i].document.name))
     page = render_template(
         "text.html.jinja",
         styles=("page.css", "text.css"),
         scripts=("page.values.js", "page.charts.js", "text.js", "text.tip.js"),
         title=title,
-        facts=[f"{name}: {value}" for name, value in about.items()],
+        facts=format_facts(about),
         methods=methods,
         order=order,
         length=LENGTH,
@@ -60,11 +68,11 @@ def write_text_page(
 
 @dataclass(frozen=True)
 class ShownToken:
-    """What is shown of a text from `start` to `end`.
+    """A stretch of a text that is shown as one token.
 
     Args:
-        start: The first character.
-        end: The one after the last.
+        start: The position of the first character.
+        end: The position after the last character.
         tokens: The numbers of its tokens: one, or several that share their last character.
     """
 
@@ -77,13 +85,15 @@ def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
     """Return the tokens that have characters in a text; tokens of one character are joined.
 
     Args:
-        offsets: The first character of each token, and the one after its last.
+        offsets: The start and the end of each token, in characters.
     """
     found: list[ShownToken] = []
     for number, (start, end) in enumerate(offsets):
-        reached = found[-1].end if found else 0
         if start == end:
             continue
+        reached = 0
+        if found:
+            reached = found[-1].end
         if end > reached:
             found.append(ShownToken(max(start, reached), end, (number,)))
         else:
@@ -99,8 +109,8 @@ class _ShownDocument:
     Args:
         document: The document with the scores of its tokens.
         tokens: The tokens that are shown.
-        scores: By method, the scores of these.
-        worst: By method, the span of tokens with the highest mean score.
+        scores: By method, the scores of these tokens.
+        worst: By method, the span of tokens with the highest mean score; None without a score.
     """
 
     document: ScoredDocument
@@ -110,7 +120,7 @@ class _ShownDocument:
 
     @staticmethod
     def of(document: ScoredDocument) -> "_ShownDocument":
-        """Return what is shown of a document. Of joined tokens, the highest score is shown."""
+        """Prepare a document. Of joined tokens, the highest score is shown."""
         tokens = shown_tokens(document.offsets)
         own: list[int] = []
         firsts = []
@@ -118,20 +128,19 @@ class _ShownDocument:
             firsts.append(len(own))
             own += token.tokens
         scores = {}
+        worst = {}
         for method, values in document.scores.items():
             scores[method] = np.zeros(0)
             if tokens:
                 scores[method] = np.fmax.reduceat(np.array(values)[own], firsts)
-        worst = {method: worst_span_of(document, method) for method in scores}
+            worst[method] = worst_span_of(document, method)
         return _ShownDocument(document, tokens, scores, worst)
 
 
 def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
     """Return the methods of all documents, or raise an error if they differ."""
     if not documents:
-        raise QualmsError(
-            "there are no texts to write a page about; pass at least one scored document."
-        )
+        raise QualmsError("there are no texts to show; pass at least one scored document.")
     first = documents[0]
     methods = list(first.scores)
     if not methods:
@@ -140,10 +149,10 @@ def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
         )
     for other in documents:
         if set(other.scores) != set(methods):
+            theirs = ", ".join(other.scores) or "no method"
             raise QualmsError(
-                f"{other.document.name} is scored by {', '.join(other.scores) or 'nothing'}, and "
-                f"{first.document.name} by {', '.join(methods)}; score all texts of a page with "
-                "the same methods."
+                f"{other.document.name} is scored by {theirs}, and {first.document.name} by "
+                f"{', '.join(methods)}; score all texts of a page with the same methods."
             )
     return methods
 
@@ -153,7 +162,10 @@ def _rank_documents(shown: list[_ShownDocument], method: str) -> list[int]:
     keys = []
     for each in shown:
         span = each.worst[method]
-        keys.append(np.inf if span is None else -span.score)
+        key = np.inf
+        if span is not None:
+            key = -span.score
+        keys.append(key)
     return sorted(range(len(shown)), key=keys.__getitem__)
 
 
@@ -164,25 +176,33 @@ def _document_data(
 
     Args:
         shown: The document.
-        methods: In the order of the page.
+        methods: The methods in the order of the page.
         words: Collects the likely tokens of all documents with their numbers.
     """
     document = shown.document
-    last = [token.tokens[-1] for token in shown.tokens]
-    places = _utf16_places(document.document.text)
-    starts = [token.start for token in shown.tokens]
-    ends = [token.end for token in shown.tokens]
-    counts = [len(token.tokens) for token in shown.tokens]
-    codes, probs = _likely_tokens([document.alternatives[i] for i in last], words)
+    positions = _utf16_positions(document.document.text)
+    starts = []
+    ends = []
+    counts = []
+    alternatives = []
+    log_probs = []
+    for token in shown.tokens:
+        starts.append(token.start)
+        ends.append(token.end)
+        counts.append(len(token.tokens))
+        last = token.tokens[-1]
+        alternatives.append(document.alternatives[last])
+        log_probs.append(document.next_log_probs[last])
+    codes, probs = _likely_tokens(alternatives, words)
     return {
         "name": document.document.name,
         "text": document.document.text,
-        "starts": pack_array(places[starts]),
-        "ends": pack_array(places[ends]),
+        "starts": pack_array(positions[starts]),
+        "ends": pack_array(positions[ends]),
         "counts": pack_array(np.array(counts, np.int32)),
         "scores": [pack_array(shown.scores[method]) for method in methods],
         **_worst_spans(shown, methods),
-        "logs": pack_array(np.array([document.next_log_probs[i] for i in last])),
+        "logs": pack_array(np.array(log_probs)),
         "width": codes.shape[1],
         "codes": pack_array(codes),
         "probs": pack_array(probs),
@@ -191,7 +211,12 @@ def _document_data(
 
 
 def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
-    """Return the worst span of each method in shown tokens, and its score."""
+    """Return the worst span of each method in shown tokens, and its score.
+
+    Args:
+        shown: The document.
+        methods: The methods in the order of the page.
+    """
     place = {}
     for i, token in enumerate(shown.tokens):
         place.update(dict.fromkeys(token.tokens, i))
@@ -211,14 +236,14 @@ def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
 def _likely_tokens(
     alternatives: Sequence[Sequence[tuple[str, float]]], words: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the likely tokens at each place as numbers, and their probabilities.
+    """Return the likely next tokens at each position as numbers, and their probabilities.
 
     Args:
-        alternatives: The likely tokens at each place with their probabilities.
+        alternatives: The likely next tokens at each position with their probabilities.
         words: The number of each token; new ones are added.
 
     Returns:
-        Numbers and probabilities, of shape [places, width], padded with -1 and 0.
+        Numbers and probabilities, of shape [positions, width], padded with -1 and 0.
     """
     width = max(map(len, alternatives), default=0)
     codes = np.full((len(alternatives), width), -1, np.int32)
@@ -230,10 +255,10 @@ def _likely_tokens(
     return codes, probs
 
 
-def _utf16_places(text: str) -> np.ndarray:
-    """Return where each character starts, and the last one ends, as browsers count.
+def _utf16_positions(text: str) -> np.ndarray:
+    """Return where each character starts in UTF-16, and where the last one ends, of shape [n + 1].
 
-    Characters outside of the basic multilingual plane count twice there.
+    JavaScript counts characters outside of the basic multilingual plane twice.
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     return np.concatenate([[0], np.cumsum(1 + (codes > 0xFFFF))]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Rows of scored texts as tables to read."""
+"""Format rows of scored texts as Markdown tables."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,22 +9,28 @@ from qualms.tasks.rows import NextTokenRow, Row, TextRow
 def text_table(rows: Iterable[Row]) -> str:
     """Format the rows of `qualms bench text`, in percent.
 
-    For each pair of texts there is a table of AUROC and AUPR, by tokens and by spans; then one of
-    how well wrong next tokens are found.
+    There is a table of AUROC and AUPR for each pair of texts, by tokens and by spans, and a table
+    of how well methods detect wrong next tokens.
+
+    Args:
+        rows: Rows of other kinds are ignored.
     """
-    found = list(rows)
-    pairs = group_rows(
-        (row for row in found if row["row"] == "text"), lambda row: (row["in"], row["out"])
-    )
-    parts = [_pair_table(of_pair) for of_pair in pairs.values()]
-    errors = [row for row in found if row["row"] == "next-token"]
+    texts: list[TextRow] = []
+    errors: list[NextTokenRow] = []
+    for row in rows:
+        if row["row"] == "text":
+            texts.append(row)
+        elif row["row"] == "next-token":
+            errors.append(row)
+    pairs = group_rows(texts, lambda row: (row["in"], row["out"]))
+    parts = list(map(_pair_table, pairs.values()))
     if errors:
         parts.append(_error_table(errors))
     return "\n\n".join(parts)
 
 
 def _pair_table(rows: Sequence[TextRow]) -> str:
-    """Format the rows of a pair of texts: a line per method, a column per span."""
+    """Format the rows of a pair of texts: a line per method, a column per length of spans."""
     one = rows[0]
     spans = list(dict.fromkeys(row["span"] for row in rows))
     head = ["method"]
@@ -38,15 +44,13 @@ def _pair_table(rows: Sequence[TextRow]) -> str:
             row = by_span[span]
             line.append(f"{auroc_text(row)} / {100 * row['aupr_out']:.1f}")
         lines.append(line)
-    title = (
-        f"{one['in']} → {one['out']}: {one['n_in']} and {one['n_out']} windows "
-        f"of {one['window']} tokens, %"
-    )
+    windows = f"{one['n_in']} and {one['n_out']} windows of {one['window']} tokens"
+    title = f"{one['in']} → {one['out']}: {windows}, %"
     return f"{title}\n\n{markdown(head, lines)}"
 
 
 def _error_table(rows: Sequence[NextTokenRow]) -> str:
-    """Format how well methods find wrong next tokens."""
+    """Format how well methods detect wrong next tokens: a line per method."""
     one = rows[0]
     lines = []
     for row in rows:
@@ -60,12 +64,20 @@ def _error_table(rows: Sequence[NextTokenRow]) -> str:
 
 
 def span_name(span: int, window: int) -> str:
-    """Return the name of a column, such as `spans of 8`."""
+    """Return the name of a column, such as `spans of 8`.
+
+    Args:
+        span: The number of tokens in a span.
+        window: The number of tokens in a window.
+    """
     if span == 1:
         return "tokens"
-    return "whole windows" if span == window else f"spans of {span}"
+    if span == window:
+        return "whole windows"
+    return f"spans of {span}"
 
 
 def auroc_text(row: TextRow | NextTokenRow) -> str:
     """Format AUROC with its interval, in percent."""
-    return f"{100 * row['auroc']:.1f} [{100 * row['auroc_low']:.1f}, {100 * row['auroc_high']:.1f}]"
+    interval = f"[{100 * row['auroc_low']:.1f}, {100 * row['auroc_high']:.1f}]"
+    return f"{100 * row['auroc']:.1f} {interval}"

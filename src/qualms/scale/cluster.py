@@ -74,7 +74,8 @@ def score_on_ray(
         )
     about = {**about, "inputs": source.fingerprint, "shard_size": size, "runner": "ray"}
     folder = folder.absolute()  # workers have a working directory of their own
-    with open_shard_folder(folder, about) as done:
+    with open_shard_folder(folder, about) as earlier:
+        done = earlier
         if done is None:
             # Ray does not record these, so all are tried again.
             shutil.rmtree(folder / REJECTED, ignore_errors=True)

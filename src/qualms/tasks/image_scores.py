@@ -137,7 +137,7 @@ class _ImageRows(ScoreRows[ImageBatch]):
             probs.append(self.probs[batch.first])
             scores = self.scores(batch)
             for name, values in parts.items():
-                values += scores[name]
+                values.extend(scores[name])
         confidence, predicted = torch.cat(probs).double().max(1)
         found = {name: np.array(values) for name, values in parts.items()}
         labels = None if images.labels is None else images.labels.numpy()

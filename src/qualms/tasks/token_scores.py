@@ -118,7 +118,7 @@ class _TokenRows(ScoreRows[WindowBatch]):
         for batch in window_batches(windows):
             known = self.scores(batch)
             for name, values in scores.items():
-                values += known[name]
+                values.extend(known[name])
             row = self.rows(batch)[0]  # these do not depend on the method
             log_probs += row["log_probs"]
             right += row["right"]

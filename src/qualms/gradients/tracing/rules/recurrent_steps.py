@@ -85,8 +85,8 @@ def _lstm_run(
     inner = torch.empty_like(gates)  # i, f, g, o
     all_h = gates.new_empty(steps, *h.shape)
     all_c = gates.new_empty(steps, *h.shape)
-    for p, activated, out_h, out_c in zip(gates, inner, all_h, all_c, strict=True):
-        p = torch.addmm(p, h, across)
+    for projected, activated, out_h, out_c in zip(gates, inner, all_h, all_c, strict=True):
+        p = torch.addmm(projected, h, across)
         torch.sigmoid(p, out=activated)
         i, f, g, o = activated.chunk(4, dim=1)
         torch.tanh(p[:, 2 * size : 3 * size], out=g)
