@@ -780,7 +780,7 @@ def test_normalized_images_without_a_scale_are_warned_of_once() -> None:
         scorer([4 * pixels - 2, 4 * pixels - 2, 5 * pixels])
     assert len(told) == 1
     assert re.search(
-        r"from -1.98 to .*noise of regrad\+smooth\(0\.02,2\).*pass pixel_std=", str(told[0].message)
+        r"from -1.98 to .*pass pixel_std=.*noise of regrad\+smooth\(0\.02,2\)", str(told[0].message)
     )
     with pytest.warns(qualms.UnitsWarning, match="noise of perturb-x"):
         qualms.select(model, 4 * pixels, 1, "perturb-x(0.1,2)")
