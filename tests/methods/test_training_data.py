@@ -75,7 +75,7 @@ def test_vim_needs_something_to_be_left_over(setting: Setting) -> None:
         qualms.QualmsError, match=r"the 5 training features do not vary outside of 6 dimensions"
     ):
         score(setting, ViM(), [TRAIN[:5]])
-    with pytest.raises(qualms.QualmsError, match="dimensions 12, but .* 12 features"):
+    with pytest.raises(qualms.QualmsError, match=r"dimensions 12, but .* 12 features"):
         score(setting, ViM(12))
 
 
