@@ -327,7 +327,9 @@ def main() -> None:
     ood = found["table1"]
     ranked, others = ranking(ood, found["table2"], found["runtime"])
     pairs = list(dict.fromkeys(f"{row['in']} → {row['out']}" for row in ood if row["row"] == "ood"))
-    cuts = f"Preset `{CPU.name}`, with these reductions: {CPU.cuts}.".replace("*", "\\*")
+    cuts = f"Preset `{CPU.name}`, with these differences from the paper: {CPU.cuts}.".replace(
+        "*", "\\*"
+    )
     sections = [section(name, rows) for name, rows in found.items() if rows]
     parts = {
         "ranking": ranking_table(ranked, others, pairs),

@@ -168,7 +168,7 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
             ("bench", "active", "--id", "digits", "--methods", "entropy", "--diversity", "2"),
             "needs a gradient score",
         ),
-        (("reproduce", "table1"), "nothing of table1 can be computed: "),
+        (("reproduce", "table1"), "no part of table1 can be computed: "),
         (("reproduce", "table9"), "there is no table 'table9'"),
         (("reproduce", "table1", "--preset", "gpu"), "there is no preset 'gpu'"),
         (("train", "omniglot"), "there is no recipe for 'omniglot'"),
@@ -400,7 +400,7 @@ def test_a_defect_is_told_in_one_sentence_too(
     assert run(monkeypatch, "methods") == 3
     assert (
         capsys.readouterr().err
-        == "qualms: something went wrong, RuntimeError: a nut; --debug shows where.\n"
+        == "qualms: an unexpected error occurred, RuntimeError: a nut; pass --debug to see where.\n"
     )
     assert run(monkeypatch, "methods", "--no-such-option") == 2
 

@@ -138,7 +138,7 @@ def test_a_folder_called_like_a_dataset_has_no_published_network(
     assert run(monkeypatch, *command) == 1
     assert "no published network for 'digits'; name one with --model" in capsys.readouterr().err
     assert run(monkeypatch, *command, "--model", "digits-cnn", "--out", "a.jsonl") == 1
-    assert "the normalization of digits-cnn's inputs is not known" in capsys.readouterr().err
+    assert "the input normalization of digits-cnn is unknown" in capsys.readouterr().err
     assert (
         run(monkeypatch, *command, "--model", "digits-cnn", *NORMAL, "--out", "a.jsonl", "--json")
         == 0

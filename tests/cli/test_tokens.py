@@ -253,7 +253,8 @@ def test_what_is_said_of_texts_needs_tokens(
     for words in (("--generate", "3"), ("--tangents", "8")):
         assert run(monkeypatch, "score", "photos", "--model", "digits-cnn", *words) == 1
         assert (
-            "--generate and --tangents are for texts; pass --tokens too" in capsys.readouterr().err
+            "--generate and --tangents apply only to texts; pass --tokens too"
+            in capsys.readouterr().err
         )
 
 
@@ -272,7 +273,7 @@ def test_models_and_texts_that_are_not_there_are_told(
         (
             "story.txt",
             *own("--generate", "31"),
-        ): "31 new tokens cannot be written; choose from 1 to 30.",
+        ): "cannot write 31 new tokens; choose from 1 to 30.",
     }.items():
         assert run(monkeypatch, "score", *words) == 1
         assert told in capsys.readouterr().err

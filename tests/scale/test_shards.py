@@ -465,7 +465,7 @@ def test_a_shard_that_is_taken_away_meanwhile_is_missed(
         return score(images, place)
 
     source = open_source(as_npz(digits, tmp_path / "data"), None, None)
-    with pytest.raises(qualms.QualmsError, match="has lost shards while it was filled"):
+    with pytest.raises(qualms.QualmsError, match=r"lost shards"):
         score_shards(taken_away, source, tmp_path / "out", {}, 20)
     assert score_shards(score, source, tmp_path / "out", {}, 20) == Done(COUNT, 0, None)
 
@@ -484,7 +484,7 @@ def test_a_machine_without_the_folder_says_so(digits: Images, tmp_path: Path) ->
     (piece,) = source.splits()
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     with pytest.raises(
-        qualms.QualmsError, match=r"data does not exist on .*; every machine must find the images"
+        qualms.QualmsError, match=r"data does not exist on .*; every machine must find"
     ):
         piece()
 

@@ -79,7 +79,7 @@ def score(
     overwrite: Overwrite = False,
     reference: Annotated[
         str | None,
-        typer.Option(help="Images that the network knows, whose scores set a threshold."),
+        typer.Option(help="Images that the network knows; their scores set a threshold."),
     ] = None,
     coverage: Annotated[
         float | None,
@@ -89,7 +89,8 @@ def score(
         ),
     ] = None,
     threshold: Annotated[
-        Path | None, typer.Option(help="A file from `qualms threshold`, instead of a reference.")
+        Path | None,
+        typer.Option(help="Threshold file from `qualms threshold`, in place of --reference."),
     ] = None,
     json_lines: Json = False,
 ) -> None:
@@ -137,7 +138,8 @@ def score(
     if folder is not None:
         if overwrite or json_lines:
             raise QualmsError(
-                "--overwrite and --json are for one table; leave them out, or name a file in --out."
+                "--overwrite and --json do not apply to shards; leave them out, or name a file "
+                "in --out."
             )
         require_shard_folder(folder)
         with report_interruption(None):

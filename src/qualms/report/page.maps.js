@@ -43,7 +43,7 @@
     for (const id of ["accepted", "flagged", "right"]) if (method[id]) tell(id, method[id][step]);
     const answer = ["At ", percent(method.accepted[step]), ` of the ${known} accepted by `, element("span", method.name, "by")];
     if (method.flagged) answer.push(", ", element("strong", percent(method.flagged[step])), " of the unknown pixels are flagged");
-    else if (method.right) answer.push(", ", element("strong", percent(method.right[step])), " of the accepted pixels are predicted right");
+    else if (method.right) answer.push(", ", element("strong", percent(method.right[step])), " of the accepted pixels are predicted correctly");
     byId("answer").replaceChildren(...answer, ".");
     for (const scene of document.querySelectorAll(".scene")) {
       const levels = method.levels[Number(scene.dataset.scene)];

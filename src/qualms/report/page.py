@@ -105,7 +105,7 @@ def _facts(content: Content) -> list[str]:
     known = content.known
     if known.correct is not None:
         share = figures.format_percent(known.correct.mean())
-        facts.append(f"{share} of the {len(known.images)} {known.name} predicted right")
+        facts.append(f"{share} of the {len(known.images)} {known.name} predicted correctly")
     return facts
 
 

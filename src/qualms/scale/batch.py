@@ -25,9 +25,10 @@ Columns = dict[str, np.ndarray]
 class BatchScorer:
     """Scores a batch of image files.
 
-    A batch has the columns `id` and `content`, the bytes of a file, as an array of objects (arrays
-    of numpy's bytes drop zeros at the end). It may have a column `reason`, empty unless there are
-    no bytes. The result has the columns of `Scored.columns`; images that cannot be read have no row.
+    A batch has the columns `id` and `content`, the bytes of a file, as an array of objects (numpy
+    arrays of fixed-length bytes drop trailing zeros). It may have a column `reason`, empty unless
+    there are no bytes. The result has the columns of `Scored.columns`, without rows for images that
+    cannot be read.
 
     Args:
         network: How images become inputs.
@@ -86,8 +87,8 @@ class BatchScorer:
         """Return the files of a batch, which are not decoded yet."""
         if batch["content"].dtype.kind == "S":
             raise QualmsError(
-                "`content` is an array of numpy's bytes, which drops zeros; pass one of dtype "
-                "object."
+                "`content` is a numpy array of fixed-length bytes, which drops trailing zeros; "
+                "pass an array of dtype object."
             )
         reasons = batch.get("reason", np.full(len(batch["id"]), ""))
         files = []
@@ -117,8 +118,7 @@ def rejected_in(folder: Path) -> list[Rejected]:
         ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
         if len(ids) != len(reasons) or not all(isinstance(one, str) for one in (*ids, *reasons)):
             raise QualmsError(
-                f"{file} is not a list of images that could not be read; remove it, and score "
-                "again."
+                f"{file} is not a valid list of rejected images; remove it, and score again."
             )
         found.update(zip(ids, reasons, strict=True))
     return [Rejected(name, why) for name, why in sorted(found.items())]
@@ -156,7 +156,7 @@ def _content(name: str, content: bytes | None, reason: str) -> bytes:
         Unreadable: If there are none.
     """
     if reason or content is None:
-        raise Unreadable(name, reason or "no image file's bytes")
+        raise Unreadable(name, reason or "not the bytes of an image file")
     return content
 
 

@@ -1,7 +1,7 @@
-"""Shards by workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
+"""Shards written by the workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
 
-Ray records which images are in a file, and a run that was killed skips them. The files move to their
-places once all are complete. Rows are in any order.
+Ray records which images are in a file, and a run that was killed skips them when it resumes. The
+files move to their places once all are complete. Rows are in any order.
 """
 
 import logging
@@ -63,7 +63,7 @@ def score_on_ray(
         folder: Where the scores go; every worker can write there.
         about: What decides the scores, beside the images. A folder whose files were made with
             something else is refused.
-        size: The least rows of a file, but for the last one.
+        size: The minimum number of rows in each file but the last.
         workers: Processes that score; by default one for each core, three fewer on a cluster.
         address: Of the cluster, as for `ray.init`; by default one is started on this machine, and
             stopped at the end.
@@ -85,7 +85,7 @@ def score_on_ray(
             done = _collect(folder, about, source)
         elif count_rows(shards_in(folder)) != done.scored:
             raise QualmsError(
-                f"{folder} lacks some of its {done.scored} rows; remove it, and score again."
+                f"{folder} is missing some of its {done.scored} rows; remove it, and score again."
             )
         for rest in (WRITING, NOTED, REJECTED):
             shutil.rmtree(folder / rest, ignore_errors=True)
@@ -102,14 +102,14 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
     cores = int(ray.cluster_resources().get("CPU", 1))
     if cores <= RESERVED_CORES:
         raise QualmsError(
-            f"the cluster has {cores} cores, and Ray itself needs {RESERVED_CORES}; use at least "
+            f"the cluster has {cores} cores, but Ray itself needs {RESERVED_CORES}; use at least "
             f"{RESERVED_CORES + 1}."
         )
     return min(wanted or cores, cores - RESERVED_CORES)
 
 
 def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
-    """Move Ray's files to their places once it has written all of them, and write the manifest.
+    """Move Ray's files to their places once all are written, and write the manifest.
 
     Args:
         folder: Of the run.
@@ -148,7 +148,7 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
     """
     if scored == 0:
         raise QualmsError(
-            f"no worker can read an image of {source.name}; check that every machine has them."
+            f"no worker can read any image of {source.name}; check that every machine has them."
         )
     if source.count not in (None, scored + rejected):
         raise QualmsError(
@@ -158,7 +158,7 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
 
 
 def require_once(folder: Path) -> None:
-    """Raise an error if an image has two rows, which could hide that another one has none.
+    """Raise an error if an image has two rows, which could hide that another has none.
 
     Args:
         folder: Of the run.
@@ -176,7 +176,7 @@ def require_once(folder: Path) -> None:
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
-    """The package ray, connected to a cluster.
+    """Yield the package ray, connected to a cluster.
 
     Args:
         address: Of the cluster; None starts one on this machine.
@@ -236,7 +236,12 @@ class Worker:
 
 
 def _run(
-    ray: Any, scorer: BatchScorer, splits: list[Split], folder: Path, size: int, workers: int
+    ray: Any,
+    scorer: BatchScorer,
+    splits: list[Split],
+    folder: Path,
+    size: int,
+    workers: int,
 ) -> None:
     """Read, score and write all images.
 
@@ -245,8 +250,8 @@ def _run(
         scorer: For the workers.
         splits: Of the source; Ray reads each in a task.
         folder: Of the run.
-        size: The least rows of a file.
-        workers: The most processes that score.
+        size: The minimum number of rows in a file.
+        workers: The maximum number of processes that score.
     """
     from ray.data import ActorPoolStrategy, DataContext
     from ray.data.checkpoint import CheckpointConfig
@@ -256,7 +261,9 @@ def _run(
     context = DataContext.get_current()
     before = context.checkpoint_config, context.enable_progress_bars
     context.checkpoint_config = CheckpointConfig(
-        "id", str(folder / NOTED), delete_checkpoint_on_success=False
+        "id",
+        str(folder / NOTED),
+        delete_checkpoint_on_success=False,
     )
     context.enable_progress_bars = sys.stderr.isatty()
     on_gpu = next(scorer.network.model.parameters()).device.type == "cuda"
@@ -283,7 +290,7 @@ def _run(
 
 @contextmanager
 def _explain_worker_errors(ray: Any) -> Iterator[None]:
-    """Explain errors of workers, also if Ray raises them as subclasses of `QualmsError`."""
+    """Explain errors of workers, even if Ray raises them as subclasses of `QualmsError`."""
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -310,7 +317,10 @@ def _datasource(splits: list[Split]) -> Any:
 
         def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> "list[ReadTask]":
             unknown = BlockMetadata(
-                num_rows=None, size_bytes=None, input_files=None, exec_stats=None
+                num_rows=None,
+                size_bytes=None,
+                input_files=None,
+                exec_stats=None,
             )
             return [ReadTask(partial(_blocks, split), unknown) for split in splits]
 

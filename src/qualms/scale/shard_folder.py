@@ -81,7 +81,10 @@ def open_shard_folder(folder: Path, about: dict[str, Any]) -> Iterator[Done | No
 
 
 def finish(
-    folder: Path, about: dict[str, Any], shards: Iterable[Path], rejected: Iterable[Rejected]
+    folder: Path,
+    about: dict[str, Any],
+    shards: Iterable[Path],
+    rejected: Iterable[Rejected],
 ) -> Done:
     """Write the list of rejected images, and the counts into the manifest.
 
@@ -151,8 +154,8 @@ def _count_true(shard: Path, decisions: Any) -> int:
     found = decisions.to_pylist()
     if not all(isinstance(one, bool) for one in found):
         raise QualmsError(
-            f"the column accepted of {shard} is not all yes or no; remove the file, and score "
-            "again."
+            f"the column `accepted` of {shard} has values other than true and false; remove the "
+            "file, and score again."
         )
     return sum(found)
 
@@ -164,12 +167,12 @@ def write(path: Path, table: Any) -> None:
 
 
 def arrow() -> Any:
-    """The package pyarrow."""
+    """Return the package pyarrow."""
     return import_extra("pyarrow", "pyarrow", ".parquet files")
 
 
 def parquet() -> Any:
-    """The module pyarrow.parquet."""
+    """Return the module pyarrow.parquet."""
     return import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
 
 

@@ -1,7 +1,7 @@
-"""Shards by one process: .parquet files of a fixed number of images each, for any number of images.
+"""Shards written by one process: .parquet files with a fixed number of images each.
 
-A shard is written once it is complete. So a run that is killed loses at most one shard, and the next
-run begins with that one. A shard's metadata lists its images that could not be read.
+A shard is written once it is complete. So a run that is killed loses at most one shard, and the
+next run begins with that one. A shard's metadata lists its images that could not be read.
 """
 
 import json
@@ -78,7 +78,12 @@ class _ShardSink:
             could be read.
     """
 
-    def __init__(self, folder: Path, size: int, score_one: Callable[[], Scored]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        score_one: Callable[[], Scored],
+    ) -> None:
         self.folder, self.size, self.score_one = folder, size, score_one
         self.expected = 0  # the number of shards that the folder must hold
         self.number: int | None = None  # of the shard that is being collected
@@ -86,7 +91,7 @@ class _ShardSink:
         self.rejected: list[Rejected] = []
 
     def missing_batches(self, source: Source) -> Generator[ImageBatch]:
-        """Yield the batches of all shards that the folder lacks; those that it has are not read.
+        """Yield the batches of all missing shards; those that exist are not read.
 
         Args:
             source: All images.
@@ -106,7 +111,7 @@ class _ShardSink:
                     yield batch
 
     def has(self, batch: ImageBatch) -> bool:
-        """Return False: the shards that are there are not among the batches."""
+        """Return False: the batches exclude the shards that exist."""
         return False
 
     def write(self, batch: ImageBatch, scored: Scored | None) -> None:
@@ -119,7 +124,7 @@ class _ShardSink:
             self.flush()
 
     def flush(self) -> None:
-        """Write the shard that is being collected, if there is one."""
+        """Write the shard that is being collected, if any."""
         if self.number is None:
             return
         tables = self.tables or [self.score_one().to_arrow().slice(0, 0)]
@@ -143,7 +148,7 @@ def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
     for shard in shards:
         if not shard.exists():
             raise QualmsError(
-                f"{folder} has lost shards while it was filled; run the same command again."
+                f"{folder} lost shards while it was being filled; run the same command again."
             )
         rejected += _rejected_of(shard)
     return finish(folder, about, shards, rejected)

@@ -92,7 +92,11 @@ def add_service(
     app.add_api_route("/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False)
 
 
-def _add_score_routes(app: FastAPI, handler: RequestHandler, needs_token: list[Any]) -> None:
+def _add_score_routes(
+    app: FastAPI,
+    handler: RequestHandler,
+    needs_token: list[Any],
+) -> None:
     """Add the routes below /v1.
 
     Args:
@@ -136,7 +140,11 @@ def _add_score_routes(app: FastAPI, handler: RequestHandler, needs_token: list[A
         return handler.startup.model_info
 
 
-def _add_monitoring_routes(app: FastAPI, handler: RequestHandler, needs_token: list[Any]) -> None:
+def _add_monitoring_routes(
+    app: FastAPI,
+    handler: RequestHandler,
+    needs_token: list[Any],
+) -> None:
     """Add the probes and the metrics.
 
     Args:
@@ -146,7 +154,7 @@ def _add_monitoring_routes(app: FastAPI, handler: RequestHandler, needs_token: l
     """
     not_ready = {
         "model": NotReady,
-        "description": "The network is not ready; how far the start is.",
+        "description": "The network is not ready; the body shows the progress of startup.",
     }
 
     @app.get("/healthz")
@@ -230,7 +238,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(422, "the images cannot be scored; see the service's log.")
 
 
-def render_upload_page(info: ModelInfo, has_token: bool, is_ready: bool) -> str:
+def render_upload_page(
+    info: ModelInfo,
+    has_token: bool,
+    is_ready: bool,
+) -> str:
     """Render the page where one drops an image and sees the decision.
 
     The page requests scores from the routes, with the token that the user enters. While the network
@@ -270,7 +282,9 @@ def _render(template: str, **values: Any) -> str:
         values: The values of the template's variables.
     """
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     css = _read_report_asset("page.css")
     page = environment.from_string(_read_asset(template))

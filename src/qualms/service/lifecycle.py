@@ -135,7 +135,12 @@ class Startup:
         echo: Writes a line to the log.
     """
 
-    def __init__(self, model_info: ModelInfo, steps: int, echo: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        steps: int,
+        echo: Callable[[str], None],
+    ) -> None:
         self.model_info = model_info
         self.transform: ImageTransform | None = None
         self.echo = echo
@@ -223,8 +228,8 @@ def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
 def _exit_hung(limit: float, images: int) -> None:
     """Print where the model hangs, and exit."""
     message = (
-        f"the network did not return within {limit:g} s from a batch of {images}, so its process "
-        "ends. It hangs here:"
+        f"the network took more than {limit:g} s for a batch of {images}, so its process exits. "
+        "It hangs here:"
     )
     print(f"qualms: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=STDERR)

@@ -54,7 +54,10 @@ class Metrics:
         )
 
     def count_request(
-        self, scope: MutableMapping[str, Any], status: int | None, seconds: float
+        self,
+        scope: MutableMapping[str, Any],
+        status: int | None,
+        seconds: float,
     ) -> None:
         """Count a request that has ended.
 

@@ -135,7 +135,9 @@ class ScoringService:
 
 
 def describe_unloaded(
-    name: str, methods: Mapping[str, Method], threshold: Threshold | None
+    name: str,
+    methods: Mapping[str, Method],
+    threshold: Threshold | None,
 ) -> ModelInfo:
     """Describe a model before it is loaded: without weights, classes and tolerance.
 
@@ -240,7 +242,10 @@ class _RequestBatch:
     """
 
     def __init__(
-        self, service: ScoringService, requests: Sequence[ScoreRequest], watch: WatchFn
+        self,
+        service: ScoringService,
+        requests: Sequence[ScoreRequest],
+        watch: WatchFn,
     ) -> None:
         self.service = service
         self.requests = requests

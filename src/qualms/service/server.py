@@ -133,7 +133,10 @@ class ScoringServer(LitServer):
             time.sleep(POLL_SECONDS)
 
     def _perform_graceful_shutdown(
-        self, manager: Any, uvicorn_workers: dict[Any, Any], shutdown_reason: str = "normal"
+        self,
+        manager: Any,
+        uvicorn_workers: dict[Any, Any],
+        shutdown_reason: str = "normal",
     ) -> None:
         if self.startup.is_ready:
             super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
@@ -150,7 +153,9 @@ class ScoringServer(LitServer):
 
 
 def build_server(
-    load: LoadFn, config: ServiceConfig, startup: Startup
+    load: LoadFn,
+    config: ServiceConfig,
+    startup: Startup,
 ) -> tuple[ScoringServer, BatchClient]:
     """Build LitServe's server, without its own pages.
 
@@ -222,7 +227,8 @@ def serve(
     except (EOFError, ConnectionError):
         # LitServe's queues have failed, because the process with the model ended.
         raise QualmsError(
-            "the process with the network ended; the lines above say why, or memory ran out."
+            "the process with the network exited; see the lines above, or check whether memory "
+            "ran out."
         ) from None
 
 

@@ -133,7 +133,11 @@ class ImageReader:
         return HTTPException(413, message)
 
 
-def _to_uint8(array: Any, white: int, where: str) -> UInt8[np.ndarray, "h w *colors"]:
+def _to_uint8(
+    array: Any,
+    white: int,
+    where: str,
+) -> UInt8[np.ndarray, "h w *colors"]:
     """Check the numbers of one image and scale them to 0…255.
 
     Args:

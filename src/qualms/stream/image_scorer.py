@@ -14,9 +14,12 @@ from qualms.stream.network import InputBatches, Network
 
 
 def make_scorer(
-    network: Network, methods: Mapping[str, Method], train: Images | None = None, **options: Any
+    network: Network,
+    methods: Mapping[str, Method],
+    train: Images | None = None,
+    **options: Any,
 ) -> Scorer:
-    """A scorer of a network's model.
+    """Return a scorer for a network's model.
 
     Args:
         network: whose model and ensemble members are used.
@@ -49,7 +52,7 @@ class ImageScorer:
     scorer: Scorer
 
     def score(self, images: Images, first: int = 0) -> Scored:
-        """The scores of one batch.
+        """Score one batch.
 
         Args:
             images: of one size.
@@ -71,7 +74,11 @@ class ImageScorer:
 
 
 @contextmanager
-def _name_image(images: Images, numbers: Sequence[int], first: int) -> Iterator[None]:
+def _name_image(
+    images: Images,
+    numbers: Sequence[int],
+    first: int,
+) -> Iterator[None]:
     """Name the image without a finite score, which the scorer knows by its number.
 
     Args:
@@ -85,5 +92,6 @@ def _name_image(images: Images, numbers: Sequence[int], first: int) -> Iterator[
         place = numbers.index(error.number)
         which = images.ids[place] if images.ids else f"image {first + place}"
         raise QualmsError(
-            f"{error.method} gives {which} of {images.name} no finite score; leave the method out."
+            f"{error.method} has no finite score for {which} of {images.name}; leave the method "
+            "out."
         ) from None
