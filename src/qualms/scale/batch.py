@@ -58,7 +58,13 @@ class BatchScorer:
             Columns with a row for each image that could be read.
         """
         files = self._files(batch)
-        read = read_images(files, self.name, self.network.transform, self.strict, may_be_empty=True)
+        read = read_images(
+            files,
+            self.name,
+            self.network.transform,
+            self.strict,
+            may_be_empty=True,
+        )
         if read.rejected and self.rejected is not None:
             _write_list(self.rejected, read.rejected)
         if not read.kept:
@@ -93,7 +99,8 @@ class BatchScorer:
         reasons = batch.get("reason", np.full(len(batch["id"]), ""))
         files = []
         for number, name in enumerate(batch["id"]):
-            read = partial(_content, name, batch["content"][number], reasons[number])
+            content = batch["content"][number]
+            read = partial(_content, name, content, reasons[number])
             files.append(File(name, f"{name} in {self.name}", read))
         return files
 
@@ -103,7 +110,8 @@ class BatchScorer:
         size = transform.size if transform is not None else self.size
         assert size is not None
         gray = torch.full((1, 3, *size), 128, dtype=torch.uint8)
-        columns = _columns(self.score(Images(self.name, gray, None, ids=("gray",))))
+        images = Images(self.name, gray, None, ids=("gray",))
+        columns = _columns(self.score(images))
         return {name: values[:0] for name, values in columns.items()}
 
 
@@ -115,8 +123,10 @@ def rejected_in(folder: Path) -> list[Rejected]:
     """
     found: dict[str, str] = {}
     for file in sorted(folder.glob("*.parquet")):
-        ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
-        if len(ids) != len(reasons) or not all(isinstance(one, str) for one in (*ids, *reasons)):
+        ids = column(file, "id").to_pylist()
+        reasons = column(file, "reason").to_pylist()
+        are_texts = all(isinstance(one, str) for one in (*ids, *reasons))
+        if len(ids) != len(reasons) or not are_texts:
             raise QualmsError(
                 f"{file} is not a valid list of rejected images; remove it, and score again."
             )

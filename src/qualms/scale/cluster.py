@@ -39,11 +39,16 @@ from qualms.stream.source import Source, Split
 if TYPE_CHECKING:
     from ray.data import ReadTask
 
-WRITING = ".writing"  # the subfolder of Ray's files until all are complete
-NOTED = ".noted"  # where Ray records which images are done
-REJECTED = ".rejected"  # where workers list the images that cannot be read
-RESERVED_CORES = 3  # that Ray needs to read, to skip what is done, and to write
-LOCAL = "local"  # the address of a cluster on this machine, for this run alone
+# The subfolder of Ray's files until all are complete.
+WRITING = ".writing"
+# Where Ray records which images are done.
+NOTED = ".noted"
+# Where workers list the images that cannot be read.
+REJECTED = ".rejected"
+# That Ray needs to read, to skip what is done, and to write.
+RESERVED_CORES = 3
+# The address of a cluster on this machine, for this run alone.
+LOCAL = "local"
 
 
 def score_on_ray(
@@ -72,8 +77,14 @@ def score_on_ray(
         raise QualmsError(
             f"Ray cannot read {source.name}; name a folder, .parquet files or .tar files."
         )
-    about = {**about, "inputs": source.fingerprint, "shard_size": size, "runner": "ray"}
-    folder = folder.absolute()  # workers have a working directory of their own
+    about = {
+        **about,
+        "inputs": source.fingerprint,
+        "shard_size": size,
+        "runner": "ray",
+    }
+    # Workers have a working directory of their own.
+    folder = folder.absolute()
     with open_shard_folder(folder, about) as earlier:
         done = earlier
         if done is None:
@@ -118,10 +129,12 @@ def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
     """
     for shard in shards_in(folder / WRITING):
         shard.rename(folder / shard.name)
-    rejected = filter_rejections(rejected_in(folder / REJECTED), folder)
-    _require_all(count_rows(shards_in(folder)), len(rejected), source)
+    shards = shards_in(folder)
+    rejected = rejected_in(folder / REJECTED)
+    rejected = filter_rejections(rejected, folder)
+    _require_all(count_rows(shards), len(rejected), source)
     require_once(folder)
-    return finish(folder, about, shards_in(folder), rejected)
+    return finish(folder, about, shards, rejected)
 
 
 def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
@@ -163,9 +176,13 @@ def require_once(folder: Path) -> None:
     Args:
         folder: Of the run.
     """
-    tables = [arrow().table({"id": column(shard, "id")}) for shard in shards_in(folder)]
+    tables = []
+    for shard in shards_in(folder):
+        ids = column(shard, "id")
+        tables.append(arrow().table({"id": ids}))
     with explain_parquet_errors(folder):
-        ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
+        table = arrow().concat_tables(tables, promote_options="permissive")
+        ids = table.column(0)
         doubled = len(ids) - len(ids.unique())
     if doubled:
         raise QualmsError(
@@ -182,7 +199,8 @@ def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
         address: Of the cluster; None starts one on this machine.
         workers: That score, for which a started cluster has cores.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing over the network
+    # Sends nothing over the network.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Errors are raised here, and are in Ray's log files.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = import_extra("ray", "ray", "a cluster", "ray")
@@ -216,7 +234,12 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
     cores = (workers or os.cpu_count() or 1) + RESERVED_CORES
     own = {} if address else {"num_cpus": cores, "include_dashboard": False}
     with explain_failure(explain):
-        ray.init(address or LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(
+            address or LOCAL,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **own,
+        )
 
 
 class Worker:
@@ -266,11 +289,15 @@ def _run(
         delete_checkpoint_on_success=False,
     )
     context.enable_progress_bars = sys.stderr.isatty()
-    on_gpu = next(scorer.network.model.parameters()).device.type == "cuda"
+    weight = next(scorer.network.model.parameters())
+    on_gpu = weight.device.type == "cuda"
     try:
         with explain_failure(_explain_worker_error), _explain_worker_errors(ray):
             stored = ray.put(replace(scorer, rejected=folder / REJECTED))
-            images = ray.data.read_datasource(_datasource(splits), override_num_blocks=len(splits))
+            images = ray.data.read_datasource(
+                _datasource(splits),
+                override_num_blocks=len(splits),
+            )
             scores = images.map_batches(
                 Worker,
                 batch_size=BATCH,
@@ -347,8 +374,10 @@ def _row(file: File) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> Any:
     """Return rows as a pyarrow.Table."""
-    kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
+    text, binary = arrow().string(), arrow().large_binary()
+    kinds = {"id": text, "content": binary, "reason": text}
     columns = {}
     for name, kind in kinds.items():
-        columns[name] = arrow().array([row[name] for row in rows], kind)
+        values = [row[name] for row in rows]
+        columns[name] = arrow().array(values, kind)
     return arrow().table(columns)

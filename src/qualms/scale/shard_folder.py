@@ -54,7 +54,8 @@ def require_shard_folder(folder: Path) -> None:
     """
     with explain_write_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+        names = sorted(path.name for path in folder.iterdir())
+    others = [name for name in names if not name.startswith(".")]
     if others and not (folder / MANIFEST).exists():
         raise QualmsError(
             f"{folder} holds {others[0]} but no {MANIFEST}; choose an empty or new folder."
@@ -188,7 +189,8 @@ def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
     """
     path, about = folder / MANIFEST, json.loads(json.dumps(about))
     require_shard_folder(folder)
-    has_shards = any(folder.glob("**/shard*.parquet"))  # also those that Ray has written so far
+    # Also those that Ray has written so far.
+    has_shards = any(folder.glob("**/shard*.parquet"))
     if not path.exists() or not has_shards:
         _write_json(path, about)
         return None

@@ -20,9 +20,12 @@ from qualms.scale.shard_folder import Done, arrow, finish, open_shard_folder, pa
 from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, Source
 
-SIZE = 4096  # images in a shard
-REJECTED_KEY = b"qualms.rejected"  # of a shard's metadata
-ScoreImages = Callable[[Images, int], Scored]  # some images, and the position of the first
+# Images in a shard.
+SIZE = 4096
+# In a shard's metadata.
+REJECTED_KEY = b"qualms.rejected"
+# Scores some images, given the position of the first.
+ScoreImages = Callable[[Images, int], Scored]
 
 
 def score_shards(
@@ -85,8 +88,10 @@ class _ShardSink:
         score_one: Callable[[], Scored],
     ) -> None:
         self.folder, self.size, self.score_one = folder, size, score_one
-        self.expected = 0  # the number of shards that the folder must hold
-        self.number: int | None = None  # of the shard that is being collected
+        # The number of shards that the folder must hold.
+        self.expected = 0
+        # Of the shard that is being collected.
+        self.number: int | None = None
         self.tables: list[Any] = []
         self.rejected: list[Rejected] = []
 
@@ -102,7 +107,8 @@ class _ShardSink:
                 number += 1
             self.expected = max(self.expected, number)
             is_done = True
-            with closing(source.batches(number * self.size, self.size)) as batches:
+            start = number * self.size
+            with closing(source.batches(start, self.size)) as batches:
                 for batch in batches:
                     number = batch.first // self.size
                     if _shard(self.folder, number).exists():
@@ -129,7 +135,8 @@ class _ShardSink:
             return
         tables = self.tables or [self.score_one().to_arrow().slice(0, 0)]
         rejected = json.dumps([asdict(one) for one in self.rejected]).encode()
-        table = arrow().concat_tables(tables).replace_schema_metadata({REJECTED_KEY: rejected})
+        table = arrow().concat_tables(tables)
+        table = table.replace_schema_metadata({REJECTED_KEY: rejected})
         write(_shard(self.folder, self.number), table)
         self.expected = max(self.expected, self.number + 1)
         self.number, self.tables, self.rejected = None, [], []

@@ -33,7 +33,13 @@ def make_scorer(
         scaled[name] = network.scale_noise(method)
         if train is not None and TRAINING_DATA in method.needs:
             batches = InputBatches(network, train)
-    return Scorer(network.model, scaled, train=batches, models=network.members, **options)
+    return Scorer(
+        network.model,
+        scaled,
+        train=batches,
+        models=network.members,
+        **options,
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class ImageScorer:
         with _name_image(images, numbers, first):
             scored = self.scorer(x, numbers=numbers)
         ids = images.ids or range(first, first + len(images))
-        names = self.network.names_of_classes(images, scored.probs.shape[1])
+        classes = scored.probs.shape[1]
+        names = self.network.names_of_classes(images, classes)
         return replace(scored, ids=ids, class_names=names)
 
 

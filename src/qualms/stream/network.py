@@ -78,7 +78,8 @@ class Network:
 
     def _transform(self, images: Images) -> Images:
         own = images if self.transform is None else self.transform.apply(images)
-        return own.convert(len(self.normalization.mean), own.size)  # files are read in color
+        channels = len(self.normalization.mean)
+        return own.convert(channels, own.size)  # files are read in color
 
     def _normalize(self, own: Images) -> Float[Tensor, "n c h w"]:
         device = next(self.model.parameters()).device
@@ -137,7 +138,9 @@ class Network:
         Args:
             images: with or without labels; without, they are returned unchanged.
         """
-        if images.labels is None or not images.classes or images.classes == self.class_names:
+        if images.labels is None or not images.classes:
+            return images
+        if images.classes == self.class_names:
             return images
         source = images.name if images.name in DATASETS else images.source or images.name
         if not self.class_names:
@@ -146,8 +149,9 @@ class Network:
         names = self.class_names
         if names == imagenet_classes() and set(images.classes) <= set(imagenet_ids()):
             names = imagenet_ids()
-        numbers = torch.tensor(_match_classes(images.classes, names, source, self.name))
-        return replace(images, labels=numbers[images.labels], classes=self.class_names)
+        matched = _match_classes(images.classes, names, source, self.name)
+        labels = torch.tensor(matched)[images.labels]
+        return replace(images, labels=labels, classes=self.class_names)
 
     def _require_class_count(self, images: Images, source: str) -> None:
         classes = self.logits(images.take(slice(0, 1))).shape[1]

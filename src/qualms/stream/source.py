@@ -51,8 +51,10 @@ class ImageBatch:
         return len(self.images) == 0
 
 
-Reader = Callable[[], ImageBatch]  # reads one batch; may run in a thread
-Split = Callable[[], Iterable[File]]  # lists some of the files; may be sent to another process
+# Reads one batch; may run in a thread.
+Reader = Callable[[], ImageBatch]
+# Lists some of the files; may be sent to another process.
+Split = Callable[[], Iterable[File]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Source:
             shard: images in a shard; no batch reaches from one shard into the next.
         """
         first = start
-        with closing(_read_ahead(self.readers(start, cycle(batch_sizes(shard, BATCH))))) as found:
+        sizes = cycle(batch_sizes(shard, BATCH))
+        readers = self.readers(start, sizes)
+        with closing(_read_ahead(readers)) as found:
             for batch in found:
                 yield replace(batch, first=first)
                 first += batch.count
@@ -91,11 +95,13 @@ class Source:
     def first(self) -> Images:
         """Return the first images that can be read; raise an error if there are none."""
         why = ""
-        with closing(_read_ahead(self.readers(0, repeat(BATCH)))) as batches:
+        readers = self.readers(0, repeat(BATCH))
+        with closing(_read_ahead(readers)) as batches:
             for batch in batches:
                 if len(batch.images):
                     return batch.images
-                why = why or f": {batch.rejected[0].id} is {batch.rejected[0].reason}"
+                rejected = batch.rejected[0]
+                why = why or f": {rejected.id} is {rejected.reason}"
         raise QualmsError(
             f"no image of {self.name} can be read{why}; check that it is the one you meant."
         )
@@ -140,7 +146,8 @@ def open_source(
         return _of_arrays(data, files[0], transform)
     if files and files[0].is_dir():
         return _of_folder(list_folder(files[0], "test"), reader)
-    return _of_memory(data, load(data, root, transform=transform, strict=strict))
+    images = load(data, root, transform=transform, strict=strict)
+    return _of_memory(data, images)
 
 
 def _find_files(data: str, root: Path | None) -> list[Path]:
@@ -196,7 +203,8 @@ def _of_parquet(files: list[Path], reader: _FileReader) -> Source:
     def splits() -> list[Split]:
         return list(_splits_of_rows(_absolute(files), groups))
 
-    return Source(reader.name, classes[0], _fingerprint(files), sum(rows), readers, splits)
+    fingerprint = _fingerprint(files)
+    return Source(reader.name, classes[0], fingerprint, sum(rows), readers, splits)
 
 
 def _rows_of(
@@ -205,14 +213,16 @@ def _rows_of(
     start: int,
 ) -> Iterator[File]:
     """Yield the images of .parquet files from a position on."""
-    for (path, prefix), count in zip(_prefixes(paths).items(), rows, strict=True):
+    prefixes = _prefixes(paths).items()
+    for (path, prefix), count in zip(prefixes, rows, strict=True):
         if start < count:
             yield from _rows(path, prefix, max(0, start), count)
         start -= count
 
 
 def _splits_of_rows(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Split]:
-    for (path, prefix), counts in zip(_prefixes(paths).items(), groups, strict=True):
+    prefixes = _prefixes(paths).items()
+    for (path, prefix), counts in zip(prefixes, groups, strict=True):
         for end, count in zip(accumulate(counts), counts, strict=True):
             yield partial(_rows, path, prefix, end - count, end)
 
@@ -242,7 +252,8 @@ def _of_tar(files: list[Path], reader: _FileReader) -> Source:
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        rest = islice(_members(files), start, None)  # those before are skipped, not decoded
+        # Those before are skipped, not decoded.
+        rest = islice(_members(files), start, None)
         return reader.readers(rest, sizes)
 
     def splits() -> list[Split]:
@@ -270,7 +281,8 @@ def _of_folder(listing: Listing, reader: _FileReader) -> Source:
         found: list[Split] = []
         for start in range(0, len(files), SPLIT_FILES):
             some = _absolute(files[start : start + SPLIT_FILES])
-            found.append(partial(_some_files, Listing(folder.absolute(), some, None, (), [])))
+            part = Listing(folder.absolute(), some, None, (), [])
+            found.append(partial(_some_files, part))
         return found
 
     fingerprint = _fingerprint(files, folder)
@@ -302,9 +314,11 @@ def _of_arrays(
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         for pixels in npz_parts(path, "test", start, sizes):
-            yield partial(_transform, Images(data, torch.from_numpy(pixels), None), transform)
+            images = Images(data, torch.from_numpy(pixels), None)
+            yield partial(_transform, images, transform)
 
-    return Source(data, (), _fingerprint([path]), npz_count(path, "test"), readers)
+    count = npz_count(path, "test")
+    return Source(data, (), _fingerprint([path]), count, readers)
 
 
 def _transform(images: Images, transform: ImageTransform | None) -> ImageBatch:
@@ -321,7 +335,8 @@ def _of_memory(data: str, images: Images) -> Source:
             start += len(part)
             yield partial(ImageBatch, len(part), part)
 
-    return Source(data, images.classes, images.fingerprint(), len(images), readers)
+    fingerprint = images.fingerprint()
+    return Source(data, images.classes, fingerprint, len(images), readers)
 
 
 def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
@@ -360,6 +375,7 @@ def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
         try:
             about = file.stat()
             digest.update(f"{name}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
-        except OSError:  # a link to nowhere, which is an image that cannot be read
+        except OSError:
+            # A link to nowhere, which is an image that cannot be read.
             digest.update(f"{name}\0\n".encode())
     return digest.hexdigest()[:16]

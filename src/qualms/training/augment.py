@@ -24,7 +24,8 @@ def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor
     n, _, h, w = x.shape
     angle = (2 * torch.rand(n, generator=draws) - 1) * math.radians(DEGREES)
     mirror = 1 - 2 * torch.randint(0, 2, (n,), generator=draws).float()
-    moved = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=draws) * 2 / torch.tensor([w, h])
+    pixels = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=draws)
+    moved = pixels * 2 / torch.tensor([w, h])
     cos, sin = angle.cos(), angle.sin()
     rows = torch.stack(
         [mirror * cos, -sin, moved[:, 0], mirror * sin, cos, moved[:, 1]],

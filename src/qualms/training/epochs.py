@@ -58,7 +58,8 @@ class TrainingRun:
         assert images.labels is not None
         self.model.train()
         device = next(self.model.parameters()).device
-        order = torch.randperm(len(images), generator=generator(seed, ORDER, self.epoch))
+        shuffle = generator(seed, ORDER, self.epoch)
+        order = torch.randperm(len(images), generator=shuffle)
         draws = generator(seed, DRAWS, self.epoch)
         total = 0.0
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
@@ -67,7 +68,8 @@ class TrainingRun:
             for index in order.split(self.recipe.batch):
                 if len(index) == 1 < len(images):
                     continue  # batch normalization has no variance to divide by
-                x, y = normalization.apply(images.pixels[index]), images.labels[index]
+                x = normalization.apply(images.pixels[index])
+                y = images.labels[index]
                 if self.recipe.augment:
                     x = augment(x, draws)
                 total += self._step(x.to(device), y.to(device)) * len(index)

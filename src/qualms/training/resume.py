@@ -143,7 +143,8 @@ def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
     best, rest = {**content["best"]}, {**content.get("resume", {})}
     run.epoch = run.recipe.epochs if is_complete else rest["epoch"]
     run.history = [{**row} for row in content["history"]]
-    run.best_epoch, run.best_accuracy = best["epoch"], best["accuracy"]
+    run.best_epoch = best["epoch"]
+    run.best_accuracy = best["accuracy"]
     for epoch in (run.epoch, run.best_epoch):
         if type(epoch) is not int or not 0 <= epoch <= run.recipe.epochs:
             raise ValueError(f"its epochs {(run.epoch, run.best_epoch)} are out of range")
@@ -181,12 +182,17 @@ def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
 
 def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Raise an error unless a state has the settings and shapes of this optimizer."""
-    _require_same_types(optimizer.state_dict()["param_groups"], state["param_groups"])
-    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    own = optimizer.state_dict()
+    _require_same_types(own["param_groups"], state["param_groups"])
+    shapes = []
+    for group in optimizer.param_groups:
+        shapes += [parameter.shape for parameter in group["params"]]
     for number, values in state["state"].items():
         for value in values.values():
             # Numbers of steps have no axes.
-            if isinstance(value, Tensor) and value.ndim and value.shape != shapes[number]:
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                continue
+            if value.shape != shapes[number]:
                 raise ValueError("its optimizer is another network's")
 
 
