@@ -31,7 +31,7 @@ def test_training_prints_the_accuracy_and_writes_the_weights(
     assert run(monkeypatch, "train", "digits", "--epochs", "2", "--count", "300") == 0
     out = capsys.readouterr().out
     assert re.match(
-        r"digits-cnn on digits: accuracy \d+\.\d\d % of 360 test images after epoch [12] of 2", out
+        r"digits-cnn on digits: accuracy \d+\.\d\d % on 360 test images after epoch [12] of 2", out
     )
     assert (
         torch.load(data_here / "runs" / "digits-digits-cnn-seed0.pt", weights_only=True)["network"]

@@ -79,7 +79,7 @@ def test_a_size_that_nobody_knows_is_refused_and_given_by_an_option(
     assert score(monkeypatch, "mine", *fixed) == 1
     err = capsys.readouterr().err
     assert "fixed_size:net does not take images of 32 x 24 pixels (" in err
-    assert "pass --size, the one that it was trained on" in err
+    assert "pass --size, the size it was trained on" in err
     assert score(monkeypatch, "mine", *fixed, "--size", "16") == 0
     assert (
         "2 images of 32 x 24 pixels were resized to 16 x 16 (bilinear), as --size says"

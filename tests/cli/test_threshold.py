@@ -87,7 +87,7 @@ def test_a_file_is_shown_in_words(
     assert json.loads(capsys.readouterr().out)["provenance"]["method"] == "MSP()"
     Threshold(1.5, 0, "given").save(labeled_here / "old.json")
     assert run(monkeypatch, "threshold", "old.json") == 0
-    assert "It does not record which method and network" in capsys.readouterr().out
+    assert "It does not record its method and network" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_a_text_of_which_nothing_is_predicted_has_no_errors_to_find_and_says_so(
     assert last == {
         "row": "left out",
         "method": "next tokens",
-        "why": "all of known are predicted wrong.",
+        "why": "all next tokens of known are predicted wrongly.",
     }
 
 

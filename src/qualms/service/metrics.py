@@ -30,7 +30,7 @@ class Metrics:
         )
         self.seconds = Histogram(
             "qualms_request_seconds",
-            "Seconds until the answer, by route.",
+            "Response time in seconds, by route.",
             ["route"],
             buckets=SECONDS_BUCKETS,
             registry=self.registry,
