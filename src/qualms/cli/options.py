@@ -269,7 +269,7 @@ def with_options(
     """
 
     def decorate(command: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
-        """Return a function with the signature that typer shall read."""
+        """Return a function with the signature that typer reads."""
         shared = inspect.signature(options).parameters
         own = list(inspect.signature(command).parameters.values())[1:]
         parameters = []

@@ -78,7 +78,7 @@ def serve(
 ) -> None:
     """Serve a network over HTTP: images in; predictions, scores and decisions out; a page at `/`.
 
-    The service listens on this machine alone, unless you pass --host. If QUALMS_TOKEN is set in the
+    The service listens only on this machine, unless you pass --host. If QUALMS_TOKEN is set in the
     environment, requests must carry it as `Authorization: Bearer …`; addresses other than 127.0.0.1
     require it. Until the network has scored its first image, requests get status 503; `/readyz`,
     the page and stderr show the progress. Ctrl-C or SIGTERM stops the service once all requests are

@@ -76,7 +76,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the start is.
+    """How far startup has come.
 
     Args:
         step: The current step.
@@ -124,7 +124,7 @@ class Progress:
 
 
 class Startup:
-    """The start of one service, as seen by one of its processes.
+    """The startup of one service, as seen by one of its processes.
 
     The process that loads the network writes the progress to a shared board. The process that
     answers HTTP and the command's own process read it.

@@ -369,6 +369,6 @@ def _as_images(pixels: UInt8[Tensor, "n c h w"]) -> Images:
 
 
 def _normalize_rows(sums: Float[np.ndarray, "n layers"]) -> Float[np.ndarray, "n layers"]:
-    """Divide each row by its sum; rows of zeros stay."""
+    """Divide each row by its sum; leave rows of zeros unchanged."""
     totals = sums.sum(1, keepdims=True)
     return np.divide(sums, totals, out=np.zeros_like(sums), where=totals > 0)

@@ -233,7 +233,7 @@ def serve(
 
 
 def _url(config: ServiceConfig) -> str:
-    """Return the service's URL; an IPv6 address stands in brackets."""
+    """Return the service's URL; put an IPv6 address in brackets."""
     host = config.host
     if ":" in host:
         host = f"[{host}]"
@@ -277,7 +277,7 @@ def _handle_stop_signals(handler: Callable[..., None]) -> None:
 
 
 def _stop_start(startup: Startup) -> Callable[..., None]:
-    """Return a handler of signals during the start, which `wait_until_ready` takes note of.
+    """Return a handler of signals during startup, which `wait_until_ready` checks for.
 
     It does not raise: an exception during a fork would be printed and dropped by Python.
     """
@@ -291,7 +291,7 @@ def _stop_start(startup: Startup) -> Callable[..., None]:
 
 
 def _stop_server(*_: object) -> None:
-    """Stop in order, which LitServe does at Ctrl-C alone. Its children exit silently."""
+    """Stop cleanly, which LitServe does only at Ctrl-C. Its children exit silently."""
     if parent_process() is not None:
         raise SystemExit(0)
     logging.getLogger("litserve.server").addFilter(_is_no_monitoring_record)
