@@ -261,7 +261,7 @@ def test_a_dataset_is_trained_on_beside_a_folder_of_its_name(
 ) -> None:
     pictures(weights_here / "digits", 1)
     assert run(monkeypatch, "train", "digits", "--epochs", "1", "--count", "100") == 0
-    assert f"of {len(load('data:digits'))} test images" in capsys.readouterr().out
+    assert f"on {len(load('data:digits'))} test images" in capsys.readouterr().out
 
 
 def test_methods_fit_a_terminal_of_80_columns(
