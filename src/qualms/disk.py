@@ -41,7 +41,7 @@ def explain_write_failure(what: str | Path) -> Iterator[None]:
             raise
         why = os.strerror(cause.errno) if cause.errno else str(cause)
         raise QualmsError(
-            f"{what} cannot be written ({why}); fix that, or choose another path."
+            f"{what} cannot be written ({why}); resolve this, or choose another path."
         ) from None
 
 

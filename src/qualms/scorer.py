@@ -207,9 +207,7 @@ class Scorer:
         validate_model(self.model)
         for number in (first, *(numbers or ())):
             if not isinstance(number, int) or number < 0:
-                raise QualmsError(
-                    f"an input has the number {number!r}; pass whole numbers, 0 or more."
-                )
+                raise QualmsError(f"numbers= contains {number!r}; pass whole numbers, 0 or more.")
         position_targets = PositionTargets(mask, targets, spans)
         position_targets.require_use(self._positions)
         end = 0
@@ -227,7 +225,7 @@ class Scorer:
         position_targets.require_all(end)
         if numbers is not None and len(numbers) > end:
             raise QualmsError(
-                f"there are {len(numbers)} numbers for {end} inputs; pass one number for each input."
+                f"there are {len(numbers)} numbers for {end} inputs; pass one number per input."
             )
 
     @property
@@ -270,7 +268,7 @@ class Scorer:
         batch = take_samples(next(batches(x, unwrap_compiled(self.model))), slice(0, 1))
         if self._positions is not None:
             raise QualmsError(
-                "a price is counted for one score per input; leave out class_dim, "
+                "prices are available only for one score per input; leave out class_dim, "
                 "or time the scores of a few inputs."
             )
         with self._open_model(batch) as model_context:
@@ -406,9 +404,10 @@ class Scorer:
             return
         spec, self._noise_in_input_units = self._noise_in_input_units[0], ()
         warnings.warn(
-            f"the images range from {low:.3g} to {high:.3g}, so they look normalized; pass pixel_std= "
-            f"(the standard deviation that the pixels were divided by) to have the noise of {spec} "
-            "in pixels, or pixel_std=1 to keep it in these units.",
+            f"the images range from {low:.3g} to {high:.3g}, so they look normalized; pass "
+            "pixel_std= (the standard deviation that the pixels were divided by) to scale the "
+            "noise "
+            f"of {spec} to pixels from 0 to 1, or pixel_std=1 to keep it in these units.",
             UnitsWarning,
             stacklevel=2,
         )
@@ -417,8 +416,8 @@ class Scorer:
 def _require_numbers(numbers: Sequence[int], num_inputs: int) -> None:
     if len(numbers) < num_inputs:
         raise QualmsError(
-            f"there are {len(numbers)} numbers for {num_inputs} inputs or more; "
-            "pass one number for each input."
+            f"there are {len(numbers)} numbers for at least {num_inputs} inputs; "
+            "pass one number per input."
         )
 
 

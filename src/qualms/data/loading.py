@@ -74,11 +74,9 @@ def load(
         ```
     """
     if split not in SPLITS:
-        raise QualmsError(f"the split {split!r} is not known; it is train or test.")
+        raise QualmsError(f"the split {split!r} is not known; choose train or test.")
     if size is not None and size < 1:
-        raise QualmsError(
-            f"images cannot be {size} pixels wide; pass a size of at least 1, or none."
-        )
+        raise QualmsError(f"images cannot be {size} pixels wide; pass at least 1, or None.")
     if fit is not None:
         warn_renamed("load(fit=)", "load(transform=)")
         transform = fit
@@ -116,7 +114,9 @@ def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None
     if text.startswith(PREFIX):
         known = text.removeprefix(PREFIX)
         if known not in DATASETS:
-            raise QualmsError(f"there is no dataset {known!r}; there are {', '.join(DATASETS)}.")
+            raise QualmsError(
+                f"there is no dataset {known!r}; choose one of {', '.join(DATASETS)}."
+            )
         return known
     if text in DATASETS and place_of(text, root_of(root)) is None:
         return text
@@ -165,7 +165,7 @@ def _read_dataset(name: str, options: _Options) -> Images:
     expected = (dataset.channels, dataset.size, dataset.size)
     if shape != expected:
         raise QualmsError(
-            f"the images of {name} in {root} have the shape {shape} and not {expected}; "
+            f"the images of {name} in {root} have shape {shape} instead of {expected}; "
             f"{dataset.get}."
         )
     source = f"{root}/ (dataset {name})"
@@ -182,7 +182,7 @@ def _load_path(name: str, options: _Options) -> Images:
         if name not in DATASETS or place_of(name, options.root) is None:
             raise
         raise QualmsError(
-            f"{str(error).rstrip('.')}; the dataset of that name is {PREFIX}{name}."
+            f"{str(error).rstrip('.')}; for the dataset of that name, use {PREFIX}{name}."
         ) from error
 
 

@@ -213,7 +213,7 @@ def _table_of_batches(
         first_bad = int((~finite).nonzero()[0, 0])
         precision = str(dtype).removeprefix("torch.")
         raise QualmsError(
-            f"the gradients of input {first_bad} are beyond what {precision} holds; check the "
-            "scale of the input and of the model's weights, or pass both in float64."
+            f"the gradients of input {first_bad} overflow {precision}; check the scale of the "
+            "input and of the model's weights, or pass both in float64."
         )
     return replace(table, values=values)

@@ -138,8 +138,8 @@ def _find_defect(error: Exception) -> str | None:
     notes = ", ".join(getattr(error, "__notes__", []))
     place = notes or f"{module}.{frame.f_code.co_name}"
     return (
-        f"{place} failed with {type(error).__name__}: {reason(error)}. This is a defect of qualms, "
-        "not of the model; please report it, and use engine='reference' until it is fixed."
+        f"{place} failed with {type(error).__name__}: {reason(error)}. This is a bug in qualms, "
+        "not in the model; please report it, and use engine='reference' until it is fixed."
     )
 
 

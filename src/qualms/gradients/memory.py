@@ -31,7 +31,7 @@ LOGIT_COPIES = 16  # in double precision, in what a score computes from them
 DOUBLE = 8  # bytes
 SMALL_INPUT_BYTES = 2**17  # of inputs that run at once
 LARGE_ROW_BYTES = 2**26  # of rows at once, for which it matters what is free
-FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
+FEWER_PARAMETERS = "select fewer parameters with `params`, or use smaller inputs"
 
 
 def default_budget(device: torch.device) -> int:
@@ -70,7 +70,7 @@ def require_room(
     """
     if needed > limit:
         raise QualmsError(
-            f"{what} take about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} "
+            f"{what} need about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} "
             f"available; pass a larger `budget`, {instead}."
         )
 
@@ -244,7 +244,7 @@ class PassMemory:
         require_room(
             row + self.extra_bytes,
             settings.budget or free_bytes(first.device),
-            f"the results of {self.what} over one input",
+            f"the results of {self.what} for one input",
             "or use smaller inputs",
         )
         room = budget_of_rows(settings.budget, first.device) - self.extra_bytes

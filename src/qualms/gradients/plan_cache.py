@@ -17,9 +17,8 @@ Key = tuple[Hashable, ...]
 # Samples may come in any number of shapes, and each plan holds traces of a few of them.
 MAX_PER_KIND = 8
 PROBABILITIES = (
-    "the model's outputs look like probabilities (none is negative, and those of an input add up "
-    "to 1), but are taken for logits; leave out its last softmax, or return the logarithm of the "
-    "probabilities."
+    "the model's outputs look like probabilities (none is negative, and each row sums to 1), but "
+    "are treated as logits; remove the final softmax, or return log-probabilities."
 )
 
 

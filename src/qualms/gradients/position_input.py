@@ -65,8 +65,8 @@ class SampleAlone:
             live = mask[0].bool().nonzero().flatten()
             if len(live) == 0:
                 raise QualmsError(
-                    f"the {side + MASK} of input {number} of the batch leaves nothing of it; leave "
-                    "it out."
+                    f"the {side + MASK} of input {number} of the batch masks all of it; leave this "
+                    "input out."
                 )
             first, last = int(live[0]), int(live[-1])
             # Where a mask has holes, the model itself must know what to do with it.
@@ -113,8 +113,8 @@ class SampleAlone:
 
 def _mismatch(positions: str, tokens: int) -> QualmsError:
     return QualmsError(
-        f"the model answers at {positions} positions for {tokens} tokens, so it is not clear which "
-        "of its answers an attention mask leaves out; pass one text at a time, without padding."
+        f"the model predicts at {positions} positions for {tokens} tokens, so it is not clear "
+        "which of them the attention mask excludes; pass one text at a time, without padding."
     )
 
 
@@ -229,14 +229,14 @@ def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]
     shape = tuple(logits.shape)
     if logits.ndim < 3:
         raise QualmsError(
-            f"the model returns logits of shape {shape}, one answer for each input; leave out "
+            f"the model returns logits of shape {shape}, one prediction per input; leave out "
             "class_dim."
         )
     is_axis = -logits.ndim <= class_dim < logits.ndim
     axis = class_dim % logits.ndim if is_axis else 0
     if axis == 0 or shape[axis] < 2:
         raise QualmsError(
-            f"class_dim={class_dim} is not an axis of classes in logits of shape {shape}; use -1 "
+            f"class_dim={class_dim} is not a class axis of logits of shape {shape}; use -1 "
             "for language models, 1 for segmentation."
         )
     return logits.movedim(axis, -1)

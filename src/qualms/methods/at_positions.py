@@ -35,7 +35,8 @@ def require_positions(methods: Mapping[str, Method]) -> None:
     for name, method in methods.items():
         if not isinstance(method, GradientScore) and method.needs != (LOGITS,):
             raise QualmsError(
-                f"{name} scores whole inputs, not every position; use regrad, fisher, entropy or energy."
+                f"{name} cannot score single positions, only whole inputs; "
+                "use regrad, fisher, entropy or energy."
             )
 
 
@@ -153,8 +154,8 @@ class TangentSums:
             y = products.tangents[:, some].movedim(0, 1)
             if not bool(torch.isfinite(y).all()):
                 raise QualmsError(
-                    "the sketch met numbers too large for the model's precision; use float32, or a few positions= with "
-                    "engine='exact'."
+                    "the sketch overflowed the model's precision; use float32, or a few positions= "
+                    "with engine='exact'."
                 )
             projections = {n: self._average_rows(n, some, products, y) for n in self.directions}
             if not is_last:

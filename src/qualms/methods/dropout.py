@@ -128,7 +128,7 @@ class MCDropout(MonteCarlo):
         layers = [m for m in context.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
         if not layers:
             raise QualmsError(
-                "the model has no dropout layer, which mc-dropout needs; use inserted-dropout."
+                "mc-dropout needs a dropout layer, but the model has none; use inserted-dropout."
             )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
@@ -190,8 +190,8 @@ def _apply_masks(
         replay.end_prefix()
         if out.shape[0] != rows:
             raise QualmsError(
-                "a dropout layer of the model receives a tensor whose first axis is not the batch, so mc-dropout cannot "
-                "use the same mask for all inputs; use inserted-dropout."
+                "a dropout layer of the model receives a tensor whose first axis is not the "
+                "batch, so mc-dropout cannot use one mask for all inputs; use inserted-dropout."
             )
         shape: tuple[int, ...] = (1, *out.shape[1:])
         if isinstance(layer, CHANNEL_DROPOUT):

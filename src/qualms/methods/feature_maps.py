@@ -20,6 +20,7 @@ from qualms.methods.method import GRADIENTS, SEVERAL_PASSES, Method
 from qualms.methods.noise import noise_inputs
 
 NOISE_INPUTS = 8
+INSTEAD = "energy, gradnorm-huang, odin or regrad"
 
 
 def remove_rank_1(maps: Float[Tensor, "b c p"]) -> Float[Tensor, "b c p"]:
@@ -49,7 +50,10 @@ class RankFeat(Method):
     """
 
     name = "rankfeat"
-    paper = "Song et al., RankFeat: Rank-1 Feature Removal for Out-of-distribution Detection, NeurIPS 2022"
+    paper = (
+        "Song et al., RankFeat: Rank-1 Feature Removal for Out-of-distribution Detection, NeurIPS "
+        "2022"
+    )
     needs = (SEVERAL_PASSES,)
     cost = "2"
 
@@ -109,7 +113,10 @@ class GAIA(Method):
     """
 
     name = "gaia"
-    paper = "Chen et al., GAIA: Delving into Gradient-based Attribution Abnormality for OOD Detection, NeurIPS 2023"
+    paper = (
+        "Chen et al., GAIA: Delving into Gradient-based Attribution Abnormality for OOD "
+        "Detection, NeurIPS 2023"
+    )
     needs = (GRADIENTS,)
     cost = "1, and 1 backward"
 
@@ -132,8 +139,9 @@ class GAIA(Method):
             )
         if not is_informative:
             raise QualmsError(
-                "gradients with respect to the model's feature maps are zero equally often for all inputs of noise, as "
-                "with GELU, SiLU or LeakyReLU, so gaia carries no information; use energy, gradnorm-huang, odin or regrad."
+                "gradients with respect to the model's feature maps are zero equally often for "
+                "all noise inputs, as with GELU, SiLU or LeakyReLU, so gaia is uninformative; "
+                f"use {INSTEAD}."
             )
         return gaia_z(torch.cat(densities))
 
@@ -164,7 +172,7 @@ def _measure_densities(
         gradients = [g for g in every if g is not None]
     if not gradients:
         raise QualmsError(
-            "the model has no feature maps of normalization layers or convolutions, which gaia needs; "
-            "use energy, gradnorm-huang, odin or regrad."
+            "gaia needs feature maps of normalization layers or convolutions, but the model has "
+            f"none; use {INSTEAD}."
         )
     return gradient_densities(gradients), recorder.has_flat

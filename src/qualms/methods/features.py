@@ -105,7 +105,10 @@ class SCALE(Method):
     percentile: float = 85.0
 
     name = "scale"
-    paper = "Xu et al., Scaling for Training Time and Post-hoc Out-of-distribution Detection Enhancement, ICLR 2024"
+    paper = (
+        "Xu et al., Scaling for Training Time and Post-hoc Out-of-distribution Detection "
+        "Enhancement, ICLR 2024"
+    )
     needs = (LOGITS,)
     cost = "1"
     rules: ClassVar = {"percentile": PERCENTILE}
@@ -161,7 +164,10 @@ class ASHS(Method):
     percentile: float = 90.0
 
     name = "ash-s"
-    paper = "Djurisic et al., Extremely Simple Activation Shaping for Out-of-Distribution Detection, ICLR 2023"
+    paper = (
+        "Djurisic et al., Extremely Simple Activation Shaping for Out-of-Distribution Detection, "
+        "ICLR 2023"
+    )
     needs = (LOGITS,)
     cost = "1"
     rules: ClassVar = {"percentile": PERCENTILE}
@@ -239,7 +245,10 @@ class GradNormHuang(Method):
     """
 
     name = "gradnorm-huang"
-    paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
+    paper = (
+        "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the "
+        "Wild, NeurIPS 2021"
+    )
     needs = (LOGITS,)
     cost = "1"
 
@@ -259,13 +268,14 @@ def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
     basis = vectors[values > values.amax() * rounding]
     if not len(basis):
         raise QualmsError(
-            "the weights of the last layer are all zero, so they reconstruct nothing and clafr is the same for every "
-            "input; check the model's weights."
+            "the weights of the last layer are all zero, so clafr is the same for every input; "
+            "check the model's weights."
         )
-    if len(basis) == weight.shape[1]:
+    num_classes, num_features = weight.shape
+    if len(basis) == num_features:
         raise QualmsError(
-            f"the last layer has {weight.shape[0]} classes on {weight.shape[1]} features, so its weights reconstruct "
-            "every feature and clafr is zero; use energy, scale or regrad."
+            f"the last layer has {num_classes} classes for {num_features} features, so its weights "
+            "span all features and clafr is always zero; use energy, scale or regrad."
         )
     return basis
 
@@ -308,7 +318,10 @@ class ClaFR(Method):
     """
 
     name = "clafr"
-    paper = "Wang et al., Frustratingly Easy Feature Reconstruction for Out-of-Distribution Detection, PRCV 2025"
+    paper = (
+        "Wang et al., Frustratingly Easy Feature Reconstruction for Out-of-Distribution "
+        "Detection, PRCV 2025"
+    )
     needs = (LOGITS,)
     cost = "1"
 

@@ -149,8 +149,9 @@ class GradientScore(Method):
         tolerance = context.model_context.settings.tolerance or 0.0
         late = ", skipping early layers with a negligible contribution" if self.layers else ""
         return (
-            f"{self.spec} is estimated from some of the {context.num_classes} classes{late}; the standard error is "
-            f"at most {100 * tolerance:g} % of each score. Use engine='exact' for all classes and layers."
+            f"{self.spec} is estimated from some of the {context.num_classes} classes{late}; "
+            f"the standard error is at most {100 * tolerance:g} % of each score. "
+            "Use engine='exact' for all classes and layers."
         )
 
     @property

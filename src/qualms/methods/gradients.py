@@ -218,7 +218,10 @@ class GradNorm(GradientScore):
     """
 
     name = "gradnorm"
-    paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
+    paper = (
+        "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the "
+        "Wild, NeurIPS 2021"
+    )
     cost = "2, and 1 backward"
     direction = "uniform"
 

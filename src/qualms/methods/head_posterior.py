@@ -191,9 +191,11 @@ def fit_head(
         The posterior, with copies of weight and bias as its mean.
     """
     if not (math.isfinite(prior_precision) and prior_precision > 0):
-        raise QualmsError(f"prior_precision is {prior_precision}; it must be a positive number.")
+        raise QualmsError(
+            f"prior_precision={prior_precision} is invalid; it must be a positive number."
+        )
     if structure not in ("auto", "full", "kron"):
-        raise QualmsError(f"structure is {structure!r}; it must be 'auto', 'full' or 'kron'.")
+        raise QualmsError(f"structure={structure!r} is invalid; choose 'auto', 'full' or 'kron'.")
     weight = weight.detach().clone()
     bias = None if bias is None else bias.detach().clone()
     classes, width = _extend_weight(weight, bias).shape
@@ -229,21 +231,23 @@ def _read_batches(
     for features, logits in batches:
         if features.shape != (len(logits), width) or logits.shape != (len(features), classes):
             raise QualmsError(
-                f"a batch has features of shape {tuple(features.shape)} and logits of shape {tuple(logits.shape)}; "
-                f"this head needs (n, {width}) and (n, {classes})."
+                f"a batch has features of shape {tuple(features.shape)} and logits of shape "
+                f"{tuple(logits.shape)}; this head needs (n, {width}) and (n, {classes})."
             )
         chunks = zip(features.detach().split(CHUNK), logits.detach().split(CHUNK), strict=True)
         for h, z in chunks:
             if not bool(torch.isfinite(h).all() and torch.isfinite(z).all()):
                 raise QualmsError(
-                    "a batch has features or logits that are NaN or infinite; clean the training inputs."
+                    "the features or logits of a batch contain NaN or infinity; "
+                    "clean the training inputs."
                 )
             is_empty = is_empty and len(h) == 0
             probs = z.to(weight.device, torch.float64).softmax(1)
             yield _append_one(h.to(weight.device), has_bias), probs
     if is_empty:
         raise QualmsError(
-            "batches has no training input, and a posterior needs at least one; pass an iterable that was not read before."
+            "batches is empty, but a posterior needs at least one training input; pass an iterable "
+            "that was not read before."
         )
 
 
@@ -281,7 +285,8 @@ def _invert_full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Ful
     factor, info = torch.linalg.cholesky_ex(hessian)
     if is_lost or bool(info):
         raise QualmsError(
-            f"prior_precision is {prior_precision}, lost in float64 beside the curvature of these features; raise it."
+            f"prior_precision={prior_precision} is too small: it is lost to rounding next to the "
+            "curvature of these features; use a larger one."
         )
     return Full(factor)
 

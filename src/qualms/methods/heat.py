@@ -148,7 +148,7 @@ class Heat(Method):
     def note(self, context: BatchContext) -> str | None:
         """Why T is 1, if it is."""
         why = self.unit(context).why
-        return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
+        return f"{why}, so {self.name} equals the entropy (T = 1)." if why else None
 
     def combine(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
         """log ρ from the logarithms of the blocks' ratios: that of their sum."""
@@ -191,24 +191,24 @@ class Heat(Method):
         """
         blocks = self._blocks(context)
         if not blocks:
-            return Unit(blocks, None, "no counted weights come before the classifier")
+            return Unit(blocks, None, "no selected weights come before the classifier")
         noise = BatchContext(context.model_context, noise_inputs(context, NOISE_INPUTS, self.name))
         try:
             if first is None and feature_growth(noise) < FREE:
-                why = "the length of the features that the classifier reads hardly grows with the input"
+                why = "the norm of the classifier's features hardly grows with the input"
                 return Unit(blocks, None, why)
             log_ratio = self._log_ratio(noise, blocks)[0]
         except QualmsError as error:
             raise QualmsError(
-                f"{self.name} tries the model on {NOISE_INPUTS} inputs of noise, which fails ({reason(error)}); "
-                "use regrad+layers or entropy."
+                f"{self.name} runs the model on {NOISE_INPUTS} noise inputs, which failed "
+                f"({reason(error)}); use regrad+layers or entropy."
             ) from error
         finite = log_ratio[log_ratio.isfinite()]
         if 2 * len(finite) >= NOISE_INPUTS:
             return Unit(blocks, float(finite.mean()))
         if first is not None:
             return first
-        return Unit(blocks, None, "most inputs of noise leave the last blocks without a gradient")
+        return Unit(blocks, None, "the last blocks get no gradient for most noise inputs")
 
     def _blocks(self, context: BatchContext) -> tuple[tuple[str, ...], ...]:
         """The parameters of the last blocks before the classifier."""
@@ -306,7 +306,7 @@ class Recommended(Method):
     name = "recommended"
     paper = "ours"
     needs = (GRADIENTS,)
-    cost = "that of `heat`, or 1"
+    cost = "as `heat`, or 1"
     always_exact = True
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
@@ -337,4 +337,4 @@ def _pick_method(context: BatchContext) -> tuple[Method, str]:
         why = str(error).partition(";")[0].replace("this method", "heat").rstrip(".")
     if why:
         return GEN(), why
-    return Heat(), "the classifier reads features of free length"
+    return Heat(), "the norm of the classifier's features grows with the input"

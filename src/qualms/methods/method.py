@@ -198,10 +198,11 @@ class NotFinite(QualmsError):
         if math.isnan(score):
             why = "not a number"
         else:
-            why = f"{score:.3g}, which is beyond what {str(dtype).removeprefix('torch.')} holds"
+            type_name = str(dtype).removeprefix("torch.")
+            why = f"{score:.3g}, which overflows {type_name}"
         super().__init__(
-            f"{method} of input {number} is {why}; check the scale of the input and of the model's weights, or pass "
-            "both in float64."
+            f"{method} of input {number} is {why}; check the scale of the input and of the "
+            "model's weights, or pass both in float64."
         )
         self.method = method
         self.number = number

@@ -154,7 +154,7 @@ def step_size(
     if not shape or len(size) not in (1, shape[0]):
         raise QualmsError(
             f"{method} has {len(size)} values of {parameter}, but an input of shape {shape} has "
-            f"{shape[0] if shape else 0} channels; give one number, or one per channel."
+            f"{shape[0] if shape else 0} channels; pass one number, or one per channel."
         )
     sizes = torch.tensor(size, dtype=direction.dtype, device=direction.device)
     return sizes.reshape(-1, *[1] * (len(shape) - 1))
@@ -288,8 +288,8 @@ class ODIN(Method):
         if is_lost:
             dtype = str(x.dtype).removeprefix("torch.")
             raise QualmsError(
-                f"odin's step of epsilon = {self.epsilon} is lost to rounding in every number of x, which is "
-                f"{dtype}; pass a larger epsilon, or the model and x in float32."
+                f"odin's step of epsilon={self.epsilon} is lost to rounding everywhere in x, which "
+                f"is {dtype}; pass a larger epsilon, or the model and x in float32."
             )
         return odin(torch.cat(logits), self.temperature)
 

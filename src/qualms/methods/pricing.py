@@ -93,9 +93,12 @@ def warn_of_long_run(
     if price.seconds * inputs > LONG_SECONDS:
         cache.warned.add(LONG)
         warnings.warn(
-            f"scoring {inputs} input{'' if inputs == 1 else 's'} will take about {price.seconds * inputs / 60:,.0f} "
-            f"minutes ({price.forward_passes:,.0f} forward passes each); engine='auto' or a tolerance measures fewer "
-            "classes, and scores without +smooth cost one ninth as much.",
+            f"scoring {inputs} input{'' if inputs == 1 else 's'} will take about "
+            f"{price.seconds * inputs / 60:,.0f} minutes ({price.forward_passes:,.0f} forward "
+            "passes "
+            "each); engine='auto' or a tolerance measures fewer classes, and scores without "
+            "+smooth "
+            "cost one ninth as much.",
             SlowWarning,
             stacklevel=2,
         )

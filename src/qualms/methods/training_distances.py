@@ -144,8 +144,8 @@ def fit_classes(training: TrainingFeatures) -> ClassGaussians:
         scatter += (own - mean).mT @ (own - mean)
     if scatter.trace().sqrt() <= eps * training.features.norm(dtype=torch.double):
         raise QualmsError(
-            f"mahalanobis finds no variation within the classes of the {len(training.features)} training inputs, so it "
-            "has no covariance; pass more training inputs for each class."
+            f"the {len(training.features)} training inputs do not vary within their classes, so "
+            "mahalanobis has no covariance; pass more training inputs per class."
         )
     smallest = max(width * torch.finfo(torch.double).eps, (width * eps) ** 2)
     variances, directions = torch.linalg.eigh(scatter / len(training.features))
@@ -177,7 +177,8 @@ class Mahalanobis(Method):
 
     name = "mahalanobis"
     paper = (
-        "Lee et al., A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks, "
+        "Lee et al., A Simple Unified Framework for Detecting Out-of-Distribution Samples and "
+        "Adversarial Attacks, "
         "NeurIPS 2018"
     )
     needs = (TRAINING_DATA,)

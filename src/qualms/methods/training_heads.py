@@ -97,7 +97,9 @@ class Laplace(MonteCarlo):
         budget = context.model_context.settings.budget
         classes, width = head.weight.shape[0], head.weight.shape[1] + int(head.bias is not None)
         needed = bytes_of_fit(classes, width) + _bytes_of_sample(head)
-        what = f"the covariance of a head of {classes:,} classes on {width:,} features and one sample of it"
+        what = (
+            f"the covariance of a head of {classes:,} classes and {width:,} features, and a sample,"
+        )
         require_room(needed, budget or free_bytes(context.device), what, "or use inserted-dropout")
         batches = self._training_batches(context)
         return fit_head(batches, head.weight, head.bias, self.prior_precision)
@@ -247,8 +249,8 @@ class QUAM(Method):
             if float(heads.grad.abs().max()) > torch.finfo(x.dtype).max ** 0.5:
                 dtype = str(x.dtype).removeprefix("torch.")
                 raise QualmsError(
-                    f"the features are too large for quam's steps in {dtype}; scale the inputs, or pass the model and all "
-                    "data in float64."
+                    f"the features are too large for quam's steps in {dtype}; scale the inputs, or "
+                    "pass the model and all data in float64."
                 )
             adam.param_groups[0]["lr"] = self.rate / factor
             adam.step()
@@ -305,7 +307,7 @@ def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: in
     needed = (COPIES_OF_HEAD * head.numel() + COPIES_OF_LOGITS * logits) * head.element_size()
     if needed > budget:
         raise QualmsError(
-            f"one head that quam adapts takes about {in_mebibytes(needed)}, more than the budget of "
+            f"adapting one head takes about {in_mebibytes(needed)}, more than quam's budget of "
             f"{in_mebibytes(budget)}; pass a larger `budget`."
         )
     return max(1, min(LOGITS_AT_ONCE // logits, budget // needed))

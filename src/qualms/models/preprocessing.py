@@ -137,7 +137,7 @@ def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
         entry.resize,
         entry.interpolation,
         entry.channels,
-        by=f"as {name} takes them",
+        by=f"as {name} expects",
     )
     names = entry.class_names if _count_outputs(model) == len(entry.class_names) else ()
     return Preprocessing(entry.normalization, transform, names)

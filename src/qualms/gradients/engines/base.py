@@ -138,7 +138,7 @@ def run_first(
         reason = plan.reason
         if plan.is_slow:
             cache.warn_slow(plan)
-    raise QualmsError(f"no engine can serve this request: {reason}.")
+    raise QualmsError(f"no engine can handle this request: {reason}.")
 
 
 def combine_parameters(values: Iterable[Tensor], kind: str) -> Tensor:

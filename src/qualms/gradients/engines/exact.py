@@ -156,7 +156,7 @@ class _Chunk:
             self.request.model, model_input, plan.weights, plan.trace_pair
         )
         if plan.is_reused and recorder.first_use != plan.use_order.names:
-            raise NotBatchable("these inputs use the model's parameters in another order")
+            raise NotBatchable("these inputs use the model's parameters in a different order")
         by_sample = logits.unflatten(0, (-1, self.work.rows_per_sample))
         elsewhere = check.logits_of(part)
         here = by_sample.detach()[:, : elsewhere.shape[1]]
