@@ -175,9 +175,9 @@ def test_too_few_inputs_are_told_how_many_it_takes() -> None:
         match=r"cannot be guaranteed: of the \d+ most certain of 300 labeled inputs \d+ are wrong",
     ):
         Threshold.from_labels(torch.arange(300.0), torch.arange(300) % 3 > 0, 0.01, 0.95)
-    with pytest.raises(qualms.QualmsError, match="all have one score"):
+    with pytest.raises(qualms.QualmsError, match="all have the same score"):
         Threshold.from_labels(torch.zeros(300), right, 0.01, 0.95)
-    with pytest.raises(qualms.QualmsError, match="both are above 0"):
+    with pytest.raises(qualms.QualmsError, match="both must be above 0"):
         Threshold.from_labels([1.0], [True], 0.0, 0.95)
 
 
@@ -193,7 +193,7 @@ def test_percentiles_of_many_scores_are_good_to_a_tenth_of_a_percent() -> None:
     at = torch.tensor([-100.0, -1.0, 0.0, 0.5, 4.0, 100.0], dtype=torch.double)
     want = [100 * float((scores < one).double().mean()) for one in at]
     assert t.percentile(at).tolist() == pytest.approx(want, abs=0.11)
-    with pytest.raises(qualms.QualmsError, match="does not hold the scores"):
+    with pytest.raises(qualms.QualmsError, match="does not include the scores"):
         Threshold(1.0, 0, "given").percentile([1.0])
 
 

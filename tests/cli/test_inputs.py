@@ -218,13 +218,13 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
         (("--model", "weights.pt"), "name the network and pass --weights 'weights.pt'"),
         (
             (*ZOO_NET, "--classes", "7"),
-            "weights.pt does not fit digits-cnn: 2 keys of another shape",
+            "weights.pt does not fit digits-cnn: 2 keys with a different shape",
         ),
-        ((*ZOO_NET, "--classes", "7"), "pass --classes as it was trained"),
+        ((*ZOO_NET, "--classes", "7"), "pass --classes, the number"),
         (("--model", "cnn-32", "--weights", "weights.pt"), "weights.pt does not fit cnn-32"),
         (
             ("--model", "digits-cnn", "--weights", "other.pt"),
-            "other.pt holds no tensors by name, only 'epoch', 'stuff'",
+            "other.pt contains no named tensors, only 'epoch', 'stuff'",
         ),
         (("--model", "digits-cnn", "--weights", "none.pt"), "there is no checkpoint file none.pt"),
         (

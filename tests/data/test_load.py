@@ -232,6 +232,6 @@ def test_the_folder_of_a_datasets_own_files_is_the_dataset(
     (tmp_path / "data" / "digits").mkdir()
     with pytest.raises(
         qualms.QualmsError,
-        match=r"digits holds no images; .*; the dataset of that name is data:digits",
+        match=r"digits contains no images; .*; for the dataset of that name, use data:digits",
     ):
         load("digits")

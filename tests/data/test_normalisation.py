@@ -39,6 +39,6 @@ def test_errors() -> None:
     with pytest.raises(qualms.QualmsError, match="must be above 0"):
         Normalization((0.0,), (float("nan"),))
     with pytest.raises(
-        qualms.QualmsError, match=r"1 channels and the normalization 3.*convert\(3, size\)"
+        qualms.QualmsError, match=r"1 channels, but the normalization has 3.*convert\(3, size\)"
     ):
         Normalization((0.0,) * 3, (1.0,) * 3).apply(torch.zeros(1, 1, 2, 2, dtype=torch.uint8))

@@ -238,9 +238,9 @@ def test_the_posterior_keeps_the_head_it_was_fitted_to() -> None:
 @pytest.mark.parametrize("structure", BOTH)
 def test_errors_say_what_to_do(structure: Structure) -> None:
     h, logits, weight, bias = random_head(20, 3, 4)
-    with pytest.raises(QualmsError, match="no training input"):
+    with pytest.raises(QualmsError, match="batches is empty"):
         fit_head([], weight, bias, structure=structure)
-    with pytest.raises(QualmsError, match="no training input"):
+    with pytest.raises(QualmsError, match="batches is empty"):
         fit_head([(h[:0], logits[:0])], weight, bias, structure=structure)
     with pytest.raises(
         QualmsError, match=r"\(20, 3\) and logits .* \(20, 4\); this head needs \(n, 4\)"

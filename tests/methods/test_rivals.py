@@ -332,7 +332,7 @@ def test_gaia_is_not_misled_by_a_rectifier_behind_its_maps() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(144, 16), nn.ReLU(), nn.Linear(16, 3)
     )
-    with pytest.raises(qualms.QualmsError, match="zero equally often for all inputs of noise"):
+    with pytest.raises(qualms.QualmsError, match="zero equally often for all noise inputs"):
         qualms.score(model, torch.randn(6, 3, 8, 8), "gaia")
 
 
@@ -377,7 +377,7 @@ def test_gaia_of_one_input_twice_is_no_error(setting: Setting) -> None:
 @pytest.mark.parametrize("name", NEEDS_MAPS)
 def test_a_model_without_feature_maps_is_told_the_alternatives(name: str) -> None:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
-    with pytest.raises(qualms.QualmsError, match=rf"feature map.* {name} needs; use energy"):
+    with pytest.raises(qualms.QualmsError, match=rf"{name} needs .*feature map.*; use energy"):
         qualms.score(flat, torch.rand(2, 1, 4, 4), name)
 
 

@@ -78,7 +78,7 @@ class ModelContext:
         """The training inputs, each batch with its labels if it is a pair of inputs and labels."""
         if self.train is None:
             raise QualmsError(
-                f"{method} needs training data; pass a loader of training inputs as train=."
+                f"{method} needs training data; pass train=, a loader of training inputs."
             )
         return labeled_batches(self.train, self.model, "train")
 

@@ -279,8 +279,8 @@ class Ensemble(Method):
         """Mutual information over the members."""
         if not context.model_context.members:
             raise QualmsError(
-                "ensemble needs several models; pass the members other than the "
-                "model itself as models=."
+                "ensemble needs several models; pass models=, the members other "
+                "than the model itself."
             )
         log_q = [context.log_probs]
         for i, member in enumerate(context.model_context.members):

@@ -258,7 +258,7 @@ def _describe_mismatch(
         )
     if missing or unexpected:
         return problems, "name the network it was saved from"
-    return problems, "pass the number of classes that it was trained with as classes="
+    return problems, "pass classes=, the number that it was trained with"
 
 
 def _strip_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

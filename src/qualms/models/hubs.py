@@ -116,7 +116,7 @@ def load_own_weights(
     auto: Any,
     name: str,
     config: Any,
-    advice: str = "pass a checkpoint that contains them as weights=",
+    advice: str = "pass weights=, a checkpoint that contains them",
     **options: Any,
 ) -> Any:
     """A model of transformers with all of its weights.
@@ -213,8 +213,8 @@ def check_classes(source: str, classes: int | None, published: int) -> None:
     if classes not in (None, published):
         raise QualmsError(
             f"the published weights of {source} have {published} classes, so a last layer for "
-            f"{classes} would be random; leave out classes=, or pass a checkpoint that was trained "
-            "for them as weights=."
+            f"{classes} would be random; leave out classes=, or pass weights=, a checkpoint "
+            "that was trained for them."
         )
 
 
@@ -228,7 +228,7 @@ def _explain_not_made(
             return QualmsError(f"{source} could not be created: {reason(error)}; check the name.")
         return QualmsError(
             f"{source} could not be created with its published weights: {reason(error)}; "
-            "if they cannot be downloaded here, pass a checkpoint file as weights=."
+            "if they cannot be downloaded here, pass weights=, a checkpoint file."
         )
 
     return explain
