@@ -37,7 +37,7 @@ class PositionTable:
 
     @classmethod
     def of_logits(cls, logits: Float[Tensor, "t c"]) -> "PositionTable":
-        """The most probable classes at each position with their probabilities, and no scores yet."""
+        """The most probable classes at each position with their probabilities; no scores yet."""
         probs: list[Tensor] = []
         classes: list[Tensor] = []
         for block in blocks(*logits.shape):

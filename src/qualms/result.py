@@ -78,7 +78,7 @@ class Scored:
 
     @property
     def predicted_names(self) -> list[Any]:
-        """The name of the most probable class of each input or position; None where it is masked."""
+        """The name of the most probable class of each input or position; None where masked."""
         if self.class_names is None:
             raise QualmsError("the classes have no names; pass class_names= to Scorer.")
         return _name_classes(self.prediction.tolist(), self.class_names)
@@ -279,7 +279,7 @@ def _take(tensor: Tensor | None, at: Tensor) -> Tensor | None:
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Concatenate tensors, or None each; where second axes differ (tokens), pad the shorter ones."""
+    """Concatenate tensors or Nones; pad where second axes (tokens) differ in length."""
     if parts[0] is None:
         return None
     if len({t.shape[1:] for t in parts}) == 1:

@@ -1,4 +1,4 @@
-"""`Scorer`: a model together with the methods that score its inputs, set up once for all batches."""
+"""`Scorer`: a model with the methods that score its inputs, set up once for all batches."""
 
 import time
 import warnings
@@ -317,7 +317,7 @@ class Scorer:
 
     @contextmanager
     def _open_model(self, batch: Batch) -> Iterator[ModelContext]:
-        """The model in evaluation mode, with what is known of it; all anew if its weights changed."""
+        """The model in evaluation mode with its cached context; rebuilt if its weights changed."""
         with preserve_state(self.model) as inner:
             state = entry_fingerprint(inner)
             if self._model_state != state:
@@ -352,7 +352,7 @@ class Scorer:
         return self.settings.engine == "auto" and isinstance(self._first_method(), GradientScore)
 
     def _runs_exact_engine(self) -> bool:
-        """Whether the exact engine will run the inputs themselves, so that logits can be compared."""
+        """Whether the exact engine runs the inputs themselves, so that logits can be compared."""
         may_be_exact = self.settings.engine_name in ("exact", "auto")
         if may_be_exact and self._gradient_methods():
             return True

@@ -239,7 +239,7 @@ class Threshold:
 
 
 def _as_scores(scores: Any) -> Float[Tensor, " n"]:
-    """Scores as a flat tensor of doubles: float32 scores must be accepted by a threshold of them."""
+    """Scores as a flat float64 tensor, so that float32 scores pass their own threshold."""
     s = torch.as_tensor(scores).detach().cpu().flatten().double()
     if len(s) == 0 or not bool(torch.isfinite(s).all()):
         raise QualmsError(

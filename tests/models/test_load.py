@@ -160,7 +160,7 @@ def test_what_is_wrong_with_a_factory_is_told(
 ) -> None:
     (tmp_path / "broken_here.py").write_text("import nowhere_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "no_such_package of no_such_package:f does not import" in refused("no_such_package:f")
+    assert "no_such_package in no_such_package:f cannot be imported" in refused("no_such_package:f")
     assert "No module named 'nowhere_at_all'" in refused("broken_here:f")
     assert "cannot be imported" in refused(":f")
     assert f"there is no 'nothing' in {HERE}.Networks" in refused(f"{HERE}:Networks.nothing")

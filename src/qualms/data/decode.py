@@ -193,7 +193,7 @@ def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
 
 
 def _read_metadata(read: Callable[[], T], default: T) -> T:
-    """Read a value of a file's metadata; the default if that is damaged, which the pixels survive."""
+    """Read a value of a file's metadata; return the default if the metadata is damaged."""
     try:
         return read()
     except Exception:  # noqa: BLE001 (damaged bytes lead to any exception in Pillow)

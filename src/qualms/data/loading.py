@@ -224,7 +224,7 @@ def _transform(images: Images, transform: ImageTransform | None) -> Images:
 
 
 def _unknown_name(name: str, root: Path) -> QualmsError:
-    """The error that a name is neither a dataset nor a path, with similar names if there are any."""
+    """The error that a name is neither a dataset nor a path, with similar names if any."""
     names = list(DATASETS)
     if root.is_dir():
         names += [entry.name for entry in root.iterdir()]

@@ -1,6 +1,6 @@
 """Pickles that hold nothing but arrays, numbers, text, lists and dictionaries.
 
-A pickle is a program: reading one with Python's own reader runs any code in it. Here every name that
+A pickle is a program: Python's own reader runs any code in it. Here every name that
 a pickle can import leads to an object of this file, which decodes the few forms in which arrays are
 written and can do nothing else. No class, no function of numpy and nothing that
 could be changed is ever within its reach.

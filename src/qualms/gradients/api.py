@@ -1,4 +1,4 @@
-"""The two public functions of this folder: class-gradient norms and Gram matrices, layer by layer."""
+"""The two public functions of this folder: class-gradient norms and Gram matrices, by layer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

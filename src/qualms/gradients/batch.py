@@ -93,7 +93,7 @@ def restore_order(parts: list[Tensor], groups: list[list[int]]) -> Tensor:
 
 
 def shapes_of(batch: Batch) -> tuple[Hashable, ...]:
-    """What samples of the same kind have in common: the names, shapes and types of their tensors."""
+    """What samples of one kind have in common: the names, shapes and types of their tensors."""
     names = tuple(batch) if isinstance(batch, dict) else type(batch).__name__
     shapes = [(tuple(t.shape[1:]), t.dtype) for t in batch_tensors(batch)]
     return (names, *shapes)

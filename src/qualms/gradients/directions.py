@@ -1,6 +1,6 @@
 """Directions in logit space whose pull-back Jᵀv is a gradient that some score needs.
 
-A direction may differ from row to row of a sample's perturbed copies. Logits are [b, r, c]: samples,
+A direction may differ between the perturbed copies of a sample. Logits are [b, r, c]: samples,
 rows of a sample, classes. The weights p_c are always those of the sample itself, row 0.
 """
 

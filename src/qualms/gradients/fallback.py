@@ -1,7 +1,7 @@
 """A failure that is expected is a value: `Fallback`. The one place that catches is `attempt`.
 
 Code of the user's model runs while an engine plans and runs, and may raise anything. `attempt`
-catches that, logs it and returns a `Fallback` with the reason. An error that comes from this package's
+catches that, logs it and returns a `Fallback` with the reason. An error from this package's
 own code is a defect, not a reason to be slow: `attempt` raises it as an `InternalError` that names
 the rule and the parameters it was at work on.
 """

@@ -1,6 +1,6 @@
 """The plan of the exact engine: what the first samples show of the model, and what the work costs.
 
-Planning runs one sample by plain autograd and traced, then two samples traced: the axis that doubles
+Planning runs one sample by plain autograd and traced, then two traced: the axis that doubles
 counts the samples, and the gradient of the first sample must be the same in all three. From the
 traces the plan counts work and memory, which decide how many samples run at once and how.
 """

@@ -56,7 +56,7 @@ class PlanCache:
         self.found.pop(key, None)
 
     def once(self, key: Key, find: Callable[[], T]) -> T:
-        """The finding of a key, which `find` makes if there is none; a key has one such function."""
+        """Return the cached value of a key; `find` computes it first if there is none."""
         if key not in self.found:
             self.keep(key, find())
         self.found[key] = self.found.pop(key)

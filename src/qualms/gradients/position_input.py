@@ -1,4 +1,4 @@
-"""A model that answers at many positions, read as a classifier of some of them, one sample at a time.
+"""A model that predicts at many positions, as a classifier of some of them, one sample at a time.
 
 What a sample gives alone does not depend on the others in its batch. Padding changes more than it
 should: some models count positions from where the padding starts. So texts are cut to the tokens
@@ -79,7 +79,7 @@ class SampleAlone:
         return cls(one, kept, length)
 
     def require_fit(self, positions: int) -> None:
-        """Raise an error if padding was cut off, and there are not as many answers as tokens left."""
+        """Raise an error if padding was cut off but predictions and tokens differ in number."""
         if self.kept is not None and positions != len(self.kept):
             raise _mismatch(str(positions), len(self.kept))
 

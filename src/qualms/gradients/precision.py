@@ -125,7 +125,7 @@ def _is_within(
 
 @torch.no_grad()
 def same_values(have: Tensor, want: Tensor) -> bool:
-    """Whether two results of the same operations are equal but for the last digits of their type."""
+    """Whether two results of the same operations are equal up to rounding."""
     if have.dtype != want.dtype or not want.is_floating_point():
         return torch.equal(have, want)
     is_coarse = want.element_size() < 4

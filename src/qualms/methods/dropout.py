@@ -15,13 +15,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, num_samples, take_samples, tensors_in
+from qualms.gradients.batch import (
+    Batch,
+    num_samples,
+    take_samples,
+    tensors_in,
+)
 from qualms.gradients.memory import PassMemory
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import ROWS_AT_ONCE, BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.method import SEVERAL_PASSES
-from qualms.methods.monte_carlo import MonteCarlo, draws_at_once, information_over_draws
+from qualms.methods.monte_carlo import (
+    MonteCarlo,
+    draws_at_once,
+    information_over_draws,
+)
 from qualms.parameters import SHARE, whole
 from qualms.random import generator
 
@@ -166,7 +175,10 @@ def _forward_thinned(
         replay: of what comes before the first of the layers.
     """
     noise = generator(context.seed, draw)
-    with _apply_masks(layers, num_samples(part), noise, replay), replay.run():
+    with (
+        _apply_masks(layers, num_samples(part), noise, replay),
+        replay.run(),
+    ):
         return forward_logits(context.model, ModelInput(part))
 
 

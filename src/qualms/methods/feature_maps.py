@@ -78,7 +78,10 @@ def gradient_densities(
     Args:
         gradients: with respect to feature maps, [b, channel, height, width].
     """
-    return torch.cat([(g != 0).mean((2, 3), dtype=torch.double) for g in gradients], dim=1)
+    return torch.cat(
+        [(g != 0).mean((2, 3), dtype=torch.double) for g in gradients],
+        dim=1,
+    )
 
 
 def gaia_z(densities: Float[Tensor, "b channels"]) -> Float[Tensor, " b"]:
@@ -98,7 +101,7 @@ class GAIA(Method):
     Of the paper's two scores we chose this one: it needs one gradient and no linear head, and on
     small networks for digits its direction was right (AUROC 0.56 to 0.69 in five trainings), unlike
     that of GAIA-A (0.29 to 0.55). Smooth activations such as GELU have no zero gradients, so the
-    score is meaningless there: an error, if all densities are the same for inputs of noise. It ranks
+    score is meaningless there: an error, if all densities are the same for noise inputs. It ranks
     backwards on most networks of our study (the page on heat).
 
     Example:

@@ -223,7 +223,7 @@ def gradnorm_huang(
     logits: Float[Tensor, "b c"],
     features: Float[Tensor, "b f"],
 ) -> Float[Tensor, " b"]:
-    """Minus ‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁, since the gradient is (p - 1/C) hᵀ."""
+    """Minus ‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁; the gradient is (p - 1/C) hᵀ."""
     return -distance_from_uniform(logits) * features.double().abs().sum(-1)
 
 
@@ -297,7 +297,7 @@ def clafr(features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]) -> Float[
 class ClaFR(Method):
     """The share of the features' norm that the last layer's weights do not reconstruct.
 
-    ‖h - V Vᵀ h‖ / ‖h‖, with V an orthonormal basis of the row space of the weight. What lies outside
+    ‖h - V Vᵀ h‖ / ‖h‖, with V an orthonormal basis of the weight's row space. What lies outside
     of that space has no influence on any class.
 
     The paper's abstract: an orthogonal decomposition of the classifier's weights, the features

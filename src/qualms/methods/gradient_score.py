@@ -30,7 +30,14 @@ from qualms.gradients.settings import Smoothing
 from qualms.gradients.sketching.projections import Projections
 from qualms.methods.context import BatchContext
 from qualms.methods.few_classes import ClassSums, layer_sums_by_few_classes
-from qualms.methods.method import FEW, GRADIENTS, Estimate, Method, Scale, convert_noise
+from qualms.methods.method import (
+    FEW,
+    GRADIENTS,
+    Estimate,
+    Method,
+    Scale,
+    convert_noise,
+)
 from qualms.parameters import FINITE_OR_NONE, Rule
 
 LAMBDA = 0.3
@@ -179,7 +186,10 @@ class GradientScore(Method):
         """The same score with two draws of smoothing at most."""
         if self.smooth is None:
             return self
-        return replace(self, smooth=replace(self.smooth, draws=min(self.smooth.draws, FEW)))
+        return replace(
+            self,
+            smooth=replace(self.smooth, draws=min(self.smooth.draws, FEW)),
+        )
 
 
 @dataclass(frozen=True)
@@ -289,7 +299,10 @@ def _sketched_sum(
     if method.power == 2:
         values = weighted_sum(projections.square, weights)
         return Estimate(values, projections.weighted_error(norms, 2 * weights * norms))
-    return Estimate(weighted_sum(norms, weights), projections.weighted_error(norms, weights))
+    return Estimate(
+        weighted_sum(norms, weights),
+        projections.weighted_error(norms, weights),
+    )
 
 
 def _skip_early_layers(
@@ -341,4 +354,11 @@ def class_sums(
     """
     request = context.request(Directions(("classes",)), methods[0].smooth)
     cache = context.model_context.cache
-    return ClassSums(request, methods, cache, context.head_weight, lam, context.known_logits)
+    return ClassSums(
+        request,
+        methods,
+        cache,
+        context.head_weight,
+        lam,
+        context.known_logits,
+    )

@@ -268,7 +268,9 @@ class NEGrad(GradientScore):
         return torch.ones_like(probs[:, :1])
 
 
-def confounding_label(gradient: Float[Tensor, "b p"]) -> Float[Tensor, " b"]:
+def confounding_label(
+    gradient: Float[Tensor, "b p"],
+) -> Float[Tensor, " b"]:
     """Minus ‖∇θ L‖, from the gradient of L, the binary cross-entropy with every class on."""
     return -gradient.norm(dim=-1)
 

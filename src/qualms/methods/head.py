@@ -42,7 +42,9 @@ class Head:
         return replace(self, features=self.features[index.to(self.features.device)])
 
     @staticmethod
-    def concatenate(parts: "list[Head | QualmsError]") -> "Head | QualmsError":
+    def concatenate(
+        parts: "list[Head | QualmsError]",
+    ) -> "Head | QualmsError":
         """Join the heads of several parts of a batch; the first error, if a part has no head."""
         heads: list[Head] = []
         for part in parts:

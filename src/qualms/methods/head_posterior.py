@@ -50,7 +50,8 @@ class Full:
         width = h.shape[1]
         blocks = torch.cholesky_inverse(self.factor).unflatten(0, (-1, width))  # [c, k, c·k]
         return torch.stack(
-            [((h @ rows).unflatten(1, (-1, width)) * h[:, None]).sum(2) for rows in blocks], dim=1
+            [((h @ rows).unflatten(1, (-1, width)) * h[:, None]).sum(2) for rows in blocks],
+            dim=1,
         )
 
 
@@ -118,7 +119,10 @@ class HeadPosterior:
         for z in _normal_numbers(n, mean.numel(), seed, at_once):
             noise = z.view(-1, *mean.shape).to(mean.device)
             heads = (mean + self.covariance.shape_noise(noise)).to(dtype)
-            yield heads[..., :features], None if self.bias is None else heads[..., features]
+            yield (
+                heads[..., :features],
+                None if self.bias is None else heads[..., features],
+            )
 
     def functional_variance(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b c c"]:
         """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this
@@ -206,7 +210,11 @@ def fit_head(
         covariance = _invert_full(_gauss_newton(rows, zeros), prior_precision)
     else:
         of_classes, of_features = _kronecker_factors(rows, bias is not None)
-        covariance = Kronecker(*_eigen(of_classes), *_eigen(of_features), float(prior_precision))
+        covariance = Kronecker(
+            *_eigen(of_classes),
+            *_eigen(of_features),
+            float(prior_precision),
+        )
     return HeadPosterior(weight, bias, covariance)
 
 
@@ -229,12 +237,17 @@ def _read_batches(
     is_empty = True
     classes, width = weight.shape
     for features, logits in batches:
-        if features.shape != (len(logits), width) or logits.shape != (len(features), classes):
+        fits_head = features.shape == (len(logits), width)
+        if not fits_head or logits.shape != (len(features), classes):
             raise QualmsError(
                 f"a batch has features of shape {tuple(features.shape)} and logits of shape "
                 f"{tuple(logits.shape)}; this head needs (n, {width}) and (n, {classes})."
             )
-        chunks = zip(features.detach().split(CHUNK), logits.detach().split(CHUNK), strict=True)
+        chunks = zip(
+            features.detach().split(CHUNK),
+            logits.detach().split(CHUNK),
+            strict=True,
+        )
         for h, z in chunks:
             if not bool(torch.isfinite(h).all() and torch.isfinite(z).all()):
                 raise QualmsError(
@@ -310,7 +323,9 @@ def _kronecker_factors(
     return products.sum(1).diag() - products, squares / total
 
 
-def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
+def _eigen(
+    matrix: Float64[Tensor, "n n"],
+) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
     """Eigenvalues, zero where they are no more than rounding, and eigenvectors."""
     values, vectors = torch.linalg.eigh(matrix)
     rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]  # the largest is the last

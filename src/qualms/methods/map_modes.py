@@ -1,4 +1,4 @@
-"""Function modes that find the feature maps inside of any convolutional network: the last one, to be
+"""Function modes that find the feature maps in any convolutional network: the last one, to be
 changed, and all, for gradients with respect to them.
 """
 
@@ -18,7 +18,14 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 
 NORMALIZATIONS = ("batch_norm", "group_norm", "instance_norm")
 CONVOLUTION = "conv2d"
-REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp")  # whose second argument names axes
+# Their second argument names axes.
+REDUCTIONS = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "logsumexp",
+)
 FLAT = (  # their gradient is zero somewhere
     "relu", "relu6", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "hardtanh",
     "hardswish", "hardsigmoid", "hardshrink", "softshrink", "threshold",

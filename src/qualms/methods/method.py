@@ -1,4 +1,4 @@
-"""What every score is: parameters, a name, a source, what it needs and costs, and how to compute it."""
+"""The base class of scores: parameters, name, source, needs, cost, and the computation."""
 
 import math
 from abc import abstractmethod

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples, with_tensors
+from qualms.gradients.batch import (
+    Batch,
+    batch_tensors,
+    num_samples,
+    take_samples,
+    with_tensors,
+)
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
 from qualms.random import generator

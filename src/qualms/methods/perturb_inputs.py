@@ -14,7 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples, with_tensors
+from qualms.gradients.batch import (
+    Batch,
+    batch_tensors,
+    num_samples,
+    take_samples,
+    with_tensors,
+)
 from qualms.gradients.directions import of_class, scale_to_unit
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.settings import Smoothing
@@ -110,7 +116,10 @@ def loss_gradient_sign(
         def zero_shift(shape: tuple[int, ...]) -> Tensor:
             parameter = next(context.model.parameters())
             zeros = torch.zeros(
-                num_samples(part), *shape, dtype=parameter.dtype, device=parameter.device
+                num_samples(part),
+                *shape,
+                dtype=parameter.dtype,
+                device=parameter.device,
             )
             variables.append(zeros.requires_grad_())
             return variables[0]
@@ -197,7 +206,10 @@ class MCAA(MonteCarlo):
         model_context = context.model_context
         inputs = num_samples(context.batch)
         rows = model_context.rows_at_once(context.batch, inputs * self.draws)
-        most = min(max(1, rows // self.draws), model_context.rows_with_graph(context.batch))
+        most = min(
+            max(1, rows // self.draws),
+            model_context.rows_with_graph(context.batch),
+        )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
             part = take_samples(context.batch, block)
@@ -227,7 +239,7 @@ class MCAA(MonteCarlo):
 def odin(logits: Float[Tensor, "b c"], temperature: float = 1000.0) -> Float[Tensor, " b"]:
     """ODIN: -(max_c log p_c + log C), p = softmax(z / T).
 
-    The paper's score is max_c p_c, which is next to 1 / C at its temperature, so that rounding would
+    The paper's score is max_c p_c, which is close to 1 / C at its temperature, so rounding would
     make most inputs equal. The logarithm ranks alike.
 
     Args:

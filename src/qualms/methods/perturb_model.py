@@ -15,13 +15,30 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, each_tensor, num_samples, parts_of, take_samples
+from qualms.gradients.batch import (
+    Batch,
+    each_tensor,
+    num_samples,
+    parts_of,
+    take_samples,
+)
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.memory import PassMemory, free_bytes, require_room
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import ROWS_AT_ONCE, BatchContext
-from qualms.methods.divergence import expected_kl, kl, log_softmax, mutual_information
-from qualms.methods.method import MODELS, SEVERAL_PASSES, TRAINING_DATA, WANG_JI, Method
+from qualms.methods.divergence import (
+    expected_kl,
+    kl,
+    log_softmax,
+    mutual_information,
+)
+from qualms.methods.method import (
+    MODELS,
+    SEVERAL_PASSES,
+    TRAINING_DATA,
+    WANG_JI,
+    Method,
+)
 from qualms.methods.monte_carlo import MonteCarlo, information_over_draws
 from qualms.parameters import POSITIVE, whole
 from qualms.random import generator

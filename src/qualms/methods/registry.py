@@ -78,7 +78,11 @@ METHODS: tuple[type[Method], ...] = (
 )
 RENAMED = {"auto": "recommended"}  # `auto` is an engine
 BY_NAME = {kind.name: kind for kind in METHODS}
-MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most
+# The most parameters that each modifier takes.
+MODIFIERS = {
+    "layers": 1,
+    "smooth": 2,
+}
 
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
 PixelStd = float | Sequence[float] | None
@@ -187,7 +191,7 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
 
 
 def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
-    """Assign numbers to parameters in order, whole ones as int where the parameter counts something.
+    """Assign numbers to parameters in order, whole ones as int if the parameter is a count.
 
     Any other number is left to the rules of the parameter.
     """

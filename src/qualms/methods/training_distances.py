@@ -13,7 +13,11 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.methods.context import BatchContext
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.methods.training_features import ROWS, TrainingFeatures, training_features
+from qualms.methods.training_features import (
+    ROWS,
+    TrainingFeatures,
+    training_features,
+)
 from qualms.parameters import whole
 
 PRODUCTS_AT_ONCE = 2**23  # inner products with training features
@@ -93,7 +97,12 @@ class KNN(Method):
         # For all k together.
         neighbors, lengths = context.model_context.once(KNN, lambda: self._neighbors(context))
         features = context.head.features.to(neighbors)
-        return knn(to_unit(features, vector_lengths(features)), neighbors, lengths, self.k)
+        return knn(
+            to_unit(features, vector_lengths(features)),
+            neighbors,
+            lengths,
+            self.k,
+        )
 
     def _neighbors(
         self,
@@ -259,7 +268,7 @@ class FDBD(Method):
         return fdbd(context.logits, head.features, head.weight, mean, min_distance)
 
     def _fit(self, context: BatchContext) -> tuple[Float64[Tensor, " f"], float]:
-        """The mean of the training features, and the least distance from it that is not rounding."""
+        """The mean of the training features, and the smallest distance from it above rounding."""
         features = training_features(context, self.name).features
         length = float(features.norm(dtype=torch.double)) / len(features) ** 0.5
         return features.mean(0, dtype=torch.double), MIN_DISTANCE * (length or 1.0)

@@ -221,7 +221,7 @@ class ViM(Method):
 
 
 def default_dimensions(width: int) -> int:
-    """D for a number of features, as in the paper's code; its networks have 768 features at least."""
+    """D for a number of features, as in the paper's code; its networks have at least 768."""
     if width >= 2048:
         return 1000
     return 512 if width >= 768 else width // 2

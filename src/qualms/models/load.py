@@ -54,7 +54,7 @@ def load_model(
     """
     name = str(source)
     if classes is not None and classes < 2:
-        raise QualmsError(f"classes={classes} is invalid; pass two or more.")
+        raise QualmsError(f"classes is {classes}; pass two or more.")
     if name in ZOO:
         model = _from_zoo(name, weights, classes)
     elif name.startswith("timm:"):

@@ -25,7 +25,7 @@ class Engine(Protocol[PlanT]):
     """
 
     def plan(self, request: GradientRequest) -> PlanT | Fallback:
-        """Decide how to serve a request, or return a `Fallback` with the reason why this engine cannot.
+        """Decide how to handle a request, or return a `Fallback` with the reason why not.
 
         Args:
             request: what to compute.

@@ -5,7 +5,7 @@ those of a forward pass: a backward pass through the activations takes as many a
 of a layer's gradients take whichever of two ways has fewer. So the same model has the same choice
 on every machine. `engine="auto"` means:
 
-- Scores: up to `MAX_EXACT_PASSES` forward passes for each row that is run, all classes are measured.
+- Scores: up to `MAX_EXACT_PASSES` forward passes per row that is run, all classes are measured.
   Beyond, as few of them as a standard error of `TOLERANCE` allows (`class_sampling.py`), and of
   `+layers` scores the late layers alone (`layer_cut.py`).
 - Norms of every class and layer: beyond that, a sketch, if it takes fewer passes.
@@ -43,7 +43,7 @@ AUTOGRAD_PASSES = 2.0  # a backward pass by plain autograd, with the gradients o
 
 
 def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]:
-    """The engines for a request, in order of preference: the first whose plan is no `Fallback` runs.
+    """The engines for a request, in order of preference: the first that can plan it runs.
 
     Args:
         request: what to compute.

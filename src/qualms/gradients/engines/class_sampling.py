@@ -1,6 +1,6 @@
 """Few classes of many: Σ_c w_c ‖g_c‖ⁿ from those that count most and a random few of the others.
 
-Each class of each sample has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c a guess at the length of its gradient
+Each class of each sample has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c an estimate of its gradient's length
 up to a factor. Behind a linear classifier with rows w_c, all gradients but the classifier's own are
 ∇ log p_c = J_hᵀ(w_c - w̄), w̄ = Σ_k p_k w_k, and their lengths follow ‖w_c - w̄‖; the classifier's
 own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of its mean, and a part of ‖e_c - p‖²; for

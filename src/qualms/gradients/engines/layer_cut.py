@@ -3,7 +3,7 @@
 The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so what the first
 layers add is measured, not assumed. One sample, by plain autograd along a few directions, shows how
 many of the first layers add less than a quarter of the tolerance; gradients of the others are all
-that is computed from then on. Of every 16 further samples the one that is most unlike those measured
+that is computed from then on. Of every 16 further samples, the one most unlike those measured
 so far, by the norms of its late layers, is measured in the same way, and so is every sample that is
 more unlike them than any before. If the early layers of one add more than the tolerance, fewer
 layers are left out from then on, and its batch runs again. That is evidence, not proof: a sample
